@@ -39,8 +39,8 @@ def test_a_hiccup_does_not_ruin_an_arm(held_up):
 
 @pytest.mark.parametrize(("share", "times"), [(0.2, 4.0), (0.1, 6.0), (0.5, 2.0), (0.0, 1.0)])
 def test_rounds_that_are_dear_now_and_then_count(share, times):
-    """Cut at twice the mean, arms of 20 % rounds of 4 times as long looked 17 % too cheap, of 10 % of 6 times 25 %. Means
-    over 40 arms' clocks of 300 rounds: the standard error is 1 % at most."""
+    """Cut at twice the mean, an arm with 20 % of rounds 4 times as long looked 17 % too cheap, with 10 % of 6 times
+    25 %. Means over 40 arms' clocks of 300 rounds: the standard error is 1 % at most."""
     draw = np.random.default_rng(0)
     clock = ArmClock.of(40)
     means = []

@@ -51,8 +51,8 @@ CASES = [(kind, seed) for kind in HEADS for seed in range(3 if kind in list(HEAD
 
 @pytest.mark.parametrize(("kind", "seed"), CASES)
 def test_the_default_loss_plays_the_faster_arm(kind, seed):
-    """(1 + γ)/2 tokens for the seconds of a whole round are at most 2/c: the cheap arm got 99 % beside every head. And an
-    arm that had not played was thought to cost what the first one did, so that a cheap one was never tried."""
+    """(1 + γ)/2 tokens for the seconds of a whole round are at most 2/c: the cheap arm got 99 % beside every head.
+    And an arm that had not played was assumed to cost what the first one did, so that a cheap one was never tried."""
     assert shares(HEADS[kind], seed)[0] >= 0.9
 
 
@@ -77,9 +77,7 @@ def test_greedy_text_is_judged_by_its_hits():
     """Products of γ, which never exceeds 0.7, would say that the head commits 2.2 tokens a round; it commits 4.8."""
     head = [(0.83, 2.0), (0.5, 1.165)]
     assert shares(head, 3, greedy=True)[0] > 0.7
-    assert shares(head, 3, greedy=True, estimator="product")[0] < 0.1, (
-        "the head is not tried often enough to correct it"
-    )
+    assert shares(head, 3, greedy=True, estimator="product")[0] < 0.1, "it is not tried often enough to be corrected"
     rules = [rules_for("hedgespec", GameRecipe(**options), K, greedy=True) for options in ({}, {"depth": None})]
     assert [one.estimator for one in rules] == ["realised", "product"], "HedgeSpec's own where all depths are scored"
     assert rules_for("hedgespec", GameRecipe(estimator="product"), K, greedy=True).estimator == "product"

@@ -83,8 +83,8 @@ class ArmClock:
 class TextRate:
     """Tokens a second of the text that is being decoded.
 
-    A text has a given number of tokens, so that its best arm is the one with the most tokens a second in it. Against the
-    rate of the stream, an easy text would be played by arms that commit much, and a hard one by arms that cost little.
+    A text has a given number of tokens, so that its best arm is the one with the most tokens a second in it. Held
+    against the rate of the stream, arms that commit much would win on easy texts, and cheap arms on hard ones.
     """
 
     def __init__(self) -> None:

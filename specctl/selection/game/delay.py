@@ -63,10 +63,19 @@ class Delay:
         """[N] loss of a draft whose tokens are accepted as these [N, M] were in the mean."""
         return 1 - geometric_length(first.mean(axis=1), self._reach) / (self._depth + 1)
 
-    def ended(self) -> Array:
-        """[M, N] vectors of the positions that wait: the text is over, nothing is accepted beyond its end."""
+    def given_up(self) -> Array:
+        """[M, N] vectors of the positions that wait, by the tokens that are known."""
         vectors = self._lengths(self._pending.shape[1])
         self._pending = self._pending[:, :0]
+        return vectors
+
+    def hurry(self, tokens: int) -> None:
+        """Let the vectors of the next tokens, and of `hybrid_rounds` more, not wait; no others do."""
+        self._hybrid_left = tokens + self.rules.hybrid_rounds
+
+    def ended(self) -> Array:
+        """[M, N] vectors of the positions that wait: the text is over, nothing is accepted beyond its end."""
+        vectors = self.given_up()
         self._chunks.clear()
         return vectors
 

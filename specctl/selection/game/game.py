@@ -204,7 +204,12 @@ class Game:
 
     def _begin_again(self, drift: Drift) -> None:
         """Forget what was learnt before the change that the drift test has noticed; scoring begins anew."""
+        hurried = self._realised is not None and self.rules.unit == "token"
+        if hurried:  # one depth is scored, so that something is known at once, as when the game began
+            self._feed(self._delay.given_up())
         self._stale = max(len(self._owners) - drift.since, 0)
+        if hurried:
+            self._delay.hurry(self._stale)
         self._update.clear()
         self._guessed.clear()
         self.policy.forget()
@@ -216,7 +221,8 @@ class Game:
         is too low would be an advantage for long."""
         self.policy.forget()
         self._update = self._costly(np.concatenate(self._guessed)).tolist()
-        self._learn(1 if self._schedule.warm else self.rules.tokens_per_update)
+        size = 1 if self._schedule.warm else self.rules.tokens_per_update
+        self._learn(max(min(size, len(self._update)), 1))  # at once, also where they are few: the learner has forgotten
         if all(self.clock.n):
             self._guessed.clear()
 

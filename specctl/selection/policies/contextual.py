@@ -8,8 +8,9 @@ the prompt, which the prefill has computed anyway: no classifier, no labels, nob
 the mean of all, what it is worth to be trained for such prompts (φ_i from −1 to 1, 0 where that is not known), how easy
 the text is for all arms alike (ours: an arm is not blamed for a hard text), what arm i is better at prompts like x
 beside that, part of it at all prompts alike, and chance. Rewards are surpluses over the rate of the stream; what the
-seconds of an arm are worth more or less in the text itself, `dear`, is taken off its bound. The policy learns within a text by its own
-rounds, and from text to text by what the arms that played have shown (`prompt_memory`); no reset forgets the latter.
+seconds of an arm are worth more or less in the text itself, `dear`, is taken off its bound. The policy learns within a
+text by its own rounds, and from text to text by what the arms that played have shown (`prompt_memory`); no reset
+forgets the latter.
 
 Symbols: N arms; m, v [N] mean and variance of f_i(x), the latter in units of s²; n [N] rounds of each arm in the text
 and r [N] their mean rewards.
