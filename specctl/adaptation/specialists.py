@@ -109,6 +109,7 @@ class Specialists(StreamLearner):
             seed=self.recipe.sampling.seed + self.seed,
             within_query=policy.reset == "query",
             on_round=self._note,
+            greedy=self.recipe.sampling.temperature == 0,
         )
 
     def _note(self, entry: RoundLine) -> None:

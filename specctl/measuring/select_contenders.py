@@ -145,7 +145,14 @@ class SelectContenders:
         }
         if self.recipe.choice == "batch":
             return make_batch_selector(arms, self.algo[name], **options)
-        return make_selector(self.target, arms, self.algo[name], within_query=self.recipe.reset == "query", **options)
+        return make_selector(
+            self.target,
+            arms,
+            self.algo[name],
+            within_query=self.recipe.reset == "query",
+            greedy=self.recipe.sampling.temperature == 0,
+            **options,
+        )
 
     def _policy(self, name: str, arms: Arms, text: Label) -> Policy:
         """A fresh policy for a game that begins with this text."""

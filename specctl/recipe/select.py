@@ -33,7 +33,7 @@ class PolicyRecipe(Section):
     eta: PositiveFloat | None = None  # exp3spec, hedge: a constant rate η instead of the papers' schedules
     beta: NonNegativeFloat = 0.01  # metasd-ucb, -ducb, -swucb: β, scale of the radius
     mix: Annotated[float, Field(gt=0, le=1)] = 0.4  # metasd-exp3: γ, share of uniform exploration
-    literal: bool = False  # metasd-sh, -petc: halve as the printed pseudo-code does, keeping the worse half
+    literal: bool = False  # metasd-sh, -petc: as printed: keeps the worse half, by the last stage's means
     period: PositiveInt = 1  # metasd-sh: pulls of each surviving arm before a halving
     # metasd-petc: halving takes about B0 = c ln B rounds; None = 2N. The paper names no c. Of seven arms and 128 tokens
     # 2 has committed to one after 13 rounds; 2N explores for 63, which is more than 128 tokens take.

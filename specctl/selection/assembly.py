@@ -39,6 +39,7 @@ def make_selector(
     seed: int,
     within_query: bool,
     on_round: Callable[[RoundLine], None],
+    greedy: bool = False,
 ) -> Selector:
     """A `Selector` of the policy `name`.
 
@@ -46,9 +47,10 @@ def make_selector(
         step: `plain_step` of the batches that are decoded, asked where tokens a second are played for. All selectors of
             a run are given the same figure, so that they play for one unit.
         within_query: every game is one text.
+        greedy: the texts are decoded at temperature 0.
     """
     learns = registry.learns(name)
-    rules = _rules(arms, name, recipe, step)
+    rules = _rules(arms, name, recipe, step, greedy)
     clock = ArmClock.of(len(arms))
     drafters = list(dict.fromkeys(arm.scored for arm in arms))
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
@@ -90,8 +92,11 @@ def _known(arm: Guarded) -> Kinds:
     return arm.trained_on if arm.scored is arm.drafter else Kinds.none()
 
 
-def _rules(arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callable[[], float]) -> Rules:
-    rules = rules_for(name, recipe, max(1, *map(_reach, arms)))
+def _rules(
+    arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callable[[], float], greedy: bool = False
+) -> Rules:
+    reaches = tuple(map(_reach, arms))
+    rules = rules_for(name, recipe, max(1, *reaches), reach=reaches, greedy=greedy)
     if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
         # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
         rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)

@@ -150,6 +150,11 @@ class PromptFit:
 class PromptMemory:
     """Rewards of `count` arms at the prompts that have been.
 
+    An approximation of the model in `policies/contextual.py`: the rewards of a text are stored less its estimated ease,
+    each with the variance of that estimate. As the ease was estimated from the same rewards, their errors are in fact
+    correlated, and the exact posterior would move further on the first few texts. In streams of 60 to 80 texts the two
+    choose alike.
+
     What arms were trained on is what they are known for. How much that is worth is learnt from the rewards of all arms
     at all kinds, beginning with a guess: choices are right before anything was seen.
     """

@@ -280,7 +280,10 @@ def test_rewards_have_the_scale_of_the_policy():
     assert told(spied("reward", reward="tokens")[0]) == [(1, pytest.approx(0.5))]
     assert told(spied("reward", "tokens", reward="tokens")[0]) == [(1, pytest.approx(3))]
     assert told(spied("reward", "tokens", reward="be")[0], accepted=1) == [(1, pytest.approx(2))]
-    assert told(spied("reward", reward="bd")[0], overlap=np.array([1.0, 0.5])) == [(1, pytest.approx(1.5 / K))]
+    left_out = 2 * 1.0  # positions
+    assert told(spied("reward", reward="bd")[0], overlap=np.array([1.0, 0.5])) == [
+        (1, pytest.approx((1.5 + left_out) / K))
+    ]
 
 
 def test_throughput_has_one_unit():
@@ -382,17 +385,21 @@ def test_a_change_is_forgotten_up_to_where_it_began(unknown):
 
 
 def test_the_loss_of_throughput_is_by_measured_seconds():
-    """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds, plain steps one half; before arm 0 was measured it is as cheap as
-    the cheapest."""
+    """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds, plain steps one half; an arm that was not measured yet is assumed
+    to take as little as these, or it might never be tried."""
     text = trace()
     wanted = token_losses(text, rules_for("hedgespec", GameRecipe(loss="length", depth=None), K))
     measured, spy = spied(**PLAIN, loss="throughput", step=0.5)
     for at, seconds in ((0, 2.0), (5, 4.0), (10, 1.0)):
         measured.played(measured.choose(), Outcome(5, 4, seconds=seconds))
         measured.scored(text.gamma[:, at : at + 5], text.hit[:, at : at + 5])
-    first, second, relative = [1 / 4] * 3, [1 / 4, 1 / 4, 1 / 8], [1 / 2, 1 / 4, 1 / 8]
-    rates = np.array([first] * 2 + [second] * 5 + [relative] * 5)  # K - 1 vectors wait for the next round's tokens
-    assert np.array(spy.told) == pytest.approx(1 - (1 - wanted[: len(rates)]) * rates)
+    first, second, relative = [1, 1 / 4, 1], [1, 1 / 4, 1 / 8], [1 / 2, 1 / 4, 1 / 8]
+    rates = np.array([first] * 2 + [second] * 7 + [relative] * 12)  # K - 1 vectors wait for the next round's tokens
+    again = [at for at, one in enumerate(spy.told) if isinstance(one, str)]
+    assert again == [2, 10], "what was told with a guess is told again when an arm was measured for the first time"
+    fed = np.array([one for one in spy.told if not isinstance(one, str)])
+    wanted_of = 1 - (1 - wanted[[0, 1, 0, 1, *range(2, 7), *range(7), *range(7, 12)]]) * rates
+    assert fed == pytest.approx(wanted_of)
     rules = rules_for("hedgespec", GameRecipe(depth=None, loss="throughput"), K, (1.0, 2.0, 4.0), 0.5)
     assert token_losses(text, rules) == pytest.approx(1 - (1 - wanted) * relative), "a yardstick knows all costs"
 

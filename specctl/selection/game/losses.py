@@ -56,6 +56,23 @@ def realised_length(hit: Array) -> Array:
     return 1 + (going * (along > 0)).sum(axis=2).T
 
 
+def continued(values: AnyArray, reach: AnyArray, K: int) -> AnyArray:
+    """[N, S, D] of the first D draft depths → [N, S, K]: deeper proposals are as good as those at
+    depth D, and an arm that drafts at most `reach` [N] tokens has none beyond them.
+
+    The scores of consecutive tokens then say how far a draft would go on, without scoring any deeper.
+    """
+    deeper = np.repeat(values[:, :, -1:], K - values.shape[2], axis=2)
+    return np.where(np.arange(K) < reach[:, None, None], np.concatenate([values, deeper], axis=2), 0)
+
+
+def geometric_length(gamma: Array, K: AnyArray) -> Array:
+    """1 + Σ_{k≤K} γ^k: expected committed tokens of a round whose K draft tokens are each accepted with probability γ
+    (Leviathan et al. 2023, Eq. 1), of each arm: γ, K [N]."""
+    depths = np.arange(1, K.max() + 1)
+    return 1 + (gamma[:, None] ** depths * (depths <= K[:, None])).sum(axis=1)
+
+
 def settled(values: Array, estimator: Literal["product", "realised"], below: float) -> int:
     """Number of positions, from the first on, whose drafts are all over or go on with a probability under `below`: what
     tokens to come would add to their length, K · `below` at most (of `realised`, nothing).

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
 
+import numpy as np
+
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import AnyArray
 
@@ -43,12 +45,23 @@ def block_efficiency(accepted: float, K: int) -> float:
     return min(accepted / K, 1.0)
 
 
-def block_divergence(overlap: AnyArray, K: int) -> float:
+def block_divergence(overlap: AnyArray, K: int, first: float | None = None) -> float:
     """BD = 1/N_max Σ (1 − TV(p, q)) over all drafted positions, rejected ones included (MetaSD, Eq. 4).
 
-    A position that a shorter draft does not have is worth nothing, and one behind N_max is not counted.
+    The paper's drafts are all N_max long, and E[BD] = α (Lemma 6). A drafter that stops when it is unsure leaves
+    positions out, and those that are left out count `first`, the mean overlap at the first position of the arm's
+    earlier rounds. That keeps E[BD] = α under the lemma's assumption of independent positions: whether position k is
+    drafted is decided before its overlap is known, so the drafted ones sum up to α E[d] in the mean (Wald), and first
+    positions are always drafted. The mean over the d drafted positions does not: a draft ends behind its worst
+    position. A draft without a token is a first position with overlap 0.
+
+    Args:
+        overlap: [d] of the draft; positions beyond N_max are not counted.
+        first: None before the arm's first round, which is its own.
     """
-    return float(overlap[:K].sum()) / K
+    drafted = overlap[:K] if len(overlap) else np.zeros(1)
+    left_out = float(drafted[0]) if first is None else first
+    return (float(drafted.sum()) + (K - len(drafted)) * left_out) / K
 
 
 def throughput(Y: float, seconds: float, step: float, K: int) -> float:
@@ -74,11 +87,12 @@ def surplus_lost(seconds: Sequence[float], rate: float, K: int) -> list[float]:
     return [rate * s / (2 * (K + 1)) for s in seconds]
 
 
-def reward(rules: Rules, round: Outcome, rate: float = 0.0) -> float:
+def reward(rules: Rules, round: Outcome, rate: float = 0.0, first: float | None = None) -> float:
     """The reward of a round in [0, 1]: 0 if its drafter failed, NaN if an overlap or the time is not finite.
 
     Args:
         rate: tokens a second of all rounds so far.
+        first: as in `block_divergence`.
 
     Raises ValueError where the outcome lacks what the rule needs.
     """
@@ -93,7 +107,7 @@ def reward(rules: Rules, round: Outcome, rate: float = 0.0) -> float:
         case "bd":
             if round.overlap is None:
                 raise ValueError("the reward bd needs the overlap of every round")
-            return block_divergence(round.overlap, K)
+            return block_divergence(round.overlap, K, first)
         case "surplus":
             if round.seconds is None:
                 raise ValueError("the reward surplus needs the seconds of every round")

@@ -17,18 +17,19 @@ class Rules:
 
     Attributes:
         depth: K, the longest draft of the arms that play; of full information the depths that are looked at.
-        reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of all K positions of
-            its draft; throughput = committed a second, in units of K + 1 tokens in a plain `step`; surplus = committed
+        reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of K positions of its
+            draft; throughput = committed a second, in units of K + 1 tokens in a plain `step`; surplus = committed
             less what all rounds make in that time.
         costs: seconds of a round of each arm by a table's cost model, for its yardsticks; a game measures, also in a
             replay, and knows the seconds of an arm once it has played.
         step: seconds of a step of plain decoding, a text; for throughput alone.
-        loss: of a position, for full information: length = 1 − AL/(K + 1); throughput = the same of AL a second;
-            acceptance = 1 − γ at depth 1.
+        loss: of a position, for full information: length = 1 − AL/(K + 1); throughput = the same of AL a second, in
+            which AL is that of a whole draft, however few depths are scored; acceptance = 1 − γ at depth 1.
         estimator: of acceptance in the length: product = γ, realised = hit.
         unit: token = every position is a start; chunk = only those where a round began, known as far as it committed:
             its k tokens in place of K, and their mean acceptance (HedgeSpec, B.3).
-        hybrid_rounds: so many vectors first have the loss `acceptance`, which is known at once.
+        hybrid_rounds: so many vectors first are known at once: they have the loss `acceptance`, or, of throughput, the
+            length that follows from γ at depth 1.
         warmup_rounds, batch_rounds: rounds that are all scored; afterwards once every so many, which grow by the factor
             `batch_growth` with every scoring: the longer a game, the less is still to be learnt.
         score_ends: of a text that ends within a game, the tokens that no scoring has reached are scored, too.
@@ -37,6 +38,8 @@ class Rules:
             the rounds between two scorings are `batch_rounds` again. None: never.
         settled: a position's vector no longer waits for its K tokens once every arm's draft from there goes on with
             less than this probability. None: it waits for them.
+        longest: draft of the pool, in tokens.
+        reach: [N] the longest draft of each arm; () where all of them are `longest`.
     """
 
     depth: int
@@ -52,20 +55,40 @@ class Rules:
     tokens_per_update: int
     drift: float | None
     settled: float | None = None
+    longest: int = 0
+    reach: tuple[int, ...] = ()
     costs: tuple[float, ...] = ()
     step: float | None = None
 
+    @property
+    def horizon(self) -> int:
+        """Draft tokens that a loss counts: those that are scored, or, of throughput, those that an arm drafts."""
+        return self.longest if self.loss == "throughput" else self.depth
+
 
 def rules_for(
-    name: str, recipe: GameRecipe, depth: int, costs: tuple[float, ...] = (), step: float | None = None
+    name: str,
+    recipe: GameRecipe,
+    depth: int,
+    costs: tuple[float, ...] = (),
+    step: float | None = None,
+    reach: tuple[int, ...] = (),
+    greedy: bool = False,
 ) -> Rules:
     """The rules of a recipe for the policy of this name, which is the same game for all but what is its own
-    (`own_game`), so that they compare; `depth`: of the pool's longest draft."""
+    (`own_game`), so that they compare; `depth`: of the pool's longest draft.
+
+    `greedy` text has the realised estimator where lengths follow from fewer depths than drafts have: γ is then the
+    softmax at temperature 1, whose products are far too small for the seconds that they are set against.
+    """
+    pool = depth
     options = recipe.model_dump() | own_game(name, recipe)
     longest = options.pop("depth")
     if learns(name) == "losses":
         depth = min(longest or depth, depth)
-    return Rules(depth=depth, costs=costs, step=step, **options)
+        if greedy and options["loss"] == "throughput" and depth < pool and "estimator" not in recipe.model_fields_set:
+            options["estimator"] = "realised"
+    return Rules(depth=depth, longest=pool, reach=reach, costs=costs, step=step, **options)
 
 
 def own_game(name: str, recipe: GameRecipe) -> dict[str, Any]:

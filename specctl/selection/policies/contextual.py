@@ -7,8 +7,10 @@ the prompt, which the prefill has computed anyway: no classifier, no labels, nob
 
 the mean of all, what it is worth to be trained for such prompts (φ_i from −1 to 1, 0 where that is not known), how easy
 the text is for all arms alike (ours: an arm is not blamed for a hard text), what arm i is better at prompts like x
-beside that, part of it at all prompts alike, and chance. The policy learns within a text by its own
-rounds, and from text to text by what the arms that played have shown (`prompt_memory`); no reset forgets the latter.
+beside that, part of it at all prompts alike, and chance. Rewards are surpluses over the rate of the stream; what the
+seconds of an arm are worth more or less in the text itself, `dear`, is taken off its bound. The policy learns within a
+text by its own rounds, and from text to text by what the arms that played have shown (`prompt_memory`); no reset
+forgets the latter.
 
 Symbols: N arms; m, v [N] mean and variance of f_i(x), the latter in units of s²; n [N] rounds of each arm in the text
 and r [N] their mean rewards.
@@ -92,11 +94,13 @@ class ContextualUcb(Weighted):
         super().__init__(arms, play="argmax")
         self.moves = [0.0] * arms.count  # rewards that the time of moving to an arm costs, which reads up then
         self.last: int | None = None  # the arm of the round before
+        self.dear: Numbers  # rewards that a round of each arm is worth less in this text than it is told
         self.meet(None)
 
     def meet(self, belief: Belief | None) -> None:
         """Begin a text."""
         self.belief, self.last = belief, None
+        self.dear = [0.0] * self.arms.count
         self.n, self.r = [0] * self.arms.count, [0.0] * self.arms.count
         self.squares = [0.0] * self.arms.count
         # An idle arm's bound and the price of moving to it stay as they are: a round is work for the arms played.
@@ -119,7 +123,8 @@ class ContextualUcb(Weighted):
 
     def _weigh(self) -> Numbers:
         if self.belief is None:
-            return one_hot(self.n.index(0) if 0 in self.n else argmax(self.r), self.arms.count)
+            worth = [mean - dear for mean, dear in zip(self.r, self.dear, strict=True)]
+            return one_hot(self.n.index(0) if 0 in self.n else argmax(worth), self.arms.count)
         bounds = self._idle.copy()
         if self.last is not None:
             d, _ = ease(self.belief, self.n, self.r)
@@ -128,4 +133,5 @@ class ContextualUcb(Weighted):
             stay = bounds[self.last]
             bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
             bounds[self.last] = stay
+            bounds = [bound - dear for bound, dear in zip(bounds, self.dear, strict=True)]
         return one_hot(argmax(bounds), self.arms.count)

@@ -16,15 +16,17 @@ def halvings(N: int, literal: bool) -> int:
 
 
 def survivors(arms: list[int], means: Sequence[float], literal: bool) -> list[int]:
-    """The better ⌈n/2⌉ of n arms, the lower id first among equals; `literal` keeps the worse (MetaSD, Algorithm 4)."""
+    """The better ⌈n/2⌉ of n arms, the lower id first among equals; `literal` keeps the worse (MetaSD, Algorithm 5)."""
     order = sorted(arms, key=lambda arm: (means[arm] if literal else -means[arm], arm))
     return sorted(order[: ceil(len(arms) / 2)])
 
 
 class SequentialHalving(Weighted):
-    """`metasd-sh`: every survivor is pulled `period` times, in order, before each halving (MetaSD, Algorithm 4).
+    """`metasd-sh`: every survivor is pulled `period` times, in order, before each halving (MetaSD, Algorithm 5).
 
-    Where several arms are left in the end, as with `literal`, they take turns.
+    Departs from the printed rule, which `literal` follows, in the half that is kept and in the means: they are of all
+    pulls of an arm, the printed ones of those since the last halving, which are a single one where `period` is 1. Where
+    several arms are left in the end, as with `literal`, they take turns.
     """
 
     learns: ClassVar[Learns] = "reward"
@@ -51,6 +53,8 @@ class SequentialHalving(Weighted):
             self.alive = survivors(self.alive, means, self.options.literal)
             self.left -= 1
             self.pulled = 0
+            if self.options.literal:
+                self.n, self.total = [0] * self.arms.count, [0.0] * self.arms.count
         self._changed()
 
     def _weigh(self) -> Numbers:
@@ -58,7 +62,7 @@ class SequentialHalving(Weighted):
 
 
 class ExploreThenCommit(SequentialHalving):
-    """`metasd-petc`: halving for about B0 = c ln B rounds, at least a pull each; then commit (MetaSD, Algorithm 5)."""
+    """`metasd-petc`: halving for about B0 = c ln B rounds, at least a pull each; then commit (MetaSD, Algorithm 4)."""
 
     def _pulls(self) -> int:
         c = self.options.petc_c or 2 * self.arms.count

@@ -78,12 +78,13 @@ def _session(trace: Trace) -> int | str:
 
 
 def token_losses(trace: Trace, rules: Rules) -> Array:
-    """[T, N] losses of every arm at every token, of the token-level game without hybrid loss; 0 where it drops them."""
+    """[T, N] losses of every arm at every token, of the token-level game without hybrid loss; 0 where it drops them. Of
+    throughput they are those of whole drafts, of which the table knows all depths."""
     if rules.loss == "acceptance":
         losses = 1 - trace.gamma[:, :, 0].T.astype(float)
     else:
         values = trace.gamma if rules.estimator == "product" else trace.hit
-        losses = length_loss(beyond_the_end(values[:, :, : rules.depth].astype(float)), rules.estimator)
+        losses = length_loss(beyond_the_end(values[:, :, : rules.horizon].astype(float)), rules.estimator)
     losses, told = usable(losses)
     if rules.loss == "throughput":
         assert rules.step is not None
@@ -164,7 +165,7 @@ class Hindsight:
 
     def losses(self, query: int, rules: Rules) -> Array:
         """[T, N] `token_losses` of a trace."""
-        key = (rules.loss, rules.estimator, rules.depth)
+        key = (rules.loss, rules.estimator, rules.horizon)
         if key not in self._losses:
             self._losses[key] = [token_losses(trace, rules) for trace in self.table.traces]
         return self._losses[key][query]

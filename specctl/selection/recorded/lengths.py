@@ -44,7 +44,7 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
     reach = None
     if table.reach is not None:
         reach = np.array([0] * (0 in lengths) + [min(table.reach[arm], length) for arm, length in pairs])
-    cut = Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s), reach)
+    cut = Table(names, table.depth, traces, draft_s, np.append(table.step_s[0], step_s), reach, greedy=table.greedy)
     return of_arms(cut, names)
 
 

@@ -78,7 +78,8 @@ def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
     Raises UsageError (no policy of that name), CheckpointError (the table does not know overlaps along drafts).
     """
     costs = (table.draft_s + table.step_s[1:]).tolist()
-    rules = rules_for(name, recipe, table.depth, tuple(costs), float(table.step_s[0]))
+    reach = () if table.reach is None else tuple(table.reach.tolist())
+    rules = rules_for(name, recipe, table.depth, tuple(costs), float(table.step_s[0]), reach, table.greedy)
     if learns(name) == "reward" and rules.reward == "bd" and not all(t.overlap.shape[2] for t in table.traces):
         raise CheckpointError(
             f"the table does not know what {name} is shown: before version 3 overlaps were of the text, not of drafts",
@@ -140,7 +141,7 @@ def _answer(game: Game, trace: Trace, cost: list[float], ends: bool) -> None:
             accepted=min(length - 1, T - at),
             complete=length <= T - at,
             failed=drafted[arm][at] < 0,
-            overlap=trace.overlap[arm, at].astype(float),
+            overlap=np.trim_zeros(trace.overlap[arm, at].astype(float), "b"),  # 0 behind the draft
             seconds=cost[arm],
         )
         game.played(arm, outcome)

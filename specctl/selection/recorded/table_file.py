@@ -201,6 +201,7 @@ def table_of(header: Header, rows: list[Recorded]) -> Table:
         reach=costs.get("reach"),
         overheads=overheads,
         trained_on=[Kinds.of(pairs) for pairs in header.trained_on],
+        greedy=header.stamp.get("sampling", {}).get("temperature") == 0,
     )
 
 

@@ -67,6 +67,7 @@ class Table:
         reach: [N] tokens of the longest draft that each arm can make; None in tables that do not say.
         overheads: what reading up and scoring take; None in tables that do not say.
         trained_on: the kinds of prompts that each arm was trained on; () in tables that do not say.
+        greedy: the answers were decoded at temperature 0.
         digest: of the file that it was read from.
     """
 
@@ -78,6 +79,7 @@ class Table:
     reach: NDArray[np.int64] | None = None
     overheads: Overheads | None = None
     trained_on: Sequence[Kinds] = ()
+    greedy: bool = False
     digest: str | None = None
 
 
