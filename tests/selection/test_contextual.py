@@ -8,7 +8,13 @@ import torch
 
 from specctl.decoding.prompt_features import Kinds
 from specctl.recipe import PolicyRecipe
+from specctl.recipe.select import GameRecipe
 from specctl.selection import prompt_memory
+from specctl.selection.game.clock import ArmClock
+from specctl.selection.game.game import Game
+from specctl.selection.game.rewards import Outcome
+from specctl.selection.game.rules import rules_for
+from specctl.selection.policies import registry
 from specctl.selection.policies.contextual import Belief, ContextualUcb, Shown, ease, indices
 from specctl.selection.policies.policy import Arms
 from specctl.selection.prompt_memory import PromptMemory, factored, known_for, regression, trend
@@ -303,3 +309,23 @@ def test_forgetting_keeps_what_arms_were_trained_on():
     memory.learn(3 + KINDS[1], None, [Shown(5, 1.0, 0.25)] * N)
     memory.forget()
     assert memory.belief(3 + KINDS[1]) == first and first.m[1] > max(first.m[0], first.m[2])
+
+
+def test_a_text_is_played_for_its_own_rate():
+    """Held against the stream's 2 tokens a second, 6 tokens in 1.9 s beat 3.6 in 1.05 s; in a text they are slower."""
+    arms = Arms(2, 8, 0)
+    clock = ArmClock.of(2)
+    for _ in range(200):
+        clock.took(0, 1.9, 3.8)
+        clock.took(1, 1.05, 2.1)
+    game = Game(
+        registry.build("cgp-ucb", arms, PolicyRecipe()), rules_for("cgp-ucb", GameRecipe(), 8, step=1.0), arms, clock
+    )
+    expected = [0.5 + (Y - 2 * s) / 18 for Y, s in ((6, 1.9), (3.6, 1.05))]
+    game.policy.meet(Belief(expected, [1e-3] * 2, 0.005, 0.005, 0.005))
+    chosen = []
+    for _ in range(80):
+        chosen.append(game.choose())
+        Y, s = ((6, 1.9), (3.6, 1.05))[chosen[-1]]
+        game.played(chosen[-1], Outcome(Y, Y - 1, seconds=s))
+    assert chosen[0] == 0 and chosen[-20:].count(1) >= 15
