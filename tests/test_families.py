@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from specctl import api, families
 from specctl.cli.main import app
 from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.plain import PLAIN
 from specctl.drafters import checkpoint
 from specctl.families import FAMILIES, NAMED, Family
 from specctl.formats import registry
@@ -55,7 +56,7 @@ def test_a_new_family_goes_the_whole_way(toys, distilled, name, tmp_path, monkey
     row = next(row for row in api.evaluate(**short, drafters=[made.drafter], baselines=[]).rows if row.drafter == "toy")
     assert row.mat >= 1
     chosen = api.select(**short, drafters=[made.drafter, "lookup"], algo=["hedgespec"], baselines=[])
-    assert chosen.arms == ["toy", "lookup", "retrieval"]
+    assert chosen.arms == [PLAIN, "toy", "lookup", "retrieval"]
     goes_through_paper(made.drafter, name, monkeypatch)
 
 

@@ -157,7 +157,12 @@ class ContextualUcb(Weighted):
             stay = bounds[self.last]
             bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
             bounds[self.last] = stay
-            bounds = [bound - dear for bound, dear in zip(bounds, self.dear, strict=True)]
         if plain is not None and self._tries:
             bounds[plain] = -math.inf
+        # Whether to draft is decided at the stream's rate, what to draft with at the text's. At the rate of a text that is
+        # decoded plainly, drafting looks nearly as good and is explored too much.
+        if self.last is not None and argmax(bounds) != plain:
+            bounds = [bound - dear for bound, dear in zip(bounds, self.dear, strict=True)]
+            if plain is not None:
+                bounds[plain] = -math.inf
         return one_hot(argmax(bounds), self.arms.count)
