@@ -56,7 +56,7 @@ def test_a_new_family_goes_the_whole_way(toys, distilled, name, tmp_path, monkey
     row = next(row for row in api.evaluate(**short, drafters=[made.drafter], baselines=[]).rows if row.drafter == "toy")
     assert row.mat >= 1
     chosen = api.select(**short, drafters=[made.drafter, "lookup"], algo=["hedgespec"], baselines=[])
-    assert chosen.arms == [PLAIN, "toy", "lookup", "retrieval"]
+    assert [arm for arm in chosen.arms if arm != PLAIN] == ["toy", "lookup", "retrieval"]
     goes_through_paper(made.drafter, name, monkeypatch)
 
 

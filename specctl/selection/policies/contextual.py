@@ -159,8 +159,8 @@ class ContextualUcb(Weighted):
             bounds[self.last] = stay
         if plain is not None and self._tries:
             bounds[plain] = -math.inf
-        # Whether to draft is decided at the stream's rate, what to draft with at the text's. At the rate of a text that is
-        # decoded plainly, drafting looks nearly as good and is explored too much.
+        # Whether to draft is decided at the stream's rate, what to draft with at the text's. At the rate of a text that
+        # is decoded plainly, drafting looks nearly as good and is explored too much.
         if self.last is not None and argmax(bounds) != plain:
             bounds = [bound - dear for bound, dear in zip(bounds, self.dear, strict=True)]
             if plain is not None:
