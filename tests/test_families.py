@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 from specctl import api, families
 from specctl.cli.main import app
 from specctl.decoding.models.loading import builtin_path
-from specctl.decoding.plain import PLAIN
 from specctl.drafters import checkpoint
 from specctl.families import FAMILIES, NAMED, Family
 from specctl.formats import registry
 from specctl.formats.registry import FORMATS, Format
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe, OnlineRecipe, TrainRecipe
+from specctl.selection.arms import PLAIN
 
 TOYS = {
     "follower": Family("tests.toys.follower", trainee=None),

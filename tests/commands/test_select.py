@@ -40,6 +40,7 @@ from specctl.measuring.select_contenders import SelectContenders, sessions, turn
 from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
+from specctl.selection.arms import PLAIN as PLAIN_ARM
 from specctl.selection.assembly import make_selector
 from specctl.selection.guarded import Guarded
 from specctl.selection.recorded.hindsight import walk
@@ -175,8 +176,8 @@ def test_plain_decoding_is_an_arm_of_who_plays_for_seconds(tmp_path, prompts, ta
     options = dict(algo=["cgp-ucb", "hedgespec", "metasd-ucb"], game={}, baselines=[], limit=2)
     made = recipe(prompts, arms={"plain": plain}, sampling={"max_new_tokens": 12}, **options)
     found, _, rounds = selected(tmp_path, made, target, pool)
-    assert found.arms == [*([] if plain is False else [PLAIN]), "lookup", "suffix"]
-    plainly = {line["algo"] for line in rounds if line["arm"] == PLAIN}
+    assert found.arms == [*([] if plain is False else [PLAIN_ARM]), "lookup", "suffix"]
+    plainly = {line["algo"] for line in rounds if line["arm"] == PLAIN_ARM}
     weights = {line["algo"]: len(line["weights"]) for line in rounds}
     having = {None: {"cgp-ucb", "hedgespec"}, True: {*made.algo}, False: set()}[plain]
     assert weights == {name: 2 + (name in having) for name in made.algo}

@@ -149,9 +149,9 @@ def test_a_target_that_spills_out_of_the_gpus_is_refused(monkeypatch):
     load = AutoModelForCausalLM.from_pretrained
 
     def spilled(*arguments, **options):
-        model = load(*arguments, **options)
+        model, info = load(*arguments, **options)
         model.hf_device_map = {"model.layers.0": 0, "model.layers.1": "cpu"}
-        return model
+        return model, info
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", spilled)
     with pytest.raises(CheckpointError, match="does not fit"):
