@@ -271,7 +271,7 @@ def test_a_policy_that_cannot_route_is_refused(engines, tmp_path):
         select_served(made, Run.create("select", made, tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_it_with_the_table(engines, tmp_path, number):
     """The whole command: what is in flight is answered, and the result is on stdout."""
     sql, math = engines

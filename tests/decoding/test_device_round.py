@@ -418,7 +418,7 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
     ("name", "sampling"),
     [
         *((name, MIXED) for name in [*EACH, "eagle3 chain", "lm sampled"]),
-        *((name, GREEDY) for name in ("plain", "eagle", "medusa chain", "hydra chain", "dflash 2", "peagle chain")),
+        *((name, GREEDY) for name in ("plain", "medusa chain", "dflash 2")),
     ],
 )
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention, keeps):

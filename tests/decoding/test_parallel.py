@@ -51,6 +51,7 @@ def said(tmp_path_factory):
     return targets, *(json.loads(Path(f"{directory}/said.{rank}").read_text()) for rank in (0, 1))
 
 
+@pytest.mark.slow  # tests/commands/test_tensor_parallel.py has two processes, too
 @pytest.mark.parametrize("name", ["builtin", *KINDS])
 def test_slices_say_what_the_whole_says(said, name):
     targets, *both = said

@@ -12,6 +12,7 @@ def run(count):
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
+@pytest.mark.slow
 def test_a_prompt_takes_less_than_a_kilobyte():
     """1 KB each, beside half a GB, is what lets a million fit into 1.5 GB; prompts held as objects take 4 KB."""
     few, many = run(5_000), run(25_000)

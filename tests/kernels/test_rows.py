@@ -19,7 +19,7 @@ FILTERS = [
 
 @pytest.mark.parametrize(
     ("vocabulary", "temperature", "top_k", "top_p"),
-    [*((size, *filters) for size in (5, 1000) for filters in FILTERS), (5000, 0.7, 50, 0.95)],
+    [*((size, *filters) for size in (5, 1000) for filters in FILTERS[:: 1 if size == 5 else 3]), (5000, 0.7, 50, 0.95)],
 )
 def test_filters_are_those_of_transformers(backend, vocabulary, temperature, top_k, top_p):
     # fp64: in fp32 two orders of summation disagree about a token of p = 1e-6 at the edge of a nucleus.

@@ -29,9 +29,10 @@ def launch(distilled, place, processes, stages, *actions):
 
 @pytest.mark.parametrize(
     ("processes", "stages"),
-    [(2, (2, 3)), pytest.param(3, (1, 2, 3), marks=pytest.mark.slow)],
+    [(2, (2, 3)), (3, (1, 2, 3))],
     ids=["2", "3"],  # 3 divide few sizes; stages 1 and 2 have DeepSpeed's optimizer in common
 )
+@pytest.mark.slow
 def test_every_zero_stage_goes_on_with_more_processes_and_with_fewer(
     distilled, target, tmp_path, monkeypatch, processes, stages
 ):

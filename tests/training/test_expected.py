@@ -104,7 +104,7 @@ def test_the_best_of_what_is_expected_is_kept(distilled, engine, tmp_path, monke
     assert (result.expected_mat, result.choosing_expected_mat) == (1.0625, 1.5)
 
 
-@pytest.mark.parametrize("arch", ["eagle3", "medusa"])
+@pytest.mark.parametrize("arch", ["eagle3", pytest.param("medusa", marks=pytest.mark.slow)])
 def test_what_is_expected_is_what_the_drafter_says(distilled, target, prompts, tmp_path, arch):
     """The drafter itself, teacher-forced on the target's greedy text, counted draft by draft."""
     made = recipe(distilled, tmp_path, arch=arch, drafter=DrafterRecipe(), max_steps=30, ttt_steps=3, batch_tokens=256)
