@@ -95,6 +95,7 @@ def test_it_warms_up_a_draft_lm_first(specctl, library):
     assert "no drafter in drafters/math-lm: warming one up on 1000 responses first" in done.err
 
 
+@pytest.mark.slow
 def test_it_learns_and_reports(specctl, start, tmp_path):
     """The command on the built-in target, its report, the run again, and what was learnt put to use."""
     argv = ["online", "--algo", "online-lr,osd-lr", *start, *SMALL, "--output-dir", "run"]

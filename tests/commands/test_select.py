@@ -442,7 +442,7 @@ def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, a
     assert len({line["arm"] for line in rounds}) > 1
 
 
-@pytest.mark.parametrize(("reset", "taps"), [("query", (4,)), ("session", ())])
+@pytest.mark.parametrize(("reset", "taps"), [("query", (4,)), pytest.param("session", (), marks=pytest.mark.slow)])
 def test_a_replay_reads_prompts_as_live_decoding_does(tmp_path, target, pool, monkeypatch, taps, reset):
     """Tables keep what prompts are alike in, whether the arms read states of the target or not."""
     monkeypatch.setattr(Lookup, "taps", taps)

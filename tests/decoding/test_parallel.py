@@ -69,6 +69,7 @@ def test_slices_say_what_the_whole_says(said, name):
             assert 2 * sliced["weights"] == alone["weights"]
 
 
+@pytest.mark.slow
 def test_both_processes_have_the_same_bits(said):
     """Decisions follow from logits: where these differ in the last bit, a tie parts the processes."""
     targets, first, second = said

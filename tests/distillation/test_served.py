@@ -82,6 +82,7 @@ def test_requests_that_fail_change_nothing(questions, tmp_path, text):
     assert list(store.read(tmp_path / "out")) == list(store.read(tmp_path / "whole"))
 
 
+@pytest.mark.slow
 def test_killed_at_twenty_moments(questions, tmp_path, text):
     context, moments = multiprocessing.get_context("fork"), random.Random(3)
     with FakeEngine(text.tokenizer, seconds=0.02) as engine:

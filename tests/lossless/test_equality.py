@@ -253,9 +253,7 @@ def exactly(target, prompts):
 EXACT = {"sampling": HOT, "max_new_tokens": NEW, "exact": True}
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [*((kind, "bf16") for kind in EXACTLY), ("ragged", "fp32"), ("eagle3 chain", "fp32")]
-)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bf16") for kind in EXACTLY), ("ragged", "fp32")])
 def test_exact_mode_at_temperature_one(exactly, prompts, kind, dtype):
     """Chains in fixed shapes: bitwise, so also in bf16, where batch and single plain decoding differ otherwise."""
     here, expected = exactly(dtype)

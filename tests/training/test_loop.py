@@ -118,7 +118,7 @@ def test_the_reported_mat_is_of_prompts_that_chose_nothing(trained, distilled, t
     assert [line["reported_mat"] for line in metrics(place) if "reported_mat" in line] == [result.mat]
 
 
-@pytest.mark.parametrize("end", [Interrupted, OSError])
+@pytest.mark.parametrize("end", [Interrupted, pytest.param(OSError, marks=pytest.mark.slow)])
 def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
     """Stopped after three steps and resumed: weights and losses are those of the uninterrupted run, bit for bit. The
     new run's metrics are those of all steps, each once, also where the third was written down and has to come again."""
@@ -267,7 +267,13 @@ def test_what_a_recipe_names_and_has_changed_is_refused(tuned, tmp_path, change,
 
 
 @pytest.mark.parametrize(
-    ("stage", "lora"), [pytest.param(1, False, marks=pytest.mark.slow), (3, False), (2, True), (3, True)]
+    ("stage", "lora"),
+    [
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (2, True),
+        (3, True),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
 )
 def test_every_zero_stage_goes_on(trained, distilled, target, tmp_path, monkeypatch, stage, lora):
     """To the last bit, also where most weights are frozen."""
@@ -416,6 +422,7 @@ def launch(distilled, place, processes, stage, *flags):
     return logged(place)
 
 
+@pytest.mark.slow
 def test_a_target_in_slices_trains_what_a_whole_one_does(distilled, tmp_path):
     """Features of other texts than a process asked for, or a mat that only one of them measures, hang or differ."""
     made = {}

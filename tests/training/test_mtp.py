@@ -106,6 +106,7 @@ def test_it_begins_as_the_targets_own_layer(distilled, native, tmp_path):
         torch.testing.assert_close(tensor.float(), held[name].float(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_resume_is_exact(trained, distilled, native, tmp_path, monkeypatch):
     place, _ = trained
     real = loop.Trainer.step
@@ -125,7 +126,8 @@ def test_resume_is_exact(trained, distilled, native, tmp_path, monkeypatch):
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.parametrize("mode", ["cached", pytest.param("online", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["cached", "online"])
 def test_every_way_of_keeping_features_trains_the_same(distilled, native, tmp_path, mode):
     short = dict(max_steps=3, eval=HeldOutRecipe(prompts=1, max_new_tokens=2))
     for where in ("memory", mode):
@@ -135,6 +137,7 @@ def test_every_way_of_keeping_features_trains_the_same(distilled, native, tmp_pa
     assert all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_an_adapter_trains_beside_its_base(trained, distilled, native, tmp_path):
     place, _ = trained
     made = recipe(
