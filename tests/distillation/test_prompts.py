@@ -244,7 +244,7 @@ def test_every_missing_file_is_named_before_any_is_read(tmp_path):
     [
         (b"", "no prompts in"),
         (b"\xff\xfe", r"p\.jsonl:1: UTF-16, not UTF-8"),
-        (gzip.compress(GOOD), r"p\.jsonl:1: compressed with gzip"),
+        (gzip.compress(GOOD, mtime=0), r"p\.jsonl:1: compressed with gzip"),
         (b'{"prompt":"\x01"}\n', "Invalid control character at column 12"),
         (None, "p.jsonl are a directory"),
     ],
