@@ -138,7 +138,10 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     assert "join it" not in done.err and "against plain decoding" not in done.out
 
 
-@pytest.mark.parametrize("options", [[], ["choice=batch", "batch=2", "reset=stream", "algo=[ucbspec,random]"]])
+@pytest.mark.parametrize(
+    "options",
+    [[], pytest.param(["choice=batch", "batch=2", "reset=stream", "algo=[ucbspec,random]"], marks=pytest.mark.slow)],
+)
 def test_rounds_run_on_the_device_where_all_contenders_have_them(
     specctl, tmp_path, tiny_directory, monkeypatch, options
 ):

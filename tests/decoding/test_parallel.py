@@ -77,6 +77,7 @@ def test_both_processes_have_the_same_bits(said):
         assert all(first[place][key] == second[place][key] for key in ("texts", "logits", "tapped", "head"))
 
 
+@pytest.mark.slow
 def test_processes_that_differ_are_stopped_by_name(said):
     """Another draft would be verified as nobody's; another text would go its own way until a forward hangs."""
     _, *both = said

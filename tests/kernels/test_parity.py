@@ -19,7 +19,7 @@ ROWS = 4
 def examples(n):
     """As many, but few in Triton's interpreter, which takes milliseconds for a program."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
-    return settings(max_examples=max(4, n // 20) if interpreted else n, deadline=None)
+    return settings(max_examples=max(2, n // 40) if interpreted else n, deadline=None)
 
 
 @st.composite

@@ -58,6 +58,7 @@ def prompts(tmp_path):
     return write_prompts(tmp_path)
 
 
+@pytest.mark.slow  # tests/adaptation/test_remote.py has two processes, too
 def test_a_process_of_its_own_learns_the_same(tmp_path, prompts, tiny, pool):
     """The lessons reach it whole, and its weights come back: with one chunk there is nothing that could differ."""
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], stream={"chunk": 5})

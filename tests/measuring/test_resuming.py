@@ -119,7 +119,7 @@ def stop(monkeypatch):
     progress.interrupts.reset()
 
 
-@pytest.mark.parametrize(("turn", "done"), [(1, 0), (8, 3 + 1)])
+@pytest.mark.parametrize(("turn", "done"), [pytest.param(1, 0, marks=pytest.mark.slow), (8, 3 + 1)])
 def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop, turn, done):
     """In the first chunk, and behind a boundary of the second pass: what was begun is left, and comes again."""
     stop(turn)

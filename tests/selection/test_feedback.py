@@ -154,7 +154,7 @@ def test_gamma_and_hit_are_those_of_the_drafts(target, drafters, text):
     assert sum(hits.values()) > 20 and max(compared.values()) > len(output)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.slow), WARM], ids=["greedy", "sampled"])
 def test_realised_lengths_are_those_of_the_drafts(target, drafters, prompts, sampling):
     """At every start, to the token: of chains, of chains with runners-up as leaves, and of static trees of few nodes.
     With hits that do not know leaves, lengths of drafts were too large by what would have stood behind a runner-up."""

@@ -19,7 +19,13 @@ def floats(state):
 
 
 @pytest.mark.parametrize(
-    ("stage", "checkpointing"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow), (2, False), (3, True)]
+    ("stage", "checkpointing"),
+    [
+        (0, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        (2, False),
+        pytest.param(3, True, marks=pytest.mark.slow),
+    ],
 )  # DeepSpeed has one optimizer for stages 1 and 2
 def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatch, stage, checkpointing):
     """Under every ZeRO stage. DeepSpeed asks for the autocast of the GPU and switches off what it finds outside of its

@@ -66,7 +66,7 @@ def trained(distilled, tmp_path_factory):
     return place, train(recipe(distilled, place), place)
 
 
-@pytest.mark.parametrize("max_steps", [6, None])
+@pytest.mark.parametrize("max_steps", [6, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_run_that_minutes_have_cut_says_so(distilled, tmp_path, capsys, max_steps):
     """A warning where steps were asked for: the drafter is not the one that the recipe describes."""
     result = train(recipe(distilled, tmp_path, max_steps=max_steps, max_minutes=1e-6), tmp_path)
@@ -271,7 +271,7 @@ def test_what_a_recipe_names_and_has_changed_is_refused(tuned, tmp_path, change,
     [
         pytest.param(1, False, marks=pytest.mark.slow),
         (2, True),
-        (3, True),
+        pytest.param(3, True, marks=pytest.mark.slow),
         pytest.param(3, False, marks=pytest.mark.slow),
     ],
 )
@@ -319,7 +319,7 @@ def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypa
     assert [p.name for p in (tmp_path / "drafter.checkpoints").glob("step-*")] == ["step-00000002"]
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow), 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, stage):
     """Under every ZeRO stage, with the checkpoint of the step before intact."""
     real = loop.Trainer.forward

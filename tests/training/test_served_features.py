@@ -105,6 +105,7 @@ def test_heads_that_read_the_last_states_learn_from_either_engine(target, exampl
         assert same(store.get(examples), own)
 
 
+@pytest.mark.slow
 def test_a_head_learns_the_same(distilled, target, engine, tmp_path, monkeypatch):
     """Bitwise, its mat included; a run that was stopped while it asked goes on with what is missing, elsewhere."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)

@@ -41,7 +41,10 @@ def test_an_example_takes_five_bytes_a_token():
     assert bytes_a_token(lambda i, tokens: Example(i, f"sql-{i:016}", tokens, 100)) > 30
 
 
-@pytest.mark.parametrize("case", ["same", "other tokens", "two machines", "no room"])
+@pytest.mark.parametrize(
+    "case",
+    ["same", *(pytest.param(case, marks=pytest.mark.slow) for case in ("other tokens", "two machines", "no room"))],
+)
 def test_processes_share_one_copy(case, tmp_path):
     """Two processes: what they have then, what they read, and what is left on the disk."""
     script = Path(__file__).parent / "sharing_ranks.py"
