@@ -1,7 +1,7 @@
-"""What a GGUF file says of itself: its metadata, and where its tensors are.
+"""The header of a GGUF file: its metadata, and where its tensors are.
 
 The reader of the `gguf` package believes every count in a file, and a damaged count takes all memory. This one checks
-each count against the size of the file. Format: github.com/ggml-org/ggml, docs/gguf.md.
+each count against the size of the file. The format is described in the repository ggml-org/ggml.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Contents:
+class GGUFContents:
     """A model in one GGUF file or in several parts.
 
     Attributes:
@@ -63,7 +63,7 @@ class Contents:
     headers: dict[Path, int]
 
 
-def read(path: Path) -> Contents:
+def read(path: Path) -> GGUFContents:
     """The contents of the model at `path`, which may be any part of a split one. No tensor is read.
 
     Raises CheckpointError: a part is missing, is no regular file, is no GGUF file that this machine can read, or ends
@@ -91,7 +91,7 @@ def read(path: Path) -> Contents:
                 )
             _, more, headers[part] = _cached(part)
             tensors |= more
-    return Contents(metadata, tensors, headers)
+    return GGUFContents(metadata, tensors, headers)
 
 
 def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
@@ -149,7 +149,7 @@ class _Reader:
         if type(alignment) is not int or not 0 < alignment <= MOST_HEADER:
             raise _damaged(self.path, f"general.alignment is {alignment!r:.60}")
         end = -(-self.at // alignment) * alignment
-        return metadata, {name: self._placed(name, *entry, end) for name, *entry in entries}, end
+        return metadata, {entry[0]: self._placed(*entry, end) for entry in entries}, end
 
     def _take(self, size: int) -> int:
         """The position of the next `size` bytes, which are then read."""

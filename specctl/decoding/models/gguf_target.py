@@ -2,7 +2,7 @@
 
 Configuration and tokenizer are written once into the user's cache, in a directory that is named after the file's
 header; everybody reads them from there like those of any model. Weights stay in the file: they are dequantised in fp32
-when they are loaded, one tensor at a time, and then rounded to the dtype that is asked for.
+when they are loaded, and then rounded to the dtype that is asked for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from specctl import regular
 from specctl.decoding.models import gguf_file, gguf_tokenizer
-from specctl.decoding.models.gguf_file import Contents, Stored
+from specctl.decoding.models.gguf_file import GGUFContents, Stored
 from specctl.errors import CheckpointError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -78,7 +78,7 @@ def directory(name: str) -> Path:
     return place
 
 
-def _files(name: str, contents: Contents) -> dict[str, str]:
+def _files(name: str, contents: GGUFContents) -> dict[str, str]:
     """The text of every file of a directory in the cache."""
     config = configuration(name, contents)
     _expected(name, contents, config)
@@ -110,7 +110,7 @@ def _write(place: Path, files: dict[str, str]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def configuration(name: str, contents: Contents) -> dict[str, Any]:
+def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
     """The config.json of a model in GGUF files, without the special tokens.
 
     Raises CheckpointError: an architecture, or a variant of it, that is not supported; a number is missing or no
@@ -162,7 +162,7 @@ class _Facts:
 
     def __init__(self, name: str, metadata: dict[str, Any]):
         self.name, self.metadata = name, metadata
-        self.architecture = metadata.get("general.architecture")
+        self.architecture = str(metadata.get("general.architecture"))
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"target {name}: the GGUF file is of architecture {self.architecture!r:.60}, which is not supported",
@@ -244,7 +244,7 @@ def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dic
 
 
 @dataclass(frozen=True)
-class Place:
+class GGUFParameter:
     """A parameter of the model of `transformers` that a tensor of a file is.
 
     Attributes:
@@ -259,7 +259,7 @@ class Place:
     pairs: int = 0
 
 
-def _expected(name: str, contents: Contents, config: dict[str, Any]) -> dict[str, Place]:
+def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict[str, GGUFParameter]:
     """The place of every tensor of a file. CheckpointError: one is missing, has another shape, or has no place."""
     hidden, inner, dimension = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
@@ -282,21 +282,23 @@ def _expected(name: str, contents: Contents, config: dict[str, Any]) -> dict[str
     if config.get("mlp_bias"):
         biased += ["ffn_gate", "ffn_up", "ffn_down"]
     places = {
-        "token_embd.weight": Place("model.embed_tokens.weight", (config["vocab_size"], hidden)),
-        "output_norm.weight": Place("model.norm.weight", (hidden,)),
+        "token_embd.weight": GGUFParameter("model.embed_tokens.weight", (config["vocab_size"], hidden)),
+        "output_norm.weight": GGUFParameter("model.norm.weight", (hidden,)),
     }
     if not config["tie_word_embeddings"]:
-        places["output.weight"] = Place("lm_head.weight", (config["vocab_size"], hidden))
+        places["output.weight"] = GGUFParameter("lm_head.weight", (config["vocab_size"], hidden))
     for layer in range(config["num_hidden_layers"]):
         ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
         for part, key in PROJECTIONS.items():
-            places[f"{theirs}.{part}.weight"] = Place(f"{ours}.{key}.weight", shapes[part], pairs.get(part, 0))
+            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", shapes[part], pairs.get(part, 0))
             if part in biased:
-                places[f"{theirs}.{part}.bias"] = Place(f"{ours}.{key}.bias", shapes[part][:1], pairs.get(part, 0))
+                places[f"{theirs}.{part}.bias"] = GGUFParameter(
+                    f"{ours}.{key}.bias", shapes[part][:1], pairs.get(part, 0)
+                )
         for part, key in NORMS.items():
-            places[f"{theirs}.{part}.weight"] = Place(f"{ours}.{key}.weight", (hidden,))
+            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", (hidden,))
         for part, key in HEAD_NORMS.items() if config["model_type"] == "qwen3" else ():
-            places[f"{theirs}.{part}.weight"] = Place(f"{ours}.{key}.weight", (dimension,))
+            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", (dimension,))
     for tensor, place in places.items():
         held = contents.tensors.get(tensor)
         if held is None:
@@ -316,7 +318,7 @@ def _expected(name: str, contents: Contents, config: dict[str, Any]) -> dict[str
 class Weight:
     """A parameter of the model that is read when it is indexed, as a slice of a safetensors file is."""
 
-    def __init__(self, stored: Stored, place: Place, dtype: torch.dtype):
+    def __init__(self, stored: Stored, place: GGUFParameter, dtype: torch.dtype):
         self._stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
 
     def get_shape(self) -> list[int]:
