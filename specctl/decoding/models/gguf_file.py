@@ -220,7 +220,7 @@ def _blocks() -> dict[int, tuple[str, int, int] | str]:
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError as error:
-        raise UsageError("a GGUF target needs the package gguf", "pip install gguf") from error
+        raise UsageError("a GGUF target needs the package gguf", "pip install 'gguf>=0.17.1'") from error
 
     found: dict[int, tuple[str, int, int] | str] = {}
     for kind in GGMLQuantizationType:
