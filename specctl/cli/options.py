@@ -80,7 +80,7 @@ class Flag:
 
 DRAFTERS = f"Drafter directory, {listed([*UNTRAINED])}, or both: DIR+lookup"
 FLAGS: dict[str, Flag] = {
-    "target": Flag(("target.name",), str, "Hugging Face id, directory, or builtin."),
+    "target": Flag(("target.name",), str, "Hugging Face id, directory, GGUF file, or builtin."),
     "device": Flag(("target.device",), str, "auto, cpu, cuda or cuda:N."),
     "dtype": Flag(("target.dtype",), str, "auto, bf16, fp16 or fp32."),
     "chat_template_kwargs": Flag(

@@ -11,6 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specctl import regular
+from specctl.decoding.models.gguf_target import is_gguf
 from specctl.decoding.models.loading import builtin_path, load_config, reading
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
@@ -188,8 +189,8 @@ class TargetFacts:
 
 
 def served_name(target: str) -> str:
-    """A target as another program finds it: our built-in one by its directory, directories absolutely."""
+    """A target as another program finds it: our built-in one by its directory, directories and files absolutely."""
     if target == "builtin":
         return str(builtin_path())
     path = Path(target).expanduser()
-    return str(path.absolute()) if path.is_dir() else target
+    return str(path.absolute()) if path.is_dir() or is_gguf(target) else target

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from specctl.decoding.models.gguf_target import is_gguf
 from specctl.decoding.models.loading import location
 from specctl.decoding.target import Target
 from specctl.engines.client import Client
@@ -43,7 +44,8 @@ class OwnForward(Protocol):
 def wanted(target: str, revision: str | None, taps: tuple[int, ...], layers: int, width: int) -> Wanted:
     """The states that features of `taps` are made of, for a target of so many layers. Its last state is never among
     the others: `transformers` has it behind the final norm, engines before it, or after it."""
-    return Wanted(location(target), revision, tuple(sorted({*taps, layers})), width)
+    model = target if is_gguf(target) else location(target)  # the cache has no weights of a GGUF file
+    return Wanted(model, revision, tuple(sorted({*taps, layers})), width)
 
 
 def commands(recipe: ServerRecipe, states: Wanted) -> list[str]:

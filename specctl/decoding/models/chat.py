@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 
+from specctl.decoding.models.gguf_target import is_gguf
 from specctl.decoding.models.loading import builtin_path
 from specctl.errors import ChatTemplateError, CheckpointError
 from specctl.progress import interrupts
@@ -82,6 +83,8 @@ class Renderer:
 
 def template_file(name: str) -> str:
     """The file that a model's chat template is in, for messages."""
+    if is_gguf(name):
+        return "tokenizer.chat_template"
     root = builtin_path() if name == "builtin" else Path(name).expanduser()
     files = (root / file for file in ("chat_template.jinja", "chat_template.json", "tokenizer_config.json"))
     return next((str(file) for file in files if file.is_file()), "tokenizer_config.json")

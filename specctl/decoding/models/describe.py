@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from specctl.decoding.models import lean, tensors
+from specctl.decoding.models import gguf_target, lean, tensors
 from specctl.decoding.models.loading import (
     DTYPES,
     first_line,
@@ -28,7 +28,8 @@ class Description:
     Attributes:
         path, why: "lean" or "transformers", and the first thing that the lean step lacks.
         dtype: that `--dtype auto` takes on this machine; bytes: of all parameters in it.
-        checkpoint_dtype: that the weights are stored in, where the configuration says so.
+        checkpoint_dtype: that the weights are stored in, where the configuration says so; of a GGUF file its
+            quantisations.
         kv_heads, head_dim: as configured; None where layers differ.
         context_length: longest sequence, trained_context the model's own where that is longer.
         rope: kinds of rotary embedding; empty where positions are not rotated.
@@ -92,7 +93,7 @@ def describe(name: str, label: str | None = None) -> Description:
     except CheckpointError:
         tokenizer = None
     generation = load_generation_config(name, config)
-    stored = getattr(config, "dtype", None)
+    stored = gguf_target.stored_as(name) if gguf_target.is_gguf(name) else getattr(config, "dtype", None)
     trained, limit = getattr(text, "max_position_embeddings", None), context_limit(text)
     return Description(
         target=label or name,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from specctl.decoding.models import tensors
 from specctl.decoding.models.lean import LeanModel
-from specctl.decoding.models.loading import load_config, location, reading
+from specctl.decoding.models.loading import load_config, loader, reading
 from specctl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -61,12 +61,9 @@ def load_ends(
 
     Raises CheckpointError: the files lack some of the rest, or the architecture cannot be built without layers.
     """
-    from transformers import AutoModelForCausalLM
-
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     with reading(name), tensors.quiet():  # that the files hold layers, too, is no news
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location(name),
+        loaded: Any = loader(name, config, dtype)(
             config=without_layers(config),
             dtype=dtype,
             revision=revision,

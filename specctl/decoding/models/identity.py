@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from specctl import regular
+from specctl.decoding.models import gguf_file, gguf_target
 from specctl.decoding.models.loading import model_directory
 from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
@@ -23,15 +25,18 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
     The times of the files say nothing: a copy has others, and a file written over in place may keep its own.
     CheckpointError where the files cannot be read.
     """
-    directory = model_directory(name, revision)
     try:
-        files = weight_files(directory) if directory is not None else []
+        if gguf_target.is_gguf(name):
+            files = gguf_target.files(name)
+        else:
+            directory = model_directory(name, revision)
+            files = weight_files(directory) if directory is not None else []
         digest = hashlib.sha256()
         for path in files:
             with regular.opened(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 digest.update(f"{size}\n".encode())
-                for start, length in [(0, size)] if size <= WHOLE else _sample(file, size):
+                for start, length in [(0, size)] if size <= WHOLE else _sample(path, file, size):
                     file.seek(start)
                     digest.update(file.read(length))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -48,12 +53,20 @@ def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
     return {**kept, "target": {"weights": here["weights"], **there}}
 
 
-def _sample(file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
+def _sample(path: Path, file: IO[bytes], size: int) -> Iterator[tuple[int, int]]:
     """(start, length) of what is read of a file: the header and a block of every tensor, or blocks all over it."""
-    header = int.from_bytes(file.read(8), "little")
-    if not 0 < header < size:  # no safetensors
-        return ((size * block // BLOCKS, BLOCK) for block in range(BLOCKS))
-    tensors = regular.parsed(file.read(header))
-    ranges = [entry["data_offsets"] for name, entry in tensors.items() if name != "__metadata__"]
-    middles = sorted(8 + header + max(first, (first + end - BLOCK) // 2) for first, end in ranges)
-    return iter([(0, 8 + header), *((start, BLOCK) for start in middles)])
+    start = file.read(8)
+    if start[:4] == b"GGUF":
+        contents = gguf_file.read(path)
+        begin = contents.headers[path]
+        ranges = [(one.start, one.start + one.size) for one in contents.tensors.values() if one.file == path]
+    else:
+        header = int.from_bytes(start, "little")
+        begin = 8 + header
+        if not 0 < header < size:  # no safetensors
+            return ((size * block // BLOCKS, BLOCK) for block in range(BLOCKS))
+        entries = regular.parsed(file.read(header)).items()
+        offsets = [entry["data_offsets"] for name, entry in entries if name != "__metadata__"]
+        ranges = [(begin + first, begin + end) for first, end in offsets]
+    middles = sorted(max(first, (first + end - BLOCK) // 2) for first, end in ranges)
+    return iter([(0, begin), *((middle, BLOCK) for middle in middles)])

@@ -1,4 +1,5 @@
-"""A model of `transformers` by Hugging Face id, directory or `builtin`: found, and read onto a device in a dtype."""
+"""A model of `transformers` by Hugging Face id, directory, GGUF file or `builtin`: found, and read onto a device in a
+dtype."""
 
 from __future__ import annotations
 
@@ -6,8 +7,9 @@ import ctypes
 import math
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +20,7 @@ from urllib.request import getproxies
 import torch
 
 from specctl import regular
-from specctl.decoding.models import tensors
+from specctl.decoding.models import gguf_target, tensors
 from specctl.decoding.models.supported import context_limit, ropes, unusable, why_unusable, window_size
 from specctl.errors import CheckpointError, UsageError
 
@@ -150,8 +152,10 @@ def first_line(error: BaseException) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory here."""
-    return name != "builtin" and not name.startswith((".", "/", "~")) and not os.path.isdir(name)
+    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory or GGUF file
+    here."""
+    local = name.startswith((".", "/", "~")) or os.path.isdir(name) or gguf_target.is_gguf(name)
+    return name != "builtin" and not local
 
 
 def check_within_reach(name: str, revision: str | None = None) -> None:
@@ -178,12 +182,15 @@ def check_within_reach(name: str, revision: str | None = None) -> None:
 
 
 def location(name: str) -> str:
-    """The place `transformers` loads a target from: a directory, or a Hugging Face id.
+    """The place `transformers` loads a target from: a directory, or a Hugging Face id. Of a GGUF file it is a directory
+    in the cache, which has no weights.
 
     CheckpointError for neither, and for a directory with a file in it that `transformers` would wait for.
     """
     if name == "builtin":
         return str(builtin_path())
+    if gguf_target.is_gguf(name):
+        return str(gguf_target.directory(name))
     if name.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(name)):
         raise CheckpointError(
             f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
@@ -226,7 +233,6 @@ def load_model(
     For a GPU the weights are read from the memory-mapped files straight to it: eight processes on a node share the
     pages of the files and hold no copies in CPU memory.
     """
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
@@ -235,8 +241,7 @@ def load_model(
         if not trust_remote_code:
             tensors.check_quantisation(f"target {name}", config)
             tensors.check_headers(f"target {name}", model_directory(name, revision), config)
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            location(name),
+        loaded: Any = loader(name, config, dtype)(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -247,6 +252,8 @@ def load_model(
         tensors.check_loaded(f"target {name}", model, info)
         if device_map is None:
             model.to(device)
+        if gguf_target.is_gguf(name):
+            model.generation_config = load_generation_config(name, config)
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
@@ -254,6 +261,17 @@ def load_model(
             "more GPUs, or raise target.max_memory",
         )
     return model.eval()
+
+
+def loader(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
+    """`from_pretrained` of a target, which needs options alone; `config` is its configuration."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    if not gguf_target.is_gguf(name):
+        return partial(AutoModelForCausalLM.from_pretrained, location(name))
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return partial(model.from_pretrained, None, config=config, state_dict=gguf_target.weights(name, dtype))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specctl import regular
-from specctl.decoding.models import tensors
+from specctl.decoding.models import gguf_target, tensors
 from specctl.decoding.models.loading import is_hub_id, load_generation_config, model_directory, reading
 from specctl.errors import CheckpointError
 
@@ -67,16 +67,15 @@ def load_slice(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     with reading(name):
-        files = _tensors(name, revision)
+        held = _tensors(name, revision, dtype)
         tensors.check_headers(f"target {name}", model_directory(name, revision), config)
         for key, parameter in list(model.named_parameters()):  # a tied head is the embedding, which comes once
-            if key not in files:
+            if key not in held:
                 raise CheckpointError(f"target {name}: its safetensors files lack {key}")
-            held = files[key].get_slice(key)
-            if list(parameter.shape) != held.get_shape():
-                shapes = f"{held.get_shape()} in its files, {list(parameter.shape)} by config.json"
+            if list(parameter.shape) != held[key].get_shape():
+                shapes = f"{held[key].get_shape()} in its files, {list(parameter.shape)} by config.json"
                 raise CheckpointError(f"target {name}: {key} is {shapes}")
-            tensor = _cut(held, key, parameter.shape, config, part)
+            tensor = _cut(held[key], key, parameter.shape, config, part)
             module = model.get_submodule(key.rpartition(".")[0])
             setattr(module, key.rpartition(".")[2], _fixed(tensor.to(device, dtype)))
     if config.tie_word_embeddings:
@@ -88,11 +87,13 @@ def load_slice(
     return model.eval()
 
 
-def _tensors(name: str, revision: str | None) -> dict[str, Any]:
-    """The open safetensors file of every tensor of a target."""
+def _tensors(name: str, revision: str | None, dtype: torch.dtype) -> dict[str, Any]:
+    """Every tensor of a target, which is read when it is indexed; those of a GGUF file in `dtype`."""
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
+    if gguf_target.is_gguf(name):
+        return dict(gguf_target.weights(name, dtype))
     if is_hub_id(name):
         snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"])
     directory = model_directory(name, revision)
@@ -105,7 +106,7 @@ def _tensors(name: str, revision: str | None) -> dict[str, Any]:
     for path in paths:
         regular.check(path)
     files = [safe_open(path, "pt") for path in paths]
-    return {key: file for file in files for key in file.keys()}  # noqa: SIM118  # a file is no mapping
+    return {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118  # a file is no mapping
 
 
 def _cut(tensor: Any, key: str, shape: torch.Size, config: Any, part: Slice) -> Tensor:

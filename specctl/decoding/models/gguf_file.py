@@ -1,0 +1,257 @@
+"""The header of a GGUF file: its metadata, and where its tensors are.
+
+The reader of the `gguf` package believes every count in a file, and a damaged count takes all memory. This one checks
+each count against the size of the file. The format is described in the repository ggml-org/ggml.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import mmap
+import os
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specctl import regular
+from specctl.errors import CheckpointError, UsageError
+
+VERSIONS = (2, 3)
+MOST_HEADER = 2**27  # bytes; a vocabulary of 250,000 tokens takes 10 MB
+MOST_DIMENSIONS = 4
+MOST_PARTS = 1000
+SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+ALIGNMENT = 32  # of the tensors, where the metadata name no other
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
+AGAIN = "copy the file again"
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file.
+
+    Attributes:
+        kind: its number in ggml's table of types.
+        shape: as torch has it, the outermost dimension first.
+        start, size: bytes from the beginning of `file`.
+    """
+
+    file: Path
+    kind: int
+    shape: tuple[int, ...]
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class GGUFContents:
+    """A model in one GGUF file or in several parts.
+
+    Attributes:
+        metadata: of the first part. Arrays of numbers are numpy's, other arrays lists of strings.
+        headers: of each part, its path and the bytes before its first tensor.
+    """
+
+    metadata: dict[str, Any]
+    tensors: dict[str, Stored]
+    headers: dict[Path, int]
+
+
+def read(path: Path) -> GGUFContents:
+    """The contents of the model at `path`, which may be any part of a split one. No tensor is read.
+
+    Raises CheckpointError: a part is missing, is no regular file, is no GGUF file that this machine can read, or ends
+    too early; or a tensor has a quantisation that the `gguf` package cannot undo.
+    """
+    split = PART.fullmatch(path.name)
+    first = path if split is None else path.with_name(f"{split[1]}-00001-of-{split[3]}{split[4]}")
+    metadata, tensors, end = _cached(first)
+    count = metadata.get("split.count", 1)
+    if type(count) is not int or not 0 <= count <= MOST_PARTS:
+        raise _damaged(first, f"split.count is {count!r:.60}")
+    headers, tensors = {first: end}, dict(tensors)
+    if count > 1:
+        if split is None or int(split[3]) != count:
+            raise CheckpointError(
+                f"GGUF file {path} is one of {count} parts, and its name does not say which",
+                f"name the parts NAME-00001-of-{count:05}.gguf and so on, or merge them: llama-gguf-split --merge",
+            )
+        for number in range(2, count + 1):
+            part = path.with_name(f"{split[1]}-{number:05}-of-{split[3]}{split[4]}")
+            if not part.exists():
+                raise CheckpointError(
+                    f"GGUF file {path} has {count} parts, and {part} is missing",
+                    f"copy it, too, or merge them where all are: llama-gguf-split --merge {first.name} NAME.gguf",
+                )
+            _, more, headers[part] = _cached(part)
+            tensors |= more
+    return GGUFContents(metadata, tensors, headers)
+
+
+def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
+    """`_read`, once for every state of a file."""
+    try:
+        regular.check(path)
+        stat = os.stat(path)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"GGUF file {path} does not exist", "give the path of a .gguf file") from error
+    except OSError as error:
+        raise CheckpointError(f"GGUF file {path} cannot be read: {error.strerror}") from error
+    return _read(path, (stat.st_ino, stat.st_size, stat.st_mtime_ns))
+
+
+@functools.lru_cache(maxsize=8)
+def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Stored], int]:
+    """(metadata, tensors, bytes before the tensors) of one file."""
+    try:
+        with regular.opened(path) as file:
+            start = file.read(8)
+            if start[:4] != b"GGUF":
+                raise CheckpointError(f"{path} is no GGUF file: it does not begin with GGUF", AGAIN)
+            version = int.from_bytes(start[4:], "little")
+            if version & 0xFFFF == 0:
+                raise CheckpointError(
+                    f"GGUF file {path} is big-endian, which is not supported",
+                    "gguf-convert-endian FILE little",
+                )
+            if version not in VERSIONS:
+                supported = " and ".join(map(str, VERSIONS))
+                raise CheckpointError(f"GGUF file {path} has version {version}; {supported} are supported")
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(path, data).contents()
+    except OSError as error:
+        raise CheckpointError(f"GGUF file {path} cannot be read: {error.strerror}") from error
+
+
+class _Reader:
+    """A position in a file that does not go past its end."""
+
+    def __init__(self, path: Path, data: mmap.mmap):
+        self.path, self.data, self.at = path, data, 8
+        self.limit = min(len(data), MOST_HEADER)
+
+    def contents(self) -> tuple[dict[str, Any], dict[str, Stored], int]:
+        tensors, pairs = self._number("Q"), self._number("Q")
+        self._room(pairs, 13)  # a key's length, its value's type, and a value
+        self._room(tensors, 24)  # lengths, type and offset
+        metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._string()
+            metadata[key] = self._value(key, self._number("I"))
+        entries = [self._entry() for _ in range(tensors)]
+        alignment = metadata.get("general.alignment", ALIGNMENT)
+        if type(alignment) is not int or not 0 < alignment <= MOST_HEADER:
+            raise _damaged(self.path, f"general.alignment is {alignment!r:.60}")
+        end = -(-self.at // alignment) * alignment
+        return metadata, {entry[0]: self._placed(*entry, end) for entry in entries}, end
+
+    def _take(self, size: int) -> int:
+        """The position of the next `size` bytes, which are then read."""
+        start, self.at = self.at, self.at + size
+        if self.at > self.limit:
+            if self.at <= len(self.data):
+                raise _damaged(self.path, f"it has more than {MOST_HEADER >> 20} MiB of metadata")
+            raise _damaged(self.path, f"it ends within its header, after {len(self.data):,} bytes")
+        return start
+
+    def _room(self, count: int, size: int) -> None:
+        """Refuse `count` things of at least `size` bytes that cannot be there."""
+        if count * size > self.limit - self.at:
+            raise _damaged(self.path, f"it announces {count:,} entries, more than it has room for")
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack_from(f"<{code}", self.data, self._take(struct.calcsize(f"<{code}")))[0]
+
+    def _string(self) -> str:
+        size = self._number("Q")
+        self._room(size, 1)
+        start = self._take(size)
+        try:
+            return self.data[start : self.at].decode()
+        except UnicodeDecodeError as error:
+            raise _damaged(self.path, f"a text at byte {start:,} is not UTF-8") from error
+
+    def _value(self, key: str, kind: int) -> Any:
+        if kind in SCALARS:
+            return self._number(SCALARS[kind])
+        if kind == STRING:
+            return self._string()
+        element, count = (self._number("I"), self._number("Q")) if kind == ARRAY else (kind, 0)
+        if element in SCALARS:
+            numbers = np.dtype(SCALARS[element]).newbyteorder("<")
+            self._room(count, numbers.itemsize)
+            return np.frombuffer(self.data[self._take(count * numbers.itemsize) : self.at], numbers)
+        if element == STRING:
+            self._room(count, 8)
+            return [self._string() for _ in range(count)]
+        raise _damaged(self.path, f"{key:.60} has a value of type {element}, which is not supported")
+
+    def _entry(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape, type and offset of a tensor."""
+        name, dimensions = self._string(), self._number("I")
+        if dimensions > MOST_DIMENSIONS:
+            raise _damaged(self.path, f"tensor {name:.60} has {dimensions:,} dimensions")
+        shape = tuple(self._number("Q") for _ in range(dimensions))
+        return name, shape[::-1], self._number("I"), self._number("Q")
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, end: int) -> Stored:
+        block, width = block_of(self.path, name, kind)
+        if not shape or shape[-1] % block:
+            raise _damaged(self.path, f"tensor {name:.60} of shape {list(shape)} is not in blocks of {block}")
+        size = math.prod(shape) // block * width
+        if end + offset + size > len(self.data):
+            needed = end + offset + size
+            raise _damaged(self.path, f"it has {len(self.data):,} bytes, and tensor {name:.60} ends at byte {needed:,}")
+        return Stored(self.path, kind, shape, end + offset, size)
+
+
+@functools.cache
+def _blocks() -> dict[int, tuple[str, int, int] | str]:
+    """Name, values and bytes of a block, by the number of a type; of types that cannot be dequantised the name alone.
+
+    UsageError where the package is missing.
+    """
+    try:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+    except ImportError as error:
+        raise UsageError("a GGUF target needs the package gguf", "pip install 'gguf>=0.17.1'") from error
+
+    found: dict[int, tuple[str, int, int] | str] = {}
+    for kind in GGMLQuantizationType:
+        values, size = GGML_QUANT_SIZES[kind]
+        try:
+            with np.errstate(all="ignore"):
+                dequantize(np.zeros((1, size), np.uint8), kind)
+            found[int(kind)] = kind.name, values, size
+        except NotImplementedError:
+            found[int(kind)] = kind.name
+    return found
+
+
+def block_of(path: Path, name: str, kind: int) -> tuple[int, int]:
+    """How many values a block of ggml's type `kind` has, and how many bytes.
+
+    CheckpointError, which names the tensor `name`: the type is unknown to the `gguf` package, or it cannot undo it.
+    """
+    found = _blocks().get(kind, f"type {kind}")
+    if isinstance(found, tuple):
+        return found[1:]
+    raise CheckpointError(
+        f"GGUF file {path}: tensor {name:.60} is quantised as {found}, which the package gguf cannot undo",
+        f"take another quantisation: {', '.join(kind_names())}",
+    )
+
+
+def kind_names(kinds: set[int] | None = None) -> list[str]:
+    """Names of the types that can be read, of all or of `kinds`."""
+    return [held[0] for kind, held in _blocks().items() if isinstance(held, tuple) and (kinds is None or kind in kinds)]
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"GGUF file {path} is damaged: {what}", AGAIN)

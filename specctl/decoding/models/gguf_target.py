@@ -1,0 +1,372 @@
+"""A target in a GGUF file: its configuration, its tokenizer and its weights as `transformers` has them.
+
+Configuration and tokenizer are written once into the user's cache, in a directory that is named after the file's
+header; everybody reads them from there like those of any model. Weights stay in the file: they are dequantised in fp32
+when they are loaded, and then rounded to the dtype that is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from specctl import regular
+from specctl.decoding.models import gguf_file, gguf_tokenizer
+from specctl.decoding.models.gguf_file import GGUFContents, Stored
+from specctl.errors import CheckpointError
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+"""GGUF's names, which are the model types of `transformers`, too."""
+FORM = 1  # of the directories in the cache: another number when their contents change
+LARGEST = 2**31  # of the sizes in the metadata
+MOST_LAYERS = 1000
+FREQUENCIES = "rope_freqs.weight"
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+PROJECTIONS = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+ROWS = 2**22  # values that are dequantised together
+
+
+def is_gguf(name: str) -> bool:
+    """Whether a target's name is that of a GGUF file. The file need not exist."""
+    return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
+
+
+def directory(name: str) -> Path:
+    """The directory with config.json, the tokenizer and the chat template of a GGUF file. It is made where it is not.
+
+    Raises CheckpointError: the file cannot be read, or is no model that can be loaded; or the cache cannot be written.
+    """
+    path = Path(name).expanduser()
+    contents = gguf_file.read(path)
+    digest = hashlib.sha256(f"{FORM}".encode())
+    for part, size in contents.headers.items():
+        with regular.opened(part) as file:
+            digest.update(file.read(size))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "gguf"
+    place = cache / digest.hexdigest()[:32]
+    if not place.is_dir():
+        files = _files(name, contents)
+        try:
+            _write(place, files)
+        except OSError as error:
+            raise CheckpointError(
+                f"target {name}: {cache} cannot be written: {error.strerror}",
+                "set XDG_CACHE_HOME to a directory that you can write to",
+            ) from error
+    return place
+
+
+def _files(name: str, contents: GGUFContents) -> dict[str, str]:
+    """The text of every file of a directory in the cache."""
+    config = configuration(name, contents)
+    _expected(name, contents, config)
+    tokenizer = gguf_tokenizer.build(name, contents.metadata, config["vocab_size"])
+    special = {key: value for key, value in tokenizer.special.items() if value is not None}
+    config |= special
+    if tokenizer.ends:
+        config["eos_token_id"] = tokenizer.ends
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in config}
+    return {
+        "config.json": json.dumps(config, indent=1),
+        "generation_config.json": json.dumps(generation, indent=1),
+        **tokenizer.files(config["max_position_embeddings"]),
+    }
+
+
+def _write(place: Path, files: dict[str, str]) -> None:
+    """A directory with these files: whole, or not at all. Another process may write the same at the same time."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".", dir=place.parent))
+    try:
+        for name, text in files.items():
+            (temporary / name).write_text(text)
+        with suppress(OSError):
+            temporary.rename(place)
+        if not place.is_dir():
+            raise OSError(0, f"{place} was not made")
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
+    """The config.json of a model in GGUF files, without the special tokens.
+
+    Raises CheckpointError: an architecture, or a variant of it, that is not supported; a number is missing or no
+    number that a model can have.
+    """
+    facts = _Facts(name, contents.metadata)
+    kind = facts.architecture
+    hidden, heads = facts.size("embedding_length"), facts.size("attention.head_count")
+    dimension = facts.size("attention.key_length", hidden // heads)
+    for key, wanted in (
+        ("attention.value_length", dimension),
+        ("rope.dimension_count", dimension),
+        ("expert_count", 0),
+    ):
+        held = contents.metadata.get(f"{kind}.{key}", wanted)
+        if held != wanted:
+            raise facts.unsupported(f"{kind}.{key} is {held}, which is not {wanted}")
+    embedding = contents.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise CheckpointError(f"target {name}: the GGUF file lacks token_embd.weight", gguf_file.AGAIN)
+    layers = facts.size("block_count")
+    if layers > MOST_LAYERS:
+        raise facts.unsupported(f"{kind}.block_count is {layers}, more than {MOST_LAYERS}")
+    biased = {"attention_bias": "blk.0.attn_q.bias" in contents.tensors} if kind != "qwen2" else {}
+    if kind == "llama":
+        biased["mlp_bias"] = "blk.0.ffn_gate.bias" in contents.tensors
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": facts.size("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts.size("attention.head_count_kv", heads),
+        "head_dim": dimension,
+        "vocab_size": embedding.shape[0],
+        "max_position_embeddings": facts.size("context_length"),
+        "rms_norm_eps": facts.real("attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(name, facts, contents.tensors.get(FREQUENCIES), dimension),
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in contents.tensors,
+        "dtype": "float32",
+        **biased,
+    }
+
+
+class _Facts:
+    """The metadata of a file, with checks."""
+
+    def __init__(self, name: str, metadata: dict[str, Any]):
+        self.name, self.metadata = name, metadata
+        self.architecture = str(metadata.get("general.architecture"))
+        if self.architecture not in ARCHITECTURES:
+            raise CheckpointError(
+                f"target {name}: the GGUF file is of architecture {self.architecture!r:.60}, which is not supported",
+                f"take one of {', '.join(ARCHITECTURES)}, or the model's safetensors files",
+            )
+
+    def unsupported(self, what: str) -> CheckpointError:
+        return CheckpointError(f"target {self.name}: {what}", "take the model's safetensors files")
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key of this architecture. CheckpointError where there is none, and no `default`."""
+        value = self.metadata.get(f"{self.architecture}.{key}", default)
+        if value is None:
+            raise CheckpointError(
+                f"target {self.name}: the metadata of the GGUF file lack {self.architecture}.{key}", gguf_file.AGAIN
+            )
+        return value
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A number from 1 on."""
+        value = self.get(key, default)
+        if type(value) is not int or not 0 < value < LARGEST:
+            shown = "a list, as its layers differ," if isinstance(value, np.ndarray) else f"{value!r:.60},"
+            raise self.unsupported(f"{self.architecture}.{key} is {shown} and not one number from 1 on")
+        return value
+
+    def real(self, key: str, default: float | None = None) -> float:
+        """A positive number. The file has it in fp32; this is the shortest one that fp32 rounds to the same."""
+        value = self.get(key, default)
+        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
+            raise self.unsupported(f"{self.architecture}.{key} is {value!r:.60}, not a positive number")
+        return float(str(np.float32(value)))
+
+
+def _rope(name: str, facts: _Facts, frequencies: Stored | None, dimension: int) -> dict[str, Any]:
+    """The rotary embedding, as config.json describes it."""
+    theta = facts.real("rope.freq_base", 10000.0)
+    kind = facts.get("rope.scaling.type", "none")
+    if frequencies is not None:
+        found = _llama3(name, frequencies, theta, dimension)
+        if found and kind != "none":
+            raise facts.unsupported(f"its RoPE is scaled twice, by {FREQUENCIES} and by {kind!r:.60}")
+        if found:
+            return found
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn") or facts.get("rope.scaling.attn_factor", 1.0) != 1.0:
+        raise facts.unsupported(f"its RoPE is scaled by {kind!r:.60}, which is not supported")
+    scaled = {"rope_type": kind, "rope_theta": theta, "factor": facts.real("rope.scaling.factor")}
+    if kind == "yarn":
+        scaled["original_max_position_embeddings"] = facts.size("rope.scaling.original_context_length")
+        for key in ("beta_fast", "beta_slow"):
+            if f"{facts.architecture}.rope.scaling.yarn_{key}" in facts.metadata:
+                scaled[key] = facts.real(f"rope.scaling.yarn_{key}")
+    return scaled
+
+
+def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dict[str, Any] | None:
+    """Llama 3's scaling from the divisors of the frequencies that a file has for it; None where they are all 1.
+
+    llama.cpp's conversion computes the divisors and does not keep the four numbers they follow from. Three are the same
+    in all models of Meta, and the fourth is the largest divisor. CheckpointError where the divisors are others.
+    """
+    if frequencies.shape != (dimension // 2,):
+        raise CheckpointError(f"target {name}: {FREQUENCIES} is {list(frequencies.shape)}, not [{dimension // 2}]")
+    held = dequantised(frequencies, torch.float32).double()
+    if bool((held == 1).all()):
+        return None
+    factor = round(float(held.max()), 3)
+    low, high, original = LLAMA3.values()
+    wavelengths = 2 * math.pi * theta ** (torch.arange(0, dimension, 2).double() / dimension)
+    smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
+    if not torch.allclose(1 / ((1 - smooth) / factor + smooth), held, rtol=1e-4):
+        raise CheckpointError(
+            f"target {name}: {FREQUENCIES} scales its RoPE in another way than Llama 3's",
+            "take the model's safetensors files",
+        )
+    return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}
+
+
+@dataclass(frozen=True)
+class GGUFParameter:
+    """A parameter of the model of `transformers` that a tensor of a file is.
+
+    Attributes:
+        key: its name there.
+        shape: of both.
+        pairs: heads in which llama.cpp has the rotary dimensions in pairs, where `transformers` has them in halves; 0
+            where the order is the same.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    pairs: int = 0
+
+
+def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict[str, GGUFParameter]:
+    """The place of every tensor of a file. CheckpointError: one is missing, has another shape, or has no place."""
+    hidden, inner, dimension = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    paired = config["model_type"] == "llama"
+    shapes = {
+        "attn_q": (heads * dimension, hidden),
+        "attn_k": (kv_heads * dimension, hidden),
+        "attn_v": (kv_heads * dimension, hidden),
+        "attn_output": (hidden, heads * dimension),
+        "ffn_gate": (inner, hidden),
+        "ffn_up": (inner, hidden),
+        "ffn_down": (hidden, inner),
+    }
+    pairs = {"attn_q": heads, "attn_k": kv_heads} if paired else {}
+    biased: list[str] = []
+    if config["model_type"] == "qwen2":
+        biased = ["attn_q", "attn_k", "attn_v"]
+    elif config["attention_bias"]:
+        biased = ["attn_q", "attn_k", "attn_v", "attn_output"]
+    if config.get("mlp_bias"):
+        biased += ["ffn_gate", "ffn_up", "ffn_down"]
+    places = {
+        "token_embd.weight": GGUFParameter("model.embed_tokens.weight", (config["vocab_size"], hidden)),
+        "output_norm.weight": GGUFParameter("model.norm.weight", (hidden,)),
+    }
+    if not config["tie_word_embeddings"]:
+        places["output.weight"] = GGUFParameter("lm_head.weight", (config["vocab_size"], hidden))
+    for layer in range(config["num_hidden_layers"]):
+        ours, theirs = f"model.layers.{layer}", f"blk.{layer}"
+        for part, key in PROJECTIONS.items():
+            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", shapes[part], pairs.get(part, 0))
+            if part in biased:
+                places[f"{theirs}.{part}.bias"] = GGUFParameter(
+                    f"{ours}.{key}.bias", shapes[part][:1], pairs.get(part, 0)
+                )
+        for part, key in NORMS.items():
+            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", (hidden,))
+        for part, key in HEAD_NORMS.items() if config["model_type"] == "qwen3" else ():
+            places[f"{theirs}.{part}.weight"] = GGUFParameter(f"{ours}.{key}.weight", (dimension,))
+    for tensor, place in places.items():
+        held = contents.tensors.get(tensor)
+        if held is None:
+            raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.AGAIN)
+        if held.shape != place.shape:
+            shapes_differ = f"{list(held.shape)}, and {list(place.shape)} by its metadata"
+            raise CheckpointError(f"target {name}: the tensor {tensor} of the GGUF file is {shapes_differ}")
+    beside = sorted(contents.tensors.keys() - places.keys() - {FREQUENCIES})
+    if beside:
+        raise CheckpointError(
+            f"target {name}: the GGUF file has a tensor {beside[0]:.60}, for which {config['model_type']} has no place",
+            "take the model's safetensors files",
+        )
+    return places
+
+
+class Weight:
+    """A parameter of the model that is read when it is indexed, as a slice of a safetensors file is."""
+
+    def __init__(self, stored: Stored, place: GGUFParameter, dtype: torch.dtype):
+        self._stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        values, heads = dequantised(self._stored, self.dtype), self._place.pairs
+        if heads:
+            paired = values.view(heads, -1, 2, *self.shape[1:])
+            values = paired.transpose(1, 2).reshape(self.shape)
+        return values[index]
+
+
+def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
+    """The weights of a GGUF file by the names of `transformers`, as its `state_dict`. Each is read when it is indexed.
+
+    Raises CheckpointError, as `directory` does.
+    """
+    contents = gguf_file.read(Path(name).expanduser())
+    places = _expected(name, contents, configuration(name, contents))
+    return {place.key: Weight(contents.tensors[tensor], place, dtype) for tensor, place in places.items()}
+
+
+def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
+    """The values of a tensor, computed in fp32 and rounded to `dtype`."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    kind = GGMLQuantizationType(stored.kind)
+    width = stored.size // math.prod(stored.shape[:-1])
+    data = np.memmap(stored.file, np.uint8, "r", stored.start, (stored.size // width, width))
+    values = torch.empty(data.shape[0], stored.shape[-1], dtype=dtype)
+    rows = max(1, ROWS // stored.shape[-1])
+    for first in range(0, len(data), rows):
+        part = dequantize(np.ascontiguousarray(data[first : first + rows]), kind)
+        values[first : first + rows] = torch.from_numpy(np.require(part, np.float32, "W"))
+    return values.view(stored.shape)
+
+
+def stored_as(name: str) -> str:
+    """The quantisations of a GGUF file, the one of the most bytes first."""
+    tensors = gguf_file.read(Path(name).expanduser()).tensors.values()
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        sizes[tensor.kind] = sizes.get(tensor.kind, 0) + tensor.size
+    ordered = sorted(sizes, key=lambda kind: -sizes[kind])
+    return ", ".join(gguf_file.kind_names({kind})[0] for kind in ordered)
+
+
+def files(name: str) -> list[Path]:
+    """The files of a GGUF model: one, or all parts."""
+    return list(gguf_file.read(Path(name).expanduser()).headers)

@@ -1,0 +1,231 @@
+"""The tokenizer of a GGUF file, as the files that `transformers` reads one from.
+
+`transformers` builds a tokenizer from a GGUF file, too, but cuts texts for some vocabularies (SmolLM's digits) in
+another way than the model was trained with. This follows llama.cpp, which defines the metadata (src/llama-vocab.cpp).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specctl.errors import CheckpointError
+
+UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 2, 3, 4, 5, 6
+SPACE = "▁"
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_CONTRACTIONS = r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
+QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+TEKKEN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SPLITS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais"), (GPT2,)),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"), (r"\p{N}", GPT2)),
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "dbrx", "smaug-bpe"), (LLAMA3,)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "megrez"), (QWEN2,)),
+    "tekken": (TEKKEN,),
+    "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
+}
+"""How a text is cut before merges, by `tokenizer.ggml.pre`: each expression cuts what the one before it has left."""
+WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+"""Vocabularies of which a whole word is looked up before its merges."""
+BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
+"""Vocabularies that begin a text with a token where the metadata do not say."""
+ENDS = {
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<EOT>",
+    "_<EOT>",
+    "< EOT >",
+    "<｜end▁of▁sentence｜>",
+}
+"""Control tokens that end a text wherever they are, as in llama.cpp: many files name one end token of several."""
+
+
+@dataclass(frozen=True)
+class GGUFTokenizer:
+    """A tokenizer that was built from metadata.
+
+    Attributes:
+        document: of tokenizer.json.
+        special: `bos_token_id` and so on; None where there is no such token.
+        ends: ids of the tokens that end a text.
+        tokens: the vocabulary, by id.
+        template: the chat template; None where there is none.
+    """
+
+    document: str
+    special: dict[str, int | None]
+    ends: list[int]
+    tokens: list[str]
+    template: str | None
+
+    def files(self, context: int) -> dict[str, str]:
+        """The text of every file that `transformers` reads, for a model of so many positions."""
+        config: dict[str, Any] = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_max_length": context,
+            "clean_up_tokenization_spaces": False,
+        }
+        for key, token in self.special.items():
+            if token is not None:
+                config[key.removesuffix("_id")] = self.tokens[token]
+        found = {"tokenizer.json": self.document, "tokenizer_config.json": json.dumps(config, indent=1)}
+        return found if self.template is None else {**found, "chat_template.jinja": self.template}
+
+
+def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
+    """The tokenizer of target `name`, whose embedding has so many rows.
+
+    Raises CheckpointError: there is no tokenizer, a kind of it is not supported, or its parts contradict each other.
+    """
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if kind is None or not isinstance(tokens, list) or not tokens:
+        raise CheckpointError(
+            f"target {name}: the GGUF file has no tokenizer (tokenizer.ggml.model and .tokens)",
+            "convert the model again, together with its tokenizer",
+        )
+    if kind not in ("gpt2", "llama"):
+        raise CheckpointError(
+            f"target {name}: the tokenizer of the GGUF file is of kind {kind!r:.60}, which is not supported",
+            "take one of gpt2, llama, or the model's safetensors files",
+        )
+    if len(tokens) > rows:
+        raise CheckpointError(f"target {name}: the GGUF file has {len(tokens):,} tokens, and embeds {rows:,}")
+    kinds = kinds.tolist() if isinstance(kinds, np.ndarray) and len(kinds) == len(tokens) else [1] * len(tokens)
+    special = {
+        f"{ours}_token_id": _id(name, metadata, theirs, len(tokens))
+        for ours, theirs in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items()
+    }
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    try:
+        model = _byte_level(name, metadata, tokens, pre) if kind == "gpt2" else _sentencepiece(metadata, tokens, kinds)
+        _add_special(model, tokens, kinds)
+        _add_ends(model, metadata, tokens, special, begins=kind == "llama" or pre in BEGINS)
+        document = model.to_str()
+    except CheckpointError:
+        raise
+    except Exception as error:  # whatever contradictory parts make `tokenizers` raise
+        raise CheckpointError(f"target {name}: the tokenizer of the GGUF file is damaged: {error}") from error
+    ends = {special["eos_token_id"], *(_id(name, metadata, key, len(tokens)) for key in ("eot", "eom"))} - {None}
+    ends |= {number for number, token in enumerate(tokens) if kinds[number] == CONTROL and token in ENDS}
+    template = metadata.get("tokenizer.chat_template")
+    return GGUFTokenizer(
+        document,
+        special,
+        sorted(number for number in ends if number is not None),
+        tokens,
+        template if isinstance(template, str) else None,
+    )
+
+
+def _id(name: str, metadata: dict[str, Any], key: str, count: int) -> int | None:
+    """A special token's id; None where the metadata name none."""
+    value = metadata.get(f"tokenizer.ggml.{key}_token_id")
+    if value is None or value == 2**32 - 1:  # llama.cpp's -1, in an unsigned number
+        return None
+    if type(value) is not int or not 0 <= value < count:
+        raise CheckpointError(
+            f"target {name}: the GGUF file has {count:,} tokens, and tokenizer.ggml.{key}_token_id is {value!r:.60}"
+        )
+    return value
+
+
+def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any) -> Any:
+    """Merges of bytes, as GPT-2 has them."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    if pre not in SPLITS:
+        raise CheckpointError(
+            f"target {name}: the tokenizer of the GGUF file cuts texts as {pre!r:.60} does, which is not supported",
+            f"take one of {', '.join(SPLITS)} (tokenizer.ggml.pre), or the model's safetensors files",
+        )
+    merges = []
+    for merge in metadata.get("tokenizer.ggml.merges", []):
+        cut = merge.find(" ", 1)  # a part may be a space
+        merges.append((merge[:cut], merge[cut + 1 :]))
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    model = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
+    splits = [pre_tokenizers.Split(Regex(split), behavior="isolated") for split in SPLITS[pre]]
+    bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
+    model.decoder = decoders.ByteLevel()
+    return model
+
+
+def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Any:
+    """SentencePiece's BPE, which merges the pair of the best score first; bytes stand for what has no token."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+
+    scores = metadata["tokenizer.ggml.scores"].tolist()
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    usual = {token for token, kind in zip(tokens, kinds, strict=True) if kind not in (UNKNOWN, CONTROL, BYTE, UNUSED)}
+    merges = [
+        (-scores[vocabulary[token]], token[:cut], token[cut:])
+        for token in usual
+        for cut in range(1, len(token))
+        if token[:cut] in usual and token[cut:] in usual
+    ]
+    unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
+    model = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=[merge[1:] for merge in sorted(merges)],
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps = [normalizers.Prepend(SPACE)] if prefixed else []
+    model.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+    trimmed = [decoders.Strip(" ", 1, 0)] if prefixed else []
+    model.decoder = decoders.Sequence(
+        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *trimmed]
+    )
+    return model
+
+
+def _add_special(model: Any, tokens: list[str], kinds: list[int]) -> None:
+    """Tokens that are found whole in a text, before anything else."""
+    from tokenizers import AddedToken
+
+    found = {
+        kind: [token for token, one in zip(tokens, kinds, strict=True) if one == kind and token] for kind in (2, 3, 4)
+    }
+    special = [AddedToken(token, special=True, normalized=False) for token in found[UNKNOWN] + found[CONTROL]]
+    model.add_special_tokens(special)
+    model.add_tokens([AddedToken(token, special=False, normalized=False) for token in found[USER_DEFINED]])
+
+
+def _add_ends(
+    model: Any, metadata: dict[str, Any], tokens: list[str], special: dict[str, int | None], begins: bool
+) -> None:
+    """Tokens that are put before and after a text, where the file says so."""
+    from tokenizers import processors
+
+    first = special["bos_token_id"] if metadata.get("tokenizer.ggml.add_bos_token", begins) else None
+    last = special["eos_token_id"] if metadata.get("tokenizer.ggml.add_eos_token", False) else None
+    around = {name: number for name, number in (("BOS", first), ("EOS", last)) if number is not None}
+    if around:
+        before, after = ["BOS"] * ("BOS" in around), ["EOS"] * ("EOS" in around)
+        model.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            special_tokens=[
+                {"id": name, "ids": [number], "tokens": [tokens[number]]} for name, number in around.items()
+            ],
+        )

@@ -1,0 +1,369 @@
+"""Targets in GGUF files: the same logits and texts as `transformers` has with the dequantised weights.
+
+The files are written here from random models, by llama.cpp's rules. Catches: rotary dimensions in another order, biases
+or norms of heads lost, head sizes or RoPE settings guessed, weights rounded before they need be, and bad files that end
+in a traceback or take all memory.
+"""
+
+import json
+import struct
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM
+
+from specctl.decoding.loop import decode
+from specctl.decoding.models import gguf_file, gguf_target, gguf_tokenizer, identity
+from specctl.decoding.models.ends import load_ends
+from specctl.decoding.models.loading import builtin_path, is_hub_id, load_config, load_model, load_tokenizer
+from specctl.decoding.models.parallel import Slice, load_slice
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.drafters.text.lookup import Lookup
+from specctl.errors import CheckpointError
+from tests.conftest import LLAMA3_ROPE, write_tiny
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ROPE8192 = LLAMA3_ROPE | {"original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+MODELS = {
+    "llama": ("LlamaConfig", SIZES),
+    "llama-bias": ("LlamaConfig", SIZES | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama3": ("LlamaConfig", SIZES | {"rope_parameters": ROPE8192, "rms_norm_eps": 1e-5}),
+    "qwen2": ("Qwen2Config", SIZES | {"tie_word_embeddings": True, "rope_parameters": YARN}),
+    "qwen3": ("Qwen3Config", SIZES | {"head_dim": 32}),
+}
+NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "model.layers.": "blk.",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
+CPU = torch.device("cpu")
+REAL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def stored(key: str, weights: torch.Tensor, config, kind: Kind) -> tuple[str, np.ndarray, Kind, torch.Tensor]:
+    """A tensor as llama.cpp's conversion has it: name, data, type; and the weights that are left of it."""
+    for ours, theirs in NAMES.items():
+        key = key.replace(ours, theirs)
+    kind = kind if weights.dim() == 2 else Kind.F32
+    data = gguf.quantize(weights.numpy(), kind)  # in rows, so that their order does not matter
+    left = torch.from_numpy(np.array(gguf.dequantize(data, kind), np.float32))
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(key.split(".")[-2])
+    if config.model_type == "llama" and heads:
+        data = data.reshape(heads, 2, -1, *data.shape[1:]).swapaxes(1, 2).reshape(data.shape)
+    return key, data, kind, left
+
+
+def write(directory, path, kind=Kind.F32, *, leave_out=(), beside=None, arch=None, splits=0, tokenizer=True, **more):
+    """The model in `directory` as a GGUF file, and as the model of `transformers` that has the weights in it.
+
+    more: values of metadata in place of the usual ones, by the last part of their names; None leaves one out.
+    """
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    config, kept = model.config, {}
+    arch = arch or config.model_type
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=splits)
+    for key, value in {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim if config.model_type == "qwen3" else None,
+        **more,
+    }.items():
+        if value is not None and "tokenizer." not in key:
+            writer.add_uint32(f"{arch}.{key}", value)
+    rope = config.rope_parameters
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope["rope_type"] == "llama3":
+        plain = rope["rope_theta"] ** -(torch.arange(0, 16, 2) / 16)
+        writer.add_tensor("rope_freqs.weight", (plain / model.model.rotary_emb.inv_freq).numpy())
+    if tokenizer:
+        document = json.loads((builtin_path() / "tokenizer.json").read_text())["model"]
+        tokens = sorted(document["vocab"], key=document["vocab"].get)
+        writer.add_tokenizer_model(more.get("tokenizer.model", "gpt2"))
+        writer.add_tokenizer_pre(more.get("tokenizer.pre", "gpt-2"))
+        writer.add_token_list(tokens)
+        writer.add_token_types([3 if number < 8 else 1 for number in range(len(tokens))])
+        writer.add_token_merges([" ".join(merge) for merge in document["merges"]])
+        writer.add_eos_token_id(more.get("tokenizer.eos", 3))
+        if more.get("tokenizer.template", TEMPLATE):
+            writer.add_chat_template(TEMPLATE)
+    for key, weights in model.state_dict().items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        name, data, held, kept[key] = stored(key, weights, config, kind)
+        if name not in leave_out:
+            writer.add_tensor(name, data, raw_dtype=held)
+    if beside:
+        writer.add_tensor(beside, np.zeros(4, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model.load_state_dict(kept, strict=False)
+    return model
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory):
+    """`directories(name)`: the directory of a random model of `MODELS`."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            made[name] = write_tiny(tmp_path_factory.mktemp(name), *MODELS[name])
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    """The cache of one test. Returns its path."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(directories, tmp_path):
+    """A whole GGUF file."""
+    write(directories("llama"), tmp_path / "m.gguf", Kind.Q8_0)
+    return tmp_path / "m.gguf"
+
+
+def refused(path, *says):
+    """The error of a target that cannot be loaded, which names all of `says`; nothing is left in the cache."""
+    with pytest.raises(CheckpointError) as error:
+        load_config(str(path))
+    said = f"{error.value.message} {error.value.hint}"
+    assert all(one in said for one in says) and "\n" not in said, said
+    return said
+
+
+@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1, Kind.Q8_0])
+def test_weights_are_those_of_the_file_exactly(directories, tmp_path, kind):
+    original = write(directories("llama"), tmp_path / "m.gguf", kind)
+    loaded = load_model(str(tmp_path / "m.gguf"), device=CPU, dtype=torch.float32).state_dict()
+    assert loaded.keys() == original.state_dict().keys()
+    assert all(torch.equal(loaded[key], weights) for key, weights in original.state_dict().items())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_and_texts_are_those_of_transformers(directories, tmp_path, name):
+    original = write(directories(name), tmp_path / "m.gguf", Kind.Q4_1)
+    ids = [(37 * i) % 500 + 10 for i in range(90)]  # past the original context of YaRN
+    loaded = load_model(str(tmp_path / "m.gguf"), device=CPU, dtype=torch.float32)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(torch.tensor([ids])).logits, original(torch.tensor([ids])).logits)
+    text = original.generate(torch.tensor([ids]), max_new_tokens=12, do_sample=False, eos_token_id=3)[0, len(ids) :]
+    target = load_target(str(tmp_path / "m.gguf"), device="cpu", dtype="fp32")
+    for drafter in (None, Lookup()):
+        options = {"sampling": GREEDY, "max_new_tokens": 12, "seeds": [0], "drafter": drafter}
+        assert decode(target, [ids], **options)[0].output_ids == text.tolist()
+
+
+def test_the_ends_and_slices_of_a_file_are_those_of_the_whole(directories, tmp_path):
+    original = write(directories("llama-bias"), tmp_path / "m.gguf", Kind.Q8_0)
+    name, options = str(tmp_path / "m.gguf"), {"device": CPU, "dtype": torch.float32}
+    ends = load_ends(name, **options)
+    assert torch.equal(ends.get_input_embeddings().weight, original.get_input_embeddings().weight)
+    parts = [load_slice(name, load_config(name), Slice(rank, 2), **options) for rank in range(2)]
+    for projection, side in (("q_proj", 0), ("o_proj", 1)):
+        cut = [part.model.layers[1].self_attn.get_submodule(projection).weight for part in parts]
+        assert torch.equal(torch.cat(cut, side), original.model.layers[1].self_attn.get_submodule(projection).weight)
+
+
+def test_tokenizer_template_and_ends_come_from_the_file(file):
+    tokenizer, config = load_tokenizer(str(file)), load_config(str(file))
+    text = "Hello 123,\n\n  wörld 🙂<|user|>x"
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text and 1 in ids
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False) == "<|user|>a"
+    assert config.eos_token_id == [3] and not is_hub_id(str(file))
+
+
+def test_digits_are_cut_as_the_file_says(directories, tmp_path):
+    for pre, count in (("gpt-2", 1), ("smollm", 3), ("qwen2", 3), ("llama-bpe", 1)):
+        write(directories("llama"), tmp_path / "m.gguf", **{"tokenizer.pre": pre})
+        cuts = load_tokenizer(str(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")
+        assert len(cuts) == count
+
+
+def test_sentencepiece_merges_by_score():
+    tokens = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "ab", "▁a", "▁ab"]
+    scores = [0.0] * 258 + [-9.0, -8.0, -7.0, -1.0, -2.0, -3.0]
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": np.array(scores),
+        "tokenizer.ggml.token_type": np.array([2, 3] + [6] * 256 + [1] * 6),
+        "tokenizer.ggml.bos_token_id": 1,
+    }
+    built = Tokenizer.from_str(gguf_tokenizer.build("m", metadata, len(tokens)).document)
+    assert built.encode("ab é").tokens == ["<s>", "▁ab", "▁", "<0xC3>", "<0xA9>"]
+    assert built.decode(built.encode("ab é").ids) == "ab é"
+
+
+def test_the_parts_of_a_split_model_are_one(directories, tmp_path):
+    original = write(directories("llama"), tmp_path / "m.gguf", splits=8)
+    parts = sorted(tmp_path.glob("m-*-of-*.gguf"))
+    assert len(parts) > 1
+    loaded = load_model(str(parts[1]), device=CPU, dtype=torch.float32).state_dict()
+    assert all(torch.equal(loaded[key], weights) for key, weights in original.state_dict().items())
+    parts[1].unlink()
+    refused(parts[0], parts[1].name, "missing", "llama-gguf-split --merge")
+
+
+def test_the_digest_depends_on_every_tensor(file, monkeypatch, tmp_path):
+    monkeypatch.setattr(identity, "WHOLE", 0)
+    first = identity.weights_digest(str(file))
+    copied = tmp_path / "copy.gguf"
+    copied.write_bytes(file.read_bytes())
+    assert identity.weights_digest(str(copied)) == first
+    found = {first}
+    for name in ("output_norm.weight", "blk.1.ffn_up.weight"):
+        held, data = gguf_file.read(file).tensors[name], bytearray(file.read_bytes())
+        data[held.start + held.size // 2] ^= 1
+        copied.write_bytes(data)
+        found.add(identity.weights_digest(str(copied)))
+    assert len(found) == 3
+
+
+def test_processes_that_begin_together_write_one_directory(file, own_cache):
+    with ThreadPoolExecutor(8) as pool:
+        places = {*pool.map(lambda _: gguf_target.directory(str(file)), range(8))}
+    assert [place.name for place in (own_cache / "specctl" / "gguf").iterdir()] == [places.pop().name]
+
+
+def test_a_cache_that_cannot_be_written_is_told_of(file, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    refused(file, "cannot be written", "XDG_CACHE_HOME")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"arch": "gemma3"}, ["'gemma3'", "llama, qwen2, qwen3"]),
+        ({"leave_out": ["blk.1.attn_k.weight"]}, ["lacks", "blk.1.attn_k.weight"]),
+        ({"leave_out": ["token_embd.weight"]}, ["lacks", "token_embd.weight"]),
+        ({"beside": "blk.0.attn_sinks.weight"}, ["blk.0.attn_sinks.weight", "no place"]),
+        ({"feed_forward_length": 97}, ["blk.0.ffn_gate.weight", "[96, 64]", "[97, 64]"]),
+        ({"feed_forward_length": None}, ["lack llama.feed_forward_length"]),
+        ({"block_count": 10**6}, ["block_count", "1000"]),
+        ({"attention.head_count": 0}, ["attention.head_count is 0"]),
+        ({"expert_count": 8}, ["expert_count is 8"]),
+        ({"tokenizer": False}, ["no tokenizer"]),
+        ({"tokenizer.model": "bert"}, ["'bert'", "gpt2, llama"]),
+        ({"tokenizer.pre": "youtu"}, ["'youtu'", "qwen2"]),
+        ({"tokenizer.eos": 10**6}, ["eos_token_id is 1000000"]),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_is_refused_by_name(directories, tmp_path, own_cache, options, says):
+    write(directories("llama"), tmp_path / "m.gguf", **options)
+    refused(tmp_path / "m.gguf", "m.gguf", *says)
+    assert not own_cache.exists()
+
+
+def test_a_file_without_a_template_loads(directories, tmp_path):
+    write(directories("llama"), tmp_path / "m.gguf", **{"tokenizer.template": None})
+    assert load_tokenizer(str(tmp_path / "m.gguf")).chat_template is None
+
+
+def pairs(*entries: bytes, tensors: int = 0, count: int | None = None) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", 3, tensors, len(entries) if count is None else count) + b"".join(entries)
+
+
+def key(name: bytes, kind: int, value: bytes) -> bytes:
+    return struct.pack("<Q", len(name)) + name + struct.pack("<I", kind) + value
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "no GGUF file"),
+        (b"PK\x03\x04 and so on", "no GGUF file"),
+        (b"GGUF" + struct.pack(">I", 3) + bytes(99), "big-endian"),
+        (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
+        (pairs()[:20], "ends within its header"),
+        (pairs(count=2**62), "more than it has room for"),
+        (pairs(tensors=2**63), "more than it has room for"),
+        (pairs(key(b"a", 9, struct.pack("<IQ", 0, 2**63))), "more than it has room for"),
+        (pairs(key(b"a", 9, struct.pack("<IQ", 8, 2**60))), "more than it has room for"),
+        (pairs(key(b"a", 9, struct.pack("<IQ", 9, 1) + bytes(99))), "type 9"),
+        (pairs(key(b"a", 8, struct.pack("<Q", 2**64 - 1))), "more than it has room for"),
+        (pairs(key(b"a", 8, struct.pack("<Q", 1) + b"\xff")), "not UTF-8"),
+        (pairs(key(b"a", 77, bytes(9))), "type 77"),
+        (pairs(key(b"general.alignment", 4, struct.pack("<I", 0))), "general.alignment"),
+        (pairs(struct.pack("<QI", 0, 2**31) + bytes(99), tensors=1, count=0), "dimensions"),
+        (pairs(struct.pack("<QIQQIQ", 0, 2, 2**63, 2**63, 0, 0) + bytes(99), tensors=1, count=0), "ends at byte"),
+        (pairs(struct.pack("<QIQIQ", 0, 1, 32, 4, 0) + bytes(99), tensors=1, count=0), "type 4"),
+        (pairs(struct.pack("<QIQIQ", 0, 1, 32, 26, 0) + bytes(999), tensors=1, count=0), "I32"),
+        (pairs(struct.pack("<QIQIQ", 0, 1, 33, 8, 0) + bytes(999), tensors=1, count=0), "blocks of 32"),
+    ],
+)
+def test_a_file_that_is_damaged_is_refused(tmp_path, content, says):
+    (tmp_path / "m.gguf").write_bytes(content)
+    refused(tmp_path / "m.gguf", "m.gguf", says)
+
+
+def test_a_file_that_ends_too_early_is_refused(file, tmp_path):
+    data = file.read_bytes()
+    for size in (len(data) - 1, len(data) // 2, 1000, 25):
+        (tmp_path / "cut.gguf").write_bytes(data[:size])
+        refused(tmp_path / "cut.gguf", "damaged")
+
+
+def test_what_is_no_file_is_refused(tmp_path, pipe):
+    refused(tmp_path / "none.gguf", "does not exist")
+    refused(pipe(tmp_path / "pipe.gguf"), "named pipe")
+    (tmp_path / "directory.gguf").mkdir()
+    refused(tmp_path / "directory.gguf", "no config.json")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not REAL.exists(), reason="make real-target fetches it")
+def test_a_real_model_answers_as_transformers_does():
+    target = load_target(str(REAL), device="cpu", dtype="fp32")
+    model = load_model(str(REAL), device=CPU, dtype=torch.float32)
+    prompt = target.tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=20, do_sample=False)[0, len(prompt) :].tolist()
+    options = {"sampling": GREEDY, "max_new_tokens": 20, "seeds": [0]}
+    assert decode(target, [prompt], **options)[0].output_ids == expected
+    assert "Paris" in target.tokenizer.decode(expected)
