@@ -15,6 +15,7 @@ from specctl import kernels
 from specctl.decoding import attention, paged
 from specctl.decoding.models import fused
 from specctl.errors import RecipeError
+from specctl.kernels import native
 from specctl.measuring.records import recipe_stamp
 from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, ServerRecipe, TrainRecipe, yaml_file
 from specctl.recipe.resolve import SIZES, SWITCHES, Setting, resolve
@@ -214,6 +215,7 @@ def test_what_they_read_is_checked_before_anything_runs():
     assert SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
     assert SWITCHES["SPECCTL_LAYERS"] == fused.CHOICES
     assert SWITCHES["SPECCTL_KV"] == paged.CHOICES
+    assert SWITCHES["SPECCTL_STEP"] == native.CHOICES
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-1", "nan", "inf"])

@@ -32,6 +32,7 @@ SWITCHES = {
     "SPECCTL_ATTENTION": ("kernel", "sdpa"),
     "SPECCTL_LAYERS": ("fused", "plain"),
     "SPECCTL_KV": ("paged", "contiguous"),
+    "SPECCTL_STEP": ("native", "torch"),
 }
 """Variables that are no recipe keys, and their values: the kernels' dispatch and the decoding loop read them."""
 SIZES = ("SPECCTL_KV_GIB",)

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from specctl.decoding.loop import decode
 from specctl.decoding.models import gguf_file, gguf_target, gguf_tokenizer, identity
@@ -246,6 +246,21 @@ def test_the_parts_of_a_split_model_are_one(directories, tmp_path):
     assert all(torch.equal(loaded[key], weights) for key, weights in original.state_dict().items())
     parts[1].unlink()
     refused(parts[0], parts[1].name, "missing", "llama-gguf-split --merge")
+
+
+def test_files_with_equal_headers_have_their_own_frequencies(directories, tmp_path):
+    """Llama 3's RoPE factor is in no header: it follows from the values of a tensor."""
+    original = write(directories("llama3"), tmp_path / "first.gguf")
+    changed = original.config
+    changed.rope_parameters = ROPE8192 | {"factor": 32.0}
+    plain = changed.rope_parameters["rope_theta"] ** -(torch.arange(0, 16, 2) / 16)
+    held = gguf_file.read(tmp_path / "first.gguf").tensors["rope_freqs.weight"]
+    data = bytearray((tmp_path / "first.gguf").read_bytes())
+    divisors = plain / LlamaForCausalLM(changed).model.rotary_emb.inv_freq
+    data[held.start : held.start + held.size] = divisors.numpy().tobytes()
+    (tmp_path / "second.gguf").write_bytes(data)
+    found = [load_config(str(tmp_path / f"{name}.gguf")).rope_parameters["factor"] for name in ("first", "second")]
+    assert found == pytest.approx([8.0, 32.0])
 
 
 def test_the_digest_depends_on_every_tensor(file, monkeypatch, tmp_path):

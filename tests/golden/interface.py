@@ -38,6 +38,7 @@ def environment(setenv: Any) -> Documents:
         "SPECCTL_ATTENTION",
         "SPECCTL_LAYERS",
         "SPECCTL_KV",
+        "SPECCTL_STEP",
         "SPECCTL_KV_GIB",
     )
     names = (*switches, "SPECCTL_TARGET__DTYPE", "SPECCTL_DATA__LIMIT")

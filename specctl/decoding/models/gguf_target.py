@@ -1,8 +1,8 @@
 """A target in a GGUF file: its configuration, its tokenizer and its weights as `transformers` has them.
 
-Configuration and tokenizer are written once into the user's cache, in a directory that is named after the file's
-header; everybody reads them from there like those of any model. Weights stay in the file: they are dequantised in fp32
-when they are loaded, and then rounded to the dtype that is asked for.
+Configuration and tokenizer are written once into the user's cache, into a directory that is named by a digest of the
+file's header. `transformers` reads that directory like any model directory. The weights stay in the file: loading
+dequantises one tensor at a time in fp32 and rounds it to the dtype that is asked for.
 """
 
 from __future__ import annotations
@@ -64,6 +64,8 @@ def directory(name: str) -> Path:
     for part, size in contents.headers.items():
         with regular.opened(part) as file:
             digest.update(file.read(size))
+    if FREQUENCIES in contents.tensors:  # the configuration follows from its values, too
+        digest.update(dequantised(contents.tensors[FREQUENCIES], torch.float32).numpy().tobytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "gguf"
     place = cache / digest.hexdigest()[:32]
     if not place.is_dir():
@@ -162,7 +164,7 @@ class _Facts:
 
     def __init__(self, name: str, metadata: dict[str, Any]):
         self.name, self.metadata = name, metadata
-        self.architecture = str(metadata.get("general.architecture"))
+        self.architecture: Any = metadata.get("general.architecture")
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"target {name}: the GGUF file is of architecture {self.architecture!r:.60}, which is not supported",

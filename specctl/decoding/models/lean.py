@@ -17,6 +17,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
+from specctl.decoding.models.native import native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.pages import Form, PagePool
@@ -130,12 +131,13 @@ class LeanModel:
                 parameter.data = parameter.new_empty(0)
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)
         normed = any(layer.q_norm is not None for layer in self.layers)
-        inner = len(part.of(config.intermediate_size))
-        self._shape = LayerShape(self.hidden_size, inner, self.heads, self.kv_heads, self.head_dim, normed)
+        self.inner = len(part.of(config.intermediate_size))
+        self._shape = LayerShape(self.hidden_size, self.inner, self.heads, self.kv_heads, self.head_dim, normed)
         self.vocab_size = self.embedding.shape[0]
         self.head = VocabularyHead(model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
+        self._native = native_step(self)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         cache = KVCache(
@@ -143,6 +145,11 @@ class LeanModel:
         )
         cache.rope = self._rope_for(capacity)
         return cache
+
+    @property
+    def native(self) -> bool:
+        """Whether its steps are the C++ step's (`native.py`)."""
+        return self._native is not None
 
     @property
     def form(self) -> Form:
@@ -189,14 +196,18 @@ class LeanModel:
         """
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)
+        x = F.embedding(tokens.reshape(-1), self.embedding).float()
         heads, kv = self.heads, self.kv_heads
         fuse = fuses(self.device, self.dtype, self._shape)
+        if self._native is not None and not fuse and self._native.computes(cache, plan):
+            y, kept = self._native.forward(x, cache, plan, rope, taps)
+            y = y.view(batch, rows, -1)
+            return y, _side_by_side(kept, taps, y)
         if fuse:
             positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
         else:
             table = rope.at(plan, heads + kv, kv)
         norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # behind each layer
-        x = F.embedding(tokens.reshape(-1), self.embedding).float()
         kept = {0: x.to(self.dtype)} if 0 in taps else {}
         y = self.layers[0].input_norm(x)
         for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
@@ -219,10 +230,8 @@ class LeanModel:
                 kept[index + 1] = x.to(self.dtype)
         if len(self.layers) in taps:
             kept[len(self.layers)] = y  # transformers' last hidden state is the normed one
-        tapped = None
-        if taps:
-            tapped = torch.cat([kept[tap] for tap in taps], -1).view(batch, rows, -1)
-        return y.view(batch, rows, -1), tapped
+        y = y.view(batch, rows, -1)
+        return y, _side_by_side(kept, taps, y)
 
     def normed(self, states: Tensor) -> Tensor:
         """h [..., H] of the last layer's output [..., H], as `forward` makes it."""
@@ -231,3 +240,8 @@ class LeanModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Vocabulary logits of h [..., H] (after the final norm), in fp32 where the head keeps its sums."""
         return self.part.gather(self.head(hidden), self.vocab_size)
+
+
+def _side_by_side(kept: dict[int, Tensor], taps: tuple[int, ...], y: Tensor) -> Tensor | None:
+    """The kept states [B · T, H] of every tap [B, T, len(taps) · H], of as many rows as `y` [B, T, H]."""
+    return torch.cat([kept[tap] for tap in taps], -1).view(*y.shape[:2], -1) if taps else None

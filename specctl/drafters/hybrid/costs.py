@@ -23,6 +23,7 @@ import torch
 
 from specctl import processes, progress, regular, threads
 from specctl.decoding.engine import Engine
+from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.state import DecodeState
@@ -119,7 +120,8 @@ def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
     sliced = [f"{processes.joined()} slices"] if processes.joined() > 1 else []
     weights = target.identity["weights"] or target.name
-    key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced])
+    step = ["C++ step"] if isinstance(target.model, LeanModel) and target.model.native else []
+    key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
     known, problem = None, ""
     try:
         if (found := _read(path).get(key)) is not None:

@@ -1,0 +1,115 @@
+"""All layers of a lean model in one C++ call (`specctl/kernels/native`)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from specctl.decoding.cache import KVCache
+from specctl.decoding.models.layers import RMSNorm
+from specctl.decoding.models.parallel import Slice
+from specctl.decoding.plan import Plan
+from specctl.decoding.rope import Rope
+from specctl.kernels import native
+
+ROWS = 64  # of all texts together; beyond, PyTorch's attention over blocks of keys is faster
+
+
+PRODUCTS = "qkv", "o", "gate_up", "down"
+
+
+class Packed(Protocol):
+    """The layers that the C++ step reads (`lean.LeanModel`): products and norms, and their sizes."""
+
+    dtype: torch.dtype
+    device: torch.device
+    part: Slice
+    layers: list[Any]
+    norm: RMSNorm
+    hidden_size: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+
+
+class NativeStep:
+    """The layers of `model` as the C++ step reads them. The weights are the model's own, in the layout of its `Linear`.
+
+    Attributes:
+        held: everything that the structures point to.
+    """
+
+    def __init__(self, model: Packed, library: ctypes.CDLL):
+        self.library, self.dtype, self.hidden = library, model.dtype, model.hidden_size
+        self.held: list[object] = []
+        self.layers = (native.StepLayer * len(model.layers))()
+        for at, layer in zip(self.layers, model.layers, strict=True):
+            for name in PRODUCTS:
+                product = getattr(layer, name).native
+                self._point(at, name, product.packed)
+                self._point(at, f"{name}_bias", product.bias)
+            for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
+                norm = getattr(layer, name)
+                self._point(at, name, None if norm is None else norm.weight)
+        self.model = native.StepModel(
+            *(model.hidden_size, model.inner, model.heads, model.kv_heads, model.head_dim, len(model.layers)),
+            *(model.norm.eps, model.scale, self.layers),
+        )
+        self._point(self.model, "final_norm", model.norm.weight)
+
+    def _point(self, at: ctypes.Structure, name: str, tensor: Tensor | None) -> None:
+        if tensor is not None:
+            tensor = tensor.contiguous()
+            self.held.append(tensor)
+            setattr(at, name, tensor.data_ptr())
+
+    def computes(self, cache: KVCache, plan: Plan) -> bool:
+        """Whether the C++ step computes a forward of this plan over this cache, of few rows and with a mask."""
+        return plan.positions.numel() <= ROWS and type(cache) is KVCache and plan.ancestry is None
+
+    def forward(
+        self, x: Tensor, cache: KVCache, plan: Plan, rope: Rope, taps: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """The normed states [N, H] of embeddings x [N, H] fp32, which are overwritten, and the tapped states [N, H] by
+        tap. Keys and values of the rows are written into the cache."""
+        batch, rows = plan.positions.shape
+        count = len(self.layers)
+        y = torch.empty(x.shape, dtype=self.dtype)
+        tapped = {tap: torch.empty_like(y) for tap in taps}
+        addresses = (ctypes.c_void_p * (count + 1))(
+            *(tapped[i].data_ptr() if i in tapped else None for i in range(count + 1))
+        )
+        positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
+        strides = cache.store.stride()
+        call = native.StepCall(
+            *(batch, rows, plan.span, torch.get_num_threads()),
+            *(positions.data_ptr(), slots.data_ptr(), rope.cos.data_ptr(), rope.sin.data_ptr()),
+            *(cache.store.data_ptr(), *strides[:3]),
+        )
+        if (mask := plan.mask) is not None:
+            assert mask.dtype == self.dtype and mask.stride(3) == 1
+            call.mask = mask.data_ptr()
+            call.mask_sequence = mask.stride(0) if mask.shape[0] > 1 else 0
+            call.mask_row = mask.stride(2) if mask.shape[2] > 1 else 0
+        call.x, call.y, call.taps = x.data_ptr(), y.data_ptr(), ctypes.addressof(addresses)
+        self.library.specctl_forward(self.model, call)
+        return y, tapped
+
+
+def native_step(model: Packed) -> NativeStep | None:
+    """The C++ step of a model; None where it cannot compute it."""
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or model.part.count > 1:
+        return None
+    library = native.library()
+    if any(getattr(layer, name).native is None for layer in model.layers for name in PRODUCTS):
+        return None
+    sizes = model.hidden_size, model.inner, model.head_dim // 2
+    if library is None or any(size % native.LANES for size in sizes) or model.head_dim > 256:
+        return None
+    return NativeStep(model, library)

@@ -1,0 +1,170 @@
+"""The C++ step is as exact as PyTorch, and a row has the same bits whatever stands beside it."""
+
+import subprocess
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from specctl.decoding.cache import KVCache
+from specctl.decoding.loop import decode
+from specctl.decoding.plan import plan_rows
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.target import load_target
+from specctl.drafters.text.lookup import Lookup
+from specctl.kernels import native
+from tests.conftest import SIZES, write_tiny
+
+needed = pytest.mark.skipif(native.library() is None, reason="no AVX512-BF16, or no C++ compiler")
+WIDE = SIZES | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 160, "num_attention_heads": 12}
+KINDS = {
+    "llama": ("LlamaConfig", WIDE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": ("Qwen2Config", WIDE | {"num_key_value_heads": 2}),  # six queries a key: more than share it
+    "qwen3": ("Qwen3Config", WIDE | {"num_key_value_heads": 12, "vocab_size": 301}),
+}
+PROMPT = 21
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def three(request, tmp_path_factory):
+    """The target with the C++ step, without it, and in fp32 with the same weights."""
+    place = write_tiny(tmp_path_factory.mktemp("native") / request.param, *KINDS[request.param])
+    AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).save_pretrained(place)
+    target, plain, exact = (load_target(str(place), device="cpu", dtype=dtype) for dtype in ("bf16", "bf16", "fp32"))
+    assert target.model._native is not None and exact.model._native is None
+    plain.model._native = None
+    return target, plain, exact
+
+
+def stepped(target, base, rows, taps=(0, 1, 2), **tree):
+    """Logits, states and keys of `rows` [B, T] after prompts of `base` tokens."""
+    texts = torch.arange(len(base) * PROMPT).view(len(base), -1) * 7 % target.vocab_size
+    cache = target.new_cache(len(base), 64)
+    for b, count in enumerate(base):
+        target.prefill([texts[b, :count].tolist()], cache, slots=[b])
+    plan = plan_rows(base, rows.shape[1], device=target.device, dtype=target.dtype, **tree)
+    with torch.inference_mode():
+        return target.step(rows, cache, plan, taps), cache.store
+
+
+TREE = torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]).bool()
+DEPTH = torch.tensor([[0, 1, 1, 2]])
+
+
+@needed
+@pytest.mark.parametrize("base", [[PROMPT], [PROMPT, 5]], ids=["alone", "ragged"])
+@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
+def test_it_is_as_exact_as_pytorch(three, base, tree):
+    """Logits, states, tapped states, keys and values, against fp32."""
+    shape = {"visible": TREE.expand(len(base), -1, -1), "depth": DEPTH.expand(len(base), -1)} if tree else {}
+    rows = torch.arange(4 * len(base)).view(len(base), 4) + 3
+    found = [stepped(target, base, rows, **shape) for target in three]
+    for ours, theirs, exact in zip(*((*step, store) for step, store in found), strict=True):
+        off, usual = ((one.float() - exact).norm() / exact.norm() for one in (ours, theirs))
+        assert off < 1.1 * usual + 1e-4 and usual < 0.05
+
+
+@needed
+def test_a_row_has_the_same_bits_in_a_tree_in_a_batch_and_alone(three):
+    target, *_ = three
+    ids = [3, 4, 5, 6]  # the tree's path is 0, 2, 3
+    (tree, _, _), _ = stepped(target, [PROMPT], torch.tensor([ids]), visible=TREE[None], depth=DEPTH)
+    rows = torch.tensor([[3, 5, 6]])
+    (chain, _, _), _ = stepped(target, [PROMPT], rows)
+    (batch, _, _), _ = stepped(target, [PROMPT, 5], rows.expand(2, -1))
+    assert torch.equal(tree[0, [0, 2, 3]], chain[0])
+    assert torch.equal(batch[0], chain[0])
+    alone = [stepped(target, [PROMPT], rows[:, :count])[0][0][0, -1] for count in (1, 2, 3)]
+    assert torch.equal(torch.stack(alone), chain[0])
+    assert not torch.equal(tree[0, 1], tree[0, 2]), "nodes at the same depth differ"
+
+
+@needed
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 0, 1.0)], ids=["greedy", "sampled"])
+def test_texts_in_bf16_are_those_of_plain_decoding(sampling):
+    """Not up to ties: the bits of the logits are the same."""
+    target = load_target("builtin", device="cpu", dtype="bf16")
+    prompts = [
+        target.render([{"role": "user", "content": text}]) for text in ("Count to ten.", "Write SQL that counts users.")
+    ]
+    options = {"sampling": sampling, "max_new_tokens": 48, "seeds": [1, 2]}
+    plain = [one.output_ids for one in decode(target, prompts, **options)]
+    drafted = decode(target, prompts, drafter=Lookup(), **options)
+    assert [one.output_ids for one in drafted] == plain
+    assert sum(len(one.output_ids) - one.target_passes for one in drafted) > 0
+
+
+@needed
+@pytest.mark.parametrize("outputs", [16, 48, 83, 112])
+@pytest.mark.parametrize("biased", [False, True])
+def test_products(outputs, biased):
+    generator = torch.Generator().manual_seed(outputs)
+    weight, x = (torch.randn(n, 96, generator=generator).bfloat16() for n in (outputs, 40))
+    bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
+    call = native.NativeProduct(weight, bias, native.library())
+    exact = F.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    for rows in (*range(1, 15), 24, 25, 40):
+        torch.testing.assert_close(call(x[:rows]).float(), exact[:rows], rtol=2**-7, atol=1e-2)
+        assert torch.equal(call(x[:rows]), call(x)[:rows])
+    assert call(x[0]).shape == (outputs,)
+
+
+@needed
+def test_pages_and_long_prompts_are_left_to_pytorch(three):
+    target, *_ = three
+    cache = target.new_cache(1, 200)
+    plans = [plan_rows([0], rows, device=target.device, dtype=target.dtype) for rows in (64, 65)]
+    assert [target.model._native.computes(cache, plan) for plan in plans] == [True, False]
+    assert type(cache) is KVCache
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache on a processor that has the instructions, and nothing loaded."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
+    native.library.cache_clear()
+    yield tmp_path
+    native.library.cache_clear()
+
+
+def test_without_a_compiler_everything_runs_on_pytorch(fresh, monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.library() is None
+    assert list(fresh.iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_told_of_once(fresh, monkeypatch):
+    compiler = fresh / "broken"
+    compiler.write_text("#!/bin/sh\n[ $1 = --version ] && echo 1 && exit\necho 'no such option' >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    with pytest.warns(UserWarning, match=r"runs on PyTorch: .*broken failed: no such option"):
+        assert native.library() is None
+    assert native.library() is None
+    assert not list(fresh.rglob("*.so"))
+
+
+@needed
+def test_it_is_compiled_once(fresh, monkeypatch):
+    """The file in the cache is loaded by the next process; another source would have another name."""
+    assert native.library() is not None
+    (made,) = fresh.rglob("*.so")
+    assert made.parent.stat().st_mode & 0o777 == 0o700
+    native.library.cache_clear()
+    commands, run = [], subprocess.run
+    monkeypatch.setattr(
+        subprocess, "run", lambda command, **options: commands.append(command) or run(command, **options)
+    )
+    assert native.library() is not None
+    assert [command[1:] for command in commands] == [["--version"]]
+
+
+def test_the_environment_turns_it_off(fresh, monkeypatch):
+    monkeypatch.setenv("SPECCTL_STEP", "torch")
+    assert native.library() is None and list(fresh.iterdir()) == []
