@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +18,16 @@ from specctl.decoding.models import fused
 from specctl.errors import RecipeError
 from specctl.kernels import native
 from specctl.measuring.records import recipe_stamp
-from specctl.recipe import RECIPES, EvalRecipe, OnlineRecipe, ReasonRecipe, ServerRecipe, TrainRecipe, yaml_file
+from specctl.recipe import (
+    RECIPES,
+    EvalRecipe,
+    OnlineRecipe,
+    ReasonRecipe,
+    SelectRecipe,
+    ServerRecipe,
+    TrainRecipe,
+    yaml_file,
+)
 from specctl.recipe.resolve import SIZES, SWITCHES, Setting, resolve
 
 
@@ -356,3 +366,20 @@ def test_no_address_of_a_server(address):
     with pytest.raises(ValueError, match="is no address such as http://host:8000"):
         ServerRecipe(urls=[address])
     assert ServerRecipe(urls=["http://a:8000/v1/", "https://[::1]:1"]).urls == ["http://a:8000", "https://[::1]:1"]
+
+
+@pytest.mark.parametrize("recipe", [SelectRecipe, OnlineRecipe])
+@pytest.mark.parametrize(
+    "device, gpu, companion",
+    [
+        ("cuda", False, None),
+        ("auto", True, None),
+        ("auto", False, "retrieval"),
+        ("cpu", True, "retrieval"),
+    ],
+)
+def test_heads_draft_alone_on_a_gpu(recipe, device, gpu, companion, monkeypatch):
+    """A hybrid has no rounds on the device, and CUDA graphs are worth more than its datastore."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    assert recipe(target={"device": device}).companion == companion
+    assert recipe(target={"device": device}, beside="lookup").companion == "lookup"

@@ -86,7 +86,7 @@ class OnlineRecipe(LearningRecipe):
     target_schedule: Names = []
     draft_length: Literal["fixed", "auto"] = "fixed"  # auto: as deep as pays, by running acceptance and cost
     # A text drafter that every head drafts with in one tree, learner or not (a hybrid); it decides how deep. auto:
-    # retrieval, where nothing else decides that.
+    # retrieval on a CPU, where nothing else decides that; none on a GPU, where a head alone runs in CUDA graphs.
     beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
     draft_cost: NonNegativeFloat | None = None  # auto: α, a draft token's cost in target steps; None = measured
     asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
@@ -238,7 +238,7 @@ class OnlineRecipe(LearningRecipe):
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
         own = self.served or self.pool is not None or self.draft_length == "auto"
-        return None if own or self.drafting.proposal == "sampled" else GROWING
+        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else GROWING
 
     @property
     def families(self) -> list[str]:

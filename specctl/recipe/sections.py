@@ -116,6 +116,15 @@ class TargetRecipe(Section):
         return self.model_dump(exclude={"chat_template_kwargs"})
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether this process would load the target on a GPU."""
+        if self.device != "auto":
+            return self.device != "cpu"
+        import torch  # here, because a recipe is read by commands that never load it
+
+        return torch.cuda.is_available()
+
+    @property
     def described(self) -> dict[str, Any]:
         """The arguments of `load_target_text`."""
         return self.model_dump(include={"name", "revision", "trust_remote_code"})

@@ -146,7 +146,8 @@ class SelectRecipe(CommandRecipe):
     pool: LocalPath | None = None  # None = ./drafters where that is there
     drafters: list[Name] = []  # further members: directories, or lookup, suffix
     # A text drafter that every head, arm or rival, drafts with in one tree (a hybrid, which decides how deep), and one
-    # more arm. auto: retrieval, which reads all texts of the stream so far, where nothing else decides that.
+    # more arm. auto: retrieval, which reads all texts of the stream so far, on a CPU where nothing else decides that.
+    # On a GPU only drafters without a text drafter run in CUDA graphs, and the host's rounds take twice as long.
     beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
     store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
     strict: bool = False  # refuse a pool with a member that cannot be used, instead of leaving it out
@@ -188,7 +189,7 @@ class SelectRecipe(CommandRecipe):
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
         own = self.record is not None or self.replay is not None or self.arms.shapes or self.arms.draft_nodes
-        return None if own or self.drafting.proposal == "sampled" else GROWING
+        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else GROWING
 
     @property
     def companion_arm(self) -> str | None:
