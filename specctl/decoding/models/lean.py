@@ -137,7 +137,7 @@ class LeanModel:
         self.head = VocabularyHead(model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
-        self._native = native_step(self)
+        self._native = native_step(self) if self.part.count == 1 else None
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         cache = KVCache(

@@ -77,27 +77,47 @@ class VocabularyHead(Linear):
 
 class DraftLinear(Linear):
     """A `Linear` of a drafter, which may be a little wrong, as a rounded proposal is verified like any other. In bf16
-    on a CPU, products of up to `FEW` rows read int8 weights (symmetric, one scale per output), in half the time.
+    on a CPU, products of a few rows read int8 weights (symmetric, one scale per output), in half the time.
+
+    Attributes:
+        int8: the product of few rows; None where there is none.
+        few: rows up to which it is the faster one.
     """
 
-    FEW = 3  # measured on the built-in head: beyond, the packed bf16 product is faster
+    FEW, FEW_OF_TORCH = 16, 3  # measured; torch's product beside oneDNN's
     LANES = 16  # torch's kernel has no tail: with another input width it reads past the weights
     rough = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__(weight, bias)
-        self.scale: Tensor | None = None
-        bf16 = self.packed and self.dtype == torch.bfloat16
-        if bf16 and weight.shape[1] % self.LANES == 0 and hasattr(torch, "_weight_int8pack_mm"):
-            wide = weight.detach().float()
-            self.scale = (wide.abs().amax(1) / 127).clamp_min(1e-12).to(weight.dtype)
-            self.int8 = (wide / self.scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        self.int8: Product | None = None
+        self.few = self.FEW
+        if self.native is not None:
+            library = native.library()
+            assert library is not None
+            self.int8 = native.NativeProduct(weight, self.bias, library, int8=True)
+        elif self.packed and self.dtype == torch.bfloat16 and weight.shape[1] % self.LANES == 0:
+            self.int8, self.few = _of_int8(weight.detach(), self.bias), self.FEW_OF_TORCH
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.scale is not None and x.shape[0] <= self.FEW:
-            y = torch._weight_int8pack_mm(x, self.int8, self.scale)
-            return y if self.bias is None else y.add_(self.bias)
+        if self.int8 is not None and x.shape[0] <= self.few:
+            return self.int8(x)
         return super().__call__(x)
+
+
+def _of_int8(weight: Tensor, bias: Tensor | None) -> Product | None:
+    """torch's product of bf16 rows and int8 weights; None where it has none."""
+    if not hasattr(torch, "_weight_int8pack_mm"):
+        return None
+    wide = weight.float()
+    scale = (wide.abs().amax(1) / 127).clamp_min(1e-12).to(weight.dtype)
+    int8 = (wide / scale.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+
+    def product(x: Tensor) -> Tensor:
+        y = torch._weight_int8pack_mm(x, int8, scale)
+        return y if bias is None else y.add_(bias)
+
+    return product
 
 
 def _packed(weight: Tensor, bias: Tensor | None, rough: bool) -> Product | None:

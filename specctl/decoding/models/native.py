@@ -1,17 +1,16 @@
-"""All layers of a lean model in one C++ call (`specctl/kernels/native`)."""
+"""All layers of a lean model, or the layer of a draft head, in one C++ call (`specctl/kernels/native`)."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import RMSNorm
-from specctl.decoding.models.parallel import Slice
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.kernels import native
@@ -20,6 +19,7 @@ ROWS = 64  # of all texts together; beyond, PyTorch's attention over blocks of k
 
 
 PRODUCTS = "qkv", "o", "gate_up", "down"
+NORMS = "input_norm", "post_norm", "q_norm", "k_norm"
 
 
 class Packed(Protocol):
@@ -27,7 +27,6 @@ class Packed(Protocol):
 
     dtype: torch.dtype
     device: torch.device
-    part: Slice
     layers: list[Any]
     norm: RMSNorm
     hidden_size: int
@@ -38,30 +37,46 @@ class Packed(Protocol):
     scale: float
 
 
+class DraftLayer(NamedTuple):
+    """The one layer of a draft head, as `Packed`."""
+
+    device: torch.device
+    layers: list[Any]
+    norm: RMSNorm | None
+    hidden_size: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    dtype: torch.dtype = torch.bfloat16
+
+
 class NativeStep:
-    """The layers of `model` as the C++ step reads them. The weights are the model's own, in the layout of its `Linear`.
+    """Layers as the C++ step reads them. The weights are the model's own, in the layout of its `Linear`.
 
     Attributes:
         held: everything that the structures point to.
     """
 
-    def __init__(self, model: Packed, library: ctypes.CDLL):
-        self.library, self.dtype, self.hidden = library, model.dtype, model.hidden_size
+    def __init__(self, model: Packed | DraftLayer, library: ctypes.CDLL, int8: bool):
+        self.library, self.dtype = library, model.dtype
         self.held: list[object] = []
         self.layers = (native.StepLayer * len(model.layers))()
         for at, layer in zip(self.layers, model.layers, strict=True):
             for name in PRODUCTS:
-                product = getattr(layer, name).native
-                self._point(at, name, product.packed)
-                self._point(at, f"{name}_bias", product.bias)
-            for name in ("input_norm", "post_norm", "q_norm", "k_norm"):
-                norm = getattr(layer, name)
+                product = _product(layer, name, int8)
+                self.held.append(product)
+                setattr(at, name, product.weights)
+            for name in NORMS:
+                norm = getattr(layer, name, None)
                 self._point(at, name, None if norm is None else norm.weight)
+        first = model.layers[0]
         self.model = native.StepModel(
             *(model.hidden_size, model.inner, model.heads, model.kv_heads, model.head_dim, len(model.layers)),
-            *(model.norm.eps, model.scale, self.layers),
+            *(_product(first, "qkv", int8).inputs, int8, first.post_norm.eps, model.scale, self.layers),
         )
-        self._point(self.model, "final_norm", model.norm.weight)
+        self._point(self.model, "final_norm", None if model.norm is None else model.norm.weight)
 
     def _point(self, at: ctypes.Structure, name: str, tensor: Tensor | None) -> None:
         if tensor is not None:
@@ -74,10 +89,20 @@ class NativeStep:
         return plan.positions.numel() <= ROWS and type(cache) is KVCache and plan.ancestry is None
 
     def forward(
-        self, x: Tensor, cache: KVCache, plan: Plan, rope: Rope, taps: Sequence[int]
+        self,
+        x: Tensor,
+        cache: KVCache,
+        plan: Plan,
+        rope: Rope,
+        taps: Sequence[int] = (),
+        entered: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The normed states [N, H] of embeddings x [N, H] fp32, which are overwritten, and the tapped states [N, H] by
-        tap. Keys and values of the rows are written into the cache."""
+        """The normed states [N, H] of embeddings x [N, H] fp32, which become the residual stream behind the last layer,
+        and the tapped states [N, H] by tap. Keys and values of the rows are written into the cache.
+
+        Args:
+            entered: [N, I] bf16, what the first layer projects; None = its norm of x.
+        """
         batch, rows = plan.positions.shape
         count = len(self.layers)
         y = torch.empty(x.shape, dtype=self.dtype)
@@ -92,6 +117,9 @@ class NativeStep:
             *(positions.data_ptr(), slots.data_ptr(), rope.cos.data_ptr(), rope.sin.data_ptr()),
             *(cache.store.data_ptr(), *strides[:3]),
         )
+        if entered is not None:
+            assert entered.is_contiguous() and entered.shape[1] == self.model.inputs
+            call.entered = entered.data_ptr()
         if (mask := plan.mask) is not None:
             assert mask.dtype == self.dtype and mask.stride(3) == 1
             call.mask = mask.data_ptr()
@@ -102,14 +130,26 @@ class NativeStep:
         return y, tapped
 
 
-def native_step(model: Packed) -> NativeStep | None:
-    """The C++ step of a model; None where it cannot compute it."""
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or model.part.count > 1:
+def _product(layer: Any, name: str, int8: bool) -> native.NativeProduct:
+    linear = getattr(layer, name)
+    product = linear.int8 if int8 else linear.native
+    assert isinstance(product, native.NativeProduct)
+    return product
+
+
+def native_step(model: Packed | DraftLayer, int8: bool = False) -> NativeStep | None:
+    """The C++ step of a model; None where it cannot compute it.
+
+    Args:
+        int8: its weights are the rounded ones of `DraftLinear`.
+    """
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return None
-    library = native.library()
-    if any(getattr(layer, name).native is None for layer in model.layers for name in PRODUCTS):
+    library, kept = native.library(), "int8" if int8 else "native"
+    products = [getattr(getattr(layer, name), kept, None) for layer in model.layers for name in PRODUCTS]
+    if library is None or not all(isinstance(product, native.NativeProduct) for product in products):
         return None
     sizes = model.hidden_size, model.inner, model.head_dim // 2
-    if library is None or any(size % native.LANES for size in sizes) or model.head_dim > 256:
+    if any(size % native.LANES for size in sizes) or model.head_dim > 256:
         return None
-    return NativeStep(model, library)
+    return NativeStep(model, library, int8)

@@ -38,8 +38,8 @@ class EagleDrafter(FeatureDrafter):
         x = F.embedding(tokens, self.token_part) + self.fc(features.to(self.dtype))
         return x, x.to(self.dtype)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head((hidden * self.scale).to(self.dtype))
+    def to_head(self, hidden: Tensor) -> Tensor:
+        return (hidden * self.scale).to(self.dtype)
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -23,14 +23,10 @@ class Eagle3Drafter(FeatureDrafter, FusedInput):
     def __init__(self, head: Eagle3Head, target: Target, shape: TreeShape):
         super().__init__(head, head.midlayer, target, shape)
         self.fuse(head, self.embedding)
-        self.norm_output = head.config.norm_output
+        self.output_norm = self.norm if head.config.norm_output else None
 
-    def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
-        x = super()._leave(residual, attended)
-        return self.norm(x).float() if self.norm_output else x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head(hidden.to(self.dtype) if self.norm_output else self.norm(hidden))
+    def to_head(self, hidden: Tensor) -> Tensor:
+        return hidden.to(self.dtype) if self.output_norm is not None else self.norm(hidden)
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -21,16 +21,19 @@ from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, begun_at
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.growing import GrowingTrees
 from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best, chain_rows
+from specctl.kernels.native import NativeProduct
 
 
 class FeatureDrafter(Shaped, FeatureLayer):
     """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features.
 
     Attributes:
+        head: the product of the draft vocabulary (`DraftLinear`, or `LowRank` of one).
         stride: rows from one head's table of tokens to the next one's, where tables are stacked (`feature.stacked`).
     """
 
     stride = 0
+    head: Any
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target, shape: TreeShape):
         super().__init__(head, layer, target)
@@ -45,8 +48,21 @@ class FeatureDrafter(Shaped, FeatureLayer):
         return (self.shape.depth - 1) * self.shape.width
 
     @abstractmethod
+    def to_head(self, hidden: Tensor) -> Tensor:
+        """The layer's output [N, H] as the vocabulary head reads it."""
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Draft vocabulary logits [N, Vd] of the layer's output."""
+        return self.head(self.to_head(hidden))
+
+    def candidates(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The logits [N, Vd] of the layer's output, and the `count` largest of their log probabilities [N, count] and
+        their places."""
+        product = getattr(self.head, "int8", None)
+        if isinstance(product, NativeProduct):
+            return product.candidates(self.to_head(hidden), count)
+        logits = self.logits(hidden)
+        return logits, *kernels.expand_topk(logits, count)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """A chain or tree from the last committed token, never deeper than a sequence has room for."""
@@ -60,15 +76,15 @@ class FeatureDrafter(Shaped, FeatureLayer):
         return self._tree(state, memory, depth, self.shape.within(budget))
 
     def _chain(self, state: DecodeState, memory: FeatureMemory, depth: int) -> DraftTree:
-        hidden, logits = memory.hidden, self.logits(memory.hidden)
+        hidden = memory.hidden
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [0.0] * state.batch
         floor = self.shape.floor
         tables = self._tables(memory, depth)
         asked = []
         for step in range(depth):
+            logits, logprob, index = self.candidates(hidden, 1)
             asked.append(logits)
-            logprob, index = kernels.expand_topk(logits, 1)
             for b, (gain, token) in enumerate(zip(logprob[:, 0].tolist(), index[:, 0].tolist(), strict=True)):
                 joint[b] += gain
                 chains[b].append(self._to_target[token])
@@ -77,7 +93,6 @@ class FeatureDrafter(Shaped, FeatureLayer):
             tokens = torch.tensor([chain[-1:] for chain in chains], device=state.device)
             plan = plan_rows([c + step for c in memory.cached], 1, device=state.device, dtype=state.dtype)
             hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
-            logits = self.logits(hidden)
         chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
         return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
 
@@ -100,12 +115,12 @@ class FeatureDrafter(Shaped, FeatureLayer):
         """Trees of candidates, and the rows of logits that each level was chosen from."""
         growing = [GrowingTree() for _ in state.rows]
         width, children = shape.width, min(shape.children, len(self.ids))
-        asked = [self.logits(memory.hidden)]
-        logprob, index = kernels.expand_topk(asked[0], children)
+        logits, logprob, index = self.candidates(memory.hidden, children)
+        asked = [logits]
         for tree, gains, ids in zip(growing, logprob.tolist(), index.tolist(), strict=True):
             tree.add(-1, gains, [self._to_target[i] for i in ids])
         hidden = memory.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
-        tables = self._tables(memory, depth)
+        tables = self._tables(memory, depth, width if state.batch > 1 else 1)
         for step in range(depth - 1):
             frontiers = [tree.frontier(width) for tree in growing]
             if not pays([tree.joint[frontier[0]] for tree, frontier in zip(growing, frontiers, strict=True)]):
@@ -119,13 +134,10 @@ class FeatureDrafter(Shaped, FeatureLayer):
                 )
                 hidden = hidden.gather(1, source.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
             plan = self._plan(state, memory, growing, frontiers, step)
-            table = tables[step]
-            if width > 1 and state.batch > 1:
-                table = (table[0].repeat_interleave(width, 0), table[1].repeat_interleave(width, 0))
-            rows = self._layer(tokens, hidden.reshape(state.batch * width, -1), memory.cache, plan, table)
+            rows = self._layer(tokens, hidden.reshape(state.batch * width, -1), memory.cache, plan, tables[step])
             hidden = rows.view(state.batch, width, -1)
-            asked.append(self.logits(rows))
-            logprob, index = kernels.expand_topk(asked[-1], children)
+            logits, logprob, index = self.candidates(rows, children)
+            asked.append(logits)
             gains, ids = logprob.view(state.batch, width, -1).tolist(), index.view(state.batch, width, -1).tolist()
             for tree, frontier, gain, token in zip(growing, frontiers, gains, ids, strict=True):
                 for place, node in enumerate(frontier):

@@ -126,7 +126,7 @@ class FusedInput(FeatureLayer):
         self.tapped_norms = self._tapped_norms(head)
         self.fc = self.linear(head.fc)
         self.hidden_norm, self.norm = self.rms_norm(head.midlayer.hidden_norm), self.rms_norm(head.norm)
-        self.head = self.linear(head.lm_head)
+        self.head: Any = self.linear(head.lm_head)
         self.token_input = self.rms_norm(head.midlayer.input_layernorm)(embedding.float())
 
     def _tapped_norms(self, head: FusionHead) -> RMSNorms | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -16,12 +18,16 @@ from specctl.decoding.device.resident import NewSlots
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
+from specctl.decoding.models.native import DraftLayer, NativeStep, native_step
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, far_behind
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer
 from specctl.drafters.lora import Adapter, Part
+
+Table = Callable[[], tuple[Tensor, Tensor]]
+"""Makes the rotary table of some rows. The C++ step does not need one."""
 
 
 class HeadWeights:
@@ -199,9 +205,13 @@ class FeatureLayer(FeatureReader):
 
     Attributes:
         window: positions that a row attends, its own included; None = all up to its own. Nothing of the cache is freed.
+        output_norm: of the layer's output, which is then what the next step reads; None = the output as it is.
     """
 
     window: int | None = None
+    output_norm: RMSNorm | None = None
+    q_norm: RMSNorm | None = None
+    k_norm: RMSNorm | None = None
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
         super().__init__(head, layer.config, layer.inv_freq, target)
@@ -213,15 +223,22 @@ class FeatureLayer(FeatureReader):
         self.post_norm = self.rms_norm(layer.post_attention_layernorm)
         inner = mlp.down_proj.in_features
         self.shape_of_layer = LayerShape(self.size, inner, self.heads, self.kv_heads, self.dim, False)
+        self._native: tuple[object, NativeStep | None] | None = None
 
     @abstractmethod
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens [N] and features [N, H]: the residual stream [N, H] fp32 and the input of the projections."""
 
-    def _tables(self, memory: FeatureMemory, steps: int) -> list[tuple[Tensor, Tensor]]:
-        """Rotary tables of the drafting steps of a round, made at once."""
-        rope = self._rope_for(memory.cache.capacity)
-        return rope.ahead(memory.cached, steps, self.heads + self.kv_heads, self.kv_heads)
+    def _tables(self, memory: FeatureMemory, steps: int, width: int = 1) -> list[Table]:
+        """Rotary tables of the drafting steps of a round, for `width` rows of every sequence; all are made at once."""
+        heads, cached = self.heads + self.kv_heads, list(memory.cached)
+        made = functools.cache(lambda: self._rope_for(memory.cache.capacity).ahead(cached, steps, heads, self.kv_heads))
+
+        def table(step: int) -> tuple[Tensor, Tensor]:
+            cos, sin = made()[step]
+            return (cos.repeat_interleave(width, 0), sin.repeat_interleave(width, 0)) if width > 1 else (cos, sin)
+
+        return [partial(table, step) for step in range(steps)]
 
     def _layer(
         self,
@@ -229,16 +246,53 @@ class FeatureLayer(FeatureReader):
         features: Tensor,
         cache: KVCache,
         plan: Plan,
-        table: tuple[Tensor, Tensor],
+        table: Table,
         last: list[int] | None = None,
     ) -> Tensor:
         """Run the layer over rows [B, T] of tokens and features [B·T, ·].
 
         With `last`, only row last[b] of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
         """
-        residual, pairs, query = self._project(tokens.reshape(-1), features, table)
+        step = self._step(cache, plan)
+        if step is not None:
+            return self._computed(step, tokens, features, cache, plan, last)
+        residual, pairs, query = self._project(tokens.reshape(-1), features, table())
         cache.write(0, pairs, plan)
         return self._leave(*self._attended(0, residual, query, cache, plan, last))
+
+    def _step(self, cache: KVCache, plan: Plan) -> NativeStep | None:
+        """The layer as a C++ step (`decoding/models/native.py`), where that computes this plan over this cache."""
+        products = (self.qkv, self.o, self.gate_up, self.down)
+        if self._native is None or self._native[0] != products:  # an adapted twin has others
+            shape = self.shape_of_layer
+            sizes = self.size, shape.inner, self.heads, self.kv_heads, self.dim, self.dim**-0.5
+            layer = DraftLayer(self.device, [self], self.output_norm, *sizes, self.dtype)
+            self._native = products, native_step(layer, int8=True)
+        step = self._native[1]
+        near = self.window is None or plan.span <= self.window
+        return step if step is not None and near and not any(cache.skipped) and step.computes(cache, plan) else None
+
+    def _computed(
+        self,
+        step: NativeStep,
+        tokens: Tensor,
+        features: Tensor,
+        cache: KVCache,
+        plan: Plan,
+        last: list[int] | None,
+    ) -> Tensor:
+        residual, entered = self.enter(self.seen(tokens, plan).reshape(-1), features)
+        x = residual.clone() if residual is features else residual
+        normed, _ = step.forward(x.contiguous(), cache, plan, self._rope_for(cache.capacity), entered=entered)
+        if self.output_norm is not None:
+            x = normed.float()
+        if last is None:
+            return x
+        return x.view(*tokens.shape, -1)[torch.arange(len(last)), torch.tensor(last)]
+
+    def seen(self, tokens: Tensor, plan: Plan) -> Tensor:
+        """The tokens [B, T] of a plan's rows as `enter` reads them."""
+        return tokens
 
     def _attended(
         self,
@@ -295,17 +349,22 @@ class FeatureLayer(FeatureReader):
     def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
         fuse = fuses(self.device, self.dtype, self.shape_of_layer)
         x, y = add_norm(residual, self.o(attended), self.post_norm, fuse)
-        return x + self.down(gated(self.gate_up(y), fuse))
+        x = x + self.down(gated(self.gate_up(y), fuse))
+        return x if self.output_norm is None else self.output_norm(x).float()
 
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
         start, end = slots.start, slots.stop
         tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
         plan = plan_rows([start], len(slots), device=state.device, dtype=state.dtype)
-        table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
         features = self.feature(own_features(state.features[b, start:end], state.taps, self.taps))
         last = [len(slots) - 1]
+        table = self._table_of(memory, plan)
         memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
+
+    def _table_of(self, memory: FeatureMemory, plan: Plan) -> Table:
+        rope = self._rope_for(memory.cache.capacity)
+        return partial(rope.at, plan, self.heads + self.kv_heads, self.kv_heads)
 
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
         memory.hidden, _ = self.read(state, width, every=False)
@@ -333,7 +392,7 @@ class FeatureLayer(FeatureReader):
         plan = plan_rows(starts, width, device=state.device, dtype=state.dtype)
         # A row with nothing new (finished, waiting to be dropped) runs a padding row whose result is not used.
         last = None if every else [max(count - 1, 0) for count in counts]
-        table = self._rope_for(memory.cache.capacity).at(plan, self.heads + self.kv_heads, self.kv_heads)
+        table = self._table_of(memory, plan)
         return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
 
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.plan import Plan
 from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.layer import FeatureMemory
+from specctl.drafters.feature.layer import FeatureMemory, Table
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Mixture(FeatureDrafter):
         features: Tensor,
         cache: KVCache | _Caches,
         plan: Plan,
-        table: tuple[Tensor, Tensor],
+        table: Table,
         last: list[int] | None = None,
     ) -> Tensor:
         assert isinstance(cache, _Caches)
@@ -67,10 +68,14 @@ class Mixture(FeatureDrafter):
         logs = torch.stack([row.float().log_softmax(-1).flatten(0, -2) for row in rows])
         return torch.logsumexp(logs + self._log_weights, 0).view(rows[0].shape)
 
+    def candidates(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        logits = self.logits(hidden)
+        return logits, *kernels.expand_topk(logits, count)
+
     def feature(self, tapped: Tensor) -> Tensor:
         raise NotImplementedError("every head has its own")
 
-    enter = feature  # type: ignore[assignment]
+    enter = to_head = feature  # type: ignore[assignment]
 
     even = False
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.models.layers import RMSNorm
+from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.decoding.target import Target
 from specctl.drafters.feature.drafter import FeatureDrafter
@@ -32,10 +32,8 @@ class MtpDrafter(FeatureDrafter):
         attention: Any = head.layer.self_attn
         self.blind_start = head.config.blind_start
         self.token_norm, self.hidden_norm = self.rms_norm(head.token_norm), self.rms_norm(head.hidden_norm)
-        self.input_norm, self.norm = self.rms_norm(head.layer.input_layernorm), self.rms_norm(head.norm)
+        self.input_norm, self.output_norm = self.rms_norm(head.layer.input_layernorm), self.rms_norm(head.norm)
         self.fc = self.linear(head.fc)
-        self.q_norm: RMSNorm | None = None
-        self.k_norm: RMSNorm | None = None
         if head.config.qk_norm:
             self.q_norm, self.k_norm = self.rms_norm(attention.q_norm), self.rms_norm(attention.k_norm)
         unnorm = head.unnorm
@@ -52,6 +50,9 @@ class MtpDrafter(FeatureDrafter):
         x = self.fc(torch.cat((embedded, self.hidden_norm(features)), -1)).float()
         return x, self.input_norm(x)
 
+    def seen(self, tokens: Tensor, plan: Plan) -> Tensor:
+        return tokens.masked_fill(plan.positions == 0, UNSEEN) if self.blind_start else tokens
+
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         if self.blind_start:
             tokens = tokens.masked_fill(Rope.at_start(table), UNSEEN)
@@ -65,11 +66,8 @@ class MtpDrafter(FeatureDrafter):
         qkv = Rope.rotate(qkv, table)
         return residual, qkv[:, heads:], qkv[:, :heads]
 
-    def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
-        return self.norm(super()._leave(residual, attended)).float()
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.head((hidden * self.scale).to(self.dtype))
+    def to_head(self, hidden: Tensor) -> Tensor:
+        return (hidden * self.scale).to(self.dtype)
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:

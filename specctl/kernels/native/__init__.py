@@ -1,8 +1,8 @@
 """The C++ step for CPUs with AVX512-BF16: compiled on first use, kept in the user's cache, called through `ctypes`.
 
-`step.cpp` computes all layers of a Llama-shaped decoder in one call. It needs a C++ compiler with OpenMP (g++ 11 or
-later, or clang). Compiling takes about five seconds once per machine and version. Without a compiler, or where the
-trial below fails, everything runs on PyTorch.
+`step.cpp` computes all layers of a Llama-shaped decoder, or the layer of a draft head, in one call. It needs a C++
+compiler with OpenMP (g++ 11 or later, or clang). Compiling takes about five seconds once per machine and version.
+Without a compiler, or where the trial below fails, everything runs on PyTorch.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import subprocess
 import tempfile
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,15 +32,18 @@ TIMEOUT_S = 120.0
 LANES = 16  # outputs in a panel of packed weights
 
 
+class Weights(ctypes.Structure):
+    """`Weights` of step.cpp."""
+
+    _fields_ = [(name, ctypes.c_void_p) for name in ("panels", "scale", "bias")]
+
+
 class StepLayer(ctypes.Structure):
     """`Layer` of step.cpp."""
 
     _fields_ = [
-        (name, ctypes.c_void_p)
-        for name in (
-            *("qkv", "o", "gate_up", "down", "qkv_bias", "o_bias", "gate_up_bias", "down_bias"),
-            *("input_norm", "post_norm", "q_norm", "k_norm"),
-        )
+        *((name, Weights) for name in ("qkv", "o", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
     ]
 
 
@@ -48,6 +52,7 @@ class StepModel(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "kv_heads", "dim", "layers")),
+        *((name, ctypes.c_int64) for name in ("inputs", "int8")),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("layer", ctypes.POINTER(StepLayer)),
         ("final_norm", ctypes.c_void_p),
@@ -63,7 +68,7 @@ class StepCall(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("layer_stride", "sequence_stride", "slot_stride")),
         ("mask", ctypes.c_void_p),
         *((name, ctypes.c_int64) for name in ("mask_sequence", "mask_row")),
-        *((name, ctypes.c_void_p) for name in ("x", "y", "taps")),
+        *((name, ctypes.c_void_p) for name in ("entered", "x", "y", "taps")),
     ]
 
 
@@ -84,11 +89,13 @@ def library() -> ctypes.CDLL | None:
         warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {said.strip()[-300:]}", stacklevel=2)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    found.specctl_pack.argtypes = [pointer, number, number, pointer]
-    found.specctl_product.argtypes = [pointer, pointer, pointer, number, number, number, pointer, number]
+    found.specctl_pack.argtypes = found.specctl_pack_int8.argtypes = [pointer, number, number, pointer]
+    product: list[Any] = [ctypes.POINTER(Weights), pointer, number, number, number, pointer]
+    found.specctl_product.argtypes = [*product, number]
+    found.specctl_candidates.argtypes = [*product, number, pointer, pointer, number]
     found.specctl_forward.argtypes = [ctypes.POINTER(StepModel), ctypes.POINTER(StepCall)]
-    for function in (found.specctl_pack, found.specctl_product, found.specctl_forward):
-        function.restype = None
+    for name in ("pack", "pack_int8", "product", "candidates", "forward"):
+        getattr(found, f"specctl_{name}").restype = None
     if not _agrees(found):
         warnings.warn("the CPU step runs on PyTorch: its products differ from PyTorch's", stacklevel=2)
         return None
@@ -116,35 +123,55 @@ def _compiled(compiler: str) -> Path:
 
 
 class NativeProduct:
-    """x [..., I] bf16 → x Wᵀ + b [..., O] bf16, for W [O, I] bf16. The bits of a row do not depend on other rows.
+    """x [..., I] bf16 → x Wᵀ + b [..., O] bf16, for W [O, I] bf16, I even. The bits of a row do not depend on other
+    rows.
 
     Attributes:
-        packed: W in panels (`pack`).
-        bias: [O] fp32, or None.
+        weights: W in panels of 16 outputs, as C++ reads it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, found: ctypes.CDLL):
+    def __init__(self, weight: Tensor, bias: Tensor | None, found: ctypes.CDLL, int8: bool = False):
+        """
+        Args:
+            int8: W is rounded to int8, symmetric, with one scale per output: half the bytes.
+        """
         self.outputs, self.inputs = weight.shape
-        self.packed, self.bias = pack(weight, found), None if bias is None else bias.float()
-        self._run = found.specctl_product
+        self._library = found
+        weight = weight.detach().contiguous()
+        room = -(-self.outputs // LANES) * LANES
+        scale = None
+        if int8:
+            wide = weight.float()
+            scale = (wide.abs().amax(1) / 127).clamp_min(1e-12)
+            weight = (wide / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+        packed = weight.new_empty(room * self.inputs)
+        pack = found.specctl_pack_int8 if int8 else found.specctl_pack
+        pack(weight.data_ptr(), self.outputs, self.inputs, packed.data_ptr())
+        # of whole panels
+        padded = (None if x is None else F.pad(x.float(), (0, room - self.outputs)) for x in (scale, bias))
+        self._held = packed, *padded  # what `weights` points to
+        self.weights = Weights(*(None if tensor is None else tensor.data_ptr() for tensor in self._held))
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.outputs)
-        self._run(
-            *(self.packed.data_ptr(), None if self.bias is None else self.bias.data_ptr(), x.data_ptr()),
-            *(x.numel() // self.inputs, self.outputs, self.inputs, y.data_ptr(), torch.get_num_threads()),
+        rows = x.numel() // self.inputs
+        self._library.specctl_product(
+            self.weights, x.data_ptr(), rows, self.outputs, self.inputs, y.data_ptr(), torch.get_num_threads()
         )
         return y
 
-
-def pack(weight: Tensor, found: ctypes.CDLL) -> Tensor:
-    """W [O, I] bf16 in panels of 16 outputs, flat. I is even."""
-    outputs, inputs = weight.shape
-    weight = weight.detach().contiguous()
-    packed = weight.new_empty(-(-outputs // LANES) * LANES * inputs)
-    found.specctl_pack(weight.data_ptr(), outputs, inputs, packed.data_ptr())
-    return packed
+    def candidates(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The products of x [N, I] bf16 as logits [N, O] fp32, and what `expand_topk` finds there: the `count` largest
+        log probabilities [N, count], of equal ones the first, and their places. NaN counts as −inf."""
+        x = x.contiguous()
+        logits = torch.empty(len(x), self.outputs)
+        gains, index = logits.new_empty(len(x), count), torch.empty(len(x), count, dtype=torch.int64)
+        self._library.specctl_candidates(
+            *(self.weights, x.data_ptr(), len(x), self.outputs, self.inputs, logits.data_ptr()),
+            *(count, gains.data_ptr(), index.data_ptr(), torch.get_num_threads()),
+        )
+        return logits, gains, index
 
 
 def _agrees(found: ctypes.CDLL) -> bool:

@@ -1,4 +1,4 @@
-// One forward of a Llama-shaped decoder on a CPU with AVX512-BF16, in one call.
+// One forward of a Llama-shaped decoder, or of a draft head's layer, on a CPU with AVX512-BF16, in one call.
 //
 // A step of a few rows takes as long as it takes to read the weights. Each phase below reads its weights once for all
 // rows, and the threads meet at a barrier after each phase.
@@ -20,20 +20,27 @@ namespace {
 using bf16 = uint16_t;
 constexpr int LANES = 16;   // fp32 values in a register, and outputs in a panel
 constexpr int SHARED = 4;   // query heads that read a key together
-constexpr int MOST = 12;    // rows of a tile: with two panels their sums fill the registers
+constexpr int MOST = 6;     // rows of a tile: with four panels their sums fill the registers
 constexpr float FLOOR = -87.f;  // exp of less is 0 here
 
+// W [outputs, inputs] packed by `specctl_pack` (bf16) or `specctl_pack_int8`.
+struct Weights {
+  const void* panels;
+  const float *scale, *bias;  // of each output, or null; a scale where the panels are int8
+};
+
 struct Layer {
-  const bf16 *qkv, *o, *gate_up, *down;  // packed by `specctl_pack`
-  const float *qkv_bias, *o_bias, *gate_up_bias, *down_bias;  // or null
-  const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two or null
+  Weights qkv, o, gate_up, down;
+  const float *input_norm, *post_norm, *q_norm, *k_norm;  // or null: the first where `Call.entered` is given
 };
 
 struct Model {
   int64_t hidden, inner, heads, kv_heads, dim, layers;
+  int64_t inputs;  // of the first layer's qkv
+  int64_t int8;    // all weights are int8, or none
   float eps, scale;
   const Layer* layer;
-  const float* final_norm;
+  const float* final_norm;  // or null: `Call.y` is not written
 };
 
 struct Call {
@@ -44,8 +51,9 @@ struct Call {
   int64_t layer_stride, sequence_stride, slot_stride;
   const bf16* mask;  // 0 where a row may attend a slot; null: all slots up to its own
   int64_t mask_sequence, mask_row;
-  float* x;     // [batch * rows, hidden], the residual stream; changed
-  bf16* y;      // [batch * rows, hidden], the normed states
+  const bf16* entered;  // [batch * rows, inputs], what the first layer projects; null: the normed x
+  float* x;             // [batch * rows, hidden], the residual stream; changed
+  bf16* y;              // [batch * rows, hidden], the normed states
   bf16** taps;  // [layers + 1], where to copy the stream after so many layers, or null
 };
 
@@ -69,6 +77,15 @@ __m512 exponential(__m512 x) {
   return _mm512_maskz_mov_ps(large, _mm512_scalef_ps(p, n));
 }
 
+// Two inputs of 16 outputs.
+__m512bh pairs(const bf16* w) { return (__m512bh)_mm512_loadu_si512(w); }
+
+__m512bh pairs(const int8_t* w) {
+  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w + 1)));
+  return _mm512_cvtne2ps_pbh(high, low);
+}
+
 struct Range {
   int64_t first, last;
 };
@@ -78,13 +95,13 @@ Range share(int64_t count, int64_t thread, int64_t threads) {
 }
 
 // Sums of R rows for P panels. A panel is [inputs / 2][16 outputs][2]: a register has two inputs of 16 outputs.
-template <int R, int P>
-inline void sums(const bf16* const* panels, const bf16* x, int64_t inputs, __m512 (&sum)[R][P]) {
+template <int R, int P, class T>
+inline void sums(const T* const* panels, const bf16* x, int64_t inputs, __m512 (&sum)[R][P]) {
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++) sum[r][p] = _mm512_setzero_ps();
   for (int64_t k = 0; k < inputs; k += 2) {
     __m512bh w[P];
-    for (int p = 0; p < P; p++) w[p] = (__m512bh)_mm512_loadu_si512(panels[p] + k * LANES);
+    for (int p = 0; p < P; p++) w[p] = pairs(panels[p] + k * LANES);
     for (int r = 0; r < R; r++) {
       int32_t two;
       std::memcpy(&two, x + r * inputs + k, 4);
@@ -95,43 +112,40 @@ inline void sums(const bf16* const* panels, const bf16* x, int64_t inputs, __m51
 }
 
 // `R` rows from `row` on, for P panels from `panel` on. `places` tells where a panel of W lies, `put` takes its sums.
-template <int R, int P, class Places, class Put>
-void tile(const bf16* w, const bf16* x, int64_t inputs, int64_t row, int64_t panel, Places places, Put put) {
-  const bf16* panels[P];
+template <int R, int P, class T, class Places, class Put>
+void tile(const T* w, const bf16* x, int64_t inputs, int64_t row, int64_t panel, Places places, Put put) {
+  const T* panels[P];
   for (int p = 0; p < P; p++) panels[p] = w + places(panel, p) * inputs * LANES;
   __m512 sum[R][P];
   sums<R, P>(panels, x + row * inputs, inputs, sum);
   for (int r = 0; r < R; r++) put(row + r, panel, sum[r]);
 }
 
-template <int P, class Places, class Put>
-void tiles(const bf16* w, const bf16* x, int64_t rows, int64_t inputs, int64_t panel, Places places, Put put) {
-  constexpr int most = P <= 2 ? MOST : MOST / 2;
-  const int64_t count = (rows + most - 1) / most;
+template <int P, class T, class Places, class Put>
+void tiles(const T* w, const bf16* x, int64_t rows, int64_t inputs, int64_t panel, Places places, Put put) {
+  const int64_t count = (rows + MOST - 1) / MOST;
   for (int64_t i = 0; i < count; i++) {
     const Range part = share(rows, i, count);
-#define SPECCTL_ROWS(R)                                                                                  \
-  case R:                                                                                                \
-    if constexpr (R <= most) tile<R, P>(w, x, inputs, part.first, panel, places, put);                   \
+#define SPECCTL_ROWS(R)                                            \
+  case R:                                                          \
+    tile<R, P>(w, x, inputs, part.first, panel, places, put);      \
     break;
     switch (part.last - part.first) {
       SPECCTL_ROWS(1) SPECCTL_ROWS(2) SPECCTL_ROWS(3) SPECCTL_ROWS(4) SPECCTL_ROWS(5) SPECCTL_ROWS(6)
-      SPECCTL_ROWS(7) SPECCTL_ROWS(8) SPECCTL_ROWS(9) SPECCTL_ROWS(10) SPECCTL_ROWS(11) SPECCTL_ROWS(12)
     }
 #undef SPECCTL_ROWS
   }
 }
 
 // x Wᵀ for a range of panels; `put(row, panel, sum)` gets 16 outputs.
-template <class Put>
-void product(const bf16* w, const bf16* x, int64_t rows, int64_t inputs, Range range, Put put) {
+template <class T, class Put>
+void product(const T* w, const bf16* x, int64_t rows, int64_t inputs, Range range, Put put) {
   const auto next = [](int64_t panel, int p) { return panel + p; };
   int64_t panel = range.first;
-  if (rows <= MOST / 2)
-    for (; panel + 4 <= range.last; panel += 4)
-      tiles<4>(w, x, rows, inputs, panel, next, [&](int64_t row, int64_t at, __m512* sum) {
-        for (int p = 0; p < 4; p++) put(row, at + p, sum[p]);
-      });
+  for (; panel + 4 <= range.last; panel += 4)
+    tiles<4>(w, x, rows, inputs, panel, next, [&](int64_t row, int64_t at, __m512* sum) {
+      for (int p = 0; p < 4; p++) put(row, at + p, sum[p]);
+    });
   for (; panel + 2 <= range.last; panel += 2)
     tiles<2>(w, x, rows, inputs, panel, next, [&](int64_t row, int64_t at, __m512* sum) {
       for (int p = 0; p < 2; p++) put(row, at + p, sum[p]);
@@ -140,8 +154,9 @@ void product(const bf16* w, const bf16* x, int64_t rows, int64_t inputs, Range r
     tiles<1>(w, x, rows, inputs, panel, next, [&](int64_t row, int64_t at, __m512* sum) { put(row, at, sum[0]); });
 }
 
-__m512 biased(__m512 sum, const float* bias, int64_t panel) {
-  return bias ? _mm512_add_ps(sum, _mm512_loadu_ps(bias + panel * LANES)) : sum;
+__m512 scaled(__m512 sum, const Weights& w, int64_t panel) {
+  if (w.scale) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(w.scale + panel * LANES));
+  return w.bias ? _mm512_add_ps(sum, _mm512_loadu_ps(w.bias + panel * LANES)) : sum;
 }
 
 // x / sqrt(mean(x²) + eps) · weight, for `size` values that `load` gives.
@@ -250,44 +265,94 @@ void copied(bf16* out, const float* x, int64_t size) {
   for (int64_t i = 0; i < size; i += LANES) narrow(out + i, _mm512_loadu_ps(x + i));
 }
 
-}  // namespace
 
-extern "C" {
+// The `count` largest of a row's log probabilities, largest first, of equal ones the first; NaN counts as −inf.
+void largest(const float* logits, int64_t size, int64_t count, float* gains, int64_t* index) {
+  const __m512 least = _mm512_set1_ps(-__builtin_inff());
+  const auto at = [&](int64_t i) {  // max_ps returns the second where one is NaN
+    const int64_t left = size - i;
+    const __mmask16 there = left >= LANES ? 0xffff : (1u << left) - 1;
+    return _mm512_max_ps(_mm512_mask_loadu_ps(least, there, logits + i), least);
+  };
+  std::fill(gains, gains + count, -__builtin_inff());
+  std::fill(index, index + count, 0);
+  float last = -__builtin_inff();
+  int64_t found = 0;
+  for (int64_t i = 0; i < size; i += LANES) {
+    const __m512 x = at(i);
+    __mmask16 better = _mm512_cmp_ps_mask(x, _mm512_set1_ps(last), _CMP_GT_OQ);
+    if (better == 0 && found >= count) continue;
+    if (found < count) better = size - i >= LANES ? 0xffff : (1u << (size - i)) - 1;
+    alignas(64) float values[LANES];
+    _mm512_store_ps(values, x);
+    for (; better; better &= better - 1) {
+      const int64_t lane = __builtin_ctz(better);
+      const float value = values[lane];
+      int64_t place = std::min(found, count);
+      while (place > 0 && gains[place - 1] < value) place--;
+      if (place >= count) continue;
+      for (int64_t j = std::min(found, count - 1); j > place; j--) gains[j] = gains[j - 1], index[j] = index[j - 1];
+      gains[place] = value, index[place] = i + lane, found++;
+    }
+    if (found >= count) last = gains[count - 1];
+  }
+  const float top = gains[0];
+  __m512 total = _mm512_setzero_ps();
+  for (int64_t i = 0; i < size; i += LANES)
+    total = _mm512_add_ps(total, exponential(_mm512_sub_ps(at(i), _mm512_set1_ps(top))));
+  const float lse = top + __builtin_logf(_mm512_reduce_add_ps(total));
+  for (int64_t j = 0; j < count; j++) gains[j] -= lse;
+}
 
-// W [outputs, inputs] in panels. `out` has room for the outputs rounded up to a multiple of 16.
-void specctl_pack(const bf16* w, int64_t outputs, int64_t inputs, bf16* out) {
+template <class T>
+void candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
+                int64_t count, float* gains, int64_t* index, int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
+    product((const T*)w.panels, x, rows, inputs, share((outputs + LANES - 1) / LANES, thread, team),
+            [&](int64_t row, int64_t panel, __m512 sum) {
+              const int64_t left = outputs - panel * LANES;
+              _mm512_mask_storeu_ps(logits + row * outputs + panel * LANES,
+                                    left >= LANES ? 0xffff : (1u << left) - 1, scaled(sum, w, panel));
+            });
+#pragma omp barrier
+    const Range mine = share(rows, thread, team);
+    for (int64_t n = mine.first; n < mine.last; n++)
+      largest(logits + n * outputs, outputs, count, gains + n * count, index + n * count);
+  }
+}
+
+template <class T>
+void plain_product(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
+                   int64_t threads) {
+#pragma omp parallel num_threads(threads)
+  {
+    const Range range = share((outputs + LANES - 1) / LANES, omp_get_thread_num(), omp_get_num_threads());
+    product((const T*)w.panels, x, rows, inputs, range, [&](int64_t row, int64_t panel, __m512 sum) {
+      alignas(32) bf16 all[LANES];
+      narrow(all, scaled(sum, w, panel));
+      const int64_t first = panel * LANES;
+      std::memcpy(y + row * outputs + first, all, sizeof(bf16) * std::min<int64_t>(LANES, outputs - first));
+    });
+  }
+}
+
+template <class T>
+void pack(const T* w, int64_t outputs, int64_t inputs, T* out) {
 #pragma omp parallel for
   for (int64_t panel = 0; panel < (outputs + LANES - 1) / LANES; panel++)
     for (int64_t k = 0; k < inputs; k += 2)
       for (int64_t lane = 0; lane < LANES; lane++)
         for (int64_t i = 0; i < 2; i++) {
           const int64_t o = panel * LANES + lane;
-          out[((panel * inputs + k) * LANES) + 2 * lane + i] = o < outputs ? w[o * inputs + k + i] : 0;
+          out[((panel * inputs + k) * LANES) + 2 * lane + i] = o < outputs ? w[o * inputs + k + i] : T(0);
         }
 }
 
-// y [rows, outputs] = x [rows, inputs] Wᵀ + bias.
-void specctl_product(const bf16* w, const float* bias, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs,
-                     bf16* y, int64_t threads) {
-#pragma omp parallel num_threads(threads)
-  {
-#pragma omp for schedule(static)
-    for (int64_t thread = 0; thread < threads; thread++) {
-      const Range range = share((outputs + LANES - 1) / LANES, thread, threads);
-      product(w, x, rows, inputs, range, [&](int64_t row, int64_t panel, __m512 sum) {
-        alignas(32) bf16 all[LANES];
-        narrow(all, biased(sum, bias, panel));
-        const int64_t first = panel * LANES;
-        std::memcpy(y + row * outputs + first, all, sizeof(bf16) * std::min<int64_t>(LANES, outputs - first));
-      });
-    }
-  }
-}
-
-void specctl_forward(const Model* model, const Call* call) {
+template <class T>
+void forward(const Model& m, const Call& c) {
   static thread_local Scratch scratch;
-  const Model& m = *model;
-  const Call& c = *call;
   const int64_t rows = c.batch * c.rows, group = m.heads / m.kv_heads, all = m.heads + 2 * m.kv_heads;
   const int64_t width = all * m.dim, wide = (c.span + LANES - 1) / LANES * LANES;
   scratch.lists.fill(c);
@@ -298,19 +363,16 @@ void specctl_forward(const Model* model, const Call* call) {
   bf16 *qkv = scratch.qkv.data(), *attended = scratch.attended.data(), *inner = scratch.inner.data(), *y = c.y;
   float *x = c.x, *scores = scratch.scores.data();
   const Lists& lists = scratch.lists;
-  const auto added = [&](const float* bias) {
-    return [=](int64_t row, int64_t panel, __m512 sum) {
+  const auto added = [&](const Weights& w) {
+    return [=, &w](int64_t row, int64_t panel, __m512 sum) {
       float* at = x + row * m.hidden + panel * LANES;
-      _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), biased(sum, bias, panel)));
+      _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), scaled(sum, w, panel)));
     };
   };
 #pragma omp parallel num_threads(c.threads)
   {
     // Shares are by thread number; a team that is smaller than asked for still does all of them.
-    int64_t team = 1, thread = 0;
-#ifdef _OPENMP
-    team = omp_get_num_threads(), thread = omp_get_thread_num();
-#endif
+    const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
     const auto mine = [&](int64_t count) { return share(count, thread, team); };
     const auto normed = [&](const float* weight) {
       const Range range = mine(rows);
@@ -326,13 +388,15 @@ void specctl_forward(const Model* model, const Call* call) {
                (range.last - range.first) * m.hidden);
     };
     tapped(0);
-    normed(m.layer[0].input_norm);
+    if (!c.entered) normed(m.layer[0].input_norm);
 #pragma omp barrier
     for (int64_t l = 0; l < m.layers; l++) {
       const Layer& layer = m.layer[l];
-      product(layer.qkv, y, rows, m.hidden, mine(width / LANES), [&](int64_t row, int64_t panel, __m512 sum) {
-        narrow(qkv + row * width + panel * LANES, biased(sum, layer.qkv_bias, panel));
-      });
+      const bool first = l == 0 && c.entered;
+      product((const T*)layer.qkv.panels, first ? c.entered : y, rows, first ? m.inputs : m.hidden,
+              mine(width / LANES), [&](int64_t row, int64_t panel, __m512 sum) {
+                narrow(qkv + row * width + panel * LANES, scaled(sum, layer.qkv, panel));
+              });
 #pragma omp barrier
       const Range heads = mine(rows * all);
       for (int64_t i = heads.first; i < heads.last; i++) {
@@ -370,25 +434,36 @@ void specctl_forward(const Model* model, const Call* call) {
         }
       }
 #pragma omp barrier
-      product(layer.o, attended, rows, m.heads * m.dim, mine(m.hidden / LANES), added(layer.o_bias));
+      product((const T*)layer.o.panels, attended, rows, m.heads * m.dim, mine(m.hidden / LANES), added(layer.o));
 #pragma omp barrier
       normed(layer.post_norm);
 #pragma omp barrier
       const Range gates = mine(m.inner / LANES);
-      const auto both = [&](int64_t panel, int p) { return panel + p * (m.inner / LANES); };
-      for (int64_t panel = gates.first; panel < gates.last; panel++)
-        tiles<2>(layer.gate_up, y, rows, m.hidden, panel, both, [&](int64_t row, int64_t at, __m512* sum) {
-          const __m512 gate = biased(sum[0], layer.gate_up_bias, at);
-          const __m512 up = biased(sum[1], layer.gate_up_bias, at + m.inner / LANES);
-          const __m512 one = _mm512_set1_ps(1.f);
-          const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-          narrow(inner + row * m.inner + at * LANES, _mm512_mul_ps(_mm512_div_ps(gate, _mm512_add_ps(one, e)), up));
-        });
+      const int64_t ups = m.inner / LANES;  // the panels of `up` follow those of `gate`
+      const auto* gate_up = (const T*)layer.gate_up.panels;
+      const auto gated = [&](int64_t row, int64_t at, __m512 gate, __m512 up) {
+        gate = scaled(gate, layer.gate_up, at), up = scaled(up, layer.gate_up, at + ups);
+        const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
+        const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.f), e));
+        narrow(inner + row * m.inner + at * LANES, _mm512_mul_ps(silu, up));
+      };
+      int64_t panel = gates.first;
+      for (; panel + 2 <= gates.last; panel += 2)
+        tiles<4>(
+            gate_up, y, rows, m.hidden, panel, [&](int64_t at, int p) { return at + p / 2 + p % 2 * ups; },
+            [&](int64_t row, int64_t at, __m512* sum) {
+              gated(row, at, sum[0], sum[1]), gated(row, at + 1, sum[2], sum[3]);
+            });
+      for (; panel < gates.last; panel++)
+        tiles<2>(
+            gate_up, y, rows, m.hidden, panel, [&](int64_t at, int p) { return at + p * ups; },
+            [&](int64_t row, int64_t at, __m512* sum) { gated(row, at, sum[0], sum[1]); });
 #pragma omp barrier
-      product(layer.down, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down_bias));
+      product((const T*)layer.down.panels, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down));
 #pragma omp barrier
       if (l + 1 < m.layers) tapped(l + 1);
-      normed(l + 1 < m.layers ? m.layer[l + 1].input_norm : m.final_norm);
+      const float* norm_weight = l + 1 < m.layers ? m.layer[l + 1].input_norm : m.final_norm;
+      if (norm_weight) normed(norm_weight);
 #pragma omp barrier
     }
     const Range range = mine(rows);
@@ -396,6 +471,34 @@ void specctl_forward(const Model* model, const Call* call) {
       std::memcpy(last + range.first * m.hidden, y + range.first * m.hidden,
                   (range.last - range.first) * m.hidden * sizeof(bf16));
   }
+}
+
+}  // namespace
+
+extern "C" {
+
+// W [outputs, inputs] in panels. `out` has room for the outputs rounded up to a multiple of 16.
+void specctl_pack(const bf16* w, int64_t outputs, int64_t inputs, bf16* out) { pack(w, outputs, inputs, out); }
+
+void specctl_pack_int8(const int8_t* w, int64_t outputs, int64_t inputs, int8_t* out) {
+  pack(w, outputs, inputs, out);
+}
+
+// y [rows, outputs] = x [rows, inputs] Wᵀ + bias.
+void specctl_product(const Weights* w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
+                     int64_t threads) {
+  (w->scale ? plain_product<int8_t> : plain_product<bf16>)(*w, x, rows, outputs, inputs, y, threads);
+}
+
+// The same product in fp32, `logits`, and of each row the `count` largest log probabilities and their places.
+void specctl_candidates(const Weights* w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
+                        int64_t count, float* gains, int64_t* index, int64_t threads) {
+  (w->scale ? candidates<int8_t> : candidates<bf16>)(*w, x, rows, outputs, inputs, logits, count, gains, index,
+                                                      threads);
+}
+
+void specctl_forward(const Model* model, const Call* call) {
+  (model->int8 ? forward<int8_t> : forward<bf16>)(*model, *call);
 }
 
 }  // extern "C"

@@ -1,0 +1,150 @@
+"""A head's layer and candidates in C++: what PyTorch computes, up to what int8 weights and bf16 sums lose."""
+
+import pytest
+import torch
+
+from specctl import kernels
+from specctl.decoding.loop import decode
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.drafters.eagle import drafter as eagle
+from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import Eagle3Drafter
+from specctl.drafters.lora import Adapter
+from specctl.drafters.mtp import drafter as mtp
+from specctl.drafters.tree import TreeShape
+from specctl.kernels import native
+from specctl.recipe import DraftingRecipe, TrainRecipe
+from tests.drafters.test_eagle3 import forced
+from tests.drafters.test_eagle31 import SHAPE, eagle31
+from tests.drafters.test_stacked import disturbed
+from tests.toys import mtp as toys
+
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no AVX512-BF16, or no C++ compiler")
+TREE = TreeShape(depth=4, width=3, nodes=9, children=2, stop_below=0.0)
+
+
+@pytest.fixture(scope="module")
+def targets():
+    return [load_target("builtin", device="cpu", dtype=dtype) for dtype in ("bf16", "fp32")]
+
+
+def build_eagle(target):
+    torch.manual_seed(1)
+    return disturbed(eagle.build(TrainRecipe(), target, lambda count: list(range(count))))
+
+
+BUILT = {
+    "eagle3": (eagle31, eagle3),
+    "eagle3, the state of the layer": (lambda target: eagle31(target, norm_output=False, fc_norm=True), eagle3),
+    "eagle3, normed residual": (lambda target: eagle31(target, norm_before_residual=True, norm_output=True), eagle3),
+    "eagle": (build_eagle, eagle),
+    "mtp": (lambda target: toys.head(target), mtp),
+    "mtp, norms of queries and keys": (lambda target: toys.head(target, "qwen", qk_norm=True, bias=True), mtp),
+}
+
+
+@pytest.fixture(params=BUILT)
+def three(request, targets):
+    """The drafter in bf16 in C++ and in PyTorch, and in fp32."""
+    build, family = BUILT[request.param]
+    head = build(targets[1]).to(torch.bfloat16).float()
+    made = [family.drafter(head, target, DraftingRecipe()) for target in (targets[0], *targets)]
+    without(made[1])
+    return made
+
+
+def without(drafter):
+    """The drafter without its C++ step."""
+    drafter._native = (drafter.qkv, drafter.o, drafter.gate_up, drafter.down), None
+    drafter.head.int8 = None
+
+
+def test_it_is_as_exact_as_pytorch(three, targets, prompts):
+    """Logits of four drafting steps behind a prompt, which is read in one forward."""
+    committed = decode(targets[1], [prompts[0]], sampling=GREEDY, max_new_tokens=7, seeds=[0])[0]
+    text = committed.prompt_ids + committed.output_ids
+    text, following = text[:-6], text[-6:]
+    with torch.inference_mode():
+        ours, theirs, exact = (
+            torch.stack([logits.float() for logits in forced(drafter, target, text, following)])
+            for drafter, target in zip(three, (targets[0], *targets), strict=True)
+        )
+    assert three[0]._native[1] is not None and three[1]._native[1] is None and three[2]._native[1] is None
+    for step, (mine, usual, right) in enumerate(zip(ours, theirs, exact, strict=True)):
+        off, off_usual = ((one - right).norm() / right.norm() for one in (mine, usual))
+        assert off < 1.5 * off_usual + 0.01 and off < 0.06, step
+
+
+@pytest.mark.parametrize("shape", [SHAPE, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_drafts_are_the_same_but_for_near_ties(three, targets, prompts, shape, slots):
+    """Trees, several texts, a cache that grows: as many tokens per round as PyTorch's drafts have."""
+    found = []
+    for drafter in three[:2]:
+        drafter.shape = shape
+        how = {"sampling": GREEDY, "max_new_tokens": 60, "seeds": [0] * len(prompts), "slots": slots}
+        found.append(decode(targets[0], prompts, drafter=drafter, **how))
+    plain = decode(targets[0], prompts, **how)
+    for done in found:
+        assert [one.output_ids for one in done] == [one.output_ids for one in plain]
+    passes = [sum(one.target_passes for one in done) for done in found]
+    assert abs(passes[0] - passes[1]) <= 0.1 * passes[1]
+
+
+@pytest.mark.parametrize("outputs", [16, 33, 2047])
+@pytest.mark.parametrize("int8", [False, True])
+def test_candidates_are_those_of_the_logits(outputs, int8):
+    generator = torch.Generator().manual_seed(outputs)
+    weight, x = (torch.randn(n, 96, generator=generator).bfloat16() for n in (outputs, 13))
+    bias = torch.randn(outputs, generator=generator).bfloat16()
+    product = native.NativeProduct(weight, bias, native.library(), int8)
+    for rows in (1, 2, 13):
+        for count in (1, 3, 16):
+            logits, gains, index = product.candidates(x[:rows], count)
+            assert torch.equal(logits.bfloat16(), product(x[:rows]))
+            expected, places = kernels.reference.expand_topk(logits, count)
+            assert torch.equal(index, places)
+            torch.testing.assert_close(gains, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_candidates_of_ties_and_nan():
+    """Of equal logits the first; NaN is never one, and changes no other."""
+    weight = torch.ones(40, 16).bfloat16()
+    weight[[3, 20, 39]] = 2
+    bias = torch.zeros(40)
+    bias[20] = torch.nan
+    product = native.NativeProduct(weight, bias, native.library())
+    _, gains, index = product.candidates(torch.ones(1, 16).bfloat16(), 4)
+    assert index.tolist() == [[3, 39, 0, 1]]
+    sound = torch.full((39,), 16.0)
+    sound[[3, 38]] = 32
+    torch.testing.assert_close(gains[0, 0], sound.log_softmax(0)[3], atol=1e-5, rtol=0)
+
+
+def test_what_it_cannot_compute_is_left_to_pytorch(targets, prompts):
+    """Low-rank updates, and windows shorter than the text."""
+    target = targets[0]
+    head = eagle31(target, sliding_window=64)
+    drafter = Eagle3Drafter(head, target, SHAPE)
+    pair = torch.randn(4, 2 * target.hidden_size), torch.randn(target.model.heads * target.model.head_dim, 4) / 50
+    adapted = drafter.adapted(Adapter({"midlayer.self_attn.q_proj": pair}))
+    long = [*prompts[0], *prompts[1], *prompts[0], *prompts[1]]
+    ran = [ran_in_cpp(target, one, prompt) for one in (drafter, adapted) for prompt in (prompts[0][:8], long)]
+    assert ran == [{True}, {False}, {False}, {False}]
+
+
+def ran_in_cpp(target, drafter, prompt):
+    """Whether the layer ran in C++ while a text was decoded, which is the target's own."""
+    steps, step = [], drafter._step
+
+    def spy(cache, plan):
+        steps.append(step(cache, plan))
+        return steps[-1]
+
+    drafter._step = spy
+    options = {"sampling": GREEDY, "max_new_tokens": 30, "seeds": [0]}
+    drafted, plain = (decode(target, [prompt], drafter=one, **options)[0].output_ids for one in (drafter, None))
+    assert drafted == plain
+    del drafter._step
+    return {one is not None for one in steps}
