@@ -247,7 +247,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
 
 def drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
     """Inference of `head`."""
-    return BlockDrafter(head, target, shape_for(drafting, default_shape(target.device, target.dtype)))
+    return BlockDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:

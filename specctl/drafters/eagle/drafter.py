@@ -54,7 +54,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
 
 def drafter(head: EagleHead, target: Target, drafting: DraftingRecipe) -> EagleDrafter:
     """Inference of `head`."""
-    return EagleDrafter(head, target, shape_for(drafting, default_shape(target.device, target.dtype)))
+    return EagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
 
 def drafter(head: Eagle3Head, target: Target, drafting: DraftingRecipe) -> Eagle3Drafter:
     """Inference of `head`."""
-    return Eagle3Drafter(head, target, shape_for(drafting, default_shape(target.device, target.dtype)))
+    return Eagle3Drafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: Eagle3Head, target: dict[str, Any]) -> dict[str, Any]:

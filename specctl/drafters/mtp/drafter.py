@@ -82,7 +82,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
 
 def drafter(head: MtpHead, target: Target, drafting: DraftingRecipe) -> MtpDrafter:
     """Inference of `head`."""
-    return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device, target.dtype)))
+    return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:

@@ -163,7 +163,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> PEagleHead:
 
 def drafter(head: PEagleHead, target: Target, drafting: DraftingRecipe) -> PEagleDrafter:
     """Inference of `head`."""
-    return PEagleDrafter(head, target, shape_for(drafting, default_shape(target.device, target.dtype)))
+    return PEagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: PEagleHead, target: dict[str, Any]) -> dict[str, Any]:

@@ -179,6 +179,21 @@ void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) {
   }
 }
 
+// The totals of 16 registers, each in the same order of additions.
+__m512 totals(const __m512 (&x)[LANES]) {
+  __m512 four[4];  // of four registers each, side by side: a total in each quarter
+  for (int i = 0; i < 4; i++) {
+    const __m512 *a = x + 4 * i, low = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1])),
+                 high = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
+    const __m512d l = _mm512_castps_pd(low), h = _mm512_castps_pd(high);
+    four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(l, h)), _mm512_castpd_ps(_mm512_unpackhi_pd(l, h)));
+  }
+  const auto quarters = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return quarters(quarters(four[0], four[1]), quarters(four[2], four[3]));
+}
+
 // Attention of Q queries that share a key head, over `count` slots in the order of `list`.
 template <int Q>
 void attend(const bf16* q, const bf16* keys, const bf16* values, int64_t stride, const int32_t* list, int64_t count,
@@ -188,16 +203,19 @@ void attend(const bf16* q, const bf16* keys, const bf16* values, int64_t stride,
     std::memset(out, 0, Q * dim * sizeof(bf16));
     return;
   }
-  for (int64_t j = 0; j < count; j++) {
-    const bf16* key = keys + list[j] * stride;
-    __m512 sum[Q];
-    for (int g = 0; g < Q; g++) sum[g] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < dim; i += 2 * LANES) {
-      const __m512bh k = (__m512bh)_mm512_loadu_si512(key + i);
-      for (int g = 0; g < Q; g++)
-        sum[g] = _mm512_dpbf16_ps(sum[g], (__m512bh)_mm512_loadu_si512(q + g * dim + i), k);
+  for (int64_t j = 0; j < count; j += LANES) {
+    const bf16* key[LANES];
+    for (int lane = 0; lane < LANES; lane++) key[lane] = keys + list[std::min(j + lane, count - 1)] * stride;
+    for (int g = 0; g < Q; g++) {
+      __m512 sum[LANES];
+      for (int lane = 0; lane < LANES; lane++) sum[lane] = _mm512_setzero_ps();
+      for (int64_t i = 0; i < dim; i += 2 * LANES) {
+        const __m512bh part = pairs(q + g * dim + i);
+        for (int lane = 0; lane < LANES; lane++)
+          sum[lane] = _mm512_dpbf16_ps(sum[lane], part, pairs(key[lane] + i));
+      }
+      _mm512_storeu_ps(scores + g * width + j, _mm512_mul_ps(totals(sum), _mm512_set1_ps(scale)));
     }
-    for (int g = 0; g < Q; g++) scores[g * width + j] = _mm512_reduce_add_ps(sum[g]) * scale;
   }
   float inverse[Q];
   for (int g = 0; g < Q; g++) {
@@ -415,7 +433,8 @@ void forward(const Model& m, const Call& c) {
 #pragma omp barrier
       const Range items = mine(rows * m.kv_heads);
       for (int64_t i = items.first; i < items.last; i++) {
-        const int64_t n = i / m.kv_heads, kv = i % m.kv_heads;
+        // The rows of a text one after the other, for one key head: its keys stay in the cache.
+        const int64_t kv = i / c.rows % m.kv_heads, n = i / (c.rows * m.kv_heads) * c.rows + i % c.rows;
         const bf16* keys = c.store + l * c.layer_stride + n / c.rows * c.sequence_stride + kv * m.dim;
         const bf16* values = keys + m.kv_heads * m.dim;
         for (int64_t g = 0; g < group; g += SHARED) {
