@@ -44,7 +44,7 @@ def distilled(tmp_path_factory):
     return options, place / "data"
 
 
-@pytest.mark.parametrize("name", TOYS)
+@pytest.mark.parametrize("name", ["follower", pytest.param("head", marks=pytest.mark.slow)])
 def test_a_new_family_goes_the_whole_way(toys, distilled, name, tmp_path, monkeypatch):
     """Were a fact of a family kept anywhere else, one of these commands would not know the new one."""
     monkeypatch.chdir(tmp_path)

@@ -135,6 +135,7 @@ def stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 
 
+@pytest.mark.slow
 def test_two_processes(tmp_path, tiny, monkeypatch):
     """They go on from the state of one and learn what it does, stopped over and over in the midst of their sums; all
     stand still while others have their turn, and those all threads: halved for good, every learner and every repeat of

@@ -198,6 +198,7 @@ def test_a_signal_while_it_warms_up(specctl, library):
     assert done.json["error"]["hint"] == "continue with --resume --output-dir run"
 
 
+@pytest.mark.slow
 def test_it_warms_up_first_and_says_so(specctl, tmp_path):
     """The line of the README on an empty directory; the next run uses the drafter again."""
     options = ["--algo", "opt-hydra", "--limit", "2", "--max-new-tokens", "6", "--device", "cpu", "--dtype", "fp32"]

@@ -192,6 +192,7 @@ def stop(monkeypatch):
     progress.interrupts.reset()
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop):
     """Of the second pass: what was begun is left, and comes again."""
     warm_ups = 2

@@ -564,6 +564,7 @@ def test_lengths_are_chosen_for_a_batch(tmp_path, prompts, target):
     assert sum(line["committed"] for line in lines if line["algo"] == "ucbspec") == rows["vanilla"].rounds
 
 
+@pytest.mark.slow
 def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, target, monkeypatch):
     """Heads, arms and rivals, each in one tree with `lookup`; the policy compares heads, and `lookup` plays alone."""
     free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)

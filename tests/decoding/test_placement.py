@@ -184,6 +184,7 @@ def test_sharded_cache_keeps_what_one_cache_keeps():
         assert torch.equal(single.values[layer], sharded.values[layer])
 
 
+@pytest.mark.slow
 def test_no_step_mixes_the_devices_of_a_sharded_target():
     """Layers on two devices: a mask, a cache row or a feature on the wrong one fails on GPUs only."""
     done = subprocess.run([sys.executable, str(Path(__file__).with_name("two_devices.py"))], **CAPTURED)

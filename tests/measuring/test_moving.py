@@ -109,6 +109,7 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
         again.close()
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool, monkeypatch):
     monkeypatch.setattr("specctl.adaptation.ranks.check", lambda devices: None)
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
@@ -170,6 +171,7 @@ def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
     assert len({id(game) for game in games}) == 4 and batches == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("reset", "replay"), [("query", 0.0), ("chunk", 1.0)])
 def test_a_pool_goes_on_where_it_was(tmp_path, prompts, tiny, pool, reset, replay):
     """From behind its first chunk, and when it was finished; also the pool that stays as it is. Texts go on to be

@@ -72,6 +72,7 @@ def train(distilled, place, mode, **changes):
     return losses, drafters.load(place / "drafter").tensors
 
 
+@pytest.mark.slow
 def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
     distilled, target, tmp_path, monkeypatch, small_shards
 ):

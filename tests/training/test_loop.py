@@ -349,6 +349,7 @@ def test_fine_tuning_keeps_the_draft_vocabulary(trained, distilled, tmp_path):
     assert start < next(line["loss"] for line in metrics(place) if "loss" in line)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_small_resumes_and_leaves_its_base_alone(trained, distilled, tmp_path, target):
     place, _first = trained
     options = dict(

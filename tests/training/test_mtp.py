@@ -80,6 +80,7 @@ def test_it_needs_none_of_the_targets_layers(distilled, native, tmp_path):
     assert all(torch.equal(whole[name], tensor) for name, tensor in ends.items())
 
 
+@pytest.mark.slow
 def test_it_learns(trained, native):
     """The loss falls at every depth, and held-out prompts take fewer passes of the real engine."""
     place, result = trained

@@ -142,6 +142,7 @@ def test_copies_are_begun_on_their_stream_and_waited_for_where_they_are_used(gpu
     assert gpu == ["compute waits for copied", *["kept for compute"] * 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["memory", "cached"])
 def test_a_training_that_reads_ahead_is_the_same(distilled, target, tmp_path, monkeypatch, gpu, mode):
     """On what the trainer takes for a GPU; each text but those of an epoch's first batch is read by the thread."""
