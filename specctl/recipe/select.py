@@ -146,8 +146,8 @@ class SelectRecipe(CommandRecipe):
     pool: LocalPath | None = None  # None = ./drafters where that is there
     drafters: list[Name] = []  # further members: directories, or lookup, suffix
     # A text drafter that every head, arm or rival, drafts with in one tree (a hybrid, which decides how deep), and one
-    # more arm. auto: retrieval, which reads all texts of the stream so far, on a CPU where nothing else decides that.
-    # On a GPU only drafters without a text drafter run in CUDA graphs, and the host's rounds take twice as long.
+    # more arm. auto: on a CPU `retrieval`, which reads all earlier texts of the stream, unless another option decides
+    # how heads draft; on a GPU none, because a head with a text drafter does not run in CUDA graphs.
     beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
     store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
     strict: bool = False  # refuse a pool with a member that cannot be used, instead of leaving it out

@@ -160,7 +160,7 @@ def main(
 
 
 def show(sides: dict[str, Side], target: Target, starts: list[int], threads: int) -> None:
-    """The table, and where texts differ from those of llama.cpp in bf16."""
+    """Print the table. Its last column counts the texts that differ from llama.cpp's in bf16."""
     reference = sides["llama.cpp, bf16"]
     table = Table(
         *("", "tokens/s", "× llama.cpp, bf16", "× llama.cpp, the file", "prompt tokens/s", "texts that differ"),

@@ -1,4 +1,4 @@
-"""llama.cpp's side of `tests.benchmarks.llamacpp`, through the package `xllamacpp`, which is all that it imports.
+"""llama.cpp's side of `tests.benchmarks.llamacpp`. It imports the package `xllamacpp` and nothing of specctl.
 
 The first line of the input says what to load. Each further line is a prompt as token ids; the answer is the text as
 token ids, and the seconds that llama.cpp says it took.

@@ -61,7 +61,7 @@ def without(drafter):
 
 
 def test_it_is_as_exact_as_pytorch(three, targets, prompts):
-    """Logits of four drafting steps behind a prompt, which is read in one forward."""
+    """One forward reads a prompt; the logits of four drafting steps after it are compared."""
     committed = decode(targets[1], [prompts[0]], sampling=GREEDY, max_new_tokens=7, seeds=[0])[0]
     text = committed.prompt_ids + committed.output_ids
     text, following = text[:-6], text[-6:]

@@ -17,7 +17,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
-from specctl.decoding.models.native import native_step
+from specctl.decoding.models.native import Packed, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.pages import Form, PagePool
@@ -137,7 +137,9 @@ class LeanModel:
         self.head = VocabularyHead(model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
-        self._native = native_step(self) if self.part.count == 1 else None
+        sizes = self.hidden_size, self.inner, self.heads, self.kv_heads, self.head_dim, self.scale
+        packed = Packed(self.dtype, self.device, self.layers, self.norm, *sizes)
+        self._native = native_step(packed) if self.part.count == 1 else None
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         cache = KVCache(

@@ -106,7 +106,7 @@ class DraftLinear(Linear):
 
 
 def _of_int8(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """torch's product of bf16 rows and int8 weights; None where it has none."""
+    """PyTorch's product of bf16 rows and int8 weights. Returns None where PyTorch has no such product."""
     if not hasattr(torch, "_weight_int8pack_mm"):
         return None
     wide = weight.float()

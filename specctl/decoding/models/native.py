@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,24 +22,14 @@ PRODUCTS = "qkv", "o", "gate_up", "down"
 NORMS = "input_norm", "post_norm", "q_norm", "k_norm"
 
 
-class Packed(Protocol):
-    """The layers that the C++ step reads (`lean.LeanModel`): products and norms, and their sizes."""
+class Packed(NamedTuple):
+    """The layers of a model or of a draft head that the C++ step computes, and their sizes.
+
+    Attributes:
+        norm: of the last layer's output; None = the output is not normed.
+    """
 
     dtype: torch.dtype
-    device: torch.device
-    layers: list[Any]
-    norm: RMSNorm
-    hidden_size: int
-    inner: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    scale: float
-
-
-class DraftLayer(NamedTuple):
-    """The one layer of a draft head, as `Packed`."""
-
     device: torch.device
     layers: list[Any]
     norm: RMSNorm | None
@@ -49,17 +39,16 @@ class DraftLayer(NamedTuple):
     kv_heads: int
     head_dim: int
     scale: float
-    dtype: torch.dtype = torch.bfloat16
 
 
 class NativeStep:
-    """Layers as the C++ step reads them. The weights are the model's own, in the layout of its `Linear`.
+    """Layers in the form that C++ reads. The weights are the tensors of the model's own `Linear`s.
 
     Attributes:
         held: everything that the structures point to.
     """
 
-    def __init__(self, model: Packed | DraftLayer, library: ctypes.CDLL, int8: bool):
+    def __init__(self, model: Packed, library: ctypes.CDLL, int8: bool):
         self.library, self.dtype = library, model.dtype
         self.held: list[object] = []
         self.layers = (native.StepLayer * len(model.layers))()
@@ -137,8 +126,8 @@ def _product(layer: Any, name: str, int8: bool) -> native.NativeProduct:
     return product
 
 
-def native_step(model: Packed | DraftLayer, int8: bool = False) -> NativeStep | None:
-    """The C++ step of a model; None where it cannot compute it.
+def native_step(model: Packed, int8: bool = False) -> NativeStep | None:
+    """Make the C++ step of a model. Returns None where C++ cannot compute the model.
 
     Args:
         int8: its weights are the rounded ones of `DraftLinear`.

@@ -18,7 +18,7 @@ from specctl.decoding.device.resident import NewSlots
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
-from specctl.decoding.models.native import DraftLayer, NativeStep, native_step
+from specctl.decoding.models.native import NativeStep, Packed, native_step
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, far_behind
@@ -266,8 +266,8 @@ class FeatureLayer(FeatureReader):
         if self._native is None or self._native[0] != products:  # an adapted twin has others
             shape = self.shape_of_layer
             sizes = self.size, shape.inner, self.heads, self.kv_heads, self.dim, self.dim**-0.5
-            layer = DraftLayer(self.device, [self], self.output_norm, *sizes, self.dtype)
-            self._native = products, native_step(layer, int8=True)
+            packed = Packed(self.dtype, self.device, [self], self.output_norm, *sizes)
+            self._native = products, native_step(packed, int8=True)
         step = self._native[1]
         near = self.window is None or plan.span <= self.window
         return step if step is not None and near and not any(cache.skipped) and step.computes(cache, plan) else None
@@ -282,8 +282,8 @@ class FeatureLayer(FeatureReader):
         last: list[int] | None,
     ) -> Tensor:
         residual, entered = self.enter(self.seen(tokens, plan).reshape(-1), features)
-        x = residual.clone() if residual is features else residual
-        normed, _ = step.forward(x.contiguous(), cache, plan, self._rope_for(cache.capacity), entered=entered)
+        x = (residual.clone() if residual is features else residual).contiguous()  # the step changes it
+        normed, _ = step.forward(x, cache, plan, self._rope_for(cache.capacity), entered=entered)
         if self.output_norm is not None:
             x = normed.float()
         if last is None:

@@ -74,8 +74,8 @@ class StepCall(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The compiled step; None where the processor has no AVX512-BF16, where there is no compiler, or where the trial
-    fails (with a warning). The environment variable SPECCTL_STEP=torch turns it off."""
+    """Load the compiled step. Returns None where the processor has no AVX512-BF16, where there is no compiler, or where
+    the trial fails (with a warning). The environment variable SPECCTL_STEP=torch turns it off."""
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     if os.environ.get("SPECCTL_STEP") == "torch" or supported is None or not supported():
         return None
