@@ -5,6 +5,7 @@ before it is trusted. A machine may lack a C compiler, or have a Triton whose co
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -18,11 +19,26 @@ from .reference import Ancestry
 ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
 
 
+def _without_autocast(trial: Callable[..., str | None]) -> Callable[..., str | None]:
+    """The trial in the precision of its inputs. Training runs under autocast, which would round the reference to bf16
+    and find every kernel wrong."""
+
+    @wraps(trial)
+    def tried(*arguments: Any, **options: Any) -> str | None:
+        device = next(argument for argument in arguments if isinstance(argument, torch.device))
+        with torch.autocast(device.type, enabled=False):
+            return trial(*arguments, **options)
+
+    return tried
+
+
+@_without_autocast
 def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
     """Why `backend` is not to be used on `device`; None when every kernel answers as the reference does."""
     return _difference(backend, _questions(device), rtol=1e-3, atol=1e-4)
 
 
+@_without_autocast
 def layer_shortcoming(
     backend: ModuleType, device: torch.device, dtype: torch.dtype, hidden: int, inner: int, heads: int, kv_heads: int,
     dim: int, normed: bool,
@@ -50,6 +66,7 @@ def layer_shortcoming(
     return _difference(backend, questions, rtol=close, atol=close)
 
 
+@_without_autocast
 def span_shortcoming(
     backend: ModuleType, device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int
 ) -> str | None:
@@ -90,6 +107,7 @@ def _difference(
     return None
 
 
+@_without_autocast
 def attention_shortcoming(
     attention: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
     paged: bool = False,

@@ -91,6 +91,21 @@ def test_a_backend_is_tried(backend, dtype):
     assert trial.span_shortcoming(backend, torch.device("cpu"), dtype, 1, 2, 16) is None
 
 
+def test_a_trial_within_training_is_not_rounded():
+    """Training calls kernels under autocast, which would round the reference: right answers would look wrong."""
+
+    def exactly(name):
+        def answer(*args):
+            with torch.autocast("cpu", enabled=False):
+                return getattr(reference, name)(*args)
+
+        return staticmethod(answer)
+
+    backend = type("Backend", (), {name: exactly(name) for name in ("span_attention", "span_attention_backward")})
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trial.span_shortcoming(backend, torch.device("cpu"), torch.bfloat16, 3, 3, 64) is None
+
+
 @pytest.mark.parametrize("name", ["span_attention", "span_attention_backward"])
 def test_a_wrong_answer_is_seen(name):
     class Wrong:
