@@ -11,6 +11,7 @@ import atexit
 import os
 import zlib
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, TypeVar
 
 from specctl.errors import SpecctlError, UsageError
@@ -43,9 +44,22 @@ def join(count: int, device: torch.device) -> int:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=PATIENCE)
-        atexit.register(dist.destroy_process_group)  # its threads would abort a process that ends
+        leave_at_exit()
     _joined = count
     return dist.get_rank()
+
+
+@cache
+def leave_at_exit() -> None:
+    """Destroy the process group when this process ends: gloo's threads would abort it, and NCCL warns of it."""
+
+    def leave() -> None:
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    atexit.register(leave)
 
 
 def joined() -> int:

@@ -146,7 +146,7 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
         return chosen is not False
     half = recipe.max_length / 2
     planned = PlannedTraining(recipe, outline, machine, Texts(1, half, half, counted=False))
-    memory = planned.memory(planned.batch_tokens / machine.processes)
+    memory = planned.memory(batch_tokens(recipe, planned.target) / machine.processes)
     return sum(memory.values()) <= HEADROOM * machine.memory_gb * GB
 
 
@@ -180,7 +180,7 @@ class PlannedTraining:
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
         self.target = cast(Target, replace(outline, device=device))
-        self.batch_tokens = batch_tokens(recipe, self.target)
+        self.batch_tokens = batch_tokens(recipe, self.target, texts.tokens)
         self.depth = passes(self.drafter, recipe, self.target)
         self.features = texts.tokens * feature_bytes(self.drafter, outline, texts)
         self.mode: str = recipe.features.mode

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from specctl import lock
+from specctl import lock, processes
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint as drafter_directory
 from specctl.drafters.checkpoint import PROMPTS
@@ -61,7 +61,9 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
         try:
             trainer.start()
             trainer.train()
-            return trainer.result()
+            result = trainer.result()
+            processes.leave_at_exit()  # not after a failure: the others may wait in a collective
+            return result
         finally:
             trainer.trackers.close()
 
@@ -89,7 +91,7 @@ class Trainer:
         self.recipe, self.run, self.target, self.corpus, self.trainee = recipe, run, target, corpus, trainee
         self.rank, self.world = rank, world
         self.work = trainee.work(corpus.train, world)
-        self.batch_tokens = batch_tokens(recipe, target)
+        self.batch_tokens = batch_tokens(recipe, target, sum(text.response_length for text in corpus.train))
         self.schedule = Schedule.of(recipe, target, len(self._dealt(0, world)))
         self.epoch: list[Batch] = []  # under way
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())

@@ -7,7 +7,7 @@ import torch
 from specctl.families import FAMILIES
 from specctl.recipe import TrainRecipe
 from specctl.recipe.resolve import resolve
-from specctl.training.schedule import Schedule
+from specctl.training.schedule import STEPS, Schedule, batch_tokens
 
 
 def schedule(shape="cosine", seconds=math.inf):
@@ -43,6 +43,22 @@ def test_a_time_limit_finishes_the_schedule_early():
 def test_length_of_a_run(options, per_epoch, steps):
     target = SimpleNamespace(device=torch.device("cpu"), hidden_size=256)
     assert Schedule.of(TrainRecipe(**options), target, per_epoch).steps == steps
+
+
+@pytest.mark.parametrize(
+    "tokens,size",
+    [
+        (1_000, 768),  # few data: small batches
+        (276_000, 1_150),  # 2,400 responses: as many steps as a head needs
+        (50_000_000, 16_384),  # enough for batches that fill a GPU
+    ],
+)
+def test_batches_on_a_gpu_leave_enough_steps(tokens, size):
+    target = SimpleNamespace(device=torch.device("cuda"), hidden_size=576)
+    assert batch_tokens(TrainRecipe(), target, tokens) == size
+    assert batch_tokens(TrainRecipe(batch_tokens=4096), target, tokens) == 4096
+    if size == 1_150:
+        assert Schedule.of(TrainRecipe(), target, tokens // size).steps == pytest.approx(STEPS, rel=0.01)
 
 
 @pytest.mark.parametrize(("step_s", "cut"), [(0.13, False), (0.4, False), (4.0, True)])
