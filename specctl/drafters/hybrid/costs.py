@@ -30,6 +30,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import clock_of, synchronise
 from specctl.decoding.verify import verify
+from specctl.kernels import native
 from specctl.runs import atomic_write
 
 ROWS = (1, 2, 4, 8, 16, 32, 63)
@@ -120,7 +121,7 @@ def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
     sliced = [f"{processes.joined()} slices"] if processes.joined() > 1 else []
     weights = target.identity["weights"] or target.name
-    step = ["C++ step"] if isinstance(target.model, LeanModel) and target.model.native else []
+    step = [native.version()] if isinstance(target.model, LeanModel) and target.model.native else []
     key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
     known, problem = None, ""
     try:

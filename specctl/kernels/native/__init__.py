@@ -102,6 +102,11 @@ def library() -> ctypes.CDLL | None:
     return found
 
 
+def version() -> str:
+    """A name of the C++ code, which changes with it: what was measured with other code is not valid."""
+    return f"C++ {hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}"
+
+
 def _compiled(compiler: str) -> Path:
     """The shared library, compiled where the cache has none of this source, compiler and flags.
 

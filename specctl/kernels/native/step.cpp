@@ -94,12 +94,16 @@ Range share(int64_t count, int64_t thread, int64_t threads) {
   return {count * thread / threads, count * (thread + 1) / threads};
 }
 
-// Sums of R rows for P panels. A panel is [inputs / 2][16 outputs][2]: a register has two inputs of 16 outputs.
-template <int R, int P, class T>
-inline void sums(const T* const* panels, const bf16* x, int64_t inputs, __m512 (&sum)[R][P]) {
+// R rows from `row` on, for P panels; `put` takes the sums. A panel is [inputs / 2][16 outputs][2]: a register has two
+// inputs of 16 outputs. The two panels `ahead` are fetched into the cache meanwhile.
+template <int R, int P, class T, class Put>
+void tile(const T* const* panels, const T* const* ahead, const bf16* x, int64_t inputs, int64_t row, Put put) {
+  x += row * inputs;
+  __m512 sum[R][P];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++) sum[r][p] = _mm512_setzero_ps();
   for (int64_t k = 0; k < inputs; k += 2) {
+    for (int a = 0; a < 2; a++) _mm_prefetch((const char*)(ahead[a] + k * LANES), _MM_HINT_T1);
     __m512bh w[P];
     for (int p = 0; p < P; p++) w[p] = pairs(panels[p] + k * LANES);
     for (int r = 0; r < R; r++) {
@@ -109,26 +113,28 @@ inline void sums(const T* const* panels, const bf16* x, int64_t inputs, __m512 (
       for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], w[p], both);
     }
   }
+  for (int r = 0; r < R; r++) put(row + r, sum[r]);
 }
 
-// `R` rows from `row` on, for P panels from `panel` on. `places` tells where a panel of W lies, `put` takes its sums.
-template <int R, int P, class T, class Places, class Put>
-void tile(const T* w, const bf16* x, int64_t inputs, int64_t row, int64_t panel, Places places, Put put) {
+// All rows for P panels from `panel` on. `places` tells where a panel of W lies.
+//
+// The panels are read from memory once and stay in the cache for the later tiles of rows. These compute and read nothing,
+// so each fetches a part of the panels at `next`: reading and computing overlap.
+template <int P, class T, class Places, class Put>
+void tiles(const T* w, const bf16* x, int64_t rows, int64_t inputs, int64_t panel, int64_t next, Places places,
+           Put put) {
   const T* panels[P];
   for (int p = 0; p < P; p++) panels[p] = w + places(panel, p) * inputs * LANES;
-  __m512 sum[R][P];
-  sums<R, P>(panels, x + row * inputs, inputs, sum);
-  for (int r = 0; r < R; r++) put(row + r, panel, sum[r]);
-}
-
-template <int P, class T, class Places, class Put>
-void tiles(const T* w, const bf16* x, int64_t rows, int64_t inputs, int64_t panel, Places places, Put put) {
   const int64_t count = (rows + MOST - 1) / MOST;
   for (int64_t i = 0; i < count; i++) {
-    const Range part = share(rows, i, count);
+    const Range part = share(rows, i, count), fetched = share(P, i, count);
+    const T* ahead[2] = {panels[0], panels[0]};
+    if (count > 1)
+      for (int a = 0; a < 2 && fetched.first + a < fetched.last; a++)
+        ahead[a] = w + places(next, int(fetched.first) + a) * inputs * LANES;
 #define SPECCTL_ROWS(R)                                            \
   case R:                                                          \
-    tile<R, P>(w, x, inputs, part.first, panel, places, put);      \
+    tile<R, P>(panels, ahead, x, inputs, part.first, put);         \
     break;
     switch (part.last - part.first) {
       SPECCTL_ROWS(1) SPECCTL_ROWS(2) SPECCTL_ROWS(3) SPECCTL_ROWS(4) SPECCTL_ROWS(5) SPECCTL_ROWS(6)
@@ -140,18 +146,16 @@ void tiles(const T* w, const bf16* x, int64_t rows, int64_t inputs, int64_t pane
 // x Wᵀ for a range of panels; `put(row, panel, sum)` gets 16 outputs.
 template <class T, class Put>
 void product(const T* w, const bf16* x, int64_t rows, int64_t inputs, Range range, Put put) {
-  const auto next = [](int64_t panel, int p) { return panel + p; };
+  const auto follow = [](int64_t panel, int p) { return panel + p; };
   int64_t panel = range.first;
-  for (; panel + 4 <= range.last; panel += 4)
-    tiles<4>(w, x, rows, inputs, panel, next, [&](int64_t row, int64_t at, __m512* sum) {
-      for (int p = 0; p < 4; p++) put(row, at + p, sum[p]);
-    });
-  for (; panel + 2 <= range.last; panel += 2)
-    tiles<2>(w, x, rows, inputs, panel, next, [&](int64_t row, int64_t at, __m512* sum) {
-      for (int p = 0; p < 2; p++) put(row, at + p, sum[p]);
-    });
-  for (; panel < range.last; panel++)
-    tiles<1>(w, x, rows, inputs, panel, next, [&](int64_t row, int64_t at, __m512* sum) { put(row, at, sum[0]); });
+  const auto some = [&](auto tiled, int count) {
+    for (; panel + count <= range.last; panel += count)
+      tiled(panel, panel + 2 * count <= range.last ? panel + count : panel,
+            [&](int64_t row, __m512* sum) { for (int p = 0; p < count; p++) put(row, panel + p, sum[p]); });
+  };
+  some([&](int64_t at, int64_t next, auto put) { tiles<4>(w, x, rows, inputs, at, next, follow, put); }, 4);
+  some([&](int64_t at, int64_t next, auto put) { tiles<2>(w, x, rows, inputs, at, next, follow, put); }, 2);
+  some([&](int64_t at, int64_t next, auto put) { tiles<1>(w, x, rows, inputs, at, next, follow, put); }, 1);
 }
 
 __m512 scaled(__m512 sum, const Weights& w, int64_t panel) {
@@ -469,14 +473,15 @@ void forward(const Model& m, const Call& c) {
       int64_t panel = gates.first;
       for (; panel + 2 <= gates.last; panel += 2)
         tiles<4>(
-            gate_up, y, rows, m.hidden, panel, [&](int64_t at, int p) { return at + p / 2 + p % 2 * ups; },
-            [&](int64_t row, int64_t at, __m512* sum) {
-              gated(row, at, sum[0], sum[1]), gated(row, at + 1, sum[2], sum[3]);
+            gate_up, y, rows, m.hidden, panel, std::min(panel + 2, gates.last - 2),
+            [&](int64_t at, int p) { return at + p / 2 + p % 2 * ups; },
+            [&](int64_t row, __m512* sum) {
+              gated(row, panel, sum[0], sum[1]), gated(row, panel + 1, sum[2], sum[3]);
             });
       for (; panel < gates.last; panel++)
         tiles<2>(
-            gate_up, y, rows, m.hidden, panel, [&](int64_t at, int p) { return at + p * ups; },
-            [&](int64_t row, int64_t at, __m512* sum) { gated(row, at, sum[0], sum[1]); });
+            gate_up, y, rows, m.hidden, panel, panel, [&](int64_t at, int p) { return at + p * ups; },
+            [&](int64_t row, __m512* sum) { gated(row, panel, sum[0], sum[1]); });
 #pragma omp barrier
       product((const T*)layer.down.panels, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down));
 #pragma omp barrier
