@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.records import Label
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
@@ -40,21 +41,28 @@ class _Open:
 
 @dataclass(frozen=True)
 class BufferedText:
-    """A finished text. `rejected`: at which of the tokens behind the response's first one a draft was rejected."""
+    """A finished text.
+
+    Attributes:
+        rejected: at which of the tokens after the response's first one a draft was rejected.
+        likeliest: whether every token is the target's most probable one, as greedy decoding commits.
+    """
 
     example: Example
     rejected: list[int]
+    likeliest: bool = False
 
     def facts(self) -> dict[str, Any]:
         """The text as JSON has it."""
-        return {name: getattr(self.example, name) for name in Example.__slots__} | {"rejected": self.rejected}
+        example = {name: getattr(self.example, name) for name in Example.__slots__}
+        return example | {"rejected": self.rejected, "likeliest": self.likeliest}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> BufferedText:
         """Out of its `facts`."""
         fields = dict(facts)
-        rejected = fields.pop("rejected")
-        return cls(Example(**fields), rejected)
+        rejected, likeliest = fields.pop("rejected"), fields.pop("likeliest", False)
+        return cls(Example(**fields), rejected, likeliest)
 
 
 class ReplayBuffer(FeatureStore):
@@ -130,16 +138,18 @@ class ReplayBuffer(FeatureStore):
         self._next += 1
         features = None
         if self.feedback == "verdict" and self.size(example) <= self.max_bytes:
-            assert state.hidden is not None and state.best is not None, "the loop keeps no states: pass it `listening`"
-            said = slice(row.prompt_length, len(row.ids) - 1)
-            teacher, best = state.hidden[b, said], state.best[b, said]
+            assert state.hidden is not None, "the loop keeps no states: pass it `listening`"
+            teacher = state.hidden[b, row.prompt_length : len(row.ids) - 1]
             slots = len(row.ids) - 2
             taps = teacher.new_empty(slots, 0)
             if self.taps:
                 assert state.features is not None, "the loop retains no features: pass it the drafter's taps"
                 taps = own_features(state.features[b, :slots], state.taps, self.taps)
-            features = Features(taps, teacher, best.int())
-        self.take(BufferedText(example, text.rejected), features)
+            committed = torch.tensor(row.ids[row.prompt_length + 1 :], dtype=torch.int32, device=teacher.device)
+            features = Features(taps, teacher, best=committed)
+        sampling = row.request.sampling
+        likeliest = sampling.temperature == 0 and sampling.repetition_penalty == 1
+        self.take(BufferedText(example, text.rejected, likeliest), features)
 
     def take(self, text: BufferedText, features: Features | None) -> None:
         """Take in a finished text, with its features unless the target is to be run again; the oldest make room."""
@@ -192,7 +202,15 @@ class ReplayBuffer(FeatureStore):
         for group in self._groups(fresh):
             for example, features in zip(group, self.compute(group), strict=True):
                 self.kept[example.index] = self._stored(features)
-        return super().get(examples)
+        return [self._with_best(e, features) for e, features in zip(examples, super().get(examples), strict=True)]
+
+    def _with_best(self, example: Example, features: Features) -> Features:
+        """The features with the target's most probable tokens. Decoding notes the committed ones: where these are drawn
+        at random, the likeliest are found when a lesson needs them, which most texts are in none of."""
+        text = self.texts.get(example.index)
+        if self.feedback == "rerun" or text is None or text.likeliest:
+            return features
+        return replace(features, best=kernels.argmax(self.target.model.logits(features.teacher)).int())
 
     def only_rejected(self, batch: Any, examples: list[Example]) -> Any:
         """A trainee's batch of `examples` that counts only tokens at which a draft was rejected, at every draft depth

@@ -9,7 +9,6 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.pages import beginnings
@@ -108,7 +107,6 @@ class DecodeState:
         self.cache: KVCache = self._new_cache(0)
         self.features: Tensor | None = None
         self.hidden: Tensor | None = None
-        self.best: Tensor | None = None
         self.memory: dict[Any, Any] = {}  # drafter → Memory
 
     def _new_cache(self, batch: int) -> KVCache:
@@ -254,7 +252,7 @@ class DecodeState:
     @property
     def _by_position(self) -> dict[str, Tensor]:
         """Tensors that are kept of every position, by attribute: [B, capacity, …]."""
-        names = ("features", "hidden", "best")
+        names = ("features", "hidden")
         return {name: kept for name in names if (kept := getattr(self, name)) is not None}
 
     @property
@@ -286,9 +284,8 @@ class DecodeState:
                     self.features.zero_()  # drafters read those of idle rows, too
             self.features[torch.tensor(slots, device=tapped.device), : tapped.shape[1]] = tapped
         if self.keeps and self.hidden is None:
-            shape = self.batch, self.capacity
-            self.hidden = torch.empty(*shape, self.target.hidden_size, dtype=self.dtype, device=self.device)
-            self.best = torch.zeros(shape, dtype=torch.int64, device=self.device)
+            shape = self.batch, self.capacity, self.target.hidden_size
+            self.hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
         for slot, token in zip(slots, first, strict=True):
             self._extend(self.rows[slot], [token])
 
@@ -329,14 +326,14 @@ class DecodeState:
             self.features[b, start : start + len(path) + 1] = tapped[kept]
 
     def _keep_said(self, verdict: Verdict) -> None:
-        """Keep the target's states at the accepted paths, and its likeliest tokens."""
-        assert self.hidden is not None and self.best is not None
+        """Keep the target's states at the accepted paths."""
+        assert self.hidden is not None
         kept = [b for b in self.live if b not in verdict.failed]
         counts = [len(path) + 1 if b in kept else 0 for b, path in enumerate(verdict.paths)]
-        hidden, logits = (verdict.predicting(rows, counts) for rows in (verdict.hidden, verdict.logits))
+        hidden = verdict.predicting(verdict.hidden, counts)
         for b in kept:
-            place = slice(len(self.rows[b].ids) - 1, len(self.rows[b].ids) - 1 + counts[b])
-            self.hidden[b, place], self.best[b, place] = hidden[b], kernels.argmax(logits[b])
+            start = len(self.rows[b].ids) - 1
+            self.hidden[b, start : start + counts[b]] = hidden[b]
 
     @staticmethod
     def _extend(row: Sequence, tokens: list[int]) -> int:

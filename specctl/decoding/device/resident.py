@@ -13,7 +13,6 @@ from typing import NamedTuple, Self
 import torch
 from torch import Tensor
 
-from specctl import kernels
 from specctl.decoding.plan import Plan, plan_at
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import Draws
@@ -79,7 +78,7 @@ class Resident:
         eos: [B, 1, ends] ids that end each sequence, filled up with `NO_TOKEN`.
         record: [B, HEAD + widest]: what the last round committed, untrimmed; zeros for a sequence that had finished
             before it.
-        cache, features, taps, hidden, best: the state's own.
+        cache, features, taps, hidden: the state's own.
         widest: most tokens that a round commits.
     """
 
@@ -91,7 +90,7 @@ class Resident:
         batch, device = state.batch, state.device
         self.batch, self.device = batch, device
         self.cache, self.features, self.taps, self.dtype = state.cache, state.features, state.taps, state.dtype
-        self.hidden, self.best = state.hidden, state.best
+        self.hidden = state.hidden
         self.ids = torch.zeros(batch, state.capacity, dtype=torch.long, device=device)
         self.length, self.limit = (torch.zeros(batch, dtype=torch.long, device=device) for _ in range(2))
         self.finished = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -172,8 +171,6 @@ class Resident:
         for home, rows in ((self.features, said.tapped), (self.hidden, said.hidden)):
             if home is not None and rows is not None:
                 home[self.sequences, positions] = rows.gather(1, kept.unsqueeze(-1).expand(-1, -1, rows.shape[-1]))
-        if self.best is not None:
-            self.best[self.sequences, positions] = kernels.argmax(said.logits).gather(1, kept)
         tokens = torch.nn.functional.pad(draft.tokens.gather(1, source), (0, 1))
         tokens = torch.where(place == accepted.unsqueeze(1), bonus.unsqueeze(1), tokens)
         last = source.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1))
@@ -188,8 +185,6 @@ class Resident:
         for home, rows in ((self.features, said.tapped), (self.hidden, said.hidden)):
             if home is not None and rows is not None:
                 home[self.sequences, self.length.unsqueeze(1) - 1] = rows
-        if self.best is not None:
-            self.best[self.sequences, self.length.unsqueeze(1) - 1] = kernels.argmax(said.logits)
         torch.stack((self.one, self.none, self.none, usable.long(), token), 1, out=self.record)
         self._forget_ended()
         self.ids[self.sequences, self.length.unsqueeze(1)] = token.unsqueeze(1)
