@@ -44,6 +44,7 @@ def two(tmp_path_factory):
     return place, told, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 def test_two_processes_write_what_one_does(command, two, tmp_path, monkeypatch):
     """Two writers in one directory would spoil it, and results on stdout twice would be none."""

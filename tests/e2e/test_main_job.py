@@ -48,7 +48,7 @@ def drafter(run, place):
     return document["drafter"]
 
 
-def test_eval_is_lossless_and_has_both_baselines(run, drafter):
+def eval_is_lossless_and_has_both_baselines(run, drafter):
     options = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 24, "--dtype", "fp32", "--json"]
     document = json.loads(run("eval", "--drafter", drafter, "--drafter", "lookup", *options).stdout)
     rows = {row["drafter"]: row for row in document["rows"]}
@@ -58,7 +58,7 @@ def test_eval_is_lossless_and_has_both_baselines(run, drafter):
     assert document["lossless"]["mismatches"] == document["lossless_transformers"]["mismatches"] == 0
 
 
-def test_exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter):
+def exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter):
     """Speculative text equals plain sampling's with the same seed, token for token: ties do not occur either."""
     drafters = ["--drafter", place / drafter, "--drafter", "lookup", "baselines=[vanilla]"]
     prompted = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 24]
@@ -67,17 +67,25 @@ def test_exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter)
     assert lossless == {"sequences": 6, "mismatches": 0, "ties": 0}
 
 
-def test_generate_shows_the_same_text_with_and_without(run, drafter):
+def generate_shows_the_same_text_with_and_without(run, drafter):
     options = ["--dtype", "fp32", "--max-new-tokens", 24, "--json"]
     document = json.loads(run("generate", "How many students are there?", "--drafter", drafter, *options).stdout)
     assert document["identical"]
     assert document["text"]
 
 
-def test_a_drafter_of_another_target_is_refused(specctl, place, drafter):
+def a_drafter_of_another_target_is_refused(specctl, place, drafter):
     config = json.loads((place / drafter / "config.json").read_text())
     assert config["family"] == "eagle3"
     shutil.copytree(place / drafter, "damaged")
     Path("damaged/config.json").write_text(json.dumps(config | {"target": {}}))
     done = specctl("generate", "Hello", "--drafter", "damaged", "--json")
     assert done.code == 4 and done.json["error"]["type"] == "CheckpointError"
+
+
+def test_main_job(run, specctl, place, drafter):
+    """One test, so that one process of several trains the drafter."""
+    eval_is_lossless_and_has_both_baselines(run, drafter)
+    exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter)
+    generate_shows_the_same_text_with_and_without(run, drafter)
+    a_drafter_of_another_target_is_refused(specctl, place, drafter)

@@ -23,13 +23,13 @@ def pytest_generate_tests(metafunc):
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Triton's interpreter takes a hundred times as long as compiled code: of a test with many parameters it runs every
-    third case, and the others with the slow tests."""
+    sixth case, and the others with the slow tests."""
     if not INTERPRETED:
         return
     cases = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
-        if cases[name] % 3:
+        if cases[name] % 6:
             item.add_marker(pytest.mark.slow)
         cases[name] += 1
 

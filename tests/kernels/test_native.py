@@ -151,6 +151,7 @@ def test_a_compiler_that_fails_is_told_of_once(fresh, monkeypatch):
 
 
 @needed
+@pytest.mark.slow
 def test_it_is_compiled_once(fresh, monkeypatch):
     """The file in the cache is loaded by the next process; another source would have another name."""
     assert native.library() is not None

@@ -92,6 +92,7 @@ def test_a_head_learns_the_same(distilled, engine, target, tmp_path, arch):
     assert facts["mat"] == {} and len(facts["expected_mat"]) == 2 and "let expect, not measured" in card
 
 
+@pytest.mark.slow
 def test_the_best_of_what_is_expected_is_kept(distilled, engine, tmp_path, monkeypatch):
     """That of the second of three checks; what is reported comes from the other half of the texts."""
     told = [ExpectedLength(1 + share, [share]) for share in (0.25, 0.5, 0.125)]

@@ -67,6 +67,7 @@ def trained(distilled, native, tmp_path_factory):
     return place, train(recipe(distilled, place, native), place)
 
 
+@pytest.mark.slow
 def test_it_needs_none_of_the_targets_layers(distilled, native, tmp_path):
     """Bitwise, on features that are kept: its own layer is read from the files."""
 
