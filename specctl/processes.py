@@ -51,7 +51,7 @@ def join(count: int, device: torch.device) -> int:
 
 @cache
 def leave_at_exit() -> None:
-    """Destroy the process group when this process ends: gloo's threads would abort it, and NCCL warns of it."""
+    """Destroy the process group when this process ends. Otherwise gloo's threads abort the process and NCCL warns."""
 
     def leave() -> None:
         import torch.distributed as dist

@@ -45,24 +45,24 @@ class BufferedText:
 
     Attributes:
         rejected: at which of the tokens after the response's first one a draft was rejected.
-        likeliest: whether every token is the target's most probable one, as greedy decoding commits.
+        drawn: whether `best` of its features holds committed tokens that were drawn at random.
     """
 
     example: Example
     rejected: list[int]
-    likeliest: bool = False
+    drawn: bool = False
 
     def facts(self) -> dict[str, Any]:
         """The text as JSON has it."""
         example = {name: getattr(self.example, name) for name in Example.__slots__}
-        return example | {"rejected": self.rejected, "likeliest": self.likeliest}
+        return example | {"rejected": self.rejected, "drawn": self.drawn}
 
     @classmethod
     def of(cls, facts: Mapping[str, Any]) -> BufferedText:
         """Out of its `facts`."""
         fields = dict(facts)
-        rejected, likeliest = fields.pop("rejected"), fields.pop("likeliest", False)
-        return cls(Example(**fields), rejected, likeliest)
+        rejected, drawn = fields.pop("rejected"), fields.pop("drawn", False)
+        return cls(Example(**fields), rejected, drawn)
 
 
 class ReplayBuffer(FeatureStore):
@@ -136,7 +136,7 @@ class ReplayBuffer(FeatureStore):
         label = row.request.label or Label(str(row.index))
         example = Example(self._next, label.query, list(row.ids), row.prompt_length)
         self._next += 1
-        features = None
+        features, drawn = None, False
         if self.feedback == "verdict" and self.size(example) <= self.max_bytes:
             assert state.hidden is not None, "the loop keeps no states: pass it `listening`"
             teacher = state.hidden[b, row.prompt_length : len(row.ids) - 1]
@@ -147,9 +147,9 @@ class ReplayBuffer(FeatureStore):
                 taps = own_features(state.features[b, :slots], state.taps, self.taps)
             committed = torch.tensor(row.ids[row.prompt_length + 1 :], dtype=torch.int32, device=teacher.device)
             features = Features(taps, teacher, best=committed)
-        sampling = row.request.sampling
-        likeliest = sampling.temperature == 0 and sampling.repetition_penalty == 1
-        self.take(BufferedText(example, text.rejected, likeliest), features)
+            sampling = row.request.sampling
+            drawn = sampling.temperature > 0 or sampling.repetition_penalty != 1
+        self.take(BufferedText(example, text.rejected, drawn), features)
 
     def take(self, text: BufferedText, features: Features | None) -> None:
         """Take in a finished text, with its features unless the target is to be run again; the oldest make room."""
@@ -205,10 +205,10 @@ class ReplayBuffer(FeatureStore):
         return [self._with_best(e, features) for e, features in zip(examples, super().get(examples), strict=True)]
 
     def _with_best(self, example: Example, features: Features) -> Features:
-        """The features with the target's most probable tokens. Decoding notes the committed ones: where these are drawn
-        at random, the likeliest are found when a lesson needs them, which most texts are in none of."""
+        """The features with the target's most probable tokens. They are computed here, because most texts are in no
+        lesson."""
         text = self.texts.get(example.index)
-        if self.feedback == "rerun" or text is None or text.likeliest:
+        if text is None or not text.drawn:
             return features
         return replace(features, best=kernels.argmax(self.target.model.logits(features.teacher)).int())
 

@@ -103,7 +103,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def version() -> str:
-    """A name of the C++ code, which changes with it: what was measured with other code is not valid."""
+    """A name of the C++ source. It changes with the source, so that costs measured with other code are not used."""
     return f"C++ {hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}"
 
 
