@@ -13,7 +13,7 @@ from typing import Any
 from specctl import progress
 from specctl.engines.records import Call, EngineError, Exported, Loaded, Lost, Malformed, PublishingDialect, Untouched
 from specctl.engines.vllm_worker import Unfit, contents, fingerprint, outline
-from specctl.errors import UsageError
+from specctl.errors import SpecctlError, UsageError
 from specctl.formats import foreign
 
 Asked = Callable[[Call], Awaitable[Any]]
@@ -99,7 +99,7 @@ def _first(now: Loaded) -> Exported | None:
     """The drafter that an engine was started with; None where it is not here."""
     if now.started is None or not Path(now.started).is_dir():
         return None
-    with suppress(UsageError):
+    with suppress(SpecctlError):
         return exported(Path(now.started), tensors=True)
     return None
 
@@ -148,7 +148,7 @@ async def _put_back(changed: Sequence[tuple[Served, Loaded]]) -> str:
                 raise EngineError(f"{old.directory} was changed since")
             await _swapped(place, drafter, old.version, old)
             told.append(f"{place.url} drafts with {what} again")
-        except (Stopped, EngineError, UsageError) as error:
+        except (Stopped, SpecctlError) as error:
             told.append(f"{place.url} could not be given {what} again ({error})")
     return "".join(f"; {one}" for one in told)
 

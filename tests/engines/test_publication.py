@@ -258,6 +258,28 @@ def test_what_was_published_before_is_gone(tokenizer, kind, heads):
         assert client.published()[0] == "2"  # as it says itself
 
 
+def test_a_drafter_that_was_damaged_since_is_not_put_back(tokenizer, kind, heads):
+    """The error of its file ended the whole restore, and hid which server had failed."""
+    first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
+    with first.engine, second.engine, Client(recipe(first, second)) as client:
+        client.publish(heads[1], "1")
+        weights = heads[1] / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-5])
+        second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
+        said = refusal(client, heads[2], "2", kind=EngineError)
+        assert said.startswith(second.engine.url) and f"{first.engine.url} could not be given 1 again" in said
+
+
+def test_a_damaged_first_drafter_is_named(tokenizer, heads):
+    """SGLang takes only what fits the drafter of its start. If that is damaged, the error names the server, too."""
+    served = Served(tokenizer, "sglang", heads[0])
+    with served.engine, Client(recipe(served)) as client:
+        weights = heads[0] / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-5])
+        said = refusal(client, heads[1], "1", kind=EngineError)
+        assert said.startswith(served.engine.url) and f"{heads[0]}, which SGLang was started with, cannot be read" in said
+
+
 def test_one_rank_fails_alone(tokenizer, heads, monkeypatch):
     served = Served(tokenizer, "vllm", heads[0], ranks=2)
     with served.engine, Client(recipe(served)) as client:
