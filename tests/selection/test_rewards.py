@@ -142,8 +142,8 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
     assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps behind rejected tokens"
     assert any((trace.drafted < 0).any() for trace in table.traces)
     hindsight = Hindsight(table)
-    kinds = [(name, {"reward": reward}) for name in BANDITS[:2] for reward in ("bd", "be", "tokens", "throughput")]
-    kinds += [(name, {"reward": "bd"}) for name in BANDITS[2:]]
+    kinds = [(BANDITS[0], {"reward": reward}) for reward in ("bd", "be", "tokens", "throughput")]
+    kinds += [(name, {"reward": "bd"}) for name in BANDITS[1:]]
     kinds += [(name, {"loss": "throughput"}) for name in LEARNERS]
     kinds += [("hedgespec", {"estimator": "realised", "depth": 4}), ("hedgespec", {"unit": "chunk"})]
     for name, options in kinds:
