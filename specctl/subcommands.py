@@ -55,4 +55,5 @@ SUBCOMMANDS = {
     "recipes": Subcommand("recipes", None, None, (), None),
     "domains": Subcommand("domains", None, None, (), None),
     "doctor": Subcommand("doctor", None, None, (), None),
+    "guide": Subcommand("guide", None, None, (), None),
 }

@@ -1,4 +1,5 @@
 """The maps for people: README.md, specctl/README.md and .github/CONTRIBUTING.md name only what is there, and all files.
+The user guides in specctl/guides/ name only what is there, too.
 
 What stands in backticks, in blocks of code or behind links is looked up: paths, modules, and names that are written
 like code (`Engine`, `DraftTree`, `on_round`, `Game.scored`). A plain word (`decode`, `eagle3`) is a name or a string of
@@ -16,7 +17,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAP = "specctl/README.md"
-PAGES = ("README.md", MAP, ".github/CONTRIBUTING.md")
+GUIDES = tuple(path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "specctl/guides").glob("*.md")))
+PAGES = ("README.md", MAP, ".github/CONTRIBUTING.md", *GUIDES)
 FOLDERS = ("specctl", "data_prep", "recipes")  # of the package, as it is installed
 ROOMS = sorted(path.name for path in (ROOT / "specctl").iterdir() if (path / "__init__.py").exists())
 SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

@@ -43,6 +43,8 @@ QUESTIONS = {"sql": ["Count to three.", "Say hi."], "math": ["What is 1 + 1?", "
 RUNS: dict[str, tuple[Any, ...]] = {
     "version": ("--version",),
     "doctor": ("doctor",),
+    "guide": ("guide",),
+    "guide TOPIC": ("guide", "lossless"),
     "domains ls": ("domains", "ls"),
     "domains show": ("domains", "show", "sql"),
     "recipes ls": ("recipes", "ls"),

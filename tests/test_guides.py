@@ -1,0 +1,304 @@
+"""The user guides: their commands are understood, what they name exists, and `specctl guide` shows them.
+
+Every `specctl …` in a block of shell commands is parsed by the command line itself, down to the recipe, and is stopped
+before it runs. Commands that need no model, server or network are run.
+"""
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from specctl.cli import guide
+from specctl.cli.main import app
+from specctl.errors import UsageError
+from specctl.recipe.resolve import SIZES, SWITCHES, resolve
+from specctl.subcommands import SUBCOMMANDS
+from tests.cli.conftest import specctl
+from tests.test_maps import sources
+
+__all__ = ["specctl"]
+
+ROOT = Path(__file__).resolve().parent.parent
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")
+KEY = re.compile(r"([a-z_]+(?:\.[a-z_]+)+)(?:=.*)?")
+FLAG = re.compile(r"--[a-z][a-z-]+")
+VARIABLE = re.compile(r"SPECCTL_[A-Z_]+")
+FILES = (".json", ".jsonl", ".yaml", ".parquet", ".md", ".py", ".safetensors", ".jinja", ".sbatch", ".txt")
+ENGINES = {
+    *("--per-request-spec-decode-metrics", "--no-enable-prefix-caching", "--disable-radix-cache"),
+    *("--speculative-adaptive-config", "--speculative-algorithm", "--speculative-ngram-external-sam-budget"),
+    *("--nproc-per-node", "--no-deps", "--help"),
+}
+"""Flags of vLLM, SGLang, torchrun and pip, and the one that every command has."""
+OTHERS_MESSAGES = {"No such option", "No space left on device"}
+"""Messages of Typer and of the operating system."""
+NEEDS_NOTHING = ("doctor", "domains", "recipes", "guide")
+SHELL = {"&&", "||", "|", ";", "&"}
+
+
+def page(topic: str) -> str:
+    return guide.text(topic)
+
+
+def commands(text: str) -> list[list[str]]:
+    """The arguments of every `specctl` command in the shell blocks of a page, in their order."""
+    found: list[list[str]] = []
+    for language, block in FENCE.findall(text):
+        if language != "sh":
+            continue
+        for line in block.replace("\\\n", " ").splitlines():
+            found += [argv for part in _simple(line) if (argv := _arguments(part)) is not None]
+    return found
+
+
+def _simple(line: str) -> list[list[str]]:
+    """The simple commands of a line of shell, as words."""
+    parts: list[list[str]] = [[]]
+    for word in shlex.split(line, comments=True):
+        if word in SHELL:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    return parts
+
+
+def _arguments(words: list[str]) -> list[str] | None:
+    """The arguments of `VARIABLE=… specctl …` or `torchrun … -m specctl …`; None for other programs."""
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    if words[:1] == ["specctl"]:
+        return words[1:]
+    for at in range(len(words) - 1):
+        if words[at : at + 2] == ["-m", "specctl"]:
+            return words[at + 2 :]
+    return None
+
+
+def subcommand(argv: list[str]) -> str:
+    return next((word for word in argv if not word.startswith("-")), "")
+
+
+def runs_here(argv: list[str]) -> bool:
+    """Whether a command needs no model, drafter, server or network."""
+    name = subcommand(argv)
+    if name in NEEDS_NOTHING:
+        return "--target" not in argv or argv[argv.index("--target") + 1] == "builtin"
+    return "--dry-run" in argv and "--pool" not in argv
+
+
+@pytest.fixture
+def understood(specctl, monkeypatch, tmp_path):
+    """`understood(argv)`: what is wrong with a command, or ""; recipes are resolved in full and then not run."""
+    seen: list[object] = []
+
+    def stop(*args, **options):
+        seen.append(resolve(*args, **options))
+        raise UsageError("parsed")
+
+    (tmp_path / "mine.yaml").write_text((ROOT / "recipes/train-drafter/eagle3.yaml").read_text())
+    real = resolve
+
+    def check(argv: list[str]) -> str:
+        if SUBCOMMANDS.get(subcommand(argv), SUBCOMMANDS["doctor"]).recipe is None:
+            return parsed(argv)
+        seen.clear()
+        monkeypatch.setattr("specctl.recipe.resolve.resolve", stop)
+        done = specctl(*argv)
+        monkeypatch.setattr("specctl.recipe.resolve.resolve", real)
+        return "" if len(seen) == 1 and done.code == 2 else done.err.strip() or "it was not parsed"
+
+    return check
+
+
+def parsed(argv: list[str]) -> str:
+    """What Typer says against a command without a recipe, or ""."""
+    try:
+        command, rest = get_command(app), [*argv]
+        context = command.make_context("specctl", rest)
+        while words := [*getattr(context, "_protected_args", ()), *context.args]:
+            if not hasattr(command, "commands"):
+                break
+            name, command, rest = command.resolve_command(context, words)
+            context = command.make_context(name, rest, parent=context)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize("topic", guide.TOPICS)
+def test_every_command_of_a_guide_is_understood(topic, understood):
+    """A renamed option would be noticed by the first user who copies the command."""
+    found = commands(page(topic))
+    assert found, "a guide shows at least one command"
+    wrong = {shlex.join(argv): said for argv in found if (said := understood(argv))}
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "specctl eval --drafer lookup",
+        "specctl eval --limit many",
+        "specctl train-drafter optimizer.lrr=1",
+        "specctl train-drafter --arch eagle4",
+        "specctl online --server http://a:8000 --pool drafters",
+        "specctl doctor --targets builtin",
+        "specctl recipes list",
+        "specctl recipes cp eval",
+        "specctl guides",
+        "specctl evaluate",
+        "torchrun --nproc-per-node 2 -m specctl train-drafter --zero 2",
+        "SPECCTL_KV=paged specctl distill --domains sql",
+    ],
+)
+def test_a_wrong_command_is_seen(wrong, understood):
+    """Negative control of the test above."""
+    (argv,) = commands(f"```sh\n{wrong}\n```\n")
+    assert understood(argv)
+
+
+def test_commands_are_found():
+    """Continued lines, pipes, variables and comments; no other program, and no output."""
+    text = "```sh\ncat a | specctl eval \\\n  --prompts -   # stdin\nA=1 specctl doctor && vllm serve specctl\n```\n"
+    text += "```text\nspecctl nothing\n```\n"
+    assert commands(text) == [["eval", "--prompts", "-"], ["doctor"]]
+
+
+def test_commands_that_need_nothing_run(specctl):
+    """Lists, checks and plans of the guides, in the order of the pages, in one directory."""
+    kept = [argv for topic in guide.TOPICS for argv in commands(page(topic)) if runs_here(argv)]
+    unique = [list(argv) for argv in dict.fromkeys(map(tuple, kept))]
+    assert {"doctor", "domains", "recipes", "guide", "distill", "train-drafter"} <= set(map(subcommand, unique))
+    failed = {shlex.join(argv): done.err for argv in unique if (done := specctl(*argv)).code}
+    assert failed == {}
+
+
+@cache
+def keys() -> frozenset[str]:
+    """All keys of recipes, and their sections."""
+    recipes = json.loads((ROOT / "tests/golden/recipes.json").read_text())
+    names = {key for known in recipes.values() for key in known}
+    return frozenset(names | {name.rpartition(".")[0] for name in names})
+
+
+@cache
+def flags() -> frozenset[str]:
+    options = json.loads((ROOT / "tests/golden/options.json").read_text())
+    return frozenset(part for known in options.values() for names in known for part in names.split(", "))
+
+
+def unknown(text: str) -> list[str]:
+    """Recipe keys, flags and variables in backticks that do not exist."""
+    spans = SPAN.findall(FENCE.sub("", text))
+    wrong = []
+    for span in spans:
+        key = KEY.fullmatch(span)
+        if key and not key[1].endswith(FILES) and key[1] not in keys():
+            wrong.append(span)
+        wrong += [flag for flag in FLAG.findall(span) if flag not in flags() | ENGINES]
+        for variable in VARIABLE.findall(span):
+            name = variable.removeprefix("SPECCTL_").lower().replace("__", ".")
+            if variable not in (*SWITCHES, *SIZES, "SPECCTL_API_KEY", "SPECCTL_") and name not in keys():
+                wrong.append(variable)
+    return wrong
+
+
+@pytest.mark.parametrize("topic", guide.TOPICS)
+def test_keys_flags_and_variables_of_a_guide_exist(topic):
+    assert unknown(page(topic)) == []
+
+
+@pytest.mark.parametrize("wrong", ["`filters.near`", "`--temprature 0`", "`SPECCTL_KVS=1`", "`drafting.widht=2`"])
+def test_an_unknown_name_is_seen(wrong):
+    """Negative control, beside names that exist."""
+    right = "`filters.near_prompts`, `--seed N`, `SPECCTL_TARGET__DTYPE=fp32`, `SPECCTL_KV_GIB`, `result.json`"
+    assert unknown(right) == []
+    assert len(unknown(f"{right} {wrong}")) == 1
+
+
+def unsaid(text: str) -> list[str]:
+    """Parts of error messages, in the first column of the table `Errors`, that no string of the package has."""
+    table = text.partition("## Errors\n")[2].partition("\n## ")[0]
+    quoted = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
+    parts = [part.strip(" ,?)=") for message in quoted for part in re.split(r"…|\(", message)]
+    constants = (node.value for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    strings = "\n".join(value for value in constants if isinstance(value, str))
+    return [part for part in parts if part and part not in strings and part not in OTHERS_MESSAGES]
+
+
+def test_the_errors_that_are_explained_exist():
+    """A message that was reworded is looked for in vain."""
+    text = page("troubleshooting")
+    assert text.count("\n| `") > 20 and unsaid(text) == []
+    assert unsaid(text.replace("`no drafter …`", "`no drafter anywhere …`")) == ["no drafter anywhere"]
+
+
+@pytest.mark.parametrize("topic", guide.TOPICS)
+def test_the_form_of_a_guide(topic):
+    """A page that fits its reader's patience, and a terminal."""
+    lines = page(topic).splitlines()
+    assert 60 <= len(lines) <= 150
+    assert max(map(len, lines)) <= 150
+    assert re.fullmatch(rf"# {topic}: .{{20,90}}", lines[0], re.IGNORECASE)
+    headings = [line for line in lines if line.startswith("## ")]
+    assert headings[0] == "## Shortest command" and headings[-1] == "## What it does not do"
+
+
+def test_every_file_is_a_topic():
+    assert sorted(path.stem for path in (ROOT / "specctl/guides").iterdir()) == sorted(guide.TOPICS)
+    assert set(guide.SEARCHED.values()) == set(guide.TOPICS)
+    assert set(guide.SEARCHED).isdisjoint(guide.TOPICS)
+
+
+def test_the_list_shows_all(specctl):
+    assert specctl("guide", "-q").out.split() == list(guide.TOPICS)
+    rows = specctl("guide", "--json").json["guides"]
+    assert [row["topic"] for row in rows] == list(guide.TOPICS)
+    shown = specctl("guide").out
+    assert all(row["topic"] in shown and row["about"] in shown for row in rows)
+
+
+def test_a_guide_off_a_terminal_is_its_text(specctl):
+    """Pagers and grep see the Markdown itself: rich would take `[0,4,8]` for markup, and cut lines at 80 columns."""
+    for topic in guide.TOPICS:
+        assert specctl("guide", topic).out == page(topic)
+    assert specctl("guide", "gpu", "--json").json == {"topic": "gpu", "text": page("gpu")}
+
+
+def test_a_guide_on_a_terminal_is_formatted(specctl, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    for topic in guide.TOPICS:
+        done = specctl("guide", topic)
+        assert done.code == 0 and "```" not in done.out and "## " not in done.out
+        assert max(map(len, re.sub(r"\x1b\[[0-9;]*m", "", done.out).splitlines())) <= 60
+
+
+@pytest.mark.parametrize(("word", "meant"), [("lernin", "learning"), ("export", "engines"), ("vlm", "engines")])
+def test_another_word_leads_to_its_guide(specctl, word, meant):
+    done = specctl("guide", word)
+    assert done.code == 2 and f"did you mean {meant}?" in done.err
+
+
+def test_an_unknown_word_lists_the_guides(specctl):
+    done = specctl("guide", "zzzz", "--json")
+    assert done.code == 2 and done.json["error"]["hint"] == f"guides: {', '.join(guide.TOPICS)}"
+
+
+def test_a_guide_imports_nothing_heavy():
+    """It is asked for on login nodes; torch alone takes seconds."""
+    code = (
+        "import sys; from specctl.cli.main import run; run(['guide', 'gpu'])\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stderr.strip() == "[]"
