@@ -1,8 +1,8 @@
-"""Files that users and other processes name: a regular file is opened, anything else is refused by its name.
+"""Opening of regular files only: a pipe, a socket, a device and, on request, a symbolic link are refused.
 
-Opening a named pipe waits until somebody writes into it, reading a device may never end, and a symbolic link that
-another user has put where a file is to be written leads the content elsewhere. The standard library alone is imported:
-vLLM's workers read drafters with this, too.
+The paths come from users and other processes. Opening a named pipe waits for a writer, and reading a device may never
+end. A symbolic link that another user has put at the path of an output file redirects the content. Only the standard
+library is imported, because vLLM's workers read drafters with this module, too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ KINDS: dict[str, Callable[[int], bool]] = {
 
 
 def check(path: str | os.PathLike[str], *, follow: bool = True) -> None:
-    """Raise OSError, naming `path`, unless a regular file is there; for libraries that open a file by its name.
+    """Raise OSError, naming `path`, unless it is a regular file. For libraries that open a file by its name.
 
-    `follow`: a symbolic link counts as what it leads to. Without, it is refused.
+    `follow`: whether a symbolic link counts as the file to which it points; otherwise it is refused.
     """
     _check_mode(os.stat(path, follow_symlinks=follow).st_mode, path)
 
@@ -43,19 +43,19 @@ def _check_mode(mode: int, path: str | os.PathLike[str]) -> None:
 def opened(
     path: str | os.PathLike[str], mode: str = "rb", *, follow: bool = True, permissions: int = 0o666, **options: Any
 ) -> IO[Any]:
-    """`open(path, mode, **options)` of a regular file, which never waits.
+    """Open a regular file as `open(path, mode, **options)` does, without ever waiting.
 
     Args:
         follow: as in `check`.
-        permissions: of a file that is created; the umask takes some away.
+        permissions: mode bits of a file that is created, before the umask.
 
-    Raises OSError, naming `path`: as `open`, or what is there is no regular file.
+    Raises OSError, naming `path`, if `open` fails or the path is not a regular file.
     """
 
     def opener(name: str, flags: int) -> int:
-        with suppress(FileNotFoundError):  # looked at before it is opened, which a device might act on
+        with suppress(FileNotFoundError):  # checked before it is opened: a device may act on being opened
             check(path, follow=follow)
-        # Not waiting is for a pipe that has taken the file's place since then.
+        # O_NONBLOCK: a pipe may have replaced the file since the check.
         descriptor = os.open(name, flags | os.O_NONBLOCK | (0 if follow else os.O_NOFOLLOW), permissions)
         try:
             _check_mode(os.fstat(descriptor).st_mode, path)
@@ -68,12 +68,13 @@ def opened(
 
 
 def created(path: str | os.PathLike[str], mode: str = "xb", *, permissions: int = 0o666, **options: Any) -> IO[Any]:
-    """A new file, open for writing. What was at `path` is removed before; it is not written into, and no link followed.
+    """Create a file and open it for writing. An existing file or link at `path` is unlinked first, never followed.
 
     Args:
         mode: "xb", or "x" for text.
+        permissions: mode bits of the file, before the umask.
 
-    Raises OSError where the file cannot be created, or somebody else has created it meanwhile.
+    Raises OSError if the file cannot be created, or if another process has created it meanwhile.
     """
     with suppress(FileNotFoundError):
         os.unlink(path)
@@ -81,7 +82,7 @@ def created(path: str | os.PathLike[str], mode: str = "xb", *, permissions: int 
 
 
 def content(path: str | os.PathLike[str], most: int | None = None) -> bytes:
-    """The bytes of a regular file. Raises OSError: as `opened`, or it has more than `most` bytes."""
+    """Return the bytes of a regular file. Raises OSError as `opened` does, or if it has more than `most` bytes."""
     with opened(path) as file:
         if most is None:
             return bytes(file.read())
@@ -92,17 +93,17 @@ def content(path: str | os.PathLike[str], most: int | None = None) -> bytes:
 
 
 def text(path: str | os.PathLike[str], errors: str = "strict") -> str:
-    """The UTF-8 text of a regular file. Raises OSError, UnicodeDecodeError (a ValueError)."""
+    """Return the UTF-8 text of a regular file. Raises OSError, UnicodeDecodeError (a ValueError)."""
     return content(path).decode(errors=errors)
 
 
 def document(path: str | os.PathLike[str]) -> Any:
-    """The JSON value in a regular file. Raises OSError; ValueError where there is none, or one nested too deeply."""
+    """Return the JSON value in a regular file. Raises OSError; ValueError if it is not JSON or nested too deeply."""
     return parsed(content(path))
 
 
 def parsed(text: str | bytes) -> Any:
-    """`json.loads` whose only error is ValueError."""
+    """Parse JSON like `json.loads`, with ValueError as the only error."""
     try:
         return json.loads(text)
     except RecursionError:

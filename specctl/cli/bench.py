@@ -1,4 +1,4 @@
-"""`specctl bench`: kernels, target steps and batches against their baselines on this machine."""
+"""`specctl bench`: time kernels, target steps and batches against their baselines on this machine."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ FLOORS = {
     "rows_ms": "their step ms ≥",
     "of_plain": "× plain step",
 }
-"""Fields of the rows that people are shown, and their headings."""
+"""Row fields shown to people, with their headings."""
 EXAMPLE = "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3"
 
 
@@ -91,7 +91,7 @@ def bench(recipe: BenchRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: BenchRecipe) -> list[str]:
-    """The plan of `bench`, in words."""
+    """Return the plan of `bench` in words."""
     from specctl.cli import plan
     from specctl.measuring.bench import shapes
 
@@ -117,7 +117,7 @@ def steps(recipe: BenchRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """A table for each part, and what they were measured on."""
+    """Render a table per part, and the machine, target and versions of the measurement."""
     from rich.console import Group
 
     tables = [

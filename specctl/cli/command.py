@@ -1,4 +1,7 @@
-"""Two decorators: `command` adds the global options, `recipe_command` also --recipe, --dry-run, overrides and flags."""
+"""Decorators that register subcommands with their options, and the run of a resolved recipe.
+
+`command` adds the global options; `recipe_command` also adds --recipe, --dry-run, overrides and flags.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +54,7 @@ GLOBALS = {"json": Json, "quiet": Quiet, "verbose": Verbose}
 
 
 def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a subcommand that takes --json, -q and -v after its name, too; `example` ends its help."""
+    """Register a function as a subcommand that also takes --json, -q and -v after its name. `example` ends its help."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -73,8 +76,9 @@ def recipe_command(
 
     Args:
         flags: names in `options.FLAGS`.
-        example: a whole command line, for its help.
-        operand: recipe key that a plain argument sets (`generate "prompt"`); `meaning`: what that is.
+        example: a whole command line, for the help.
+        operand: recipe key that a plain argument sets, as in `generate "prompt"`.
+        meaning: help text of that argument.
     """
 
     def register(function: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
@@ -104,9 +108,12 @@ def recipe_command(
 def carry_out(
     name: str, recipe: Any, dry_run: bool, steps: Callable[[], list[str]], show: Callable[[Any], Any], brief: str
 ) -> None:
-    """Show the plan, where only that is asked for; else run the recipe and print its result document.
+    """Run a recipe and print its result document, or only show the plan for --dry-run.
 
-    `steps`: the plan in words. `show`: the document for people. `brief`: its field that --quiet prints.
+    Args:
+        steps: returns the plan in words.
+        show: renders the result document for people.
+        brief: field of the document that --quiet prints.
     """
     from specctl import api
     from specctl.cli import plan
@@ -120,7 +127,7 @@ def carry_out(
 
 @contextmanager
 def library_output() -> Iterator[None]:
-    """Send what libraries print to stderr, also from C and child processes: stdout is the result's."""
+    """Redirect stdout to stderr during the block, also for C code and child processes: stdout is for the result."""
     if not output.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if not sys.stderr.isatty() or output.quiet:
@@ -161,7 +168,7 @@ def _parameters(function: Callable[..., None]) -> list[inspect.Parameter]:
 
 
 def _sign(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
-    """Typer reads the options from the signature and the annotations; these are put together here."""
+    """Give a function the signature and the annotations from which Typer reads the options."""
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     function.__dict__.pop("__wrapped__", None)

@@ -1,4 +1,4 @@
-"""`specctl distill`: the target writes data for its own drafter."""
+"""`specctl distill`: the target generates training data for its drafter."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def register(app: typer.Typer) -> None:
 
 
 def distill(recipe: DistillRecipe, dry_run: bool) -> None:
-    """Generate self-distilled domain data from a target."""
+    """Generate training data for a drafter: the target's responses to a domain's prompts."""
     from specctl.cli import plan
 
     if recipe.log is None:
@@ -40,17 +40,17 @@ def distill(recipe: DistillRecipe, dry_run: bool) -> None:
 
 
 def check_log(recipe: DistillRecipe, log: str) -> None:
-    """The log is there, and its name can name a directory. Raises UsageError, DataError."""
+    """Check that the log exists and that its domain can name a directory. Raises UsageError, DataError."""
     from specctl.cli import plan
     from specctl.distillation.logs import EXPECTED
 
     plan.check_label(recipe.data.domain[0])
-    if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # a pipe such as the shell's `<(…)`
+    if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # the shell's `<(…)` is a pipe
         raise DataError(f"no log {log}", hint=f"expected {EXPECTED}, or - for stdin")
 
 
 def check_store(recipe: DistillRecipe) -> None:
-    """The output can be written. The jobs of an array share one directory, where each minds its own shards."""
+    """Check that the output can be written. The jobs of an array share one directory, and each writes its shards."""
     from specctl.cli import plan
 
     shared = recipe.shard != "0/1"
@@ -58,7 +58,7 @@ def check_store(recipe: DistillRecipe) -> None:
 
 
 def asked(recipe: DistillRecipe) -> str:
-    """One line about the servers, none of which is asked."""
+    """Return one line about the servers, without asking them."""
     server = recipe.server
     return (
         f"ask {', '.join(server.urls)} for texts of {recipe.target.name}, {server.concurrency} at a time; not checked"
@@ -66,7 +66,7 @@ def asked(recipe: DistillRecipe) -> str:
 
 
 def steps(recipe: DistillRecipe) -> list[str]:
-    """The plan of `distill`, in words."""
+    """Return the plan of `distill` in words."""
     from specctl.cli import plan
 
     data = recipe.data
@@ -91,7 +91,7 @@ def steps(recipe: DistillRecipe) -> list[str]:
 
 
 def filters(recipe: DistillRecipe) -> list[str]:
-    """A sentence about the prompts that are left out."""
+    """Return a sentence about the prompts that are left out."""
     near, near_excluded = recipe.filters.near_prompts, recipe.filters.near_excluded
     kinds = ["repeated ones"]
     if near is not None:
@@ -103,7 +103,7 @@ def filters(recipe: DistillRecipe) -> list[str]:
 
 
 def handled(recipe: DistillRecipe) -> list[str]:
-    """A sentence about what becomes of responses that teach the wrong things."""
+    """Return a sentence about the treatment of loops, truncated responses and near-duplicates."""
     loops, truncated, near = recipe.filters.loops, recipe.filters.truncated, recipe.filters.near_responses
     kinds = [f"{loops} loops"] if loops != "keep" else []
     kinds += ["drop truncated ones"] if truncated == "drop" else []

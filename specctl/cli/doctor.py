@@ -1,4 +1,4 @@
-"""`specctl doctor`: what this machine can do, what is missing, and the command that fixes it."""
+"""`specctl doctor`: check software, hardware and a target, and show how to fix each problem."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ LOW_MEMORY_GB = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing` is required, `note` costs speed or an option; `fix` is what to type or do."""
+    """One line of the report.
+
+    State `missing` is a failed requirement; `note` costs speed or an option. `fix`: a command or other advice.
+    """
 
     what: str
     state: Literal["ok", "note", "missing"]
@@ -44,7 +47,7 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(target: TargetName = None) -> None:
-    """Show what this machine can do, what is missing, and the command that fixes it."""
+    """Check this machine and a target: show problems, and the command that fixes each."""
     with library_output():
         machine = [*software(), *hardware(), *surroundings()]
         about, usable = examine(target or "builtin")
@@ -57,7 +60,7 @@ def doctor(target: TargetName = None) -> None:
         "findings": [asdict(finding) for finding in findings],
         "target": asdict(about) if about is not None else None,
     }
-    shown = about if target is not None else None  # nobody has asked about the built-in one
+    shown = about if target is not None else None  # the built-in target is described only on request
     output.result(document, partial(_report, about=shown), brief="ok" if not missing else f"{missing} missing")
     if missing:
         unusable = missing == sum(finding.state == "missing" for finding in (*files, usable))
@@ -65,7 +68,7 @@ def doctor(target: TargetName = None) -> None:
 
 
 def software() -> Iterator[Finding]:
-    """Python and every required package against its lower bound; the optional ones."""
+    """Check Python, every required package against its bounds, and optional software."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -92,7 +95,7 @@ def software() -> Iterator[Finding]:
 
 
 def package(name: str, bounds: str, installed: str | None) -> Finding:
-    """Python or a required package: present, and within its bounds."""
+    """Check that Python or a required package is installed, within its version bounds."""
     from packaging.specifiers import SpecifierSet
 
     if installed is None:
@@ -103,7 +106,7 @@ def package(name: str, bounds: str, installed: str | None) -> Finding:
 
 
 def hardware() -> Iterator[Finding]:
-    """CPU and its bf16, cores, memory, CUDA devices."""
+    """Report on the CPU and its bf16, threads, memory and CUDA devices."""
     import psutil
     import torch
 
@@ -129,7 +132,7 @@ def hardware() -> Iterator[Finding]:
 
 
 def taken(facts: Facts, asked: int | None) -> Finding:
-    """The threads that commands take: `asked` where the user has set it, which may be more than are free."""
+    """Report on the threads that commands use. `asked`: the user's number, which may exceed the free cores."""
     from specctl import threads
 
     count = threads.free(facts)
@@ -144,7 +147,7 @@ def taken(facts: Facts, asked: int | None) -> Finding:
 
 
 def surroundings() -> Iterator[Finding]:
-    """The working directory and the disk under it."""
+    """Report on the working directory and the space on its disk."""
     here = Path.cwd()
     if os.access(here, os.W_OK):
         yield Finding("working directory", "ok", f"{here} is writable")
@@ -158,7 +161,7 @@ def surroundings() -> Iterator[Finding]:
 
 
 def examine(name: str) -> tuple[Description | None, Finding]:
-    """A target from its configuration alone: what it is, and whether and how it can be used."""
+    """Describe a target from its configuration alone, with a finding on whether and how it can run."""
     from specctl.cli import plan
     from specctl.decoding.models.describe import describe
     from specctl.decoding.models.gguf_target import is_gguf
@@ -190,18 +193,20 @@ def examine(name: str) -> tuple[Description | None, Finding]:
 
 
 def weights_of(target: str) -> list[Finding]:
-    """Whether a target that could be described has all its weights; nothing where they are not looked at."""
+    """Check the weights of a target that could be described; empty if its weights are not examined."""
     from specctl.decoding.models import gguf_target
 
-    if gguf_target.is_gguf(target):  # whoever describes it has looked at the sizes and shapes of all tensors
+    if gguf_target.is_gguf(target):  # the description has checked the sizes and shapes of all tensors
         parts = gguf_target.files(target)
         return [Finding("weights", "ok", f"{parts[0].name}{f' and {len(parts) - 1} more' if parts[1:] else ''}")]
     return [weights(Path(target))] if Path(target).is_dir() else []
 
 
 def weights(directory: Path) -> Finding:
-    """The files of a target's weights: all there, as long as their headers say, and with the tensors that config.json
-    calls for. No weight is read."""
+    """Check the weight files of a target, without reading weights.
+
+    All files must exist, have the size in their headers, and hold the tensors that config.json requires.
+    """
     from specctl.decoding.models.loading import load_config
     from specctl.decoding.models.tensors import check_headers
 
@@ -241,7 +246,7 @@ def _cpu_flags() -> set[str]:
 
 
 def _in_words(about: Description) -> dict[str, Any]:
-    """A description in words, for people."""
+    """Put a description into words for people."""
     from specctl.cli.plan import step_name
 
     context: Any = about.context_length

@@ -1,4 +1,4 @@
-"""`specctl domains`: the domains that prompts can be had for."""
+"""`specctl domains`: list and show the domains with prompts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ls() -> None:
 
 
 def show(name: Name, samples: Samples = 3, seed: Seed = 0) -> None:
-    """Show a domain: its public data set, the layout of its prompts, its licence, and prompts of its generator."""
+    """Show a domain: its public data set, prompt layout and licence, and some generated prompts."""
     from dataclasses import asdict
 
     from specctl import data_prep

@@ -1,4 +1,4 @@
-"""`specctl eval`: the drafter × domain matrix."""
+"""`specctl eval`: measure drafters × domains, in this process or on servers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLUMNS = {
     "speedup_transformers": "× transformers",
     "tokens": "tokens",
 }
-"""Fields of a row that people are shown, and their headings."""
+"""Row fields shown to people, with their headings."""
 SERVED = {
     "server": "server",
     "domain": "domain",
@@ -45,7 +45,7 @@ SERVED = {
     "same_texts": "same texts",
     "requests": "of",
 }
-"""The same of a server; `a request`: tokens/s that one sees."""
+"""Row fields of a server, with their headings; `a request`: tokens/s of a single request."""
 LENGTHS = {
     "server": "server",
     "concurrency": "in flight",
@@ -58,7 +58,7 @@ LENGTHS = {
     "speedup": "× baseline",
     "requests": "of",
 }
-"""The same by the length of prompts."""
+"""Row fields of a server by prompt length, with their headings."""
 EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
@@ -67,7 +67,7 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
-    """Measure drafter × domain: mat, acceptance, tokens/s, speed-up, and a losslessness check."""
+    """Measure drafters × domains: mat (tokens per round), acceptance, tokens/s, speed-up, and losslessness."""
     from specctl.cli import plan
 
     plan.check_drafters(recipe.drafters)
@@ -94,7 +94,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
 
 
 def asked(recipe: EvalRecipe) -> str:
-    """The prompts and the sampling that a table was measured on, in words."""
+    """Describe the prompts and the sampling of a measurement in words."""
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
     return (
@@ -104,7 +104,7 @@ def asked(recipe: EvalRecipe) -> str:
 
 
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
-    """The plan of `eval`, in words."""
+    """Return the plan of `eval` in words."""
     from specctl.cli import plan
 
     if recipe.server.urls:
@@ -123,7 +123,7 @@ def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
 
 
 def show(document: dict[str, Any], measured: str) -> Any:
-    """The matrix if there is one, else one row per drafter and domain; then the verdict on losslessness."""
+    """Render the matrix, if any, or one row per drafter and domain; then the verdict on losslessness."""
     from rich.console import Group
 
     from specctl.cli.matrix import shown
@@ -142,7 +142,7 @@ def show(document: dict[str, Any], measured: str) -> Any:
 
 
 def show_served(document: dict[str, Any], measured: str) -> Any:
-    """One row per server, domain and number of requests in flight; then what was accepted at each place."""
+    """Render one row per server, domain and concurrency, then the acceptance at each draft position."""
     from rich.console import Group
 
     from specctl.reporting.tables import text
@@ -169,7 +169,7 @@ def show_served(document: dict[str, Any], measured: str) -> Any:
 
 
 def worth(loads: list[dict[str, Any]]) -> list[Any]:
-    """The speed to expect of other drafters at every load, and how that is checked; nothing where it is not known."""
+    """Render the predicted speed of other drafters at every load, and how to check it; empty without a prediction."""
     if not loads:
         return []
     mats = loads[0]["mats"]
@@ -183,13 +183,13 @@ def worth(loads: list[dict[str, Any]]) -> list[Any]:
 
 
 def turns(document: dict[str, Any], behind: str) -> list[str]:
-    """How later turns of conversations were asked, in words, where there were some."""
+    """Say how many prompts are later turns of conversations, and which answers precede them (`behind`)."""
     number = document["later_turns"]
     return [f"{number} prompts are later turns of conversations, behind {behind}"] if number else []
 
 
 def verdict(lossless: dict[str, int]) -> str:
-    """Equal, tied and different texts, in words."""
+    """Put the counts of different and tied texts into words."""
     if not lossless["sequences"]:
         return "not compared"
     return "{mismatches} mismatches, {ties} ties in {sequences} sequences".format(**lossless)

@@ -1,4 +1,4 @@
-"""`specctl export`: a drafter as vLLM, SGLang, speculators or a reference repository reads it."""
+"""`specctl export`: write a drafter in the format of vLLM, SGLang, speculators or a reference repository."""
 
 from __future__ import annotations
 
@@ -38,18 +38,21 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
 
 
 def writes(recipe: ExportRecipe) -> bool:
-    """Whether a directory is written: not into servers that run, and not of a datastore for vLLM, which reads ours."""
+    """Whether the export writes a directory.
+
+    It does not if running servers take the drafter, nor for a datastore for vLLM, which reads specctl's files.
+    """
     from specctl.drafters import checkpoint
 
     if recipe.server.urls or recipe.to != "vllm":
         return not recipe.server.urls
-    with suppress(CheckpointError):  # it is told of later
+    with suppress(CheckpointError):  # reported later
         return checkpoint.family(recipe.source) != "retrieval"
     return True
 
 
 def steps(recipe: ExportRecipe) -> list[str]:
-    """The plan of `export`, in words."""
+    """Return the plan of `export` in words."""
     if not writes(recipe):
         servers = ", ".join(recipe.server.urls)
         end = f"give its documents to {servers}, in place of earlier ones" if servers else "print the command"
@@ -60,7 +63,7 @@ def steps(recipe: ExportRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The files that were written, and how they are served."""
+    """Render the facts of the export, and the commands that serve it."""
     from rich.console import Group
 
     facts = {name: document[name] for name in SHOWN if document[name] is not None}
@@ -75,7 +78,7 @@ def show(document: dict[str, Any]) -> Any:
 
 
 def given(one: dict[str, Any]) -> str:
-    """A line of a corpus that a server has now."""
+    """Return a line about a corpus that a server has now."""
     if one["tokens"] is None:
         return f"{one['server']} has {one['corpus']} already"
     before = f" in place of {', '.join(one['replaced'])}" if one["replaced"] else ""
@@ -83,7 +86,7 @@ def given(one: dict[str, Any]) -> str:
 
 
 def lengths(tuning: dict[str, Any]) -> list[Any]:
-    """The draft lengths by load, and the model's times beside the measured ones."""
+    """Render the draft lengths by load, and the times of the cost model next to the measured times."""
     ranges = [
         [
             f"{one['first']}–{one['last']}",

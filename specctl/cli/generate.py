@@ -1,4 +1,4 @@
-"""`specctl generate`: the thirty-second first look."""
+"""`specctl generate`: answer one prompt with and without a drafter, as a first look."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
-    """Decode a prompt (- reads it from stdin) with and without a drafter and show the difference."""
+    """Answer one prompt with and without a drafter, and show the difference. Prompt - reads stdin."""
     from specctl.cli import plan
 
     if recipe.drafter:
@@ -42,7 +42,7 @@ def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
 
 
 def prompt_of(recipe: GenerateRecipe) -> str:
-    """The prompt to answer: as given, from stdin, or the first one that the SQL generator writes."""
+    """Return the prompt: as given, from stdin, or the first prompt of the SQL generator."""
     if recipe.prompt is None:
         from specctl import data_prep
 
@@ -51,13 +51,13 @@ def prompt_of(recipe: GenerateRecipe) -> str:
     text = sys.stdin.read() if recipe.prompt == "-" else recipe.prompt
     if not text.strip():
         raise UsageError("the prompt is empty", hint='specctl generate "your question"')
-    if any("\ud800" <= char <= "\udfff" for char in text):  # what Python makes of bytes that are no text
+    if any("\ud800" <= char <= "\udfff" for char in text):  # Python decodes invalid bytes to these
         raise DataError("the prompt is not UTF-8")
     return text
 
 
 def steps(recipe: GenerateRecipe) -> list[str]:
-    """The plan of `generate`, in words."""
+    """Return the plan of `generate` in words."""
     from specctl.cli import plan
 
     how = f"plainly and with {recipe.drafter}" if recipe.drafter else "plainly"
@@ -65,7 +65,7 @@ def steps(recipe: GenerateRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The text, with accepted draft tokens in colour, then the numbers."""
+    """Render the text, with accepted draft tokens in colour, then the numbers."""
     from rich.console import Group
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`specctl import`: someone else's head as a drafter of ours."""
+"""`specctl import`: convert a published draft head into a specctl drafter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def register(app: typer.Typer) -> None:
 
 
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
-    """Convert a head (EAGLE, EAGLE-3, Hydra, Medusa, speculators) into a drafter, and try it on a few prompts."""
+    """Convert a published head (EAGLE, EAGLE-3, Hydra, Medusa, speculators) into a drafter, and try it."""
     from specctl.cli import plan
 
     if not recipe.source.is_dir():
@@ -37,7 +37,7 @@ def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: ImportRecipe) -> list[str]:
-    """The plan of `import`, in words."""
+    """Return the plan of `import` in words."""
     from specctl.cli import plan
 
     what = f"{recipe.probe.prompts} prompts of {recipe.data.prompts or recipe.data.domain[0]}"
@@ -50,6 +50,6 @@ def steps(recipe: ImportRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The drafter that it became, and how it drafts."""
+    """Render the facts of the new drafter, and the results of the probe."""
     facts = {name: document[name] for name in SHOWN if document[name]}
     return fields(facts | {f"probe: {name}": value for name, value in (document["probe"] or {}).items()})

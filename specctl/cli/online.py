@@ -1,4 +1,4 @@
-"""`specctl online`: drafters that learn along a stream; warms one up first when there is none."""
+"""`specctl online`: run drafters that learn along a stream, and first warm up the missing ones."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ COLUMNS = {
     "over_lookup_with_training": "× lookup, net",
     "learn_share": "learning",
 }
-"""Fields of a row that people are shown, and their headings; net: the time of learning counts."""
+"""Row fields shown to people, with their headings; net: the time of learning counts."""
 SHARES = {"learn_share"}
 EXAMPLE = "specctl online --algo opt-hydra --schedule sql:400,math:400"
 
@@ -47,9 +47,10 @@ def register(app: typer.Typer) -> None:
 
 
 def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
-    """Decode a stream with drafters that keep learning from what verification says about their drafts.
+    """Decode a stream of prompts with drafters that keep learning from the verification of their drafts.
 
-    lr, osd-lr and online-lr draft whole reasoning steps with a small LM: not lossless, so answers are compared.
+    The algos lr, osd-lr and online-lr draft whole reasoning steps with a small LM. They are not lossless, so final
+    answers are compared with the target's.
     """
     from specctl import api
     from specctl.adaptation import ranks
@@ -80,7 +81,7 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
 
 
 def checked(recipe: OnlineRecipe) -> OnlineRecipe:
-    """The recipe with the family of the drafter it starts from; drafters, policy and pool are there."""
+    """Check drafters, policy and pool, and return the recipe with the family of its first drafter."""
     from specctl.cli import plan
     from specctl.selection.policies import registry
 
@@ -96,7 +97,7 @@ def checked(recipe: OnlineRecipe) -> OnlineRecipe:
 
 
 def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
-    """The recipe with the family of the drafter it starts from, where it names none itself."""
+    """Return the recipe with the family of its drafter `init`, unless it names a family itself."""
     from specctl.cli import plan
     from specctl.drafters import checkpoint
     from specctl.errors import RecipeError
@@ -117,8 +118,10 @@ def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
 
 
 def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
-    """Trainings of the drafters that the stream should start from and that are not there. UsageError where they
-    have no prompts."""
+    """Return the recipes that train the missing drafters from which the stream should start.
+
+    Raises UsageError if there are no prompts for a training.
+    """
     from specctl import data_prep
     from specctl.recipe import DataRecipe, TrainRecipe
     from specctl.recipe.train import FirstDataRecipe
@@ -149,7 +152,7 @@ def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
 
 
 def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> None:
-    """Make the data that is missing, and of it the drafters that are. Interrupted says how to go on."""
+    """Distil the missing data, and train the missing drafters. Raises Interrupted, with a hint how to continue."""
     from specctl import api
 
     for one in first:
@@ -165,7 +168,7 @@ def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, Di
 
 
 def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
-    """The plan of `online`, in words."""
+    """Return the plan of `online` in words."""
     from specctl.cli import plan
     from specctl.recipe import ReasonRecipe
 
@@ -193,13 +196,13 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
 
 
 def stream_of(recipe: LearningRecipe) -> str:
-    """The stream in words: prompts of each domain, and their order."""
+    """Describe the stream in words: prompts per domain, and their order."""
     domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
     return f"{domains or 'those of ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per contender, then the domains of the stream, and the verdict on losslessness."""
+    """Render one row per contender, then mat by domain, and the verdict on losslessness."""
     from rich.console import Group
 
     rows = document["learners"]

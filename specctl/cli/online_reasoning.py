@@ -25,14 +25,14 @@ COLUMNS = {
     "agreement": "answers of the target",
     "accuracy": "right answers",
 }
-"""Fields of a mode that people are shown, and their headings; net: the time of learning counts."""
+"""Row fields of a mode shown to people, with their headings; net: the time of learning counts."""
 SHARES = {"step_acceptance", "agreement", "accuracy"}
 INTERVALS = {"speedup", *SHARES}
 """Rates that are shown with their intervals."""
 
 
 def check(recipe: ReasonRecipe) -> None:
-    """The models that are named on this machine are there, and can do what they are named for.
+    """Check that the draft LM, the token drafter and the judge exist and have the right kind.
 
     Raises UsageError, CheckpointError.
     """
@@ -55,7 +55,7 @@ def check(recipe: ReasonRecipe) -> None:
 
 
 def check_draft(recipe: ReasonRecipe) -> None:
-    """Raise CheckpointError where the draft LM is not here and cannot be fetched, before the target takes its time."""
+    """Raise CheckpointError, before the target is loaded, if the draft LM is not here and cannot be fetched."""
     from specctl.decoding.models.loading import check_within_reach
 
     if recipe.reasoning.draft is not None:
@@ -63,7 +63,7 @@ def check_draft(recipe: ReasonRecipe) -> None:
 
 
 def steps(recipe: ReasonRecipe) -> list[str]:
-    """The plan after the warm-up, in words."""
+    """Return the plan after the warm-up in words."""
     from specctl.reasoning.modes import LEARNING
 
     reasoning = recipe.reasoning.resolved(recipe.target.name)
@@ -86,7 +86,7 @@ def steps(recipe: ReasonRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per mode, what learning gained, and in how many answers the target alone is not met."""
+    """Render one row per mode, the gain of learning, and the agreement with the answers of the target alone."""
     from rich.console import Group
 
     rows = document["modes"]
@@ -112,7 +112,7 @@ def _known(value: Any) -> bool:
 
 
 def _shown(name: str, value: Any) -> str:
-    """A number, of a rate with its interval."""
+    """Format a number, with its interval if it is a rate."""
     if not isinstance(value, dict):
         return cell(value)
     scale, unit = (100, " %") if name in SHARES else (1, "")
@@ -124,7 +124,7 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _fidelity(document: dict[str, Any]) -> list[str]:
-    """The texts are not the target's own: what that did to the answers is always said."""
+    """Say that the run is not lossless, and how many answers are compared with the target's."""
     alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
     if alone is None:
         return ["not lossless: how often the answers are those of the target alone was not measured (baselines)"]
@@ -133,7 +133,7 @@ def _fidelity(document: dict[str, Any]) -> list[str]:
 
 
 def _cut(document: dict[str, Any]) -> list[str]:
-    """A warning where most steps of the target alone reached their longest length and were cut."""
+    """Warn if most steps of the target alone reached their longest length and were cut."""
     alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
     if alone is None or 2 * alone["cut"] <= alone["rounds"]:
         return []
@@ -143,7 +143,7 @@ def _cut(document: dict[str, Any]) -> list[str]:
 
 
 def _slower(document: dict[str, Any]) -> list[str]:
-    """Modes that draft in every round and lose by it."""
+    """Warn of modes that are slower than the target alone because they draft in every round."""
     losing = [row["mode"] for row in document["modes"] if row["depth"] >= 1 and (row["speedup"]["value"] or 1) < 1]
     if not losing:
         return []

@@ -1,4 +1,4 @@
-"""`specctl online --server`: its plan and its result."""
+"""Plan and result of `specctl online --server`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def steps(recipe: OnlineRecipe, stream: str) -> list[str]:
-    """The plan, in words, of the `stream` or the traffic; no server is asked."""
+    """Return the plan in words, for the `stream` or for traffic. No server is asked."""
     urls, source = ", ".join(recipe.server.urls), recipe.traffic
     texts = f"ask {urls} for texts ({stream})"
     if source.listen is not None:
@@ -24,7 +24,7 @@ def steps(recipe: OnlineRecipe, stream: str) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """A row per chunk, then what was published, and what it was worth."""
+    """Render one row per chunk, then the mat over the baseline, and the counts of published versions."""
     from rich.console import Group
 
     titles = (

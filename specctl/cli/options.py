@@ -1,4 +1,4 @@
-"""Options of the commands that run a recipe: what each is called, and the recipe key it sets. Declared once, here."""
+"""Command-line flags of the commands that run a recipe, with the recipe keys set by each flag."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specctl.errors import UsageError
 from specctl.families import FAMILIES, GROWING, UNTRAINED, listed
 from specctl.formats.registry import readers
 
-SWITCH = " "  # where help names the kind of a value: a switch takes none
+SWITCH = " "  # metavar of a switch, which takes no value
 
 
 def _comma_ints(text: str) -> list[int]:
@@ -49,7 +49,7 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _names(values: list[str]) -> list[str]:
-    """The names in values such as `a,b`; a path that is there is one name, also as the head of a hybrid."""
+    """Split values such as `a,b` into names. An existing path is one name, also as the head of a hybrid."""
     return [name for value in values for name in ([value] if _there(value) else value.split(","))]
 
 
@@ -63,7 +63,7 @@ def _none_or_names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Flag:
-    """One option: the recipe keys it sets, its type on the command line, its help, and what turns it into the value."""
+    """One flag: the recipe keys it sets, its type, its help, and the conversion to the value of the keys."""
 
     keys: tuple[str, ...]
     type: Any
@@ -72,7 +72,7 @@ class Flag:
     metavar: str | None = None
 
     def annotation(self, name: str) -> Any:
-        """The Typer declaration: `Annotated[type | None, Option("--name")]`."""
+        """Return the Typer declaration: `Annotated[type | None, Option("--name")]`."""
         metavar = SWITCH if self.type is bool else self.metavar
         option = typer.Option(spelling(name), help=self.help, metavar=metavar, show_default=False)
         return Annotated[self.type | None, option]
@@ -231,11 +231,11 @@ SPELLING = {
     "online_baselines": "baselines",
     "asynchronous": "async",
 }
-"""Flags of other keys that look the same on the command line: `--drafter` is repeatable where several are measured."""
+"""Spelling of flags that differ from their names here: several flags may look the same on the command line."""
 
 
 def settings(given: dict[str, Any], command: str) -> list[Any]:
-    """The flags that were given (by their name in `FLAGS`) as recipe settings of `command`."""
+    """Convert the given flags (by their name in `FLAGS`) into recipe settings of `command`."""
     from specctl.recipe import RECIPES
     from specctl.recipe.resolve import Setting
 
@@ -246,11 +246,11 @@ def settings(given: dict[str, Any], command: str) -> list[Any]:
         flag, origin = FLAGS[name], spelling(name)
         for key in flag.keys:
             path = tuple(key.split("."))
-            if path[0] in RECIPES[command].model_fields:  # --seed sets what the recipe has of its two keys
+            if path[0] in RECIPES[command].model_fields:  # a recipe may have one of the two keys of --seed
                 overrides.append(Setting(path, flag.convert(value) if flag.convert else value, origin))
     return overrides
 
 
 def spelling(name: str) -> str:
-    """`top_p` → `--top-p`."""
+    """Return the flag as typed: `top_p` → `--top-p`."""
     return "--" + SPELLING.get(name, name).replace("_", "-")

@@ -1,4 +1,4 @@
-"""Checks before a command loads anything, and how `--dry-run` shows the plan."""
+"""Checks before a command loads anything, and the output of `--dry-run`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
 from specctl.redaction import redacted
 from specctl.runs import check_same_command
 
-LABEL = r"\w[\w.-]*"  # it names directories
+LABEL = r"\w[\w.-]*"  # domains name directories
 
 
 def check_data(data: DataRecipe) -> None:
-    """The domains exist, and so do their prompts files. Raises UsageError, DataError."""
+    """Check that the domains and their prompts files exist. Raises UsageError, DataError."""
     from specctl import data_prep
     from specctl.distillation.prompts import check_files
 
@@ -32,14 +32,16 @@ def check_data(data: DataRecipe) -> None:
 
 
 def check_label(domain: str) -> None:
-    """A name for somebody's own data. Raises UsageError."""
+    """Check the name of a domain with the user's data. Raises UsageError."""
     if not re.fullmatch(LABEL, domain):
         raise UsageError(f"domain {domain!r} is no name for prompts: letters, digits, . - _")
 
 
 def check_target(target: TargetRecipe) -> str:
-    """One line about how the target would run, from its configuration. Raises CheckpointError where it cannot be used,
-    UsageError where it cannot be in slices."""
+    """Return one line about how the target would run, from its configuration.
+
+    Raises CheckpointError if it cannot be used, UsageError if it cannot be sliced as the recipe says.
+    """
     where = local_target(target)
     if where is None:
         return f"target {target.name} is read from the Hugging Face hub; not checked"
@@ -56,8 +58,11 @@ def check_target(target: TargetRecipe) -> str:
 
 
 def local_target(target: TargetRecipe) -> str | None:
-    """The directory with the target's configuration (or `builtin`); for a Hugging Face id that of its cache, if it is
-    there. The hub is not asked: --dry-run works offline, and at once."""
+    """Return the directory with the target's configuration, or `builtin`.
+
+    For a Hugging Face id this is the directory in the local cache, or None if the target is not cached. The hub is not
+    asked, so that --dry-run works offline and at once.
+    """
     from specctl.decoding.models.loading import is_hub_id
 
     if not is_hub_id(target.name):
@@ -73,13 +78,15 @@ def local_target(target: TargetRecipe) -> str | None:
 
 
 def step_name(path: str) -> str:
-    """The path that a target's steps take, in words."""
+    """Return the name, in words, of the code path that runs a target's steps."""
     return "the lean step" if path == "lean" else "the forward of transformers"
 
 
 def check_drafters(names: list[str]) -> None:
-    """Each is a drafter directory, a drafter that needs no weights, or a hybrid of both. Raises UsageError,
-    CheckpointError."""
+    """Check that each name is a drafter directory, a drafter without weights, or a hybrid of both.
+
+    Raises UsageError, CheckpointError.
+    """
     from specctl.drafters.names import HYBRIDS, parts_of
 
     for name in names:
@@ -92,24 +99,28 @@ def check_drafters(names: list[str]) -> None:
 
 
 def check_directory(name: str, otherwise: str = "") -> None:
-    """A drafter with weights. Raises UsageError, CheckpointError; `otherwise`: what else would have been right."""
-    if not os.path.isdir(name):  # False, and no error, for a name that is too long
+    """Check that `name` is the directory of a drafter. Raises UsageError, CheckpointError.
+
+    `otherwise`: other valid names, for the hint.
+    """
+    if not os.path.isdir(name):  # unlike `Path.is_dir`, False and not an error for a name that is too long
         raise UsageError(f"no drafter {name}", hint=f"a directory written by specctl train-drafter{otherwise}")
     if not (Path(name) / "config.json").is_file():
         raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
 
 
 def pool_members(pool: Path) -> list[str]:
-    """The drafter directories at or below `pool`. Raises UsageError, CheckpointError where there is none."""
+    """Return the drafter directories at or below `pool`. Raises UsageError, CheckpointError if there are none."""
     from specctl.drafters.pool import find_pool
 
     return [str(path) for path in find_pool(pool)]
 
 
 def check_output(command: str, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
-    """Nothing is in the way of `command` at `path`, and it can be written. Raises UsageError, SpecctlError.
+    """Check that `command` can write to the directory `path`, which must be free, resumed or overwritten.
 
-    Under torchrun the first process checks: the others may find what it has made a moment ago.
+    Under torchrun only rank 0 checks, because the others may find files that rank 0 has just made. Raises UsageError,
+    SpecctlError.
     """
     if not progress.leads():
         return
@@ -126,7 +137,7 @@ def check_output(command: str, path: Path, *, resume: bool = False, overwrite: b
 
 
 def show(command: str, recipe: CommandRecipe, steps: list[str], **more: Any) -> None:
-    """The answer to --dry-run: what would be done, the recipe with everything filled in, and `more` for --json."""
+    """Print the answer to --dry-run: the steps, the resolved recipe, and the fields `more` for --json."""
     resolved = recipe.model_dump(mode="json")
     document = {"command": command, "dry_run": True, "steps": redacted(steps), **more, "recipe": resolved}
     output.result(document, _plan, brief=command)

@@ -1,4 +1,4 @@
-"""`specctl select`: the right drafter of a pool, chosen while decoding."""
+"""`specctl select`: choose a drafter of a pool in every round, while decoding."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ COLUMNS = {
     "score_share": "scoring",
     "switch_ms": "ms a switch",
 }
-"""Fields of a row that people are shown, and their headings."""
+"""Row fields shown to people, with their headings."""
 MODELLED = {
     "speedup": "× plain, modelled",
     "over_best_arm": "× fastest arm, modelled",
 }
-"""Headings of a replay."""
+"""Headings in a replay."""
 BY_SPEED = {
     "share_of_best": "of fastest arm, by game",
     "best_arm_ratio": "fastest arm played",
 }
-"""Headings where tokens a second are played for."""
+"""Headings if policies play for tokens per second."""
 EXAMPLE = "specctl select --algo cgp-ucb,hedgespec --pool ./drafters"
 
 
@@ -68,8 +68,8 @@ def register(app: typer.Typer) -> None:
 def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
-    What a policy has learnt is forgotten after every query, unless --reset says otherwise; cgp-ucb keeps what prompts
-    have shown. With --server and --listen requests are routed among engines that draft differently."""
+    A policy forgets after every query, unless --reset says otherwise; only cgp-ucb keeps its memory of prompts. With
+    --server and --listen, requests are routed among engines with different drafters."""
     from specctl.cli import plan
     from specctl.selection.game.rules import check_batch
     from specctl.selection.policies import registry
@@ -80,7 +80,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     plan.check_drafters([*recipe.drafters, *recipe.rivals])
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
-    # Only now what takes seconds to import: a misspelt name is told at once.
+    # These imports take seconds, so they come after the checks for misspelt names.
     from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import members
     from specctl.selection.recorded import pieces
@@ -88,7 +88,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     arms = members(recipe)
     recipe = with_domains_of_pool(recipe, arms)
     plan.check_data(recipe.data)
-    if recipe.record:  # before its run directory: whoever is told of that one alone would overwrite both
+    if recipe.record:  # checked before the run directory: --overwrite would replace both
         pieces.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
         plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
@@ -107,7 +107,7 @@ def served(recipe: SelectRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    """The plan of `select`, in words."""
+    """Return the plan of `select` in words."""
     from specctl.cli import plan
 
     games = presets(recipe)
@@ -139,7 +139,7 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 
 def presets(recipe: SelectRecipe) -> list[str]:
-    """A line for each policy whose game differs from the recipe's `game.*`: the keys, with the values it plays by."""
+    """Return a line for each policy with other rules than the recipe's `game.*`: the keys and the policy's values."""
     from specctl.selection.game.rules import own_game
     from specctl.selection.policies.registry import learns
 
@@ -155,7 +155,7 @@ def presets(recipe: SelectRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per contender, then how often the first policy played which arm."""
+    """Render one row per contender, then the number of plays of each arm by the first policy."""
     from rich.console import Group
 
     rows = [row for row in document["policies"] if row["kind"] == "policy"]
@@ -164,7 +164,7 @@ def show(document: dict[str, Any]) -> Any:
     by_speed = document["yardstick"] == "throughput"
     headings = COLUMNS | (MODELLED if not live else {}) | (BY_SPEED if by_speed else {})
     if not live:
-        headings.pop("share_of_best_256")  # of whole games; `share_after_256` is what was learnt by then
+        headings.pop("share_of_best_256")  # over whole games; `share_after_256` shows the learned choice
     columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
     parts = [table(*columns.values(), rows=[[_shown(name, row) for name in columns] for row in rows])]
     if document["oracle_mat"]:

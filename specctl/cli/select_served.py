@@ -1,4 +1,4 @@
-"""`specctl select --server`: its plan and its result."""
+"""Plan and result of `specctl select --server`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COLUMNS = {
 
 
 def steps(recipe: SelectRecipe) -> list[str]:
-    """The plan, in words; no server is asked."""
+    """Return the plan in words. No server is asked."""
     return [
         f"check that {', '.join(recipe.server.urls)} serve one model",
         f"take requests at {recipe.listen}, and route each to the server that {recipe.algo[0]} chooses by what became "
@@ -30,7 +30,7 @@ def steps(recipe: SelectRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per server."""
+    """Render one row per server, and the totals."""
     from rich.console import Group
 
     rows = [[_shown(name, row[name]) for name in COLUMNS] for row in document["servers"]]

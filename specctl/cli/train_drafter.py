@@ -1,4 +1,4 @@
-"""`specctl train-drafter`: distil first when there is no data for the domain, then train."""
+"""`specctl train-drafter`: train a drafter, and first distil the missing data of its domain."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, TrainRecipe
     from specctl.training.estimate import Texts
 
-AUTO = Path("auto")  # in the place of a drafter to start from: a generalist, where one is at hand
-PROMPT_TOKENS = 128  # assumed of prompts that nobody has rendered yet
-PROMPT_SAMPLE = 200  # records whose prompts are measured
+AUTO = Path("auto")  # value of `init`: start from a generalist, if there is one
+PROMPT_TOKENS = 128  # assumed length of prompts that are not rendered yet
+PROMPT_SAMPLE = 200  # number of records with prompts that are measured
 FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit", "features_from"),
     *(*TARGET, "seed", "log", "output_dir", "resume", "overwrite"),
@@ -38,9 +38,9 @@ def register(app: typer.Typer) -> None:
 
 
 def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
-    """Train or fine-tune a draft head with DeepSpeed; distils data first when there is none for the domain.
+    """Train or fine-tune a drafter with DeepSpeed. Data is distilled first if there is none for the domain.
 
-    Several processes: torchrun --nproc-per-node 2 -m specctl train-drafter …
+    For several processes: torchrun --nproc-per-node 2 -m specctl train-drafter …
     """
     from specctl import api
     from specctl.cli import plan
@@ -54,7 +54,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         check_target(recipe)
     general = recipe.first_stage()
     recipes = (recipe if general is None else recipe.second_stage(general)).one_each()
-    if general is not None and not (general.output / "config.json").is_file():  # one that is there serves again
+    if general is not None and not (general.output / "config.json").is_file():  # an existing one is used again
         recipes.insert(0, general)
     for training in recipes:
         plan.check_output("train-drafter", training.output, resume=recipe.resume, overwrite=recipe.overwrite)
@@ -78,7 +78,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
 
 
 def check_data(recipe: TrainRecipe) -> None:
-    """The domains exist, and so do their prompts files; a domain whose data is there may have any name.
+    """Check that the domains and their prompts files exist. A domain with distilled data may have any name.
 
     Raises UsageError, DataError.
     """
@@ -93,8 +93,10 @@ def check_data(recipe: TrainRecipe) -> None:
 
 
 def check_target(recipe: TrainRecipe) -> None:
-    """The target has what a new drafter of the family is made of, and fits the sizes that the recipe names; before
-    thousands of responses are distilled for it. CheckpointError, UsageError where it does not."""
+    """Check that a new drafter of the family can be built from the target, with the sizes in the recipe.
+
+    This comes before thousands of responses are distilled. Raises CheckpointError, UsageError.
+    """
     from specctl.cli import plan
     from specctl.families import FAMILIES
     from specctl.recipe import DrafterRecipe
@@ -110,9 +112,9 @@ def check_target(recipe: TrainRecipe) -> None:
 
 
 def begun_anywhere(recipe: TrainRecipe) -> TrainRecipe:
-    """The recipe with the generalist that `init=auto` finds; without any start where there is none.
+    """Replace `init=auto` by the generalist that is found, or by None if there is none.
 
-    Raises RecipeError where an adapter is asked for and there is nothing to adapt.
+    Raises RecipeError if the recipe asks for an adapter and there is no drafter to adapt.
     """
     from specctl.drafters import checkpoint
 
@@ -131,7 +133,7 @@ def begun_anywhere(recipe: TrainRecipe) -> TrainRecipe:
 
 
 def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
-    """The recipe with the architecture of the drafter it starts from, where it names none itself."""
+    """Return the recipe with the architecture of its drafter `init`, unless it names one itself."""
     from specctl.cli import plan
 
     plan.check_directory(str(init))
@@ -147,9 +149,9 @@ def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
 
 
 def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:
-    """The recipes that make the missing data (or, with --resume, finish it), by directory; empty where all is there.
+    """Return the recipes that distil the missing data, or finish it with --resume, by directory.
 
-    Raises UsageError where the data was named by the user, or where several processes would each write it.
+    Raises UsageError if the user has named the data, or if several processes would each write it.
     """
     return {
         source: first
@@ -159,7 +161,7 @@ def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:
 
 
 def _domains(recipe: TrainRecipe) -> list[list[str]]:
-    """The domains of each of `recipe.sources`."""
+    """Return the domains of each directory in `recipe.sources`."""
     every = recipe.data.domain
     if recipe.corpus is not None:
         return []
@@ -175,7 +177,7 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
         held = store.summary(source)
         if held.complete or recipe.distilled is not None:
             return None
-        if not recipe.resume or checkpoint.directory(recipe.output).is_dir():  # which goes on with the same data only
+        if not recipe.resume or checkpoint.directory(recipe.output).is_dir():  # a resumed training needs the same data
             progress.warn(f"{source} is unfinished: training on the {held.responses} responses that are there")
             return None
     elif recipe.distilled is not None:
@@ -195,7 +197,7 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
 
 
 def tell_what_is_there(recipe: TrainRecipe, sources: list[Path]) -> None:
-    """Tell of data that another target wrote, and of options that change nothing about data that is there."""
+    """Report data from another target, and options without effect because their data exists already."""
     from specctl.distillation import store
 
     set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
@@ -210,14 +212,14 @@ def tell_what_is_there(recipe: TrainRecipe, sources: list[Path]) -> None:
 
 
 class Expected(NamedTuple):
-    """The estimate in words, and as a document; None where there is none, and the words say why."""
+    """An estimate in words and as a document, which is None, with the reason in words, if there is no estimate."""
 
     lines: list[str]
     document: dict[str, Any] | None
 
 
 def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
-    """Memory, disk and time of the training, as far as they follow from configurations."""
+    """Estimate memory, disk space and time of the training from configurations."""
     from specctl.cli import plan
     from specctl.decoding.models.loading import load_config
     from specctl.families import trained
@@ -239,11 +241,11 @@ def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
 
 
 def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
-    """Counts and lengths of the data; for data that is still to be distilled a guess: half of the longest response."""
+    """Return counts and lengths of the data. Responses still to be distilled count as half of the longest response."""
     from specctl.distillation import store
     from specctl.training.estimate import Texts
 
-    number, responses, prompts = 0, 0.0, 0.0  # and their tokens
+    number, responses, prompts = 0, 0.0, 0.0  # number of texts, tokens of responses, tokens of prompts
     for source in recipe.sources:
         if source in first:
             missing = first[source]
@@ -261,7 +263,7 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
 
 
 def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[str]:
-    """The plan of `train-drafter`, in words."""
+    """Return the plan of `train-drafter` in words."""
     from specctl.cli import distill, plan
     from specctl.families import trained
 
@@ -292,7 +294,7 @@ def _training(recipe: TrainRecipe) -> list[str]:
 
 
 def _checks(recipe: TrainRecipe) -> list[str]:
-    """Lines on how a checkpoint is chosen, as far as the target's configuration is here."""
+    """Return lines about the choice of a checkpoint, as far as the target's configuration is on this machine."""
     from specctl.cli import plan
     from specctl.training.estimate import loads_layers_here
 
@@ -311,7 +313,10 @@ def _checks(recipe: TrainRecipe) -> list[str]:
 
 
 def _served(recipe: TrainRecipe) -> list[str]:
-    """Lines on what servers are asked, and how one is started, as far as the target's configuration is here."""
+    """Return lines about the requests to servers, and about how to start a server.
+
+    The latter need the target's configuration on this machine.
+    """
     from specctl.cli import plan
     from specctl.decoding.models.loading import DTYPES, load_config
     from specctl.drafters import checkpoint
@@ -335,7 +340,7 @@ def _served(recipe: TrainRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The fields of the result, and which prompts its mat was measured on: it is not the figure of `eval`."""
+    """Render the result, and say on which prompts its mat was measured: it differs from the mat of `eval`."""
     mat, expected = document.get("mat", math.nan), document.get("expected_mat", math.nan)
     of = "held-out prompts of the training data; specctl eval measures the test split"
     if not math.isnan(mat):
@@ -348,6 +353,6 @@ def show(document: dict[str, Any]) -> Any:
 
 
 def show_pool(document: dict[str, Any]) -> Any:
-    """One row per drafter of the pool."""
+    """Render one row per drafter of the pool."""
     names = ("drafter", "domain", "mat", "steps", "train_tokens", "elapsed_s")
     return table(*names, rows=[[drafter[name] for name in names] for drafter in document["drafters"]])

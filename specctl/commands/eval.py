@@ -1,4 +1,4 @@
-"""`specctl eval`: drafter × domain, with both baselines in the same run."""
+"""`specctl eval`: measure every drafter in every domain, with both baselines in the same run."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ if TYPE_CHECKING:
 class EvalResult:
     """The result document of `eval`.
 
-    `lossless` compares drafters with plain decoding (no sequences where texts may differ, or without the vanilla
-    baseline); `lossless_transformers` compares plain decoding with `generate`, greedy only.
+    `lossless` compares drafters with plain decoding. It has no sequences if texts may differ or without the vanilla
+    baseline. `lossless_transformers` compares plain decoding with `generate`, greedy only.
     """
 
     rows: list[Row]
     lossless: Losslessness
     lossless_transformers: Losslessness
-    rejected: int  # prompts
-    matrix: Matrix | None = None  # where the recipe asks for it
-    later_turns: int = 0  # of conversations, each behind plain decoding's answers to those before it
+    rejected: int  # number of prompts
+    matrix: Matrix | None = None  # if the recipe asks for it
+    later_turns: int = 0  # follow-up turns of conversations, after plain decoding's answers
 
 
 def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
-    """A matrix for which no domain was named is about those that its drafters were made for.
+    """Set the domains of a matrix to the domains that its drafters were made for, if the recipe names none.
 
-    Raises UsageError where they name none, CheckpointError where one cannot be read.
+    Raises UsageError if the drafters name no domain, CheckpointError if a drafter cannot be read.
     """
     if not recipe.matrix or "domain" in recipe.data.model_fields_set:
         return recipe
@@ -69,10 +69,12 @@ def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
 def evaluate(
     recipe: EvalRecipe, run: Run, *, target: Target | None = None, drafters: Mapping[str, Drafter] | None = None
 ) -> EvalResult | ServedResult:
-    """Measure a recipe's drafters, or its server; `target` and `drafters` (by name) come from callers that hold them.
+    """Measure a recipe's drafters, or its server.
+
+    `target` and `drafters` (by name) are passed by callers that have loaded them already.
 
     Raises DataError (no usable prompts), CheckpointError (target or drafter), UsageError (contradicting recipe),
-    Interrupted (SIGTERM; the records so far are kept, `resume` continues).
+    Interrupted (SIGTERM; the records are kept, and `resume` continues the run).
     """
     if recipe.server.urls:
         from specctl.commands.eval_served import evaluate_served
@@ -98,7 +100,7 @@ def evaluate(
     keep = functools.partial(write_records, run.dir, stamp=stamp)
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
     turns = [[case] for case in cases]
-    run.annotate(target=target.identity)  # from here on an earlier run gives way
+    run.annotate(target=target.identity)  # from here on, this run replaces an earlier one
     rejections.release()
     records = measure(recipe, turns, competing, set(drafters) or {VANILLA}, keep, earlier)
     records, agreement = compared(recipe, target, records, set(drafters))
@@ -121,20 +123,20 @@ def evaluate(
 
 
 def named(recipe: EvalRecipe) -> dict[str, str]:
-    """Drafters by the last part of their path; by all of it where that is not unique or names a baseline."""
+    """Drafters by the last part of their path, or by the whole path if that part is not unique or names a baseline."""
     members = map(str, pool.find_pool(recipe.pool)) if recipe.pool else ()
     paths = list(dict.fromkeys([*recipe.drafters, *members]))
     return {path if name in (VANILLA, PLAIN) else name: path for path, name in names.named(paths).items()}
 
 
 def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dict[str, list[str]]:
-    """The trained drafters of a matrix with their domains; all, where none is trained or a caller brought its own."""
+    """Trained drafters of a matrix, with their domains. All drafters, if none is trained or a caller passed them."""
     trained = {name: pool.domains_of(path) for name, path in paths.items() if path not in NAMED}
     return trained or {name: [] for name in drafters}
 
 
 def _agreement_with_transformers(recipe: EvalRecipe, target: Target, records: Sequence[Record]) -> Losslessness:
-    """Our plain decoding against theirs: two implementations, so never bitwise equal, whatever `exact` says."""
+    """Compare our plain decoding with `generate`. These are two implementations, so even `exact` allows ties."""
     counts = Losslessness()
     if recipe.sampling.temperature > 0:
         return counts

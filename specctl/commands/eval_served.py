@@ -1,4 +1,4 @@
-"""`specctl eval --server`: what does a drafter give in the engine that serves it, at which load?"""
+"""`specctl eval --server`: speed of a drafter in the engine that serves it, by load."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ from specctl.recipe import EvalRecipe
 from specctl.runs import PRIVATE, Run
 
 REQUESTS = "requests.jsonl"
-WARMUP = 2  # requests a server, before the clock counts
+WARMUP = 2  # requests per server before timing starts
 
 
 @dataclass(frozen=True)
 class ServedResult:
     """The result document of `eval --server`.
 
-    `lengths` is empty where the prompts are all in one bucket of lengths, `worth` without a baseline, and where the
-    server does not draft, or does not tell.
+    `lengths` is empty if all prompts fall into one bucket of lengths. `worth` is empty without a baseline, and if the
+    server does not draft or does not report its drafts.
     """
 
     servers: list[ServedRow]
     rejected: int  # prompts
     lengths: list[ServedLength]
     worth: list[Worth]
-    later_turns: int  # asked, of conversations, by the server at each concurrency
+    later_turns: int  # follow-up turns of conversations, sent to the server at each concurrency
 
 
 @dataclass(frozen=True)
 class Pass:
-    """All conversations of a domain once through a server.
+    """One run of all conversations of a domain through a server.
 
     Attributes:
-        replies: by the place of the conversation and the turn; without the baseline's.
-        seconds: while requests were in flight.
+        replies: by (number of the conversation, turn), without the baseline's answers.
+        seconds: time during which requests were in flight.
+        drafting: the engine's counters for these replies, or None if it does not report them.
+        failures: requests that failed and were sent again.
     """
 
     replies: dict[tuple[int, int], Reply]
@@ -54,7 +56,7 @@ class Pass:
     failures: int
 
     def beside(self, base: Pass | None) -> list[Reply]:
-        """The replies, each with the one of a baseline to the same turn, if there is one."""
+        """The replies, each paired with the baseline's answer to the same turn if there is one."""
         if base is None:
             return list(self.replies.values())
         others = {place: reply.answer for place, reply in base.replies.items()}
@@ -62,14 +64,14 @@ class Pass:
 
 
 def evaluate_served(recipe: EvalRecipe, run: Run) -> ServedResult:
-    """Send a recipe's prompts to its server and to the one beside it, at every concurrency.
+    """Send the prompts of a recipe to its server and its baseline server, at every concurrency.
 
-    Raises DataError (no usable prompts), EngineError (a server that is not there, or goes on failing), CheckpointError
-    (a server of another target), Interrupted.
+    Raises DataError (no usable prompts), EngineError (a server that cannot be reached or keeps failing),
+    CheckpointError (a server of another target), Interrupted.
     """
     target = load_target_text(**recipe.target.described)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
-    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # which may be none
+    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # either may have no URLs
         clients = {"server": client} | ({"baseline": other} if recipe.baseline_server.urls else {})
         for one in clients.values():
             one.check(target)
@@ -106,7 +108,7 @@ def evaluate_served(recipe: EvalRecipe, run: Run) -> ServedResult:
 
 
 def worths(rows: Sequence[ServedRow], mats: Sequence[float]) -> list[Worth]:
-    """The speed of drafters of these mats at every load, of mats that drafts of the measured length can reach."""
+    """Predict the speed of drafters with these mats at every load, without mats beyond the measured draft length."""
     try:
         sweep = sweep_of([asdict(row) for row in rows])
     except DataError:  # nothing to compare with, or nothing drafted
@@ -116,8 +118,9 @@ def worths(rows: Sequence[ServedRow], mats: Sequence[float]) -> list[Worth]:
 
 
 def answered(client: Client, recipe: EvalRecipe, target: TargetText, cases: Sequence[Case], concurrency: int) -> Pass:
-    """Every conversation once, so many requests at a time; a few before the clock counts. A turn follows the server's
-    own answer to the one before it, and is asked when all of these are there.
+    """Run every conversation once, with `concurrency` requests in flight, after a few requests for warm-up.
+
+    A turn follows the server's own answer to the turn before. It is sent when all answers to that turn have arrived.
 
     Raises Interrupted, EngineError, DataError (a prompt that the server refuses).
     """
@@ -160,7 +163,7 @@ def answered(client: Client, recipe: EvalRecipe, target: TargetText, cases: Sequ
 
 
 def asks(recipe: EvalRecipe, cases: Sequence[Case]) -> list[Ask]:
-    """Requests of prompts, under the recipe's sampling and only seed."""
+    """Requests for prompts, with the recipe's sampling and its only seed."""
     sampling, seed = recipe.sampling, recipe.seeds[0]
     return [
         Ask(case.ids, case.room, sampling.temperature, sampling.top_k, sampling.top_p, case.seed(seed))
@@ -171,7 +174,7 @@ def asks(recipe: EvalRecipe, cases: Sequence[Case]) -> list[Ask]:
 def row(
     name: str, client: Client, domain: str, concurrency: int, replies: Sequence[Reply], done: Pass, base: Pass | None
 ) -> ServedRow:
-    """The numbers of a pass, and of what it gains over that of a baseline."""
+    """Row of a pass, with its gain over a baseline's pass if there is one."""
     told = figures(replies, base is not None, done.drafting)
     return ServedRow(
         **told,

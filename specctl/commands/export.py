@@ -1,4 +1,4 @@
-"""`specctl export`: a drafter directory of ours → the directory that an engine or a reference repository reads."""
+"""`specctl export`: convert a drafter into the directory that an engine or a reference repository reads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ SLOWER = "plain decoding is faster than any draft at every measured load: serve 
 
 
 def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
-    """Write `recipe.drafter` (a LoRA adapter merged into its base) for `recipe.to`, whole or not at all.
+    """Write `recipe.drafter` in the format `recipe.to`, whole or not at all. A LoRA adapter is merged into its base.
 
     Raises:
-        UsageError: no drafter named, the place is taken, or that format has no room for the family or a schedule.
-        DataError: the sweep of `tune` is none, or of another drafter.
-        CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back otherwise.
+        UsageError: no drafter is named, the output directory is taken, or the format does not support the family or a
+            schedule of draft lengths.
+        DataError: the file of `tune` is no sweep, or a sweep of another drafter.
+        CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back
+            differently.
     """
     drafter = pool.whole(pool.known(recipe.source))
     pool.sound(drafter)
@@ -38,7 +40,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         )
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None
-    # The revision is the drafter's own, too, unless one is named.
+    # The revision, too, is the drafter's own unless the recipe names one.
     options = {"revision": wanted.revision} if wanted.revision else {}
     facts = TargetFacts.of_identity(
         drafter.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
@@ -80,7 +82,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
 
 
 def tuned(recipe: ExportRecipe, head: Head) -> Tuning | None:
-    """Draft lengths by load, where a sweep is given. UsageError, DataError."""
+    """Draft lengths by load, if the recipe names a sweep. Raises UsageError, DataError."""
     if recipe.tune is None:
         return None
     engines.refuse_schedule(recipe.to, head.family)
@@ -100,7 +102,7 @@ def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code:
         return stitched.write(files.base, directory, files.tensors, files.config)
     tensors = checkpoint.separate(files.tensors)
     if files.weights.endswith(".safetensors"):
-        checkpoint.write_tensors(directory / files.weights, tensors, {"format": "pt"})  # transformers asks for it
+        checkpoint.write_tensors(directory / files.weights, tensors, {"format": "pt"})  # transformers requires it
     else:
         torch.save(tensors, directory / files.weights)
     for name, content in files.pickles.items():

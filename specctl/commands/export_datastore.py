@@ -1,4 +1,4 @@
-"""`specctl export` of a datastore: for vLLM a command, for SGLang a file of texts, or a corpus in servers that run."""
+"""`specctl export` of a datastore: a command for vLLM, a file of texts for SGLang, or a corpus in running servers."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from specctl.runs import atomic_write, to_json
 
 
 def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: TargetFacts) -> ExportResult:
-    """Write or publish a datastore for `recipe.to`.
+    """Write a datastore for `recipe.to`, or publish it into running servers.
 
     Raises:
-        UsageError: an engine that draws on no datastore, an option of heads, or a place that is taken.
-        CheckpointError: the drafter is damaged, or of another tokenizer than the target.
-        EngineError: a server that does not take it.
+        UsageError: the engine cannot draft from a datastore, an option is for heads only, or the output directory is
+            taken.
+        CheckpointError: the drafter is damaged, or was collected with another tokenizer than the target's.
+        EngineError: a server does not take the corpus.
     """
     if recipe.to not in corpus.DRAFTED:
         raise UsageError(f"retrieval drafters cannot be written for {recipe.to}", hint="--to vllm, sglang")
@@ -67,7 +68,7 @@ def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts
 
 
 def target_of(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: TargetFacts) -> TargetText:
-    """The target's tokenizer. CheckpointError where the store is of another one."""
+    """Load the target's tokenizer. Raises CheckpointError if the store was collected with another one."""
     wanted = recipe.target
     target = load_target_text(facts.name, revision=facts.revision, trust_remote_code=wanted.trust_remote_code)
     said = drafter.config["target"].get("vocab_hash")
@@ -79,7 +80,7 @@ def target_of(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: Targe
 
 
 def publish(recipe: ExportRecipe, target: TargetText, texts: corpus.CorpusTexts) -> list[PublishedCorpus]:
-    """The texts into all servers, which have to serve `target`."""
+    """Publish the texts into all servers, which must serve `target`."""
     with Client(recipe.server) as client:
         client.check(target)
         return client.publish_corpus(recipe.source.absolute().name, texts)

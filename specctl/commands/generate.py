@@ -1,4 +1,4 @@
-"""`specctl generate`: one prompt answered with and without a drafter."""
+"""`specctl generate`: answer one prompt with and without a drafter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specctl.runs import Run
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of an answer, and whether it was drafted and accepted or written by the target."""
+    """A piece of an answer. `accepted`: it was drafted and accepted; otherwise the target wrote it."""
 
     text: str
     accepted: bool
@@ -32,10 +32,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """The result document of `generate`; without a drafter only plain decoding is measured.
+    """The result document of `generate`. Without a drafter only plain decoding is measured.
 
-    `identical`: both texts are equal; where they are not, `agreement` tells a tie from a mismatch (None when sampling
-    may give another text).
+    `identical`: both texts are equal. If they are not, `agreement` tells a tie from a mismatch (None if sampling may
+    give another text).
     """
 
     prompt: str
@@ -47,7 +47,7 @@ class GenerateResult:
     tokens_per_s: float | None
     vanilla_tokens_per_s: float | None
     speedup: float | None
-    unusable: str | None  # why the speed-up says nothing (`metrics.unusable`)
+    unusable: str | None  # why the speed-up cannot be used (`metrics.unusable`)
     identical: bool | None
     agreement: lossless.Agreement | None
     prefill_s: float
@@ -55,10 +55,10 @@ class GenerateResult:
 
 
 class AcceptedTokens:
-    """Collects, round by round, which tokens of a single sequence were drafted and accepted."""
+    """Commit hook that records, round by round, which tokens of a single sequence were drafted and accepted."""
 
     def __init__(self) -> None:
-        self.flags = [False]  # the prefill's token
+        self.flags = [False]  # the token of the prefill
 
     def __call__(self, state: DecodeState) -> None:
         row = state.rows[0]
@@ -70,9 +70,10 @@ class AcceptedTokens:
 def generate(
     recipe: GenerateRecipe, run: Run | None = None, *, target: Target | None = None, drafter: Drafter | None = None
 ) -> GenerateResult:
-    """Answer `recipe.prompt` plainly and, if there is one, with the drafter (given, or `recipe.drafter`).
+    """Answer `recipe.prompt` plainly, and also with the drafter (`drafter` or `recipe.drafter`), if there is one.
 
-    Raises UsageError (no prompt), DataError (prompt longer than the context), CheckpointError (target or drafter).
+    Raises UsageError (no prompt), DataError (the prompt is longer than the context), CheckpointError (target or
+    drafter).
     """
     if not recipe.prompt:
         raise UsageError("generate needs a prompt", hint='prompt="Write one SQL query …"')
@@ -100,7 +101,7 @@ def generate(
 def _decode(
     target: Target, recipe: GenerateRecipe, ids: list[int], drafter: Drafter | None
 ) -> tuple[Decoded, list[bool]]:
-    """The answer and its accepted tokens, after a short warm-up."""
+    """Decode after a short warm-up; return the answer, and for each of its tokens whether it was drafted."""
     sampling, rooms = recipe.sampling, Rooms()
     for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
         accepted = AcceptedTokens()
@@ -146,9 +147,9 @@ def _result(
 
 
 def pieces(tokenizer: Any, ids: list[int], accepted: list[bool]) -> list[Piece]:
-    """The text of `ids`, cut where `accepted` changes; joined, the pieces are the decoded text.
+    """Split the text of `ids` where `accepted` changes. Joined, the pieces are the decoded text.
 
-    A character whose bytes are spread over several tokens belongs to the token that completes it.
+    A character with bytes in several tokens belongs to the token that completes it.
     """
     cut: list[Piece] = []
     written = ""

@@ -1,4 +1,4 @@
-"""`specctl import`: someone else's head → a drafter of ours, after a short run has shown that it drafts at all."""
+"""`specctl import`: convert a foreign head into a specctl drafter, after a short run has tested its drafts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specctl.training.outcome import greedily
 
 @dataclass(frozen=True)
 class HeadProbe:
-    """Greedy answers to a few prompts, with the imported head; definitions in `metrics`."""
+    """Greedy answers to a few prompts with the imported head; `metrics` defines the numbers."""
 
     prompts: int
     tokens: int
@@ -29,7 +29,7 @@ class HeadProbe:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The result document of `import`; `notes` are what had to be changed or taken for granted."""
+    """The result document of `import`. `notes`: changes that were necessary, and assumptions that were made."""
 
     head: str
     format: str
@@ -41,11 +41,11 @@ class ImportResult:
 
 
 def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target | None = None) -> ImportResult:
-    """Read `recipe.head`, fit it to the target, write it as a drafter, and try it.
+    """Read `recipe.head`, fit it to the target, try it, and write it as a drafter.
 
     Raises:
-        UsageError: no head named, or the place is taken.
-        CheckpointError: unknown format, something our head cannot represent, or another target's head.
+        UsageError: no head is named, or the output directory is taken.
+        CheckpointError: the format is unknown, our head cannot represent it, or it was trained for another target.
         DataError: the prompts of the probe cannot be read.
     """
     head_directory = recipe.source
@@ -60,7 +60,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
         progress.warn(f"{recipe.head}: {note}")
     with located(head_directory):
         module = roundtrip.restore(head)
-    # Before the drafter is written: prompts that cannot be read should leave nothing behind.
+    # Before the drafter is written, so that unreadable prompts leave nothing on disk.
     probe = _probe(recipe, head, module, target) if recipe.probe.enabled else None
     info = {"imported_from": str(recipe.head), "format": name, "notes": list(head.notes)}
     checkpoint.save(
@@ -75,7 +75,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
 
 
 def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> HeadProbe:
-    """Decode a few prompts; warns where (almost) nothing that the head drafts is accepted."""
+    """Decode a few prompts with the head; warn if almost nothing of its drafts is accepted."""
     drafter = pool.family(head.family).drafter(module, target, DraftingRecipe())
     data = recipe.data.model_copy(update={"limit": recipe.probe.prompts})
     prompts = read_prompts(data, recipe.data.domain[0], split="test")

@@ -1,4 +1,4 @@
-"""`specctl online`: drafters that learn along a stream of prompts, beside those that do not."""
+"""`specctl online`: drafters that learn along a stream of prompts, side by side with fixed drafters and baselines."""
 
 from __future__ import annotations
 
@@ -31,18 +31,21 @@ OWN = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
     *("over_lookup_with_training", "unusable"),
 )
-"""Fields of the first learner's row that the document has at its top, too."""
+"""Fields of the first learner's row that are repeated at the top of the document."""
 
 
 @dataclass(frozen=True)
 class OnlineResult:
-    """The result document of `online`: the first learner's own numbers, then all contenders side by side.
+    """The result document of `online`: the first learner's numbers, then all contenders side by side.
 
-    `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `beside`: the text drafter
-    in every head's tree. `static` is the row of the same drafter without learning, None where that was not asked for.
-    `drafters`: each learner's, as it was after the first pass. `rounds_on`: where the rounds of those who draft ran:
-    the device where CUDA graphs replayed them, which needs drafters whose drafts have one shape; hybrids, pools and
-    text drafters have the host's, and with one of them all who draft have.
+    Attributes:
+        beside: the text drafter in the draft tree of every head.
+        static: row of the same drafter without learning, or None if it was not asked for.
+        per_chunk: rows of all learners on the first pass; chunks.jsonl has all passes.
+        drafters: directory of each learner's drafter, in its state after the first pass.
+        rounds_on: where the rounds of drafting contenders ran; device = CUDA graphs replayed them, which needs drafts
+            of a fixed shape. Hybrids, pools and text drafters need rounds on the host, and a single such contender
+            moves all drafting contenders there.
     """
 
     algo: str
@@ -71,17 +74,15 @@ class OnlineResult:
 def online(
     recipe: OnlineRecipe | ReasonRecipe, run: Run, *, target: Target | None = None
 ) -> OnlineResult | ReasoningResult | ServedOnlineResult:
-    """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
+    """Answer the stream with all contenders, once per seed. Learners learn after every chunk.
 
-    Those of lookahead reasoning draft steps (`reason`), all others tokens. With a server, engines answer
-    (`online_served`).
-
-    `target` is given by callers that hold it already.
+    Algorithms of lookahead reasoning draft steps (`reason`), all others draft tokens. With a server, engines write the
+    answers (`online_served`). `target`: passed by callers that have loaded it already.
 
     Raises:
-        DataError, CheckpointError, UsageError: unusable prompts, drafters, or a run that cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
-        SpecctlError: a learner learns nothing any more, or the disk is full.
+        DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        SpecctlError: a learner keeps failing to learn, or the disk is full.
     """
     if isinstance(recipe, ReasonRecipe):
         return reason(recipe, run, target=target)
@@ -95,7 +96,7 @@ def online(
     journal.start()
     for seed, stream in journal.passes(target):
         _pass(recipe, target, seed, stream, journal)
-    journal.begin(target)  # where everything is answered already
+    journal.begin(target)  # in case every pass was finished already
     records = journal.records()
     journal.finish(records)
     if recipe.save_outputs:
@@ -106,21 +107,21 @@ def online(
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:
-    """The drafters that learners start from."""
+    """Paths of the drafters that learners start from."""
     if recipe.pool is not None:
         return pool.find_pool(recipe.pool)
     return [recipe.start_of(family) for family in recipe.families]
 
 
 def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
-    """One pass over the stream; what was learnt is saved at its end."""
+    """Run one pass over the stream, and save the learnt drafters after it."""
     stage = OnlineContenders(recipe, target, seed)
     mark = journal.mark
     try:
         if mark.stage is not None:
             with journal.restoring():
                 name, known = mark.stage["target"], {name for name, _ in counted(recipe.target_schedule)}
-                if known and name not in known:  # nothing is loaded because a state says so
+                if known and name not in known:  # a saved state must not decide which model is loaded
                     raise ValueError(f"target {name!r:.100} is none of target_schedule")
                 _use_target(recipe, stage, name)
                 stage.restore(mark.stage, journal.tensors)
@@ -150,14 +151,14 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
 
 
 def _use_target(recipe: OnlineRecipe, stage: OnlineContenders, name: str, since: str = "") -> None:
-    """Go on with the target of this name, where it is another one."""
+    """Switch to the target of this name, if it is not the current one."""
     if recipe.target_schedule and name != stage.target.name:
         progress.log(f"{since}the target is {name}")
         stage.retarget(load_target(**(recipe.target.loading | {"name": name})))
 
 
 def _save(recipe: OnlineRecipe, stage: OnlineContenders, name: str, place: Path) -> None:
-    """Write a learner's drafter as it is after the stream."""
+    """Write a learner's drafter in its state after the stream."""
     start = recipe.pool or recipe.start_of(recipe.family_of(name))
     info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
     if recipe.pool is None:

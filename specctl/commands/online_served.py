@@ -1,4 +1,4 @@
-"""`specctl online --server`: a drafter that learns from what running engines write, and is published into them."""
+"""`specctl online --server`: a drafter that learns from the texts of running engines, and is published into them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from specctl.runs import Run
 
 SHOWN = ("chunk", "mat", "loss", "learn_s")
 LOG = "traffic.jsonl"
-LEARNT = "learnt"  # the drafter as it is now, below the run's directory
+LEARNT = "learnt"  # directory of the current drafter, in the run directory
 
 Traffic = AskedTraffic | LogTraffic
 
@@ -42,9 +42,14 @@ Traffic = AskedTraffic | LogTraffic
 class ServedOnlineResult:
     """The result document of `online --server`.
 
-    `over_baseline`: mat over that of the server that keeps its drafter, on the same prompts, of all texts and of the
-    last chunk alone; the interval is over prompts. `drafter`: what was learnt, as a drafter directory. `passed_over`:
-    texts that nothing was learnt from for want of time. `per_chunk`: fields of `ServedChunk`.
+    Attributes:
+        over_baseline: mat ÷ the mat of a server that keeps its drafter, on the same prompts, over all texts; the
+            interval is over prompts.
+        over_baseline_last: the same ratio over the last chunk.
+        version: published version that the engines have.
+        drafter: directory of the learnt drafter.
+        passed_over: texts that were skipped because learning was slower than the traffic.
+        per_chunk: fields of `ServedChunk`.
     """
 
     algo: str
@@ -70,24 +75,24 @@ class ServedOnlineResult:
 
 
 def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> ServedOnlineResult:
-    """Learn from the texts of a recipe's servers, and publish what proves itself in them.
+    """Learn from the texts that a recipe's servers write, and publish updates that prove themselves there.
 
-    `target` is given by callers that hold it already: what is learnt from comes out of its forward over the texts.
+    `target`: passed by callers that have loaded it already. It runs over the texts to compute the learner's inputs.
 
     Raises:
         EngineError: a server is gone, or does not take a drafter.
-        DataError, CheckpointError, UsageError: unusable prompts, drafters, or a run that cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
-        SpecctlError: updates go on doing harm, or the disk is full.
+        DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        SpecctlError: updates keep doing harm, or the disk is full.
     """
-    # A copy, as its context becomes as short as that of the engines.
+    # A copy, because its context length is cut to the engines' context length.
     target = copy.copy(target) if target is not None else load_target(**recipe.target.loading)
     (algo,), (seed,) = recipe.algo, recipe.seeds
     start = recipe.start_of(recipe.family_of(algo))
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": {str(start): checkpoint.fingerprint(start)}}
     journal = States(recipe, run, stamp, VERSIONS, SHOWN, (CHUNKS, COUNTS))
     journal.start()
-    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # which may be none
+    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # which may have no URLs
         for one in (client, other):
             one.check(target)
         pupil = OnlineDrafter(recipe, algo, target, seed)
@@ -117,8 +122,10 @@ def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = Non
 
 
 def exporter(client: Client) -> Callable[[Path, Path], None]:
-    """The function that writes a drafter (its directory, the place) for the engine that all servers run. UsageError
-    where they run several."""
+    """Make the function that writes a drafter for the engine of the servers: (drafter directory, output directory).
+
+    Raises UsageError if the servers run different engines.
+    """
     engine, *others = {server.facts.engine for server in client.servers}
     if others:
         raise UsageError("a drafter is written for one engine", "name servers of vLLM, or of SGLang")
@@ -133,7 +140,7 @@ def exporter(client: Client) -> Callable[[Path, Path], None]:
 def traffic_of(
     recipe: OnlineRecipe, run: Run, target: Target, client: Client, other: Client, rejections: Rejections
 ) -> Iterator[Traffic]:
-    """The texts to learn from, and what brings them meanwhile."""
+    """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile."""
     options, source = recipe.target.chat_template_kwargs, recipe.traffic
     if source.listen is None and source.log is None:
         stream = PromptStream.of_pass(recipe, target, rejections, recipe.seeds[0])

@@ -29,7 +29,7 @@ from specctl.runs import Run
 
 @dataclass(frozen=True)
 class Difference:
-    """Step acceptance of `mode` less that of `than` on the same prompts; the interval is paired."""
+    """Step acceptance of `mode` minus the acceptance of `than`, on the same prompts; the interval is paired."""
 
     mode: ReasoningMode
     than: ReasoningMode
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReasoningSeedRow:
-    """One mode on one pass over the stream."""
+    """Results of one mode on one pass over the stream."""
 
     mode: ReasoningMode
     seed: int
@@ -54,8 +54,11 @@ class ReasoningSeedRow:
 class ReasoningResult:
     """The result document of `online` with lookahead reasoning.
 
-    `modes` are over all passes; `per_chunk` those of the first one, all are in chunks.jsonl. `judges`: what became of
-    the pairs of steps, by mode. `drafters`: the learnt draft LMs, as they were after the first pass.
+    Attributes:
+        modes: results over all passes.
+        per_chunk: rows of the first pass; chunks.jsonl has all passes.
+        judges: counts of the judge's rulings on pairs of steps, by mode.
+        drafters: directories of the learnt draft LMs, in their state after the first pass.
     """
 
     algo: str
@@ -73,13 +76,13 @@ class ReasoningResult:
 
 
 def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> ReasoningResult:
-    """Answer the stream in all modes, once for every seed; those that learn do so after every chunk.
+    """Answer the stream in all modes, once per seed. Learning modes learn after every chunk.
 
-    `target` is given by callers that hold it already.
+    `target`: passed by callers that have loaded it already.
 
     Raises:
-        DataError, CheckpointError, UsageError: unusable prompts, models, or a run that cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
+        DataError, CheckpointError, UsageError: prompts or models cannot be used, or the run cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
         SpecctlError: the disk is full.
     """
     target = target or load_target(**recipe.target.loading)
@@ -89,12 +92,12 @@ def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> R
     journal.start()
     for seed, stream in journal.passes(target):
         _pass(recipe, seed, target, draft, judge, journal, stream)
-    journal.begin(target)  # where everything is answered already
+    journal.begin(target)  # in case every pass was finished already
     return _result(recipe, journal)
 
 
 def _fingerprints(recipe: ReasonRecipe) -> dict[str, str | None]:
-    """Fingerprints of the models in drafter directories. Raises CheckpointError where the domain has no draft LM."""
+    """Fingerprints of the models in drafter directories. Raises CheckpointError if the domain has no draft LM."""
     if recipe.reasoning.draft is None:
         checkpoint.present(Path(recipe.draft))
     named = [name for name in (recipe.draft, recipe.reasoning.drafter) if name is not None]
@@ -102,7 +105,7 @@ def _fingerprints(recipe: ReasonRecipe) -> dict[str, str | None]:
 
 
 def _directory(name: str) -> Path | None:
-    """The directory of a drafter; None for a model of `transformers` and for drafters without weights."""
+    """Directory of a drafter, or None for a model of `transformers` and for drafters without weights."""
     place = Path(name).expanduser()
     return place if checkpoint.is_drafter(place) else None
 
@@ -116,7 +119,7 @@ def _pass(
     journal: ReasoningJournal,
     stream: PromptStream,
 ) -> None:
-    """One pass over the stream; what was learnt is saved at its end."""
+    """Run one pass over the stream, and save the learnt draft LMs after it."""
     options = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
     inside = pool.load_drafter(options.drafter, target, recipe.drafting) if options.drafter else None
     reasoning = Reasoning(target, draft, options, recipe.modes, judge=judge, drafter=inside)
@@ -136,7 +139,7 @@ def _pass(
                 if lesson.refused:
                     progress.warn(f"{mode}: chunk {record.chunk} taught what is not finite; it is as it was before")
             journal.keep(record, rows)
-            tensors = {name: value.cpu() for name, value in reasoning.state().items()}  # until they are written
+            tensors = {name: value.cpu() for name, value in reasoning.state().items()}  # on the host until saved
             journal.advance(stream, {"chunks": reasoning.chunks}, tensors)
     for mode, learner in reasoning.learners.items():
         _save(recipe, journal.place(mode, seed), learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
@@ -154,7 +157,7 @@ def _less(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
 def _save(
     recipe: ReasonRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
 ) -> None:
-    """Write a learnt draft LM as what it was before: a drafter of family lm, or a model of `transformers`."""
+    """Write a learnt draft LM in its original form: a drafter of family lm, or a model of `transformers`."""
     start = _directory(draft.name)
     if start is None:
         with checkpoint.staged(place) as folder:

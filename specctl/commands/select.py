@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 ROUNDS = "rounds.jsonl"
 OWN = ("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls", "decide_us_p50", "score_ms_p50")
-"""Fields of the first policy's row that the document has at its top, too."""
+"""Fields of the first policy's row that are repeated at the top of the document."""
 
 
 @dataclass(frozen=True)
 class DomainMat:
-    """Replay: tokens ÷ rounds of the first policy in a domain."""
+    """Replay: mat of the first policy in a domain."""
 
     domain: str
     mat: float
@@ -46,20 +46,21 @@ class DomainMat:
 
 @dataclass(frozen=True)
 class SelectResult:
-    """The result document of `select`: the first policy's own numbers, then all contenders side by side.
-
-    `mode` is live, replay or record. `oracle_mat` is the mat of playing each game's best arm from reset to reset; it,
-    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
-    replay means over its games, by token since the reset.
+    """The result document of `select`: the first policy's numbers, then all contenders side by side.
 
     Attributes:
-        seeds: how often everything was played, each time with other draws.
-        yardstick: what the best arm of a game is best in, mat or throughput.
-        intervals_over: what is drawn anew for the intervals.
-        speeds: what they are: measured, or modelled by what the table knows the costs of.
-        table, table_sha256: that was recorded or replayed.
-        rounds_on: where the rounds of those who draft ran; both, where a device has given some back to the host.
-        beside: the text drafter that heads draft with; `store_s`: seconds that its store took to take texts in.
+        mode: live, replay or record.
+        seeds: number of repetitions, each with other random draws.
+        yardstick: measure that decides the best arm of a game: mat or throughput.
+        intervals_over: unit that is resampled for the intervals.
+        speeds: whether speeds are measured, or modelled from the costs in the table.
+        oracle_mat: mat of playing each game's best arm. Like `regret` and `best_arm_ratio` it needs the baseline
+            `fixed`, which a replay always has.
+        curves: by policy; live by prompt, in a replay by token since the reset, as means over its games.
+        table, table_sha256: the table that was recorded or replayed.
+        rounds_on: where the rounds of drafting contenders ran; both = a device has handed some back to the host.
+        beside: the text drafter that heads draft with in one tree.
+        store_s: seconds spent on adding texts to its store.
     """
 
     mode: str
@@ -97,7 +98,7 @@ class SelectResult:
 
 
 def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe:
-    """The recipe with the domains that the pool's drafters were made for, where none was named."""
+    """The recipe, with the domains that the pool's drafters were made for if it names none."""
     if "domain" in recipe.data.model_fields_set:
         return recipe
     domains = list(dict.fromkeys(domain for path in paths for domain in pool.domains_of(path)))
@@ -107,12 +108,14 @@ def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe
 def select(
     recipe: SelectRecipe, run: Run, *, target: Target | None = None, drafters: dict[str, Drafter] | None = None
 ) -> SelectResult | ServedSelectResult:
-    """Decode one stream with every policy, arm and baseline of the recipe; all answer a prompt before the next one.
+    """Decode one stream with every policy, arm and baseline of the recipe, prompt by prompt.
 
-    Or record the pool on the stream, or play the policies on such a table, or route the requests of clients among
-    servers (`select_served`). `target` and `drafters` (by name) are given
-    by callers that hold them already; such drafters draft as they are. Raises DataError (no usable prompts),
-    CheckpointError (target, pool, table or router), UsageError (contradicting recipe).
+    All contenders answer a prompt before the next prompt starts. Other modes: record the pool on the stream as a table,
+    play the policies on such a table, or route the requests of clients among servers (`select_served`). `target` and
+    `drafters` (by name) are passed by callers that have loaded them already; these drafters are used unchanged.
+
+    Raises DataError (no usable prompts), CheckpointError (target, pool, table or router), UsageError (contradicting
+    recipe).
     """
     if recipe.server.urls:
         from specctl.commands.select_served import select_served
@@ -141,14 +144,14 @@ def select(
     kinds = trained_on(places, target, drafters)
 
     def begin() -> None:
-        """From here on an earlier run gives way."""
+        """Let this run take the place of an earlier one in its directory."""
         run.annotate(target=target.identity)
         rejections.release()
         unlabelled.release()
 
     if recipe.record is not None:
         check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
-        if not recipe.resume:  # else only the recording itself can tell whether it is another one
+        if not recipe.resume:  # if resumed, the recording must be compared first
             begin()
         _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places), kinds)
         begin()
@@ -163,7 +166,7 @@ def select(
 
 
 def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessness]:
-    """Everybody's answers, written into the run's directory with their rounds, and compared with plain decoding's."""
+    """Decode with all contenders, write records and rounds, and compare the answers with plain decoding."""
     recipe, target = stage.recipe, stage.target
 
     def keep(records: Sequence[Record]) -> Path:
@@ -183,7 +186,7 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
 def _decoded(
     stage: SelectContenders, records: Sequence[Record], agreement: Losslessness, rejected: int
 ) -> SelectResult:
-    """The result of live decoding, from its records."""
+    """Build the result of live decoding from its records."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
     questions = [record.question for record in records if record.drafter == first]
@@ -224,7 +227,7 @@ def _decoded(
 
 
 def rounds_on(records: Sequence[Record]) -> Literal["host", "device", "both"]:
-    """Where the rounds of these answers ran, those of plain decoding aside."""
+    """Whether the rounds of these answers ran on the host or the device; plain decoding is left out."""
     drafted = [record.decoded for record in records if record.drafter != VANILLA]
     ran = [(decoded.ahead, decoded.rounds) for decoded in drafted if decoded.rounds]
     if all(ahead == 0 for ahead, _ in ran):
@@ -237,12 +240,12 @@ def _own(row: PolicyRow) -> dict[str, Any]:
 
 
 def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
-    """The part of a table's stamp that is neither target nor stream."""
+    """The part of a table's stamp that describes drafters and drafting options."""
     return {"drafters": fingerprints(places), "drafting": recipe.drafting.model_dump()}
 
 
 def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:
-    """A table that was just recorded, and what every arm by itself does on it."""
+    """Result of a recording: the new table, and a replay of every arm by itself on the table."""
     replayed = replay_table(recipe.model_copy(update={"replay": recipe.record, "algo": ["fixed"], "pool_sizes": []}))
     arms = [replace(row, failures=failures.get(row.algo, 0)) for row in replayed.rows if row.algo != "fixed"]
     best = max((row for row in arms if row.kind == "arm"), key=lambda row: row.mat or 0.0)

@@ -1,4 +1,4 @@
-"""`specctl select --record` and `--replay`: the table of a pool, written once, and policies played on it in seconds."""
+"""`specctl select --record` and `--replay`: write the table of a pool once, then play policies on it in seconds."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from specctl.selection.recorded.replay import Replay, draft_all, oracle, replay,
 from specctl.selection.recorded.table_file import read_table
 from specctl.selection.recorded.trace import Table, of_arms
 
-SUBSETS = 6  # of each pool size
+SUBSETS = 6  # of arms, per pool size
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Replays on `arms` of the arms, mean over some subsets of them."""
+    """Mean of replays on subsets of `arms` arms."""
 
     arms: int
     algo: str
@@ -43,9 +43,9 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Results of a recipe's policies on a recorded table, all seeds of the recipe together.
+    """Results of a recipe's policies on a recorded table, over all seeds of the recipe.
 
-    `games` are those from reset to reset, G of them, which every seed plays.
+    `games`: number of games, each from one reset to the next. Every seed plays all games.
     """
 
     table: Table
@@ -65,11 +65,9 @@ def record_table(
     made_of: dict[str, object],
     kinds: Mapping[str, Kinds],
 ) -> tuple[Table, dict[str, int]]:
-    """Record the pool on the stream, into `recipe.record`: the table, and how often each drafter raised meanwhile.
+    """Record the pool on the stream into `recipe.record`; return the table, and how often each drafter raised.
 
-    `kinds`: of the prompts that drafters were trained on.
-
-    Raises as `selection.recorded.recorder.record`.
+    `kinds`: kinds of prompts that each drafter was trained on, by name. Raises as `selection.recorded.recorder.record`.
     """
     arms = [Guarded(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     queries = [
@@ -89,16 +87,16 @@ def record_table(
         resume=recipe.resume,
         overwrite=recipe.overwrite,
     )
-    # Of earlier sittings the table alone knows, and of drafts only.
+    # Failures before a resumption are known from the table alone, and only failures to draft.
     raised = [sum(int((trace.drafted[n] < 0).sum()) for trace in table.traces) for n in range(len(arms))]
     return table, {arm.name: max(arm.failures, known) for arm, known in zip(arms, raised, strict=True)}
 
 
 def replay_table(recipe: SelectRecipe) -> Replayed:
-    """Play the recipe's policies on `recipe.replay`, once for each seed, beside every arm, the oracle and draft-all.
+    """Play the recipe's policies on `recipe.replay`, once per seed, together with every arm, the oracle and draft-all.
 
-    Raises CheckpointError where the table cannot be read, DataError where it is empty, UsageError where it has fewer
-    arms than a pool is to have.
+    Raises CheckpointError if the table cannot be read, DataError if it is empty, UsageError if it has fewer arms than
+    one of the `pool_sizes`.
     """
     assert recipe.replay is not None
     table = read_table(recipe.replay)
@@ -112,7 +110,7 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
         table = with_plain(table)
     yardstick = Hindsight(table, recipe.game.yardstick)
     played = {name: _played(recipe, name, yardstick) for name in recipe.algo}
-    # What draws nothing does the same for every seed.
+    # A contender without random draws gives the same result for every seed.
     times, resets = len(recipe.seeds), (recipe.reset, recipe.session)
     fixed = {arm: times * _played(recipe, "fixed", yardstick, [0], arm=n) for n, arm in enumerate(table.arms)}
     others = {"oracle": times * [oracle(yardstick, *resets)], "draft-all": times * [draft_all(yardstick, *resets)]}
@@ -137,7 +135,7 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
 def _played(
     recipe: SelectRecipe, name: str, yardstick: Hindsight, seeds: Sequence[int] | None = None, **options: int
 ) -> list[Replay]:
-    """One replay for each seed, which are those of live decoding."""
+    """Replay a policy once per seed; the seeds are the same as in live decoding."""
     policy = recipe.policy.model_copy(update=options)
     return [
         replay(name, yardstick, policy, recipe.game, recipe.reset, recipe.session, recipe.sampling.seed + seed)
@@ -148,7 +146,7 @@ def _played(
 def _row(
     name: str, kind: str, replays: Sequence[Replay], summary: Summary, yardstick: Hindsight, fastest: Summary
 ) -> PolicyRow:
-    """Replays in the columns of a live run; seconds are those of the table's cost model."""
+    """Row of replays, with the columns of a live run. Seconds come from the table's cost model."""
     long, late = summary.tokens[0] >= LONG_ENOUGH, kind == "policy" and yardstick.by == "mat"
     plain_s = float(yardstick.table.step_s[0])
     scoring = summary.scoring_s.sum() / summary.seconds.sum()
@@ -182,7 +180,7 @@ def scaled(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def _curves(recipe: SelectRecipe, name: str, replays: Sequence[Replay], yardstick: Hindsight) -> dict[str, list[float]]:
-    """Means over games and seeds, by token since the reset."""
+    """Curves of a policy by token since the reset, as means over games and seeds."""
     rules = rules_on(yardstick.table, name, recipe.game)
     played = [game for replayed in replays for game in replayed.played]
     stopping = [regret.stopping_regret(game, yardstick).astype(float) for game in played]
@@ -196,7 +194,7 @@ def _curves(recipe: SelectRecipe, name: str, replays: Sequence[Replay], yardstic
 
 
 def _sizes(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
-    """Every policy on some subsets of `count` arms, the same for all."""
+    """Replay every policy on a few subsets of `count` arms; all policies get the same subsets."""
     draw = random.Random(recipe.sampling.seed)
     arms = range(len(table.arms))
     subsets = {tuple(sorted(draw.sample(arms, count))) for _ in range(SUBSETS)}

@@ -1,4 +1,4 @@
-"""Decoding of prompts that are all there: what `generate`, `distill`, `eval` and every other command call."""
+"""Offline decoding of a given list of prompts: the entry points of `generate`, `distill`, `eval` and other commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specctl.decoding.target import Target
 
 
 def decode(target: Target, prompts: list[list[int]], **options: Any) -> list[Decoded]:
-    """Generate the texts of all prompts, in their order. Options and errors are those of `stream`."""
+    """Generate texts for all prompts and return them in order. Options and errors are the same as for `stream`."""
     together = min(options.get("slots") or len(prompts), len(prompts))
     with threads.suited(target.row_flops * together):
         found = list(stream(target, prompts, **options))
@@ -34,15 +34,15 @@ def stream(
     labels: list[Label] | None = None,
     **options: Any,
 ) -> Iterator[Decoded]:
-    """Generate texts, each given out when it is finished; the first one that fails ends all.
+    """Generate texts and yield each when it is finished. The first failure ends the call.
 
     Args:
         prompts: lists of ids, any lengths.
         sampling, max_new_tokens: one for all sequences, or one each.
         seeds: one per sequence; the text depends on the seed, never on the batch or (match rule) on the drafter.
-        ends: ids that end a text, next to the target's own.
+        ends: ids that end a text, in addition to the target's own.
         labels: one per sequence.
-        options: those of `Engine`.
+        options: options of `Engine`.
 
     Raises:
         DataError: see `Engine.add`.

@@ -1,7 +1,8 @@
-"""Texts that prompts begin with, so that nobody reads them twice.
+"""Prefix cache of recent texts, so that no prompt prefix is prefilled twice.
 
-Reasoning step by step asks the target to go on from the text it wrote a moment ago, and from several texts that begin
-alike. A few lines of text are enough for that; a server's tree of them is RadixAttention (Zheng et al. 2024).
+Step-by-step reasoning asks the target to continue the text it has just written, and several texts with a common
+beginning. A few cached texts are enough for this. A server would keep them in a tree: RadixAttention (Zheng et al.
+2024).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from specctl.decoding.target import Target
 
 
 class Line(NamedTuple):
-    """A text that was read: its ids, its cache rows [L, n, 2·Hkv, D] and tapped features [n, F]."""
+    """A cached text: its ids, its cache rows [L, n, 2·Hkv, D] and tapped features [n, F]."""
 
     ids: list[int]
     rows: Tensor
@@ -28,10 +29,10 @@ class Line(NamedTuple):
 
 
 class Prefixes:
-    """The last `lines` texts that were finished with one target.
+    """The last `lines` finished texts of one target.
 
     Attributes:
-        read: tokens that prefills have run so far.
+        read: number of tokens that prefills have run through the target.
     """
 
     def __init__(self, lines: int):
@@ -42,9 +43,11 @@ class Prefixes:
     def prefill(
         self, target: Target, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...], slots: list[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Fill `slots` of the cache; logits of each last row [n, V] and tapped states [n, P, F], padded at the right.
+        """Fill `slots` of the cache. Returns the logits [n, V] of each prompt's last token and the tapped states [n, P,
+        F], padded on the right.
 
-        Prompts are run one by one, each behind the longest beginning that it shares with a line or an earlier prompt.
+        Prompts run one at a time. Each starts after the longest prefix it shares with a cached text or an earlier
+        prompt.
         """
         here: list[Line] = []
         logits = []
@@ -68,7 +71,7 @@ class Prefixes:
         return torch.cat(logits), pad_sequence(kept, batch_first=True) if kept else None
 
     def keep(self, state: DecodeState, slots: list[int]) -> None:
-        """Remember the texts in `slots`, which have finished, while their rows are there."""
+        """Cache the finished texts in `slots`, while their cache rows still exist."""
         for b in slots:
             row = state.rows[b]
             count = len(row.ids) - 1
@@ -78,8 +81,8 @@ class Prefixes:
 
     @staticmethod
     def _longest(prompt: list[int], lines: list[Line], tapped: bool) -> tuple[int, Line | None]:
-        """The line that shares most with the prompt, and how much. The prompt's last token is always read: the logits
-        behind it are wanted."""
+        """Length of the longest shared prefix, and the cached text that has it. The prompt's last token never counts:
+        it must run, as its logits are needed."""
         best: tuple[int, Line | None] = (0, None)
         for line in lines:
             if tapped and line.tapped is None:

@@ -1,4 +1,4 @@
-"""`specctl distill --from-log`: responses that are there already, as the target lays them out."""
+"""`specctl distill --from-log`: store responses that already exist, with the target's chat template applied."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
-ALONE = (0, 1)  # the writer of a directory
+ALONE = (0, 1)  # the only writer of its directory
 
 
 def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None = None) -> DistillResult:
-    """Keep the responses of a log in a recipe's directory, each once. Weights of the target are not needed.
+    """Store the responses of a log in a recipe's directory, each once. The target's weights are not needed.
 
-    Raises DataError (no usable responses, a directory of other settings), UsageError (it exists), Interrupted.
+    Raises:
+        DataError: no usable responses, or a directory with other settings.
+        UsageError: the directory already holds data.
+        Interrupted: SIGTERM arrived.
     """
     domain = label(recipe.data.domain)
     output = recipe.output_dir or default_output(recipe.data.domain)

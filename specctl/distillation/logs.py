@@ -1,16 +1,16 @@
-"""Responses that are there already: logs of a server, chat and instruction data sets, a JSON object a line.
+"""Reader for existing responses: server logs, chat and instruction data sets, with one JSON object per line.
 
 {"request": {"messages": […], …}, "response": {"choices": [{"message": {…}, "finish_reason": "stop"}], …}}
     a request to an OpenAI-compatible server with its response; both may be strings of JSON. Token ids in the response
-    (vLLM's `return_token_ids`, the proxy of `specctl online --server`) are taken as they are.
+    (vLLM's `return_token_ids`, the proxy of `specctl online --server`) are used unchanged.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}                  ShareGPT
 {"conversations": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}         SpecForge
 {"instruction": "…", "input": "…", "output": "…"}                                                       Alpaca
 {"prompt": "…", "response": "…"}
 
-Of a conversation every turn of the assistant is a response, and what stands before it is its prompt. A message may have
-its thinking beside its content, as `reasoning_content`, `reasoning` or `thinking`.
+In a conversation every turn of the assistant is a response, and the messages before it are its prompt. A message may
+have its thinking separate from its content, as `reasoning_content`, `reasoning` or `thinking`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ EXPECTED = (
     'one JSON object a line, {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
 )
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-UNKNOWN = -1.0  # temperature of a response that does not say
+UNKNOWN = -1.0  # temperature of a response if the log has none
 ENDED = ("stop", "eos", "eos_token")
-CUT = ("length", "max_tokens", "stop_sequence", None)  # None: a server or a gateway that was interrupted
+CUT = ("length", "max_tokens", "stop_sequence", None)  # None: the server or a gateway was interrupted
 CALLS = ("tool_calls", "function_call")
 CALLS_TOOLS = "calls tools, which no template of ours represents"
 THINK_MARK = re.compile(r"<[^<>\s]*think[^<>\s]*>", re.IGNORECASE)
@@ -45,25 +45,26 @@ THINK_OPENED = re.compile(rf"{_OPENING}$", re.IGNORECASE)
 
 
 class Given(NamedTuple):
-    """A response in the ids that an engine has read and written."""
+    """A response as token ids that an engine has read and written."""
 
     prompt_ids: list[int]
     answer: Answer
 
 
 class Turn(NamedTuple):
-    """A response, and the conversation before it: empty where only the engine's ids can tell it, as with tools."""
+    """A response and the conversation before it. The conversation is empty if only the engine's ids contain it, as with
+    tools."""
 
     messages: list[dict[str, str]]
     answer: str
-    cut: bool = False  # before its end token: by its length, a stop string, an interruption
+    cut: bool = False  # ended before its end token: by length, stop string or interruption
     temperature: float = UNKNOWN
     given: Given | None = None
-    thinking: str = ""  # before the answer, where the log has it apart
+    thinking: str = ""  # thinking before the answer, if the log has it separately
 
     @property
     def id(self) -> str:
-        """Stable id: 32 hex digits over conversation and answer, so the same response has it in every file."""
+        """Stable id: 32 hex digits over conversation and answer, so a response has the same id in every file."""
         said = self.answer if self.messages or self.given is None else str(self.given)
         said = f"{self.thinking}\0{said}" if self.thinking else said
         return hashlib.sha256(f"{prompt_id(self.messages)}/{said}".encode()).hexdigest()[:32]
@@ -86,7 +87,7 @@ def turns(row: dict[str, Any]) -> list[Turn]:
 
 
 def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
-    """The turns of a file with their places, line by line; lines that have none go to `rejections`."""
+    """Yield the turns of a file with their places, line by line. Lines without a turn go to `rejections`."""
     label = "<stdin>" if file == "-" else file
     with open_prompts(file) as opened:
         for number, line in enumerate(lines(opened), 1):
@@ -104,8 +105,8 @@ def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
 
 
 def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
-    """A turn as it is stored, in the engine's ids, or those of the target's template. ValueError where it refuses it,
-    the target lacks a token, or has no room."""
+    """A turn as a stored record, with the engine's ids or the ids of the target's chat template. ValueError if the
+    template refuses the turn, the vocabulary lacks a token, or the context is too short."""
     messages, cut = turn.messages, turn.cut
     if turn.given is not None:
         prompt, ids = turn.given.prompt_ids, turn.given.answer.output_ids
@@ -136,14 +137,14 @@ def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any])
 
 
 def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Prompt ids and response ids of a turn, by the target's template.
+    """Prompt ids and response ids of a turn, by the target's chat template.
 
-    The response is the part of the rendered conversation that holds the answer, up to the token that ends it. Whatever
+    The response is the part of the rendered conversation that holds the answer, up to the token that ends it. Text that
     the template adds between its generation prompt and the answer, such as an empty think block, belongs to the prompt:
-    the target did not write it. Where the template renders no such part (base models, templates that change earlier
-    turns), the response is the answer's own ids and the target's end token.
+    the target did not write it. Some templates render no such part (base models, templates that change earlier turns).
+    The response is then the ids of the answer alone, with the target's end token.
 
-    Raises ValueError where the target would have written more than is known; ChatTemplateError.
+    Raises ValueError if the target would have written more than the log contains, and ChatTemplateError.
     """
     prompt = target.render(turn.messages, **options)
     message = {"role": "assistant", "content": turn.answer}
@@ -161,7 +162,7 @@ def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[l
             raise ValueError(
                 f"has thinking apart from its content, which the chat template of target {target.name} does not lay out"
             )
-    else:  # an answer begins in the middle of its thinking, and a template would lay out an empty block before it
+    else:  # the answer continues the thinking that the prompt opened; a template would add an empty think block
         if not turn.cut and not THINK_MARK.search(answer):
             raise ValueError(f"has no thinking, but the prompt of target {target.name} opens it")
         answer = THINK_START.sub("", answer)
@@ -169,8 +170,9 @@ def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[l
 
 
 def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -> tuple[list[int], list[int]] | None:
-    """Ids that a template lays out after a prompt, divided: those that belong to the prompt, and the response. None
-    where the answer and its thinking are not in them. Only their letters are compared: templates change whitespace."""
+    """Divide the ids that a template renders after a prompt into ids that belong to the prompt, and the response.
+    Returns None if they do not contain the answer and its thinking. The comparison ignores whitespace, because
+    templates change it."""
     ends = [place for place, token in enumerate(ids) if token in target.eos_ids]
     body = ids[: ends[-1]] if ends else ids
     text, wanted = target.characters(body), target.squeezed(turn.answer)
@@ -180,12 +182,11 @@ def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -
     start = 0
     if turn.thinking or not text.startswith(wanted):
         if not turn.thinking and THINK_START.match(turn.answer):
-            return None  # a think block that the template adds before the answer's own
+            return None  # a think block of the template, before the answer's think block
         sizes = range(len(body) + 1)
         start = bisect_left(sizes, True, key=lambda size: wanted not in target.characters(body[size:])) - 1
-    if turn.cut or not any(
-        place >= start for place in ends
-    ):  # the template's marks after the answer are not the target's
+    # The target did not write the template's marks after the answer.
+    if turn.cut or not any(place >= start for place in ends):
         sizes = range(start, len(ids) + 1)
         stop = start + bisect_left(sizes, True, key=lambda size: wanted in target.characters(ids[start:size]))
     else:
@@ -195,7 +196,8 @@ def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -
 
 
 def _ended(ids: list[int], cut: bool, end: int | None, target: TargetText) -> list[int]:
-    """Ids as far as their first end token; with `end`, where they have none and are not cut. ValueError without one."""
+    """Ids up to their first end token; if they have none and are not cut, `end` is added. ValueError if `end` is
+    None."""
     place = next((place for place, token in enumerate(ids) if token in target.eos_ids), None)
     if place is not None:
         return ids[: place if cut else place + 1]
@@ -212,12 +214,12 @@ def _logged(request: dict[str, Any], response: dict[str, Any]) -> Turn:
         return _said(request, response)
     try:
         return _said(request, response)._replace(given=given)
-    except ValueError:  # the ids say more than messages can
+    except ValueError:  # the ids contain more than messages can express
         return Turn([], "", given.answer.stop == "length", _temperature(request), given)
 
 
 def _given(request: dict[str, Any], response: dict[str, Any]) -> Given | None:
-    """The ids of an engine's answer; None where it has none. ValueError where they are no text."""
+    """The ids of an engine's answer, or None if there are none. ValueError if they are not valid."""
     boundless = 2**62
     try:
         if "output_ids" in response and isinstance(request.get("input_ids"), list):
@@ -243,11 +245,11 @@ def _whole(answer: Answer) -> Answer:
 
 
 def _stop(choice: dict[str, Any], request: dict[str, Any], *, calls: bool = False) -> str:
-    """The end of a text as engines call it: "stop" where the target wrote its end token, "length" where it was cut.
+    """End of a text in the engines' terms: "stop" if the target wrote its end token, "length" if the text was cut.
 
-    A stop string ends a text without that token. vLLM and SGLang say which one it was (`stop_reason`, `matched_stop`);
-    other servers do not, and then a request with `stop` counts as cut. Raises ValueError where the text may be none of
-    the target's, or only a part of it; with `calls`, tools that it calls are another end that the target wrote.
+    A stop string ends a text without the end token. vLLM and SGLang report the stop string (`stop_reason`,
+    `matched_stop`). Other servers do not, so a request with `stop` counts as cut. Raises ValueError if the text may be
+    incomplete, or may not come from the target. With `calls`, a tool call is accepted as an end that the target wrote.
     """
     ended = choice.get("finish_reason")
     if ended in CALLS and not calls:
@@ -270,7 +272,7 @@ def _temperature(request: dict[str, Any]) -> float:
 
 
 def _said(request: dict[str, Any], response: dict[str, Any]) -> Turn:
-    """A turn as its messages have it. ValueError where they have none."""
+    """A turn from the messages of request and response. ValueError if they have none."""
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ValueError("its response has no `choices`")
@@ -296,7 +298,7 @@ def _turns(messages: list[Any]) -> list[Turn]:
 
 
 def _plain(message: Any) -> Any:
-    """A message whose content is in parts as one with a text. ValueError where there is more than text in it."""
+    """A message with its content parts joined to one text. ValueError if it contains anything except text."""
     if not isinstance(message, dict):
         return message
     if message.get("tool_calls") or message.get("function_call"):
@@ -310,7 +312,7 @@ def _plain(message: Any) -> Any:
 
 
 def _spoken(part: Any) -> Any:
-    """A message of `conversations`, in either form, as one with `role` and `content`."""
+    """A message of `conversations`, in either form, as a message with `role` and `content`."""
     for speaker, text in (("from", "value"), ("role", "content")):
         if isinstance(part, dict) and {speaker, text} <= part.keys():
             name = str(part[speaker])

@@ -1,9 +1,9 @@
-"""Near-duplicate texts: MinHash signatures of their word 5-grams, found again by locality-sensitive hashing.
+"""Near-duplicate texts: MinHash signatures of word 5-grams, looked up by locality-sensitive hashing.
 
-Broder 1997 for MinHash, Leskovec et al. 2020, section 3.4, for the bands; 5-grams as in Lee et al. 2022 ("Deduplicating
-training data makes language models better"). Signatures are rensa's. Its index would take 0.7 KB of memory a text. The
-one here takes 0.3 KB, and has the texts on disk: a pair that is found is compared itself, so that an estimate drops
-nothing.
+The methods are from Broder 1997 (MinHash), Leskovec et al. 2020, section 3.4 (bands), and Lee et al. 2022,
+"Deduplicating training data makes language models better" (5-grams). The signatures come from the library rensa.
+rensa's own index would take 0.7 KB of memory per text. The index here takes 0.3 KB and keeps the texts on disk. Every
+candidate pair is compared exactly, so an estimate alone never drops a text.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from rensa import RMinHash
 from specctl.distillation.spool import Spool
 
 GRAM = 5  # words
-SHORTEST = 8  # n-grams: a text with fewer is told apart by its id alone, as one word more or less would decide
-VALUES = 128  # of a signature: the estimate's standard deviation is 0.027 at a similarity of 0.9
+SHORTEST = 8  # n-grams: texts with fewer are never near-duplicates, since a single word would decide
+VALUES = 128  # per signature: the estimate's standard deviation is 0.027 at a similarity of 0.9
 SEED = 0
 BANDS = 8
-RECALL = 0.95  # of the pairs that are as similar as the threshold, the share that shares a band
-MARGIN = 0.1  # by which the estimate may be below the threshold: nearly four standard deviations
-CROWD = 64  # texts of a bucket that are compared, newest first: boilerplate would make it quadratic
-_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+")  # scripts without spaces: a character is a word
+RECALL = 0.95  # least share of pairs at the threshold that have a band in common
+MARGIN = 0.1  # how far the estimate may be below the threshold: nearly four standard deviations
+CROWD = 64  # most texts of a bucket that are compared, newest first: boilerplate would make it quadratic
+_WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+")  # in scripts without spaces, a character is a word
 
 
 def grams(text: str) -> list[str]:
-    """The word n-grams of a text, without case and punctuation."""
+    """Word n-grams of a text, without case and punctuation."""
     words = _WORD.findall(text.lower())
     return [" ".join(words[start : start + GRAM]) for start in range(len(words) - GRAM + 1)]
 
 
 class NearIndex:
-    """Texts by number, in the order in which they were added; `find` names one that a text is nearly the same as.
+    """Texts by number, in the order in which they were added; `find` returns a near-duplicate of a text.
 
-    A pair as similar as `threshold` (Jaccard) is found with a probability of `RECALL` or more, an equal one always; one
-    less similar never. Decisions follow from the texts and their order alone.
+    A pair with a Jaccard similarity of `threshold` or more is found with a probability of at least `RECALL`. Equal
+    texts are always found, pairs below the threshold never. The results depend on the texts and their order alone.
     """
 
     def __init__(self, threshold: float):
         self.threshold = threshold
         self.rows = max(rows for rows in (1, 2, 4, 8, 16) if _shared(threshold, rows) >= RECALL or rows == 1)
         self._buckets = _Buckets()
-        self._signatures = bytearray()  # a byte of each value
+        self._signatures = bytearray()  # one byte per value
         self._texts = Spool()
 
     def find(self, text: str) -> int | None:
-        """The number of a text that is nearly the same, None where there is none."""
+        """The number of a text that is nearly the same, or None."""
         found = grams(text)
         return self._find(found, _signature(found)) if len(found) >= SHORTEST else None
 
     def add(self, text: str) -> int | None:
-        """As `find`; where there is none, the text is added under the next number."""
+        """Return the number of a near-duplicate, or else add the text under the next number and return None."""
         found, number = grams(text), len(self)
         signature = _signature(found)
         if len(found) >= SHORTEST:
@@ -87,17 +87,17 @@ class NearIndex:
         return None
 
     def _keys(self, signature: np.ndarray) -> Iterator[int]:
-        """One hash for the whole signature, which no crowd hides, and one for each band."""
+        """Hash of the whole signature, and hash of each band. The first finds equal texts even in crowded bands."""
         yield zlib.crc32(signature.tobytes())
         for band in range(BANDS):
             yield zlib.crc32(signature[band * self.rows : (band + 1) * self.rows].tobytes(), band + 1)
 
 
 class _Buckets:
-    """A hash table with chains in three arrays: of every entry its key, its number, and the entry before it."""
+    """Hash table with chains, in three arrays: the key of every entry, its number, and the previous entry."""
 
     def __init__(self) -> None:
-        self._heads = array("I", bytes(4 << 10))  # by key: the newest entry, counted from 1
+        self._heads = array("I", bytes(4 << 10))  # newest entry by key, counted from 1; 0 = empty
         self._keys, self._numbers, self._before = array("I"), array("I"), array("I")
 
     def add(self, key: int, number: int) -> None:
@@ -112,7 +112,7 @@ class _Buckets:
             self._link(len(self._keys))
 
     def of(self, key: int) -> Iterator[int]:
-        """Numbers under a key, newest first, `CROWD` at most."""
+        """Numbers under a key, newest first, at most `CROWD`."""
         entry, left = self._heads[key % len(self._heads)], CROWD
         while entry and left:
             if self._keys[entry - 1] == key:
@@ -126,12 +126,12 @@ class _Buckets:
 
 
 def _shared(similarity: float, rows: int) -> float:
-    """The probability that two texts of a similarity have a band in common: 1 - (1 - s^r)^b."""
+    """Probability that two texts with this similarity have a band in common: 1 - (1 - s^r)^b."""
     return 1.0 - (1.0 - similarity**rows) ** BANDS
 
 
 def _signature(found: list[str]) -> np.ndarray:
-    """[VALUES] of uint32."""
+    """MinHash signature of n-grams: [VALUES] of uint32."""
     sketch = RMinHash(VALUES, SEED)
     sketch.update(found)
     return np.array(sketch.digest(), np.uint32)

@@ -1,7 +1,7 @@
-"""The prompts of a run: each once, those to be measured on and near-duplicates left out, and then the first of them.
+"""Selection of a run's prompts: each once, without excluded prompts and near-duplicates, up to the limit.
 
-All of it is decided before anything is answered, from the prompts and their order alone: `--resume`, and every job of
-an array, decides the same. Prompts wait on disk; in memory are the id of each, its place, and its signature.
+All decisions are made before anything is answered, and depend on the prompts and their order alone. So a resumed run
+and all jobs of an array decide the same. Prompts wait on disk; memory holds the id, place and signature of each.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ REASONS = {
     NEAR_EXCLUDED: "are nearly the same as one in {file}",
     NEAR: "are nearly the same as an earlier one",
 }
-LISTED = 1000  # ids of a reason that a data card lists; the run directory's left-out.jsonl has all
+LISTED = 1000  # most ids per reason in a data card; left-out.jsonl in the run directory has all
 
 
 @dataclass
 class LeftOut:
-    """Prompts that are left out: counted, and written to `path` as they appear, with the id of the one they repeat."""
+    """Prompts that are left out: counted, and written to `path` as they occur, with the id of the prompt they
+    repeat."""
 
     path: Path
-    file: Path | None = None  # the prompts to be measured on
+    file: Path | None = None  # file of excluded prompts, such as a test set
     counts: Counter[str] = field(default_factory=Counter)
     ids: dict[str, list[str]] = field(default_factory=dict)
 
@@ -56,7 +57,7 @@ class LeftOut:
             file.write(json.dumps({"prompt_id": id, "where": where, "reason": reason, "like": like}) + "\n")
 
     def tell(self) -> None:
-        """Report in one line for each reason."""
+        """Report in one line per reason."""
         for reason, words in REASONS.items():
             if count := self.counts[reason]:
                 progress.log(f"{count} prompts {words.format(file=self.file)}: left out")
@@ -65,7 +66,7 @@ class LeftOut:
 
 
 class PromptFilter:
-    """The decision about each prompt, in their order."""
+    """Decides about prompts, one after the other, whether they are kept."""
 
     def __init__(self, filters: FilterRecipe, exclude: Path | None, left_out: LeftOut):
         self._left_out = left_out
@@ -78,7 +79,7 @@ class PromptFilter:
             self._near_excluded.like(prompt.id, prompt.messages, add=True)
 
     def take(self, id: str, messages: list[dict[str, str]], where: str) -> bool:
-        """Whether a prompt is kept; it is then seen. One that is not is among those left out."""
+        """Whether a prompt is kept. A kept prompt counts as seen; any other is recorded as left out."""
         key = bytes.fromhex(id)
         if key in self._excluded:
             reason, like = EXCLUDED, id
@@ -96,23 +97,25 @@ class PromptFilter:
 
     @property
     def count(self) -> int:
-        """Prompts that were kept."""
+        """Number of prompts that were kept."""
         return len(self._seen)
 
     def known(self, id: str) -> bool:
-        """Whether the prompt was kept before."""
+        """Whether this prompt has been kept before."""
         return bytes.fromhex(id) in self._seen
 
 
 class _Near:
-    """Questions that are nearly the same. Later turns are not compared: what stands before them decides the answer."""
+    """Index of nearly equal questions. Later turns are not compared, because the conversation before them decides the
+    answer."""
 
     def __init__(self, threshold: float | None):
         self._index = None if threshold is None else NearIndex(threshold)
         self._ids = bytearray()
 
     def like(self, id: str, messages: Sequence[dict[str, str]], *, add: bool = False) -> str | None:
-        """The id of a prompt that asks nearly the same; where there is none, this one may be added."""
+        """Return the id of a prompt that asks nearly the same, or None. With `add`, a prompt without a match is
+        added."""
         if self._index is None or not messages or any(message["role"] == "assistant" for message in messages):
             return None
         found = (self._index.add if add else self._index.find)(messages[-1]["content"])
@@ -124,7 +127,7 @@ class _Near:
 
 
 class Prompts:
-    """The prompts of a run, in their order, on disk."""
+    """The prompts of a run on disk, in order."""
 
     def __init__(self, spool: Spool, kept: array[int]):
         self.licenses: Counter[str] = Counter()
@@ -133,11 +136,11 @@ class Prompts:
 
     @property
     def read(self) -> int:
-        """How many there were before any was left out."""
+        """Number of prompts that were read, including prompts that were left out."""
         return len(self._spool)
 
     def keep(self, place: int, prompt: Prompt) -> None:
-        """Add the prompt at a place of the spool."""
+        """Add the prompt that is at `place` in the spool."""
         self._kept.append(place)
         self.licenses.update([prompt.license] if prompt.license else [])
         self.languages.update([prompt.language] if prompt.language else [])
@@ -154,10 +157,11 @@ class Prompts:
 
 
 def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) -> Prompts:
-    """The prompts of all domains, domain by domain, `data.limit` of each.
+    """Select the prompts of all domains, domain by domain, up to `data.limit` per domain.
 
-    Those of a file come in an order drawn with `data.seed`, of which a smaller limit is the beginning: files are often
-    sorted by origin. Raises DataError (a file that cannot be read, too much rejected, nothing left), UsageError.
+    The prompts of a file come in an order drawn with `data.seed`, because files are often sorted by origin; a smaller
+    limit gives a prefix of a larger one. Raises DataError (unreadable file, too many rejections, no prompt left) and
+    UsageError.
     """
     data = recipe.data
     check_files(data)
@@ -185,7 +189,7 @@ def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) ->
 
 
 def _in_order(data: DataRecipe, domain: str, rejections: Rejections, spool: Spool) -> Iterator[tuple[int, Prompt]]:
-    """Prompts with their places in `spool`: of a file in the order of its draw, else as they come."""
+    """Yield prompts with their places in `spool`: prompts of a file in drawn order, others in source order."""
     drawn = data.prompts_of(domain) not in (None, "-")
     ranks, start = array("Q"), len(spool)
     for prompt in candidates(data, domain, "train", rejections):
@@ -204,5 +208,5 @@ def _in_order(data: DataRecipe, domain: str, rejections: Rejections, spool: Spoo
 
 
 def _rank(seed: int, id: str) -> int:
-    """The same order as that of `read_prompts` with `sample`."""
+    """Rank of a prompt in the drawn order, which is also the order of `read_prompts` with `sample`."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{id}".encode()).digest()[:8])

@@ -1,10 +1,10 @@
-"""specctl's own drafter directory: written whole or not at all, and checked before anything in it is believed.
+"""Read and write specctl's drafter directory: written atomically, verified before its contents are used.
 
 config.json         family, architecture, identity of the target
 model.safetensors   weights (no other weight format is ever opened)
 drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, licence
 README.md           model card
-manifest.json       size and sha256 of each of them, written last
+manifest.json       size and sha256 of every other file, written last
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
-PROMPTS = "prompts"  # of drafter.json: what the prompts that a drafter was trained on are like (training/outcome.py)
+PROMPTS = "prompts"  # key of drafter.json: statistics of the training prompts (training/outcome.py)
 REQUIRED = (CONFIG, WEIGHTS, INFO)
-TRAINING = ".checkpoints"  # what training keeps beside a drafter has its name with this behind it, and is no drafter
+TRAINING = ".checkpoints"  # suffix of the directory next to a drafter that holds its training checkpoints
 FORMAT = 1
 AGAIN = "copy it again or train it again with --overwrite"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter as read from disk; `path` is where it was found."""
+    """Contents of a drafter directory as read from disk; `path` is the directory."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -55,12 +55,12 @@ def save(
     card: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a drafter directory beside its final place, then move it there; a crash leaves the old one usable.
+    """Write a drafter directory next to its final place, then move it there; a crash leaves the old one usable.
 
     Args:
-        config: "family", "architecture" and "target" (`Target.identity`), and whatever the family needs.
-        card: text of README.md; None = one made from `config` and `info`.
-        overwrite: replace a drafter that is there. A directory that is something else is never replaced.
+        config: "family", "architecture" and "target" (`Target.identity`), plus any keys the family needs.
+        card: text of README.md. If None, it is generated from `config` and `info`.
+        overwrite: replace an existing drafter. A directory that is not a drafter is never replaced.
 
     Raises:
         UsageError: the place is taken.
@@ -80,9 +80,9 @@ def save(
 
 @contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """A directory to fill beside `place`, moved there when the block ends well and removed when it does not.
+    """Yield a temporary directory next to `place`; move it there on success, remove it on failure.
 
-    Raises SpecctlError: the file system refused; what was at `place` is untouched.
+    Raises SpecctlError if the file system refuses; the old content of `place` is untouched.
     """
     make_dir(place.parent)
     draft = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(2)}.tmp")
@@ -100,11 +100,11 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def load(directory: str | Path) -> Checkpoint:
-    """Read a drafter directory after its manifest has been verified.
+    """Read a drafter directory after verifying its manifest.
 
     Raises:
-        CheckpointError: no such directory, a file missing, changed, truncated or outside of it, not our format; the
-            message names the file.
+        CheckpointError: the directory is missing or not in our format, or a file is missing, changed, truncated or
+            outside the directory. The message names the file.
     """
     path = present(Path(directory))
     verify(path)
@@ -119,12 +119,12 @@ def load(directory: str | Path) -> Checkpoint:
 
 
 def read_info(directory: str | Path) -> dict[str, Any]:
-    """drafter.json alone: what a drafter says of itself, without its weights being read. Raises CheckpointError."""
+    """Read a drafter's description, drafter.json, without its weights. Raises CheckpointError."""
     return read_json(present(Path(directory)) / INFO)
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
+    """Return the sha256 of the manifest; it changes with any file of the drafter, as the manifest lists all digests."""
     return sha256(_inside(present(Path(directory)), MANIFEST))
 
 
@@ -143,7 +143,7 @@ def verify(directory: str | Path) -> None:
 
 
 def check_files(root: Path, files: dict[str, Any], required: Sequence[str], record: str) -> None:
-    """Compare the files of a directory with their `digests`, kept in its file `record`. Raises CheckpointError."""
+    """Compare the files of a directory with their `digests`, stored in its file `record`. Raises CheckpointError."""
     for name in required:
         if name not in files:
             raise CheckpointError(f"{root / record} does not list {name}", hint=AGAIN)
@@ -158,9 +158,10 @@ def check_files(root: Path, files: dict[str, Any], required: Sequence[str], reco
 
 
 def check_target(config: dict[str, Any], target: Target, name: str = "", what: str = "drafter") -> None:
-    """Raise CheckpointError when the drafter (or `what` it is) of this `config` was made for another target.
+    """Raise CheckpointError if a drafter with this `config` was made for another target.
 
-    The name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
+    The target's name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
+    `what` names the kind of model in the message.
     """
     made_for, given = config["target"], target.identity
     wrong = [key for key in ("vocab_hash", "hidden_size", "num_layers") if made_for.get(key) != given[key]]
@@ -174,7 +175,7 @@ def check_target(config: dict[str, Any], target: Target, name: str = "", what: s
 
 
 def family(directory: Path) -> str:
-    """The family a drafter says it is of. CheckpointError where it says none."""
+    """Family recorded in a drafter's config.json. Raises CheckpointError if it is missing."""
     name = read_json(directory / CONFIG).get("family")
     if not isinstance(name, str):
         raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="it has to be written by specctl")
@@ -182,14 +183,14 @@ def family(directory: Path) -> str:
 
 
 def taps(directory: Path) -> list[int] | None:
-    """The hidden states that a drafter says it reads; None where it names none. Nothing but its config.json is read."""
+    """Indices of the hidden states that a drafter reads, from its config.json alone, or None if it lists none."""
     shape = read_json(directory / CONFIG).get("architecture")
     found = shape.get("taps") if isinstance(shape, dict) else None
     return found if isinstance(found, list) and all(type(one) is int for one in found) else None
 
 
 def weights_digest(directory: Path) -> str:
-    """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
+    """Return the sha256 of a drafter's weights from its manifest. Raises CheckpointError if it is not listed."""
     try:
         return str(read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
     except (KeyError, TypeError) as error:
@@ -198,11 +199,14 @@ def weights_digest(directory: Path) -> str:
 
 def is_drafter(path: Path) -> bool:
     """Whether a directory claims to be a drafter; it may still be damaged."""
-    return any(os.path.isfile(path / name) for name in (MANIFEST, INFO))  # of a path that cannot be: no
+    return any(os.path.isfile(path / name) for name in (MANIFEST, INFO))  # isfile is False for an impossible path
 
 
 def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, and tied weights twice: safetensors refuses memory that two names share."""
+    """Return contiguous CPU copies of the tensors, with tied weights duplicated.
+
+    safetensors refuses to store two names that share memory.
+    """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -213,8 +217,10 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that all may read whom the umask lets: the library's own files are their owner's alone,
-    and an engine often runs as somebody else."""
+    """Write a safetensors file with the permissions of the umask.
+
+    The safetensors library makes its files readable for their owner alone, but an engine often runs as another user.
+    """
     with regular.created(path) as file:
         mode = os.fstat(file.fileno()).st_mode
     save_file(dict(tensors), path, metadata)
@@ -222,7 +228,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
 
 def check_free(place: Path, overwrite: bool) -> None:
-    """Raise UsageError where a drafter cannot be written; only a drafter is ever replaced."""
+    """Raise UsageError if a drafter cannot be written at `place`; only a drafter may be overwritten."""
     if not os.path.lexists(place):
         return
     if not place.is_dir() or place.is_symlink() or (any(place.iterdir()) and not is_drafter(place)):
@@ -236,7 +242,10 @@ def _backup(place: Path) -> Path:
 
 
 def _move_into_place(draft: Path, place: Path) -> None:
-    """Two renames: no system call replaces a non-empty directory. `present` bridges a crash between them."""
+    """Replace `place` by two renames, as no system call replaces a non-empty directory.
+
+    `present` finds the old directory if a crash happens between the two.
+    """
     backup = _backup(place)
     if place.exists():
         shutil.rmtree(backup, ignore_errors=True)
@@ -252,9 +261,9 @@ def _move_into_place(draft: Path, place: Path) -> None:
 
 
 def present(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
-    """The directory, or the old one when a crash hit between the two renames of its replacement."""
+    """Return the directory, or its backup if a crash hit between the two renames of its replacement."""
     place = directory.absolute()
-    if os.path.isdir(place):  # False, and no error, for a name that is too long
+    if os.path.isdir(place):  # False, without an error, if the name is too long
         return directory
     if not os.path.lexists(place) and os.path.isdir(_backup(place)):
         return _backup(place)
@@ -262,7 +271,10 @@ def present(directory: Path, what: str = "drafter", command: str = "train-drafte
 
 
 def _inside(root: Path, name: str) -> Path:
-    """The regular file `name` directly in `root`; the manifest is data and may ask for anything."""
+    """Path of the regular file `name` directly in `root`.
+
+    The manifest is untrusted and may name any path. Raises CheckpointError if the file is missing or leads elsewhere.
+    """
     path = root / name
     try:
         plain = Path(name).name == name and name.isprintable() and path.resolve().is_relative_to(root.resolve())
@@ -273,14 +285,14 @@ def _inside(root: Path, name: str) -> Path:
         regular.check(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing", hint=AGAIN) from error
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, circular links, a NUL
         why = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{root}: its file {brief(name)!r} cannot be read: {why}", hint=AGAIN) from error
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a checkpoint directory. Raises CheckpointError."""
+    """Read a JSON object from a checkpoint directory. Raises CheckpointError."""
     try:
         document = regular.document(_inside(path.parent, path.name))
     except (OSError, ValueError) as error:
@@ -291,13 +303,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def digests(root: Path) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file in a directory, but of its manifest."""
+    """Size and sha256 of every file in a directory except its manifest."""
     files = sorted(path for path in root.iterdir() if path.name != MANIFEST)
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a directory, to disk."""
+    """Flush a file, or a directory's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -306,14 +318,16 @@ def sync(path: Path) -> None:
 
 
 def generalist(places: list[Path], family: str, target: str, output: Path) -> Path | None:
-    """The drafter right below one of `places` that was trained on most domains, two at least, of a family and for the
-    target of a name; of several the one that saw most tokens. Adapters and `output` do not count; None = there is none.
+    """Return the most general drafter of a family and target among the direct children of `places`.
+
+    It is the drafter trained on the most domains, at least two; ties go to the one trained on the most tokens. Adapters
+    and `output` are ignored. Returns None if there is no such drafter.
     """
     found: dict[Path, tuple[int, int]] = {}
     for directory in sorted(path.parent for place in places for path in place.glob(f"*/{CONFIG}")):
         try:
             config, info = read_json(directory / CONFIG), read_info(directory)
-        except CheckpointError:  # a neighbour that is no drafter, or not whole
+        except CheckpointError:  # a sibling that is not a complete drafter
             continue
         made_for, domains = config.get("target"), info.get("domain")
         fits = config.get("family") == family and isinstance(made_for, dict) and made_for.get("name") == target

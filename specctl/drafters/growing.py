@@ -1,4 +1,4 @@
-"""Dynamic draft trees of a batch while they grow on the device: `tree.GrowingTree` in tensors of fixed shapes."""
+"""Grow the dynamic draft trees of a batch on the device: `tree.GrowingTree` as tensors of fixed shapes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from specctl.decoding.records import PADDING, DraftTree
 
 
 class GrowingTrees:
-    """Candidates level by level, in the order they were found; of all trees as many.
+    """Candidate nodes of the draft trees of a batch, level by level, in the order they were added.
+
+    All trees have the same number of candidates.
 
     Attributes:
-        joint: of every level, [B, m] log probabilities of the paths from the root; in fp64, as Python adds them.
-        tokens: of every level, [B, m].
+        joint: one tensor [B, m] per level: log probabilities of the paths from the root, in fp64 to match Python
+            floats.
+        tokens: one tensor [B, m] per level.
     """
 
     def __init__(self) -> None:
@@ -22,8 +25,13 @@ class GrowingTrees:
         self.parents: list[Tensor] = []
 
     def add(self, above: Tensor | None, gains: Tensor, tokens: Tensor) -> None:
-        """A level: behind each of the nodes `above` [B, n], given by their places in the last level, children with
-        these log probabilities and tokens [B, n, c]. None: behind the root, n = 1."""
+        """Append a level: the children of the nodes `above`.
+
+        Args:
+            above: [B, n] indices of the parents in the previous level. If None, the parent is the root and n = 1.
+            gains: [B, n, c] log probabilities of the children given their parents.
+            tokens: [B, n, c] tokens of the children.
+        """
         level = gains.double()
         if above is None:
             parents = torch.full_like(tokens[:, 0, 0], -1).unsqueeze(1)
@@ -35,11 +43,14 @@ class GrowingTrees:
         self.tokens.append(tokens.flatten(1))
 
     def frontier(self, width: int) -> Tensor:
-        """[B, n] places in the last level of its `width` most probable nodes, or of all where they are fewer."""
+        """Indices [B, n] of the `width` most probable nodes of the last level, or of all nodes if it has fewer."""
         return self.joint[-1].sort(dim=-1, descending=True, stable=True).indices[:, :width]
 
     def best(self, room: Tensor, nodes: int, chain: bool) -> DraftTree:
-        """The candidates of highest joint probability that there is `room` [B] for, in the order they were found."""
+        """Keep the `nodes` candidates of highest joint probability, in the order they were added.
+
+        `room` [B] limits the depth of each tree; deeper candidates become padding.
+        """
         tokens, parents = torch.cat(self.tokens, 1), torch.cat(self.parents, 1)
         deep = room.unsqueeze(1)
         fits = torch.cat([(deep > level).expand(-1, part.shape[1]) for level, part in enumerate(self.joint)], 1)

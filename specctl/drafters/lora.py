@@ -1,7 +1,7 @@
-"""Low-rank adapters of a drafter (LoRA, Hu et al. 2021, arXiv 2106.09685), trained by peft, run on the base's weights.
+"""LoRA adapters of a drafter (Hu et al. 2021, arXiv 2106.09685): trained with peft, run on the base's weights.
 
-A specialist of this kind is a few per cent of its base's bytes. In a pool every adapter runs on the one copy of the
-base: switching copies nothing.
+An adapter is a specialist with a few per cent of its base's bytes. All adapters of a pool run on one copy of the base,
+so switching between them copies nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from specctl.errors import RecipeError
 from specctl.recipe import LoraRecipe
 
 Part = tuple[str, int]
-"""A projection inside a fused product: its module's name and how many outputs it has."""
+"""Projection inside a fused linear product: (module name, number of outputs)."""
 
 Product = tuple[Tensor, Tensor, Tensor | None]
-"""x Wᵀ + b as (x [n, in], W [out, in], b [out] or None)."""
+"""Linear product x Wᵀ + b as (x [n, in], W [out, in], b [out] or None)."""
 
 
 class LowRank:
-    """A product and its low-rank update: x Wᵀ + (x Aᵀ) Bᵀ, with A [r, in] and B [out, r] (scaled)."""
+    """Linear product with a low-rank update: x Wᵀ + (x Aᵀ) Bᵀ, with A [r, in] and B [out, r], already scaled."""
 
     def __init__(self, base: Linear, down: Tensor, up: Tensor):
         self.base, self.down, self.up = base, down.contiguous(), up.T.contiguous()
@@ -39,7 +39,7 @@ class LowRank:
 
 @dataclass(frozen=True)
 class Origin:
-    """The drafter whose weights an adapter updates: where it was, seen from the adapter, and the weights' digest."""
+    """Base drafter of an adapter: its path relative to the adapter, and the digest of its weights."""
 
     path: Annotated[str, Field(max_length=1024)]
     sha256: Annotated[str, Field(max_length=64)]
@@ -47,7 +47,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Update:
-    """The part of an adapter's config.json that is not its base's."""
+    """Section "lora" in an adapter's config.json; the rest of the file is its base's."""
 
     rank: Annotated[int, Field(strict=True, gt=0, le=1 << 16)]
     alpha: Annotated[float, Field(strict=True, gt=0, le=1e6)]
@@ -55,19 +55,19 @@ class Update:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> Update:
-        """CheckpointError names the key that is wrong."""
+        """Parse the section. CheckpointError names the key that is wrong."""
         return read(cls, config["lora"], "lora")
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """`pairs`: module name → (A [r, in], B [out, r]), B with the scale alpha / r."""
+    """Weights of an adapter. `pairs` maps a module name to (A [r, in], B [out, r]), with B scaled by alpha / r."""
 
     pairs: dict[str, tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Adapter:
-        """From the contents of a checkpoint. CheckpointError when they are not an adapter's."""
+        """Read the adapter from the contents of a checkpoint. Raises CheckpointError if they are not an adapter's."""
         shape = Update.of(config)
         for name, tensor in tensors.items():
             half, other = (UP, DOWN) if name.endswith(UP) else (DOWN, UP)
@@ -82,7 +82,7 @@ class Adapter:
         return cls({name: (down, tensors[name + UP] * scale) for name, down in downs.items()})
 
     def check(self, base: dict[str, Tensor]) -> None:
-        """Raise CheckpointError where it does not update the drafter whose weights are `base`."""
+        """Raise CheckpointError if the adapter does not fit a drafter with the weights `base`."""
         for name, (down, up) in self.pairs.items():
             weight = base.get(f"{name}.weight")
             if weight is None:
@@ -92,7 +92,7 @@ class Adapter:
                 raise misfit(WEIGHTS, name, f"{sizes} are no update of its base's {list(weight.shape)}")
 
     def on(self, linear: Linear, parts: Sequence[Part], device: torch.device) -> Linear | LowRank:
-        """`linear`, which fuses `parts` of one input, with this adapter's updates; itself where there are none."""
+        """Return `linear`, a fused product of `parts`, with this adapter's updates; unchanged if no part is adapted."""
         found = [(name, size, *self.pairs[name]) for name, size in parts if name in self.pairs]
         if not found:
             return linear
@@ -106,7 +106,7 @@ class Adapter:
         return LowRank(linear, down.to(device, linear.dtype), up.to(device, linear.dtype))
 
     def merge(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The base's `tensors` with the updates added: a drafter that stands alone."""
+        """Return the base's `tensors` with the updates added: a drafter that stands alone."""
         merged = dict(tensors)
         for name, (down, up) in self.pairs.items():
             weight = merged[f"{name}.weight"]
@@ -118,7 +118,7 @@ UP, DOWN = ".lora_B.weight", ".lora_A.weight"
 
 
 def inject(module: nn.Module, recipe: LoraRecipe, adaptable: Sequence[str]) -> None:
-    """Freeze `module` and give the projections named in the recipe (None = `adaptable`) low-rank updates.
+    """Freeze `module` and add low-rank updates to the projections named in the recipe, by default all `adaptable` ones.
 
     Raises RecipeError for a projection that the family does not adapt.
     """
@@ -133,9 +133,9 @@ def inject(module: nn.Module, recipe: LoraRecipe, adaptable: Sequence[str]) -> N
 
 
 def product_of(layer: Any, x: Tensor) -> Product:
-    """A linear layer's output as one product, also where `inject` has adapted the layer.
+    """Return a linear layer as one product (x, W, b), even if `inject` has adapted the layer.
 
-    W x + s·B A x is [W, s·B] of the input and its low-rank part: whoever reads the weight needs no other case.
+    W x + s·B A x equals the matrix [W, s·B] times the input concatenated with A x, so callers need no separate case.
     """
     if isinstance(layer, nn.Linear):
         return x, layer.weight, layer.bias
@@ -146,7 +146,7 @@ def product_of(layer: Any, x: Tensor) -> Product:
 
 
 def state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The updates among the state of an injected module, under the names of the projections they belong to."""
+    """Extract the updates from the state of an injected module, keyed by the names of their projections."""
     return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
 
 

@@ -1,4 +1,4 @@
-"""From a name or a directory to a drafter that is ready to propose."""
+"""Load drafters: turn a name or a drafter directory into a `Drafter` that is ready to propose tokens."""
 
 from __future__ import annotations
 
@@ -28,86 +28,93 @@ from specctl.recipe import DraftingRecipe, TrainRecipe
 
 
 class FamilyModule(Protocol):
-    """The Python module of a family whose drafters are kept in directories.
+    """Interface of a family's Python module, for families with drafters stored in directories.
 
-    Drafters of a family with `adaptable` projections have `adapted(adapter)`.
-
-    `module` is what one of them holds, weights or a datastore; `config` is a checkpoint's config.json, `tensors` its
-    model.safetensors.
+    `module` is the content of one drafter: weights or a datastore. `config` is a checkpoint's config.json, `tensors`
+    its model.safetensors. If the family has `adaptable` projections, its drafters also have a method
+    `adapted(adapter)`.
     """
 
     def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-        """The module that was trained or collected, with a method `check(target)` that raises CheckpointError where it
-        is not for that target; CheckpointError (which begins with the name of the file) where tensors and architecture
-        do not fit."""
+        """Rebuild the trained or collected module from the contents of its checkpoint.
+
+        The module has a method `check(target)`, which raises CheckpointError if it was made for another target. Raises
+        CheckpointError, with a message that begins with the file name, if the tensors do not fit the architecture.
+        """
         ...
 
     def drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
-        """Inference of the module, with a copy of its weights in the target's dtype."""
+        """Build the drafter that runs the module, with a copy of its weights in the target's dtype."""
         ...
 
     def config(self, module: Any, target: dict[str, Any]) -> dict[str, Any]:
-        """config.json of a checkpoint of this module; `target` is `Target.identity`."""
+        """Content of config.json for a checkpoint of this module; `target` is `Target.identity`."""
         ...
 
 
 class TrainableFamily(FamilyModule, Protocol):
-    """A family whose modules are `nn.Module`s and learn by gradients."""
+    """Interface of a family with modules that are `nn.Module`s and learn by gradient descent."""
 
     def prepare(self, module: Any, recipe: TrainRecipe) -> None:
-        """Set the module's training options (a restored one is made to decode)."""
+        """Set the training options of the module; `restore` leaves it in the state for decoding."""
         ...
 
     def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The module's state dict as a checkpoint stores it."""
+        """Convert the module's state dict to the form stored in a checkpoint."""
         ...
 
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
-        """A new module to train, started from the target where the family can. `frequent(n)`: a draft vocabulary of the
-        n tokens most frequent in the training responses."""
+        """Build a new module to train, initialized from the target if the family supports it.
+
+        `frequent(n)` returns a draft vocabulary: the n most frequent tokens of the training responses.
+        """
         ...
 
 
 class CollectedFamily(FamilyModule, Protocol):
-    """A family whose drafters are collected from responses."""
+    """Interface of a family with drafters that are collected from responses, without gradient steps."""
 
     def collect(self, texts: Iterable[tuple[list[int], int]]) -> Any:
-        """The contents of a drafter, from (tokens, prompt length) of every text."""
+        """Build a drafter's contents from all texts, each given as (tokens, prompt length)."""
         ...
 
     def tensors(self, module: Any) -> dict[str, Tensor]:
-        """model.safetensors of a checkpoint of it."""
+        """Content of model.safetensors for a checkpoint of this module."""
         ...
 
 
 def family(name: str) -> FamilyModule:
-    """The module of a family."""
+    """Import the Python module of a family."""
     return cast(FamilyModule, importlib.import_module(FAMILIES[name].module))
 
 
 def trainable(name: str) -> TrainableFamily:
-    """The module of a family that learns by gradients."""
+    """Import the Python module of a family that learns by gradient descent."""
     return cast(TrainableFamily, family(name))
 
 
 def collected(name: str) -> CollectedFamily:
-    """The module of a family that is collected without gradient steps."""
+    """Import the Python module of a family that is collected without gradient steps."""
     return cast(CollectedFamily, family(name))
 
 
 def load_drafter(
     path_or_name: str, target: Target, drafting: DraftingRecipe, bases: dict[str, Drafter] | None = None
 ) -> Drafter:
-    """A drafter without weights by its name, the one in a directory, checked against its manifest and the target, or
-    a hybrid of two: `drafters/sql-eagle3+lookup`.
+    """Load a drafter for `target`.
+
+    `path_or_name` is the name of a drafter without weights, a drafter directory, or a hybrid of two drafters such as
+    `drafters/sql-eagle3+lookup`. A directory is checked against its manifest and the target.
 
     Args:
-        bases: drafters loaded so far that are no LoRA adapters, by their contents. Give one dictionary to all drafters
-            of a pool, and adapters share the weights of their base, also with the base as a member.
+        bases: cache of the loaded drafters that are not LoRA adapters, keyed by their contents. Pass the same
+            dictionary for all drafters of a pool: adapters then share the weights of their base, even if the base is in
+            the pool too.
 
     Raises:
-        CheckpointError: there is no such drafter, it is damaged, of an unknown family, or made for another target.
-        UsageError: two that cannot draft as one.
+        CheckpointError: the drafter does not exist, is damaged, is of an unknown family, or was made for another
+            target.
+        UsageError: the two drafters cannot form a hybrid.
     """
     if path_or_name in NAMED:
         return cast(Drafter, pkgutil.resolve_name(NAMED[path_or_name])(drafting))
@@ -128,15 +135,24 @@ def load_drafter(
 
 
 def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: Past | None = None) -> Hybrid:
-    """A head and a text drafter, loaded, as one; `name`: of both; `past`: of the stream's texts. UsageError where the
-    other is no text drafter."""
+    """Combine a loaded head and a loaded text drafter into one hybrid drafter.
+
+    Args:
+        name: name of the hybrid, `head+text`.
+        past: the record that the hybrid's gate keeps of earlier texts of the stream.
+
+    Raises UsageError if the second drafter is not a text drafter.
+    """
     if not hasattr(text, "offer"):
         raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is no text drafter", HYBRIDS)
     return Hybrid(cast(Grower, head), cast(TextDrafter, text), costs, past)
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
-    """The costs of a hybrid's rounds, which depend on family and shape of its head. UsageError where that is none."""
+    """Costs of a hybrid's rounds, which depend on the family and the shape of its head.
+
+    Raises UsageError if the first drafter is not a trained head.
+    """
     directory = parts_of(name)[0]
     if not hasattr(head, "grow"):
         raise UsageError(f"{name}: {name_of(directory)} is no trained drafter", HYBRIDS)
@@ -146,7 +162,7 @@ def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
 
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:
-    """The contents of a drafter directory for `target`. Raises CheckpointError as `load_drafter`."""
+    """Read a drafter directory and check it against `target`. Raises CheckpointError as `load_drafter` does."""
     path = Path(directory).expanduser()
     if not os.path.lexists(path) and path.name == str(directory):
         raise CheckpointError(
@@ -158,7 +174,7 @@ def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint
 
 
 def known(directory: str | Path) -> checkpoint.Checkpoint:
-    """The contents of a drafter directory, for whatever target. CheckpointError for a family that is not known."""
+    """Read a drafter directory without checking the target. Raises CheckpointError if the family is unknown."""
     found = checkpoint.load(directory)
     name = found.config["family"]
     if name not in FAMILIES:
@@ -168,7 +184,7 @@ def known(directory: str | Path) -> checkpoint.Checkpoint:
 
 
 def whole(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
-    """A checkpoint that stands alone: itself, or an adapter merged into its base."""
+    """Return a checkpoint that stands alone: an adapter is merged into its base, any other checkpoint is unchanged."""
     if "lora" not in found.config:
         return found
     base = find_base(found)
@@ -176,7 +192,7 @@ def whole(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
 
 
 def adapter(found: checkpoint.Checkpoint, base: checkpoint.Checkpoint) -> Adapter:
-    """The update that a LoRA adapter makes to `base`. CheckpointError where it makes none."""
+    """Return the low-rank update of a LoRA adapter. Raises CheckpointError if it does not fit `base`."""
     with located(found.path):
         update = Adapter.of(found.config, found.tensors)
         update.check(base.tensors)
@@ -184,9 +200,9 @@ def adapter(found: checkpoint.Checkpoint, base: checkpoint.Checkpoint) -> Adapte
 
 
 def module(found: checkpoint.Checkpoint, target: Target) -> Any:
-    """Contents of a drafter directory, weights or a datastore, once it is known to fit itself and `target`.
+    """Build the contents of a drafter (weights or a datastore) and check them against `target`.
 
-    Raises CheckpointError naming directory, file and key.
+    Raises CheckpointError, which names the directory, file and key.
     """
     made = sound(found)
     with located(found.path):
@@ -195,15 +211,19 @@ def module(found: checkpoint.Checkpoint, target: Target) -> Any:
 
 
 def sound(found: checkpoint.Checkpoint) -> Any:
-    """Contents of a drafter directory, once known to fit itself. CheckpointError names directory, file and key."""
+    """Build the contents of a drafter, checked for consistency but not against a target.
+
+    Raises CheckpointError, which names the directory, file and key.
+    """
     with located(found.path):
         return family(found.config["family"]).restore(found.config, found.tensors)
 
 
 def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
-    """The drafter whose weights a LoRA adapter updates: where it was, or among the adapter's neighbours.
+    """Find the base drafter of a LoRA adapter: at its recorded path, or among the adapter's sibling directories.
 
-    Raises CheckpointError where it is nowhere, or its weights are not those the adapter was trained on.
+    Raises CheckpointError if no such drafter exists, or if its weights differ from the weights the adapter was trained
+    on.
     """
     with located(found.path):
         wanted = Update.of(found.config).base
@@ -230,10 +250,10 @@ def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRec
 
 
 def domains_of(path_or_name: str) -> list[str]:
-    """The domains that the drafter in a directory was made for, as its drafter.json says; none for one by name. Those
-    of a hybrid are those of both.
+    """Domains that a drafter was made for, as recorded in its drafter.json.
 
-    Raises CheckpointError where drafter.json cannot be read.
+    The list is empty for a drafter without weights. For a hybrid it joins the domains of both drafters. Raises
+    CheckpointError if drafter.json cannot be read.
     """
     if path_or_name in NAMED:
         return []
@@ -244,11 +264,11 @@ def domains_of(path_or_name: str) -> list[str]:
 
 
 def find_pool(directory: str | Path) -> list[Path]:
-    """Every drafter directory at or below `directory`, sorted by path.
+    """Return every drafter directory at or below `directory`, sorted by path.
 
     Raises:
-        UsageError: there is no such directory.
-        CheckpointError: there is no drafter in it, or a link leads out of it.
+        UsageError: `directory` does not exist.
+        CheckpointError: it contains no drafter, or a link leads out of the directory.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
@@ -260,7 +280,7 @@ def find_pool(directory: str | Path) -> list[Path]:
                 raise CheckpointError(
                     f"{Path(here) / name!r} leads out of the pool", hint="copy the drafter into the pool"
                 )
-        # Neither drafters being written or replaced, nor what training keeps beside them.
+        # Skip drafters that are being written or replaced (hidden directories) and the checkpoints of training runs.
         below[:] = [name for name in below if not name.startswith(".") and not name.endswith(checkpoint.TRAINING)]
         if checkpoint.is_drafter(Path(here)):
             found.append(Path(here))

@@ -1,4 +1,4 @@
-"""Hidden states that an engine computed: read from its file or its answer, and not believed before they are checked."""
+"""Read the hidden states that an engine computed, from its file or its answer, and check them before use."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from torch import Tensor
 from specctl import regular
 from specctl.engines.records import Dialect, EngineError, Malformed, Wanted
 
-POLL_S = 0.005  # how long a file may be finished before it is noticed
+POLL_S = 0.005  # seconds between two checks whether a file is finished
 
 
 class Source(Protocol):
-    """The server that states came from."""
+    """The server that hidden states come from."""
 
     url: str
     dialect: Dialect
@@ -30,14 +30,14 @@ class Source(Protocol):
 async def states(
     server: Source, found: str | list[Any] | None, sent: list[int], wanted: Wanted, timeout_s: float
 ) -> Tensor:
-    """Hidden states [tokens, layers, width] of the text `sent`; a file that held them is deleted.
+    """Hidden states [tokens, layers, width] of the text `sent`. Deletes the file that held them.
 
     Args:
-        found: where they are, as `Dialect.captured` says.
-        timeout_s: how long its server may write a file.
+        found: the rows, or the path of their file, as `Dialect.captured` returns them, or None.
+        timeout_s: seconds that the server may take to finish its file.
 
     Raises:
-        EngineError: the server cannot give what is wanted, whoever asks.  Malformed: another try may bring it.
+        EngineError: the server cannot give the wanted states, for any text.  Malformed: another try may succeed.
     """
     if found is None:
         raise EngineError(f"{server.url} hands out no hidden states", started(server, wanted))
@@ -55,16 +55,16 @@ async def states(
             f"start it with {server.dialect.UNCACHED}",
         )
     checked = _checked(server, rows, sent, wanted)
-    for file in (path, _lock(path)):  # only now is it known to be ours to delete, whatever the server called it
+    for file in (path, _lock(path)):  # not earlier: a server could name any path
         with suppress(OSError):
             file.unlink()
     return checked
 
 
 def started(server: Source, wanted: Wanted) -> str:
-    """How a server that gives what is wanted is started, as a hint."""
+    """Hint that shows how to start a server that gives the wanted states."""
     command = server.dialect.capturing(wanted)
-    assert command is not None  # `Client.check_states` has refused the others
+    assert command is not None  # `Client.check_states` has refused engines without such a command
     return f"start it with: {command}"
 
 
@@ -73,8 +73,10 @@ def _lock(path: Path) -> Path:
 
 
 async def _written(server: Source, path: Path, timeout_s: float) -> None:
-    """Wait for the writer, who holds the lock from before its answer until the file is whole. Asked again and again
-    rather than slept on: a thread that sleeps in the kernel could not be given up."""
+    """Wait until the file is whole. Its writer holds the lock from before its answer until then.
+
+    The lock is polled: a thread that blocks on it in the kernel could not be cancelled.
+    """
     until = time.monotonic() + timeout_s
     try:
         with regular.opened(_lock(path)) as lock:
@@ -87,7 +89,7 @@ async def _written(server: Source, path: Path, timeout_s: float) -> None:
                         raise Malformed(f"{path} is not finished after {timeout_s:g} s") from None
                     await asyncio.sleep(POLL_S)
     except FileNotFoundError as error:
-        if not path.exists():  # else it writes without locks
+        if not path.exists():  # if it exists, its writer does not use locks
             raise _unreadable(server, path, error) from error
     except OSError as error:
         raise _unreadable(server, path, error) from error
@@ -120,11 +122,11 @@ def _rows(server: Source, found: list[Any], wanted: Wanted) -> Tensor:
         width = len(found[0]) if isinstance(found[0], list) else 0
         if width % wanted.width or not width:
             raise _other_layers(server, f"rows of {width} values", wanted) from error
-        raise _not_finite(server) from error  # JSON has no number for NaN
+        raise _not_finite(server) from error  # JSON cannot encode NaN
 
 
 def _checked(server: Source, rows: Tensor, sent: list[int], wanted: Wanted) -> Tensor:
-    """The rows, if they are as many, of as many layers and as wide as they have to be, and finite."""
+    """Return the rows if they are finite and have the expected shape [tokens, layers, width]."""
     expected = (len(wanted.ids), wanted.width)
     if rows.ndim != 3 or rows.shape[1:] != expected or not rows.is_floating_point():
         raise _other_layers(server, f"states of shape {list(rows.shape)} ({rows.dtype})", wanted)

@@ -1,4 +1,4 @@
-"""A client of one or several servers of the same target: bounded, patient, and it believes nothing unchecked."""
+"""Client of one or several servers of the same target: it limits concurrency, retries, and checks every answer."""
 
 from __future__ import annotations
 
@@ -43,23 +43,25 @@ if TYPE_CHECKING:
     from specctl.formats.corpus import CorpusTexts
 
 CONNECT_S = 10.0
-POLL_S = 0.2  # how long a signal waits for a slow engine
+POLL_S = 0.2  # seconds until a signal is noticed while engines are slow
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-LOOKAHEAD = 8  # requests that may be ahead of the oldest one, as a multiple of those in flight
-BUSY = {408, 409, 425, 429}  # and all from 500 on: another try may succeed
-REFUSED = {400, 413, 422}  # this text, whoever asks
+LOOKAHEAD = 8  # requests that may start ahead of the oldest unfinished one, per request in flight
+BUSY = {408, 409, 425, 429}  # retried, as are all statuses from 500 on: another try may succeed
+REFUSED = {400, 413, 422}  # final for this text, on any server
 
 Told = TypeVar("Told")
 Sent = TypeVar("Sent")
 
 
 class Client:
-    """Texts continued by engines, or read by them. A context manager; `answers` and `states` are for one thread.
+    """Continues texts on engines, or reads their hidden states there. A context manager.
+
+    `answers` and `states` may be used from one thread only.
 
     Attributes:
-        servers: those of `recipe.urls`.
-        failures: requests that failed so far, and were sent again.
-        probe: the text that every server was asked about, as ids; empty until `compare`.
+        servers: the endpoints at `recipe.urls`.
+        failures: number of requests that failed and were retried.
+        probe: token ids of the text that every server was asked about. Empty until `compare` or `compare_servers`.
     """
 
     def __init__(self, recipe: ServerRecipe):
@@ -68,8 +70,8 @@ class Client:
         self._turn = itertools.count()
         self._vocabulary: int | None = None
         self.probe: list[int] = []
-        self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
-        self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their places
+        self._suspects: set[str] = set()  # addresses that were unreachable: check their weights before the next use
+        self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their positions
 
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
@@ -95,7 +97,7 @@ class Client:
         self._runner.close()
 
     def check(self, target: TargetText) -> None:
-        """The servers' texts are those of `target` (`compare`), which may be asked no longer ones than they take.
+        """Check that the servers serve `target` (`compare`), and cap its context length at the servers' limits.
 
         Raises CheckpointError.
         """
@@ -104,7 +106,7 @@ class Client:
         self.compare(target)
 
     def compare(self, target: TargetText) -> None:
-        """The servers' texts are those of `target`: its tokenizer's ids, and the same weights everywhere.
+        """Check that the servers serve `target`: they use its tokenizer, and all have equal weights.
 
         Raises CheckpointError.
         """
@@ -122,10 +124,9 @@ class Client:
         self._equal_weights()
 
     def compare_servers(self) -> None:
-        """All servers serve one model: by its name, its tokenizer's ids and its weights, as far as they say. Nothing of
-        it has to be here.
+        """Check that all servers serve one model: equal name, tokenizer and weights, as far as the servers tell.
 
-        Raises CheckpointError.
+        Needs no file of the model on this machine. Raises CheckpointError.
         """
         first, known = self.servers[0], None
         for server in self.servers:
@@ -145,7 +146,7 @@ class Client:
             self._equal_weights()
 
     def _equal_weights(self) -> None:
-        """CheckpointError where the servers do not find the probe's tokens equally probable."""
+        """Raise CheckpointError if the servers assign different log probabilities to the probe's tokens."""
         for server in self.servers:
             server.logprobs = self._told(questions.logprobs(self._pools.http, server, self.probe))
             if questions.distance(server.logprobs, self.servers[0].logprobs) > questions.SAME:
@@ -154,28 +155,29 @@ class Client:
     def answers(
         self, asks: Sequence[Ask], *, limit: int | None = None, timed: bool = False
     ) -> Iterator[tuple[int, Answer | Refusal]]:
-        """Answers with the places of their requests, as they come in; ends early when a signal came.
+        """Yield (position of the request, answer) in order of arrival. Ends early after a signal.
 
         Args:
-            limit: requests in flight; None = `recipe.concurrency`.
-            timed: stream them, for the time of the first token.
+            limit: requests in flight (None = `recipe.concurrency`).
+            timed: stream the answers, to measure the time to the first token.
 
-        Raises EngineError where a request has failed once more than `recipe.retries` allows.
+        Raises EngineError if a request has failed once more than `recipe.retries` allows.
         """
         limit = limit or self.recipe.concurrency
         yield from self._all(asks, lambda ask: self._one(ask, timed), limit, LOOKAHEAD * limit)
 
     def states(self, texts: Sequence[list[int]], wanted: Wanted) -> Iterator[tuple[int, Tensor | Refusal]]:
-        """Hidden states [tokens, layers, width] of texts, on the CPU, with the places of the texts, as they come in;
-        ends early when a signal came. At most twice `recipe.concurrency` texts are in memory.
+        """Yield (position of the text, hidden states [tokens, layers, width] on the CPU) in order of arrival.
 
-        Raises EngineError where a server cannot give them, or as `answers`.
+        Ends early after a signal. At most twice `recipe.concurrency` texts are in memory.
+
+        Raises EngineError if a server cannot give the states, or under the conditions of `answers`.
         """
         limit = self.recipe.concurrency
         return self._all(texts, lambda text: self._read_states(text, wanted), limit, limit)
 
     def check_states(self, wanted: Wanted) -> None:
-        """EngineError where a server could not give these, or says that it would take some from a cache."""
+        """Raise EngineError if a server cannot give these states, or reports a prefix cache that would hide some."""
         if len({server.dialect.NORMED for server in self.servers}) > 1:
             raise EngineError("the servers are different engines, whose hidden states are, too", "take one kind")
         for server in self.servers:
@@ -198,11 +200,12 @@ class Client:
         limit: int,
         ahead: int,
     ) -> Iterator[tuple[int, Told]]:
-        """Results of `one` for every job, with its place, as they come in.
+        """Run `one` for every job. Yield (position of the job, result) in order of arrival.
 
         Args:
             limit: jobs in flight.
-            ahead: jobs that may be begun behind the oldest in flight: who writes in order has to keep them.
+            ahead: jobs that may start ahead of the oldest unfinished job. A caller that writes in order has to hold
+                their results.
         """
         loop = self._runner.get_loop()
         pending: dict[asyncio.Task[Told], int] = {}
@@ -224,31 +227,33 @@ class Client:
             self._cancel(pending)
 
     def _cancel(self, pending: dict[asyncio.Task[Any], int]) -> None:
-        """Give up requests. A generator that is closed late, after its client, has none left."""
+        """Cancel requests. A generator that is closed after its client finds nothing pending."""
         if pending:
             tasks = list(pending)
             pending.clear()
             self._runner.run(_cancelled(tasks))
 
     def drafting(self) -> Drafting | None:
-        """Counters of all servers together; None where one of them does not draft, or does not tell."""
+        """Sum of the draft counters of all servers, or None if a server does not draft or does not report them."""
         found = [self._told(questions.drafting(self._pools.http, server)) for server in self.servers]
         parts = [part for part in found if part is not None]
         return Drafting.total(parts) if len(parts) == len(found) else None
 
     def publish(self, directory: Path, version: str) -> None:
-        """All servers draft with the drafter in `directory`, which `specctl export` wrote for them, from their next
-        step on. How long requests stood still for it is logged.
+        """Make all servers draft with the drafter in `directory` from their next step on.
 
-        Raises UsageError, CheckpointError or EngineError where one of them does not take it: which, why, and what the
-        others draft with. They have what they had before then.
+        `specctl export` wrote the directory for this engine. The seconds that requests stood still are logged.
+
+        Raises UsageError, CheckpointError or EngineError if a server rejects the drafter. The message tells which
+        server, why, and the drafter of the others. All servers then get their previous drafter back.
         """
         self._runner.run(publication.publish([self._place(server) for server in self.servers], directory, version))
 
     def publish_corpus(self, name: str, corpus: CorpusTexts) -> list[PublishedCorpus]:
-        """All servers draft from a datastore's texts, in place of those that they were given under `name` before.
+        """Make all servers draft from a datastore's texts, which replace the texts published before under `name`.
 
-        Raises UsageError (a server that takes none while it runs), EngineError as `publish`.
+        Raises UsageError if an engine takes no corpora while it runs, and EngineError under the conditions of
+        `publish`.
         """
         for server in self.servers:
             if server.facts.engine != sglang.NAME:
@@ -259,11 +264,14 @@ class Client:
         return self._runner.run(corpora.publish([self._place(server) for server in self.servers], name, corpus))
 
     def loaded(self) -> list[Loaded]:
-        """The drafter of each server, as far as it says. Raises EngineError."""
+        """The drafter of each server, as far as it tells. Raises EngineError."""
         return [self._runner.run(publication.loaded(self._place(server))) for server in self.servers]
 
     def published(self) -> list[str | None]:
-        """The version that each server drafts with; None of what it was started with. Raises EngineError."""
+        """Version of each server's drafter, or None if it is still the drafter from the server's start.
+
+        Raises EngineError.
+        """
         return [one.version for one in self.loaded()]
 
     def _place(self, server: Endpoint) -> publication.Served:
@@ -271,13 +279,13 @@ class Client:
         return publication.Served(server.url, publisher, partial(self._asked, server), server.published)
 
     async def _asked(self, server: Endpoint, call: Call) -> Any:
-        """The document that a server's administration answers with. Raises EngineError, Malformed."""
+        """Send an administration call and return the response's document. Raises EngineError, Malformed."""
         try:
             response = await self._pools.http.request(
                 "GET" if call.body is None else "POST",
                 server.url + call.path,
                 json=call.body,
-                headers={"Connection": "close"},  # vLLM breaks those on which it failed, whoever sends on them next
+                headers={"Connection": "close"},  # a reused connection breaks: vLLM drops it after a failure
             )
         except httpx.TransportError as error:
             raise Lost(f"it is gone: {transport(error)}") from error
@@ -288,7 +296,7 @@ class Client:
         return document(response)
 
     def _told(self, question: Coroutine[Any, Any, Told]) -> Told:
-        """The answer to a question about a server. EngineError where it is gone, or answers something else."""
+        """Answer to a question about a server. Raises EngineError if the server is gone or the answer is malformed."""
         try:
             return self._runner.run(question)
         except httpx.TransportError as error:
@@ -310,7 +318,7 @@ class Client:
         return answer if isinstance(answer, Refusal) else replace(answer, tries=tries)
 
     async def _read_states(self, text: list[int], wanted: Wanted) -> Tensor | Refusal:
-        from specctl.engines import capture  # torch, which nobody else here needs
+        from specctl.engines import capture  # imports torch, which no other method needs
 
         async def exchange(server: Endpoint) -> tuple[httpx.Response, Tensor | None]:
             body = server.dialect.capture(text, server.model)
@@ -325,8 +333,11 @@ class Client:
     async def _tried(
         self, exchange: Callable[[Endpoint], Coroutine[Any, Any, tuple[httpx.Response, Told | None]]]
     ) -> tuple[Told | Refusal, int]:
-        """The content of a response, and how many requests it took: they are sent again, to another server if there is
-        one, while that may help. `exchange` gives what a response of status 200 holds."""
+        """Return an exchange's content, and the number of requests it took.
+
+        A request is retried while that may help, on another server if there is one. `exchange` returns a response and,
+        if its status is 200, its content.
+        """
         failed: Endpoint | None = None
         why = ""
         for tried in range(1, self.recipe.retries + 2):
@@ -363,13 +374,16 @@ class Client:
         )
 
     def _free(self, failed: Endpoint | None) -> Endpoint:
-        """The server with the fewest requests, another one than that which has just failed, if there is one."""
+        """The server with the fewest requests; prefers any other server to the `failed` one."""
         turn = next(self._turn)
         order = self.servers[turn % len(self.servers) :] + self.servers[: turn % len(self.servers)]
         return min(order, key=lambda server: (server is failed, server.in_flight))
 
     async def _sent(self, server: Endpoint, ask: Ask, timed: bool) -> tuple[httpx.Response, Any, float | None]:
-        """The response to a request, what it holds, and when its first token came."""
+        """Send a request.
+
+        Returns the response, its content, and the time at which the first token came (if `timed`).
+        """
         path, body = server.url + server.dialect.GENERATE, server.dialect.body(ask, server.model)
         if not timed:
             response = await self._pools.http.post(path, json=body)
@@ -407,9 +421,9 @@ class Client:
         return f"put it into the environment: {self.recipe.api_key_env}=…"
 
     async def _same_weights(self, server: Endpoint) -> None:
-        """EngineError where an address that was gone for a moment has come back with another model."""
+        """Raise EngineError if an address that was unreachable for a while has come back with another model."""
         now = await questions.logprobs(self._pools.http, server, self.probe)
-        if now or not server.logprobs:  # else it is still loading, and is asked again
+        if now or not server.logprobs:  # otherwise the server is still loading: ask again next time
             self._suspects.discard(server.url)
         if questions.distance(now, server.logprobs) > questions.SAME:
             raise EngineError(

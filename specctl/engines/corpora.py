@@ -1,7 +1,7 @@
-"""A datastore into SGLang servers that run, as an external corpus of their method NGRAM: all of them have it, or none.
+"""Publish a datastore to all given SGLang servers or to none, as an external corpus of their method NGRAM.
 
-A corpus is added whole: nothing can be appended to one, and several share what a draft has room for. So the one of
-before stays until the new one is there, and goes then. Written after SGLang's sources, as `sglang`.
+SGLang adds a corpus whole and cannot append. Several corpora share the token budget of a draft. The previous corpus
+therefore stays until the new one is loaded, and is then removed. Written from SGLang's sources, as the module `sglang`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ MARK = "@"  # between a datastore's name and the digest of its texts
 
 @dataclass(frozen=True)
 class PublishedCorpus:
-    """A corpus as a server has it.
+    """A corpus that a server has loaded.
 
     Attributes:
-        tokens: as the server counts them; None where it had this corpus already.
-        replaced: corpora of the same name that it had before.
+        tokens: number of tokens that the server counted, or None if it had this corpus already.
+        replaced: earlier corpora of the same name, which were removed.
     """
 
     server: str
@@ -40,9 +40,9 @@ class PublishedCorpus:
 
 
 async def publish(places: Sequence[Served], name: str, corpus: CorpusTexts) -> list[PublishedCorpus]:
-    """Every server drafts from a corpus, which takes the place of those that had its `name`.
+    """Load a corpus into every server, in place of earlier corpora with this `name`.
 
-    Raises EngineError: which server does not take it, and why. All have then what they had before.
+    Raises EngineError, which tells the server that rejected it, and why. All servers then have their previous corpora.
     """
     digest = hashlib.sha256(corpus.lines.encode()).hexdigest()[:12]
     new = f"{name}{MARK}{digest}"
@@ -56,7 +56,7 @@ async def publish(places: Sequence[Served], name: str, corpus: CorpusTexts) -> l
                 continue
             begun.append(place)
             loaded.append(await _added(place, new, corpus))
-    except BaseException as error:  # a signal, too
+    except BaseException as error:  # also after a signal
         left = [place.url for place in begun if not await _removed(place, new)]
         if left and isinstance(error, EngineError):
             raise EngineError(f"{error.message}; {new} may be left in {', '.join(left)}", error.hint) from error
@@ -72,7 +72,7 @@ async def publish(places: Sequence[Served], name: str, corpus: CorpusTexts) -> l
 
 
 async def _there(place: Served, new: str, corpus: CorpusTexts) -> dict[str, int]:
-    """Tokens of the corpora that a server has. EngineError where it could not draft from another one."""
+    """Token counts of the corpora on a server, by name. Raises EngineError if the new one cannot be added."""
     try:
         room = room_of(await place.asked(INFO))
         known = corpora_of(await place.asked(LIST))
@@ -90,7 +90,7 @@ async def _there(place: Served, new: str, corpus: CorpusTexts) -> dict[str, int]
 
 
 async def _added(place: Served, new: str, corpus: CorpusTexts) -> int:
-    """Tokens that were loaded. EngineError, also where they are not all."""
+    """Add a corpus and return the number of tokens loaded. Raises EngineError, also if the corpus was truncated."""
     try:
         document = await place.asked(Call("/add_external_corpus", {"corpus_id": new, "documents": corpus.texts}))
         loaded = document["loaded_token_count"]
@@ -106,7 +106,7 @@ async def _added(place: Served, new: str, corpus: CorpusTexts) -> int:
 
 
 async def _removed(place: Served, corpus_id: str) -> bool:
-    """Whether a server says that it has removed a corpus."""
+    """Remove a corpus. Returns whether the server confirms the removal."""
     try:
         document = await place.asked(Call("/remove_external_corpus", {"corpus_id": corpus_id}))
     except (EngineError, Malformed):
@@ -115,8 +115,10 @@ async def _removed(place: Served, corpus_id: str) -> bool:
 
 
 def room_of(info: Any) -> int:
-    """Tokens of all corpora that a server takes, by what it says of itself. EngineError where it drafts from none;
-    Malformed."""
+    """Number of tokens that all corpora of a server may have together, from its server info.
+
+    Raises EngineError if the server does not draft from corpora; Malformed.
+    """
     try:
         method, budget = info["speculative_algorithm"], info.get("speculative_ngram_external_sam_budget")
         most = info.get("speculative_ngram_external_corpus_max_tokens")
@@ -133,7 +135,7 @@ def room_of(info: Any) -> int:
 
 
 def corpora_of(document: Any) -> dict[str, int]:
-    """Tokens of each corpus. Raises Malformed."""
+    """Number of tokens of each corpus. Raises Malformed."""
     try:
         return {str(name): int(count) for name, count in document["corpus_token_counts"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -1,6 +1,6 @@
-"""The form of an exported drafter, which tells whether it fits a running engine.
+"""The form of an exported drafter: config and tensor shapes, which decide whether it fits a running engine.
 
-vLLM's workers import this file, too (`vllm_worker.py`), so it needs nothing but the standard library.
+vLLM's workers import this file too (`vllm_worker.py`), so it uses the standard library only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DrafterForm:
-    """The form of an exported drafter: its configuration, and kind and shape of every tensor."""
+    """The form of an exported drafter: its configuration, and the kind and shape of every tensor."""
 
     config: dict[str, Any]
     tensors: dict[str, tuple[str, tuple[int, ...]]]

@@ -1,7 +1,7 @@
-"""Requests of clients as a proxy passes them on, and what their answers say: token ids, and what became of drafts.
+"""Rewrite the requests that a proxy passes on, and read token ids and draft counters from their answers.
 
-An engine says neither unless it is asked to. What is asked for besides is taken out of the answer again, so a client
-sees what it would have seen.
+An engine reports ids and counters only if a request asks for them. Fields that the proxy asked for are removed from the
+answer again, so a client sees the answer to its own request.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from specctl.engines import sglang, vllm
 from specctl.engines.records import Drafting
 
 RECORDED = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generate": "sglang"}
-"""Paths whose answers are texts, and the engine that can give their ids there."""
+"""Paths with texts as answers, and the engine that can report token ids on them."""
 
 ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
-"""Keys by which a choice tells its end; the latter two name the stop string or token, if it was one."""
+"""Keys of a choice that tell how it ended; the latter two name the stop string or token, if there was one."""
 
 LINE = re.compile(rb"\r\n|\n|\r")
-END = re.compile(rb"((?:\r\n|\n|\r(?!\n|\Z)){2})")  # a CR that is the last byte so far may be half of a CRLF
+END = re.compile(rb"((?:\r\n|\n|\r(?!\n|\Z)){2})")  # a CR at the end of the received bytes may be half of a CRLF
 DATA, BYTE_ORDER_MARK = b"data:", b"\xef\xbb\xbf"
 
 OPEN = ("/v1/", "/generate", "/health", "/ping", "/version", "/metrics", "/tokenize", "/detokenize", "/get_model_info")
-"""Beginnings of the paths that clients may ask for. All others change a server, or end it."""
+"""Beginnings of the paths that clients may request. All other paths change a server, or stop it."""
 
 
 def is_open(path: str) -> bool:
-    """Whether clients may ask for a path. One that climbs up again leads elsewhere than it begins."""
+    """Whether clients may request a path. Refuses `.`, `..` and escapes: they lead elsewhere than they begin."""
     if {".", ".."} & {*path.replace("\\", "/").split("/")} or "%" in path:
         return False
     return any(path.startswith(one) if one.endswith("/") else path == one for one in OPEN)
 
 
 def recorded(engine: str, path: str, body: Any) -> bool:
-    """Whether a request asks for one text, whose ids the engine can give."""
+    """Whether a request asks for one text, and the engine can report its token ids."""
     if not isinstance(body, dict) or RECORDED.get(path) not in (engine, "vllm"):
         return False
     several = body.get("n") not in (None, 1) or body.get("echo")
@@ -47,8 +47,10 @@ def recorded(engine: str, path: str, body: Any) -> bool:
 
 
 def asking(engine: str, body: Mapping[str, Any], *, ids: bool = True) -> tuple[dict[str, Any], frozenset[str]]:
-    """The request that makes an engine say counters and, with `ids`, token ids; and what of that its client did not ask
-    for."""
+    """Make a request ask for draft counters and, with `ids`, for token ids.
+
+    Returns the new request, and the keys of the response that its client did not ask for.
+    """
     sent, added = dict(body), set()
     if engine == "vllm":
         if ids and not body.get("return_token_ids"):
@@ -63,15 +65,17 @@ def asking(engine: str, body: Mapping[str, Any], *, ids: bool = True) -> tuple[d
 
 @dataclass(frozen=True)
 class TextCounts:
-    """A text that an engine has written: its tokens, and what became of its drafts; None where it does not say."""
+    """Number of tokens in a text that an engine has written, and its draft counters (None if not reported)."""
 
     tokens: int
     drafting: Drafting | None
 
 
 def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts | None:
-    """The counters in an answer, or in what `counters` kept of a stream. None of a stream that broke off, and of paths
-    where this engine never says what became of drafts."""
+    """Counters in an answer, or in the fields of a stream that `counters` collected.
+
+    Returns None if the stream broke off, and on paths where this engine never reports draft counters.
+    """
     if RECORDED.get(path) != engine:
         return None
     about = said.get("meta_info" if engine == "sglang" else "usage")
@@ -82,12 +86,12 @@ def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts |
 
 
 def counters(piece: Any) -> dict[str, Any]:
-    """The part of a stream's piece that counts: the last one of each holds for the whole."""
+    """Fields of a stream's piece that hold counters. The last value of each field covers the whole stream."""
     return {key: piece[key] for key in ("usage", "metrics", "meta_info") if isinstance(piece, dict) and piece.get(key)}
 
 
 def restored(document: Any, added: frozenset[str]) -> Any | None:
-    """An answer, or a piece of a stream, without what was added; None for a piece that would not have come."""
+    """An answer, or a piece of a stream, without the added fields. A piece with nothing else becomes None."""
     if not isinstance(document, dict):
         return document
     if "usage" in added and document.get("choices") == []:
@@ -104,8 +108,10 @@ def restored(document: Any, added: frozenset[str]) -> Any | None:
 
 
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The events of a stream (server-sent events, HTML Standard §9.2), each with the empty line that ends it. Lines end
-    with CR, LF or both; JSON may hold what else Unicode takes for a line's end."""
+    """Split a stream into its events (server-sent events, HTML Standard §9.2), each with the empty line that ends it.
+
+    Lines end with CR, LF or CRLF only: JSON may contain other characters that Unicode counts as line ends.
+    """
     rest = b""
     async for part in parts:
         *whole, rest = END.split(rest + part)
@@ -116,13 +122,13 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 
 
 def data_of(event: bytes) -> bytes:
-    """The lines of data of an event, without their field's name; empty where it has none, as of a comment."""
+    """The data lines of an event, without the field name; empty for events without data, such as comments."""
     lines = (line for line in LINE.split(event.removeprefix(BYTE_ORDER_MARK)) if line.startswith(DATA))
     return b"\n".join(line.removeprefix(DATA).removeprefix(b" ") for line in lines)
 
 
 def piece_of(event: bytes) -> Any:
-    """The JSON in an event; None where there is none."""
+    """The JSON in an event, or None if it has no valid JSON."""
     try:
         return json.loads(data_of(event))
     except ValueError:
@@ -130,7 +136,7 @@ def piece_of(event: bytes) -> Any:
 
 
 def restored_event(event: bytes, piece: Any, added: frozenset[str]) -> bytes:
-    """An event, with this piece in it, as its client should see it: empty where it would not have come."""
+    """The event as its client should see it, given its parsed `piece`; empty if only the added fields caused it."""
     if piece is None or not added:
         return event
     shown = restored(piece, added)
@@ -141,9 +147,12 @@ def restored_event(event: bytes, piece: Any, added: frozenset[str]) -> bytes:
 
 
 def joined(pieces: Sequence[Any]) -> dict[str, Any]:
-    """The response that the pieces of a stream make, as far as `traffic` reads it. ValueError where they make none."""
+    """Join the pieces of a stream into one response, with the fields that `traffic` reads.
+
+    Raises ValueError if the stream broke off.
+    """
     last = pieces[-1] if pieces else {}
-    if "output_ids" in last:  # SGLang: each piece has all there is so far, or what is new
+    if "output_ids" in last:  # SGLang: a piece holds the whole output up to now, or only the new tokens
         written = (last.get("meta_info") or {}).get("completion_tokens", 0)
         whole = len(last["output_ids"]) >= written - 1
         return last if whole else last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}

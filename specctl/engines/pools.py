@@ -1,7 +1,7 @@
-"""HTTP clients that take turns, so that each has few connections.
+"""Rotating HTTP clients, so that each connection pool stays small.
 
-httpcore looks at all connections of a pool when a request begins and when it ends, and for every one that is idle at
-all of them again. With 64 requests in flight in one pool that took most of a request's time.
+httpcore scans all connections of a pool when a request begins and when it ends, and scans them again for every idle
+connection. With 64 requests in flight in one pool, these scans took most of a request's time.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import httpx
 
-CONNECTIONS = 8  # of a pool, about
+CONNECTIONS = 8  # per pool, approximately
 
 
 class Pools:
-    """Clients with the same options, which are httpx's. `verify` loads certificates, once: that takes a second."""
+    """HTTP clients with equal httpx `options`. `verify` loads certificates once: loading takes a second."""
 
     def __init__(self, connections: int, *, verify: bool, **options: Any):
-        """`connections`: about so many are open at once, over all clients."""
+        """`connections`: approximate number of open connections over all clients."""
         checked: ssl.SSLContext | bool = httpx.create_ssl_context() if verify else False
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         count = -(-connections // CONNECTIONS)
@@ -29,7 +29,7 @@ class Pools:
 
     @property
     def http(self) -> httpx.AsyncClient:
-        """The client whose turn it is."""
+        """The next client in turn."""
         return next(self._turns)
 
     async def aclose(self) -> None:

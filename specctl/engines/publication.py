@@ -1,4 +1,4 @@
-"""A drafter into servers that run: all of them draft with it afterwards, or none."""
+"""Publish a drafter to running servers: either all servers take it, or all keep their previous drafter."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specctl.errors import UsageError
 from specctl.formats import foreign
 
 Asked = Callable[[Call], Awaitable[Any]]
-"""Sends a call to a server, and gives the document that comes back. Raises EngineError, Malformed."""
+"""Sends a call to a server and returns the document of the response. Raises EngineError, Malformed."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,8 @@ class Served:
     """A server that a drafter is published to, as publication sees it.
 
     Attributes:
-        kept: directories of the versions that were published from here.
+        asked: sends an administration call to this server.
+        kept: directory of each version that was published from here.
     """
 
     url: str
@@ -35,7 +36,7 @@ class Served:
 
 
 class Stopped(Exception):
-    """A swap that failed; `changed`: whether the server may draft with something else now."""
+    """A swap that failed. `changed`: whether the server may now draft with another drafter."""
 
     def __init__(self, error: EngineError, changed: bool):
         super().__init__(error.message)
@@ -43,7 +44,7 @@ class Stopped(Exception):
 
 
 def exported(directory: Path, *, tensors: bool) -> Exported:
-    """A drafter to be published. `tensors`: with its weights. Raises UsageError, CheckpointError."""
+    """Read a drafter to publish; `tensors`: including its weights. Raises UsageError, CheckpointError."""
     directory = directory.absolute()
     try:
         form, found = outline(directory), fingerprint(contents(directory))
@@ -53,7 +54,7 @@ def exported(directory: Path, *, tensors: bool) -> Exported:
 
 
 async def loaded(place: Served) -> Loaded:
-    """The drafter that a server drafts with. Raises EngineError."""
+    """The drafter that a server uses now. Raises EngineError."""
     try:
         now = place.publisher.loaded([await place.asked(call) for call in place.publisher.LOADED])
     except (EngineError, Malformed) as error:
@@ -64,10 +65,10 @@ async def loaded(place: Served) -> Loaded:
 
 
 async def publish(places: Sequence[Served], directory: Path, version: str) -> None:
-    """Every server drafts with `directory`, and says so by `version`. Where one of them does not take it, those before
-    it get back what they had.
+    """Make every server draft with `directory`, as version `version`.
 
-    Raises UsageError, CheckpointError, EngineError: which server did not take it and why, and what runs now.
+    If a server fails, all servers get their previous drafter back. Raises UsageError, CheckpointError, EngineError. The
+    message tells which server did not take the drafter and why, and which drafters run now.
     """
     if version in ("", "default"):
         raise UsageError(f"{version!r} names no version", 'such as "7": what a server was started with has none')
@@ -96,7 +97,7 @@ async def publish(places: Sequence[Served], directory: Path, version: str) -> No
 
 
 def _first(now: Loaded) -> Exported | None:
-    """The drafter that an engine was started with; None where it is not here."""
+    """The drafter that an engine was started with, or None if its directory is not on this machine."""
     if now.started is None or not Path(now.started).is_dir():
         return None
     with suppress(UsageError):
@@ -105,7 +106,10 @@ def _first(now: Loaded) -> Exported | None:
 
 
 async def _swapped(place: Served, drafter: Exported, version: str | None, now: Loaded) -> float:
-    """Seconds that the server stood still, as it says, or as it took from here. Raises Stopped."""
+    """Swap a server's drafter. Returns the seconds that the server stood still: its own figure, or as measured here.
+
+    Raises Stopped.
+    """
     publisher, changed = place.publisher, False
     started, told = time.perf_counter(), None
     failed: EngineError | Malformed | None = None
@@ -123,7 +127,7 @@ async def _swapped(place: Served, drafter: Exported, version: str | None, now: L
                 after.append(call.after)
     except (EngineError, Malformed) as error:
         failed = error
-    finally:  # after a signal, too
+    finally:  # also after a signal
         for call in reversed(after):
             try:
                 publisher.taken(call, await place.asked(call))
@@ -136,7 +140,7 @@ async def _swapped(place: Served, drafter: Exported, version: str | None, now: L
 
 
 async def _put_back(changed: Sequence[tuple[Served, Loaded]]) -> str:
-    """Give servers the drafters that they had; the end of a message that says what came of it."""
+    """Give servers their previous drafters back. Returns the end of an error message, which reports the outcome."""
     told = []
     for place, old in reversed(changed):
         what = old.version or "the drafter of its start"
@@ -154,5 +158,5 @@ async def _put_back(changed: Sequence[tuple[Served, Loaded]]) -> str:
 
 
 def named(place: Served, error: EngineError | Malformed) -> EngineError:
-    """The same error, with the server's address."""
+    """Prefix an error with the server's address."""
     return EngineError(f"{place.url}: {error}", getattr(error, "hint", None))

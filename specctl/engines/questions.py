@@ -1,4 +1,4 @@
-"""Questions to a server about itself: what it is, how it tokenizes, what it finds probable, what it has counted."""
+"""Ask a server about itself: its engine, model, tokenizer, metrics, and its log probabilities of a probe text."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from specctl.engines.responses import document, transport
 from specctl.errors import UsageError
 from specctl.recipe import ServerRecipe
 
-POLL_S = 0.2  # between two looks at an address that nobody answers at yet
+POLL_S = 0.2  # seconds between two tries while no server answers at an address
 PROBE = "SELECT name, COUNT(*) FROM t WHERE café = 'naïve' GROUP BY 1;\n\tdef f(x): return x**2  # 数学 3.14"
-SAME = 0.05  # nats: weights are others where the mean log probability of the probe's tokens is further off
+SAME = 0.05  # nats: weights differ if the mean log probability of the probe's tokens differs by more
 
 
 @dataclass
 class Endpoint:
-    """One address, and what runs there."""
+    """One address, and the server that runs there."""
 
     url: str
     facts: EndpointFacts
@@ -31,13 +31,13 @@ class Endpoint:
     model: str
     in_flight: int = 0
     logprobs: list[float] = field(default_factory=list)  # of the probe's tokens, when it was first asked
-    published: dict[str, str] = field(default_factory=dict)  # directories of versions
+    published: dict[str, str] = field(default_factory=dict)  # directory of each version that was published from here
 
 
 async def opened(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> Endpoint:
-    """The server at `url`, after it has said what it is. Waits `recipe.wait_s` for one that is not there yet.
+    """Connect to the server at `url` and identify it. Waits up to `recipe.wait_s` for a server that is still starting.
 
-    Raises EngineError (nobody answers, or no engine), UsageError (it serves another model than the recipe's).
+    Raises EngineError if no server answers or it is no engine, and UsageError if it does not serve the recipe's model.
     """
     until = time.monotonic() + recipe.wait_s
     while True:
@@ -61,7 +61,7 @@ async def opened(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> End
 
 
 async def tokenized(http: httpx.AsyncClient, server: Endpoint) -> list[int] | None:
-    """The ids of the probe; None where the server does not tokenize."""
+    """Token ids of the probe, or None if the server does not tokenize."""
     body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
     response = await http.post(f"{server.url}/tokenize", json=body)
     if response.status_code != 200:
@@ -71,7 +71,7 @@ async def tokenized(http: httpx.AsyncClient, server: Endpoint) -> list[int] | No
 
 
 async def logprobs(http: httpx.AsyncClient, server: Endpoint, probe: list[int]) -> list[float]:
-    """Log probabilities of the probe's tokens, but for the first; empty where the server gives none."""
+    """Log probabilities of the probe's tokens except the first; empty if the server gives none."""
     response = await http.post(server.url + server.dialect.GENERATE, json=server.dialect.probe(probe, server.model))
     try:
         return server.dialect.logprobs(document(response)) if response.status_code == 200 else []
@@ -80,19 +80,19 @@ async def logprobs(http: httpx.AsyncClient, server: Endpoint, probe: list[int]) 
 
 
 async def drafting(http: httpx.AsyncClient, server: Endpoint) -> Drafting | None:
-    """Its counters of drafts; None where it tells none."""
+    """The server's draft counters, or None if it does not report them."""
     page = await metrics(http, server)
     return None if page is None else server.dialect.drafting(page)
 
 
 async def metrics(http: httpx.AsyncClient, server: Endpoint) -> str | None:
-    """Its page of metrics; None where it has none."""
+    """The server's page of metrics, or None if it has none."""
     response = await http.get(f"{server.url}/metrics")
     return response.text if response.status_code == 200 else None
 
 
 def distance(one: list[float], other: list[float]) -> float:
-    """Mean difference of log probabilities; 0 where there are none to compare, infinite where one is NaN."""
+    """Mean difference of log probabilities: 0 if there is nothing to compare, infinite if one is NaN."""
     pairs = list(zip(one, other, strict=False))
     mean = sum(abs(a - b) for a, b in pairs if a != b) / len(pairs) if pairs else 0.0
     return math.inf if math.isnan(mean) else mean

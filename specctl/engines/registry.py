@@ -1,4 +1,4 @@
-"""The engines that can be talked to, and a look at which one is behind an address."""
+"""The supported engines, and detection of the engine that runs at an address."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ SAYS_VERSION = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_i
 
 
 async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> EndpointFacts:
-    """The engine at `url`, its version and its models. Raises EngineError, and httpx.TransportError where nobody is."""
+    """Detect the engine at `url`, its version and its models.
+
+    Raises EngineError if it is no engine, and httpx.TransportError if no server answers.
+    """
     served = await _json(http, f"{url}/v1/models")
     if isinstance(served, httpx.Response):
         raise EngineError(
@@ -41,7 +44,7 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
 
 
 async def _json(http: httpx.AsyncClient, address: str) -> Any:
-    """The JSON at an address; the response itself where there is none."""
+    """The JSON at an address; the response itself if its status is not 200 or it is not JSON."""
     response = await http.get(address)
     try:
         return response.json() if response.status_code == 200 else response

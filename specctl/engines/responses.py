@@ -1,4 +1,4 @@
-"""Responses of servers, read: JSON, pieces of streams, errors in their own words."""
+"""Read the responses of servers: JSON, pieces of streams, error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specctl.redaction import redacted
 
 
 def document(response: httpx.Response) -> Any:
-    """A response's JSON. Raises Malformed."""
+    """The JSON of a response. Raises Malformed."""
     try:
         return response.json()
     except ValueError as error:
@@ -24,7 +24,7 @@ def document(response: httpx.Response) -> Any:
 
 
 def piece(line: str) -> Any:
-    """A piece of a stream. Raises Malformed."""
+    """Parse a piece of a stream. Raises Malformed."""
     try:
         found = json.loads(line)
     except ValueError as error:
@@ -35,7 +35,7 @@ def piece(line: str) -> Any:
 
 
 def said(response: httpx.Response) -> str:
-    """The message of an error, in the server's words."""
+    """The message of an error response, in the server's words."""
     try:
         found = response.json()
     except ValueError:
@@ -47,7 +47,7 @@ def said(response: httpx.Response) -> str:
 
 
 def transport(error: Exception) -> str:
-    """A failure between here and the server, in words."""
+    """Describe a failure of the connection to the server."""
     kind = "no answer in time" if isinstance(error, httpx.TimeoutException) else type(error).__name__
     return redacted(f"{kind}: {error}" if str(error) else kind)
 

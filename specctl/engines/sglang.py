@@ -1,5 +1,8 @@
-"""SGLang's server: its own `/generate`, which takes and gives token ids, and its updates of draft weights. No SGLang
-runs on a CPU: this is written after its schemas, and tested against a server that answers by them."""
+"""Dialect of SGLang's server: `/generate`, which takes and returns token ids, and the calls that update draft weights.
+
+SGLang does not run on a CPU. The module is written from SGLang's schemas, and tested against a mock server that follows
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,14 +37,14 @@ STOPS = {"stop": "eos", "length": "length"}
 SENDS = True
 LOADED = (Call("/server_info"), Call("/model_info"))
 METHODS = ("EAGLE", "EAGLE3")
-UNNAMED = "default"  # the version of weights that were never replaced
+UNNAMED = "default"  # version of weights that were never replaced
 MOST_BYTES = 2**28  # of tensors in one request
 RESUMED = Call("/continue_generation", {})
 CLOSED = Call("/end_weight_update", {})
 
 
 def body(ask: Ask, model: str) -> dict[str, Any]:
-    """`sampling_seed` counts under --enable-deterministic-inference only; elsewhere the engine draws as it likes."""
+    """Body of a generate request. `sampling_seed` has an effect only under --enable-deterministic-inference."""
     return {
         "input_ids": ask.prompt_ids,
         "sampling_params": {
@@ -55,7 +58,7 @@ def body(ask: Ask, model: str) -> dict[str, Any]:
 
 
 def answer(document: Any, ask: Ask) -> Answer:
-    """The text's ids, and what is said of its drafts. Raises Malformed."""
+    """Parse the text's token ids and draft counters. Raises Malformed."""
     try:
         about, ids = document["meta_info"], document["output_ids"]
         reason, read = about["finish_reason"]["type"], about["prompt_tokens"]
@@ -67,12 +70,12 @@ def answer(document: Any, ask: Ask) -> Answer:
     if reason not in STOPS:
         raise Malformed(f"the text ended with {reason!r}")
     if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
-        ids = [*ids, matched]  # the token that ended the text, where it is cut off with it
+        ids = [*ids, matched]  # SGLang strips the token that ended the text: restore it
     return Answer(ids, STOPS[reason], own_drafting(about))
 
 
 def own_drafting(about: Mapping[str, Any]) -> Drafting | None:
-    """The counters of a text, which its meta_info has."""
+    """The draft counters of one text, from its meta_info."""
     histogram = about.get("spec_correct_drafts_histogram")
     if not about.get("spec_verify_ct"):
         return None
@@ -80,17 +83,20 @@ def own_drafting(about: Mapping[str, Any]) -> Drafting | None:
 
 
 def streamed(body: dict[str, Any]) -> dict[str, Any]:
-    """The same request, to be answered piece by piece."""
+    """Make a request's body ask for a streamed answer."""
     return body | {"stream": True}
 
 
 def begun(piece: Any) -> bool:
-    """Whether there is a token in a piece."""
+    """Whether a piece of a stream holds a token."""
     return bool(piece.get("output_ids"))
 
 
 def joined(pieces: list[Any]) -> Any:
-    """Pieces hold all there is so far, or (--incremental-streaming-output) what is new. Raises Malformed."""
+    """Join pieces, which hold the whole output up to now, or only new tokens (--incremental-streaming-output).
+
+    Raises Malformed.
+    """
     try:
         last, written = pieces[-1], pieces[-1]["meta_info"]["completion_tokens"]
         if len(last["output_ids"]) >= written - 1:
@@ -101,12 +107,12 @@ def joined(pieces: list[Any]) -> Any:
 
 
 def drafting(page: str) -> Drafting | None:
-    """Its metrics hold means, no counters: acceptance comes with the answers."""
+    """Return None: SGLang's metrics page has means, not counters. Each answer carries its own counters instead."""
     return None
 
 
 def probe(ids: list[int], model: str) -> dict[str, Any]:
-    """The request of log probabilities of a prompt's own tokens."""
+    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -116,7 +122,7 @@ def probe(ids: list[int], model: str) -> dict[str, Any]:
 
 
 def logprobs(document: Any) -> list[float]:
-    """Log probabilities of the prompt's tokens, but for the first. Raises Malformed."""
+    """Log probabilities of the prompt's tokens except the first. Raises Malformed."""
     try:
         return [float(row[0]) for row in document["meta_info"]["input_token_logprobs"][1:]]
     except (KeyError, TypeError, IndexError) as error:
@@ -124,15 +130,18 @@ def logprobs(document: Any) -> list[float]:
 
 
 def capturing(wanted: Wanted) -> str | None:
-    """States of the last layer alone: those of others (--enable-return-aux-hidden-states) come in their place, and a
-    head that reads others needs both."""
+    """Command that starts a server which returns hidden states of the last layer, or None if other layers are wanted.
+
+    With --enable-return-aux-hidden-states, states of other layers replace the last layer's states. A head that reads
+    other layers needs both.
+    """
     if len(wanted.ids) > 1:
         return None
     return f"python -m sglang.launch_server --model-path {wanted.place} --enable-return-hidden-states {UNCACHED}"
 
 
 def capture(ids: list[int], model: str) -> dict[str, Any]:
-    """One token more than the text is the least that it writes."""
+    """Body of a request for a text's hidden states. One new token is the minimum that SGLang generates."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -141,8 +150,10 @@ def capture(ids: list[int], model: str) -> dict[str, Any]:
 
 
 def captured(document: Any, sent: int) -> list[Any] | None:
-    """Rows of numbers: a list of them for every part of the prompt that was read at once, single ones for what was
-    written. Raises Malformed, and EngineError where a part of the prompt was not read, but found in the cache."""
+    """Rows of numbers, flattened: SGLang sends a list of rows per prefill chunk, and single rows for generated tokens.
+
+    Raises Malformed, and EngineError if a part of the prompt came from the prefix cache, for which there are no states.
+    """
     try:
         about = document["meta_info"]
         read, known = about["prompt_tokens"], about.get("cached_tokens")
@@ -165,12 +176,15 @@ def captured(document: Any, sent: int) -> list[Any] | None:
 
 
 def keeps_prefixes(page: str) -> bool:
-    """Its metrics do not say; every answer does."""
+    """Return False: SGLang's metrics do not tell. `captured` checks every answer instead."""
     return False
 
 
 def loaded(documents: list[Any]) -> Loaded:
-    """The drafter, as far as it is told: versions have no directories. Raises EngineError, Malformed."""
+    """The drafter in use, as far as SGLang tells. A published version has no directory.
+
+    Raises EngineError, Malformed.
+    """
     try:
         started, version = documents[0], documents[1]["weight_version"]
         method, first = started["speculative_algorithm"], started["speculative_draft_model_path"]
@@ -186,7 +200,10 @@ def loaded(documents: list[Any]) -> Loaded:
 
 
 def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
-    """Nothing is asked: SGLang does not compare what it loads. Raises Untouched."""
+    """Compare the drafter with `first` here: SGLang does not check the weights it gets.
+
+    Returns no calls. Raises Untouched.
+    """
     if first is None:
         raise Untouched(
             f"what fits is not known: {now.started}, which SGLang was started with, cannot be read here",
@@ -204,7 +221,10 @@ def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
 
 
 def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
-    """Requests stay where they are, and go on whatever happens. Every rank is sent all tensors but the target's."""
+    """Calls that pause generation in place, send the weights to every rank, and resume.
+
+    Running requests keep their place, and resume even after a failure. Tensors shared with the target are not sent.
+    """
     shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if _heads(drafter, now) else set())
     own = {name: tensor for name, tensor in drafter.tensors.items() if name not in shared}
     options = {"selector": "draft", "flush_cache": False, "weight_version": version or UNNAMED}
@@ -223,12 +243,12 @@ def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
 
 
 def _heads(drafter: Exported, now: Loaded) -> bool:
-    """Whether SGLang drafts with the target's lm_head: what is loaded into it changes the target."""
+    """Whether SGLang drafts with the target's lm_head. Loading a head's lm_head would then change the target."""
     return now.method == "EAGLE" or drafter.outline.config.get("draft_vocab_size") is None
 
 
 def parts(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in their order, in groups of at most so many bytes, or of one that is larger."""
+    """Group tensors, in order, by at most `most` bytes. A larger tensor forms a group alone."""
     group: list[tuple[str, Tensor]] = []
     for name, tensor in tensors.items():
         if group and sum(one.nbytes for _, one in group) + tensor.nbytes > most:
@@ -240,15 +260,17 @@ def parts(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Ten
 
 
 def serialized(named: list[tuple[str, Tensor]]) -> str:
-    """Tensors as SGLang's `MultiprocessingSerializer` reads them: a pickle in base64. It holds their values, where that
-    of `ForkingPickler` would name memory of this machine."""
+    """Serialize tensors for SGLang's `MultiprocessingSerializer`: a pickle in base64.
+
+    The pickle holds the values themselves. A `ForkingPickler` would refer to shared memory of this machine instead.
+    """
     return base64.b64encode(pickle.dumps([(name, tensor.contiguous().clone()) for name, tensor in named])).decode()
 
 
 def taken(call: Call, document: Any) -> float | None:
-    """Nothing is said of times. Raises EngineError where it did not do what it was asked, Malformed."""
+    """Return None: SGLang reports no times. Raises EngineError if the call failed; Malformed."""
     if call.path in ("/pause_generation", "/continue_generation"):
-        return None  # whatever they answer
+        return None  # their answers say nothing about success
     if not isinstance(document, dict) or not isinstance(document.get("success"), bool):
         raise Malformed(f"{call.path} does not say whether it succeeded")
     if not document["success"]:
@@ -257,7 +279,7 @@ def taken(call: Call, document: Any) -> float | None:
 
 
 def unable(call: Call, status: int, said: str) -> EngineError:
-    """The error that a status other than 200, or a failure, means."""
+    """The error for a status other than 200, or for a reported failure."""
     if status == 404:
         return EngineError(f"it has no {call.path}", f"{VERSION} has it")
     if "already open" in said:

@@ -1,5 +1,7 @@
-"""vLLM's server: `/v1/completions` with token ids in both directions, its counters, and other draft weights through the
-worker extension of `vllm_worker.py`."""
+"""Dialect of vLLM's server: completions with token ids in both directions, draft counters, and weight updates.
+
+Draft weights are replaced through the worker extension in `vllm_worker.py`.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +31,16 @@ NORMED = False
 UNCACHED = "--no-enable-prefix-caching"
 STOPS = {"stop": "eos", "length": "length"}
 STORAGE = '"$(mktemp -d -p /dev/shm)"'
-"""A directory in memory for a shell to make: under a fixed name, any local user could make it first."""
+"""A directory in memory that the shell creates. Any local user could create a fixed name first."""
 RPC = "/collective_rpc"
-PLACE = re.compile(r"[0-9]{1,3}")  # of a token in a draft
+PLACE = re.compile(r"[0-9]{1,3}")  # position of a token in a draft
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
 SENDS = False
 LOADED = (Call(RPC, {"method": "drafter_loaded"}),)
 
 
 def body(ask: Ask, model: str) -> dict[str, Any]:
-    """Nothing but the end-of-sequence token and the length ends a text."""
+    """Body of a completion request. Only the end-of-sequence token or the length ends the text."""
     return {
         "model": model,
         "prompt": ask.prompt_ids,
@@ -52,7 +54,7 @@ def body(ask: Ask, model: str) -> dict[str, Any]:
 
 
 def answer(document: Any, ask: Ask) -> Answer:
-    """The only choice. Raises Malformed."""
+    """Parse the only choice. Raises Malformed."""
     try:
         (choice,) = document["choices"]
         ids, reason = choice["token_ids"], choice["finish_reason"]
@@ -67,7 +69,7 @@ def answer(document: Any, ask: Ask) -> Answer:
 
 
 def own_drafting(document: Mapping[str, Any]) -> Drafting | None:
-    """The counters that --per-request-spec-decode-metrics adds to a response."""
+    """The draft counters that --per-request-spec-decode-metrics adds to a response."""
     try:
         said = document["metrics"]["speculative_decoding"]
         return Drafting.of_histogram(said["acceptance_histogram"], said["num_draft_tokens"])
@@ -76,17 +78,17 @@ def own_drafting(document: Mapping[str, Any]) -> Drafting | None:
 
 
 def streamed(body: dict[str, Any]) -> dict[str, Any]:
-    """The last piece has the metrics, if any."""
+    """Make a request's body ask for a streamed answer. The last piece has the metrics, if any."""
     return body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
 def begun(piece: Any) -> bool:
-    """Whether there is a token in a piece."""
+    """Whether a piece of a stream holds a token."""
     return bool(piece.get("choices") and piece["choices"][0].get("token_ids"))
 
 
 def joined(pieces: list[Any]) -> Any:
-    """Pieces hold what is new. Raises Malformed."""
+    """Join pieces, which hold only new tokens. Raises Malformed."""
     try:
         choices = [choice for piece in pieces for choice in piece["choices"]]
         whole = {
@@ -100,7 +102,7 @@ def joined(pieces: list[Any]) -> Any:
 
 
 def drafting(page: str) -> Drafting | None:
-    """Counters of all engines behind the port."""
+    """Sum of the draft counters of all engines that share the port, or None if they do not draft."""
     prefix = "vllm:spec_decode_num_"
     rounds = metrics.total(page, f"{prefix}drafts_total")
     if rounds is None:
@@ -119,12 +121,12 @@ def drafting(page: str) -> Drafting | None:
 
 
 def probe(ids: list[int], model: str) -> dict[str, Any]:
-    """The request of log probabilities of a prompt's own tokens."""
+    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
 
 
 def logprobs(document: Any) -> list[float]:
-    """Log probabilities of the prompt's tokens, but for the first. Raises Malformed."""
+    """Log probabilities of the prompt's tokens except the first. Raises Malformed."""
     try:
         rows = document["choices"][0]["prompt_logprobs"][1:]
         return [float(next(iter(row.values()))["logprob"]) for row in rows]
@@ -133,7 +135,10 @@ def logprobs(document: Any) -> list[float]:
 
 
 def capturing(wanted: Wanted) -> str:
-    """Its method `extract_hidden_states`, whose connector writes a file for every text. The ids are `transformers`'."""
+    """Command that starts vLLM with its method `extract_hidden_states`, which writes a file per text.
+
+    The layer ids are indices into `transformers`' hidden_states.
+    """
     layers = {"eagle_aux_hidden_state_layer_ids": list(wanted.ids)}
     method = {
         "method": "extract_hidden_states",
@@ -145,7 +150,7 @@ def capturing(wanted: Wanted) -> str:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": "DIRECTORY"},
     }
-    beside = shlex.quote(json.dumps(connector)).replace("DIRECTORY", f"'{STORAGE}'")  # out of the single quotes
+    beside = shlex.quote(json.dumps(connector)).replace("DIRECTORY", f"'{STORAGE}'")  # a shell must expand it
     return (
         f"vllm serve {wanted.place} {UNCACHED} --speculative-config {shlex.quote(json.dumps(method))} "
         f"--kv-transfer-config {beside}"
@@ -153,12 +158,12 @@ def capturing(wanted: Wanted) -> str:
 
 
 def capture(ids: list[int], model: str) -> dict[str, Any]:
-    """One token more than the text is what it takes."""
+    """Body of a request for a text's hidden states. One new token is the minimum that vLLM generates."""
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
 
 
 def captured(document: Any, sent: int) -> str | None:
-    """The file's path. Raises Malformed."""
+    """Path of the file with the hidden states. Raises Malformed."""
     if not isinstance(document, dict) or not document.get("choices"):
         raise Malformed("no choices in its answer")
     about = document.get("kv_transfer_params")
@@ -167,14 +172,14 @@ def captured(document: Any, sent: int) -> str | None:
 
 
 def keeps_prefixes(page: str) -> bool:
-    """As its configuration says."""
+    """Whether the cache configuration in the metrics enables the prefix cache."""
     return any(
         labels.get("enable_prefix_caching") == "True" for labels, _ in metrics.samples(page, "vllm:cache_config_info")
     )
 
 
 def loaded(documents: list[Any]) -> Loaded:
-    """The drafter that all ranks draft with. Raises EngineError, Malformed."""
+    """The drafter that all ranks use. Raises EngineError, Malformed."""
     drafting = _ranks(documents[0])
     first = drafting[0]
     if any(rank != first for rank in drafting):
@@ -186,17 +191,17 @@ def loaded(documents: list[Any]) -> Loaded:
 
 
 def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
-    """The question to every rank whether the directory has the form of what runs."""
+    """Call that asks every rank whether the directory has the form of the running drafter."""
     return [_call("drafter_fits", str(drafter.directory))]
 
 
 def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
-    """One call: every rank reads the directory."""
+    """One call that makes every rank read the directory."""
     return [_call("drafter_swap", str(drafter.directory), version, drafter.fingerprint, changes=True)]
 
 
 def taken(call: Call, document: Any) -> float | None:
-    """Seconds of the slowest rank. Raises Untouched where all refused, EngineError where only some did; Malformed."""
+    """Seconds of the slowest rank. Raises Untouched if all ranks refused, EngineError if only some did; Malformed."""
     times = [rank.get("seconds") for rank in _ranks(document)]
     return max((time for time in times if isinstance(time, float)), default=None)
 
@@ -220,7 +225,7 @@ def _call(method: str, *arguments: str | None, changes: bool = False) -> Call:
 
 
 def _ranks(document: Any) -> list[dict[str, Any]]:
-    """The answers of the ranks that draft. Raises Untouched where all refuse, EngineError where only some do."""
+    """The answers of the ranks that have a drafter. Raises Untouched if all refuse, EngineError if only some do."""
     try:
         ranks = [rank for rank in document["results"] if rank.get("drafts", True)]
         refusals = [rank["refused"] for rank in ranks if "refused" in rank]

@@ -1,12 +1,13 @@
-"""A proposer of vLLM that drafts from text: `lookup`, `suffix`, datastores (`retrieval`); no head, no forward.
+"""Proposer for vLLM with text drafters, which need no forward: `lookup`, `suffix` and datastores (`retrieval`).
 
     vllm serve MODEL --additional-config '{"specctl_drafters": ["lookup", "drafters/sql-retrieval"]}' \\
       --speculative-config '{"method": "custom_class", "model": "specctl.engines.vllm_proposer.TextProposer",
                              "num_speculative_tokens": 7}'
 
-vLLM loads this file in its own environment (`pip install --no-deps specctl`). Of several drafters that one drafts in a
-round whose chain is expected to be accepted furthest, by what it claims and by how often such claims came true in this
-text (`Trust`): all of them propose, which costs no forward, so all of them are heard in every round.
+vLLM loads this file in its own environment (`pip install --no-deps specctl`). With several drafters, each proposes a
+chain in every round, and the chain with the longest expected accepted length becomes the draft. The expectation comes
+from the probabilities that a drafter claims, corrected by how often such claims came true in this text (`Trust`).
+Proposals cost no forward, so in every round each drafter's claims are compared with the text.
 """
 
 from __future__ import annotations
@@ -28,19 +29,19 @@ from specctl.drafters.tree import ProposedTree
 from specctl.errors import UsageError
 
 KEY = "specctl_drafters"
-"""In vLLM's `additional_config`: names and directories of drafters."""
+"""Key in vLLM's `additional_config` that lists names and directories of drafters."""
 CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
 class RequestText:
-    """A text that vLLM writes, as text drafters see a batch of one.
+    """A text that vLLM is decoding, in the form of a batch of one that text drafters read.
 
     Attributes:
-        text: [length] prompt and output so far; `ids` is the same as a list.
-        room: tokens that may be drafted.
-        trust: in the claims of each drafter.
-        offers: of each drafter in the last round, and the length of the text that they go on from.
+        text: [length] prompt and output up to now; `ids` holds the same tokens as a list.
+        room: maximum number of draft tokens.
+        trust: trust in the claims of each drafter.
+        offers: proposals of each drafter in the last round. They continue the text at length `end`.
     """
 
     text: np.ndarray
@@ -52,19 +53,19 @@ class RequestText:
     memory: dict[Any, Any] = field(default_factory=dict)
     batch: int = 1
     device: torch.device = CPU
-    exact_rows: bool = True  # chains
+    exact_rows: bool = True  # drafters propose chains, not trees
 
     @property
     def rows(self) -> list[RequestText]:
         return [self]
 
     def goes_on_as(self, text: np.ndarray) -> bool:
-        """Whether a text begins with this one."""
+        """Whether `text` begins with this text."""
         size = len(self.text)
         return size <= len(text) and text[size - 1] == self.text[-1] and np.array_equal(text[:size], self.text)
 
     def read(self, text: np.ndarray, longest: int) -> None:
-        """Go on to `text`, of `longest` tokens at most, and book which claims of the last round have come true."""
+        """Extend to `text`, which may grow to `longest` tokens, and record which claims of the last round came true."""
         self.ids += text[len(self.ids) :].tolist()
         self.text, self.room = text.copy(), longest - len(text) - 1
         for trust, offer in zip(self.trust, self.offers, strict=False):
@@ -79,7 +80,7 @@ class TextProposer:
     """Draft chains of text drafters for the requests of vLLM's V1 runner."""
 
     def __init__(self, vllm_config: Any):
-        """Raises UsageError, CheckpointError: a drafter that is none, or not of this vocabulary."""
+        """Load the drafters. Raises UsageError or CheckpointError if one is invalid or has another vocabulary."""
         self.tokens: int = vllm_config.speculative_config.num_speculative_tokens
         self.longest: int = vllm_config.model_config.max_model_len
         named = (vllm_config.additional_config or {}).get(KEY, ["lookup"])
@@ -87,7 +88,7 @@ class TextProposer:
         self.requests: list[RequestText] = []
 
     def load_model(self, *_: Any) -> None:
-        """There are no weights."""
+        """Do nothing: text drafters have no weights."""
 
     def propose(
         self,
@@ -96,12 +97,12 @@ class TextProposer:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """A chain for every row; none where nothing was sampled, as in the middle of a prompt.
+        """Return a chain for every row, empty if the row sampled no token, as in the middle of a prefill.
 
         Args:
-            sampled_token_ids: of each row, the tokens of this step.
-            num_tokens_no_spec: [rows] lengths of the texts, those tokens included.
-            token_ids_cpu: [rows, max_model_len] the texts. Rows change places between steps.
+            sampled_token_ids: tokens that each row sampled in this step.
+            num_tokens_no_spec: [rows] lengths of the texts, including the sampled tokens.
+            token_ids_cpu: [rows, max_model_len] the texts. Rows may change their order between steps.
         """
         before: list[RequestText | None] = [*self.requests]
         self.requests, drafts = [], []
@@ -114,7 +115,7 @@ class TextProposer:
         return drafts
 
     def _known(self, before: list[RequestText | None], row: int, text: np.ndarray) -> RequestText:
-        """The request of a text, most often in its old row, taken out of `before`; or a new one."""
+        """Take the request with this text out of `before`, where it is usually still in its old row; or create one."""
         for place in (row, *range(len(before))):
             request = before[place] if place < len(before) else None
             if request is not None and request.goes_on_as(text):
@@ -131,7 +132,7 @@ class TextProposer:
 
 
 def expected(trust: Trust, chain: ProposedTree) -> float:
-    """Tokens of a chain that are expected to be accepted: Σ Π of what its claims are worth."""
+    """Expected accepted length of a chain: Σ over its tokens of Π of the calibrated claims up to the token."""
     total, joint = 0.0, 1.0
     for claim in chain.odds:
         joint *= trust(claim)
@@ -140,8 +141,11 @@ def expected(trust: Trust, chain: ProposedTree) -> float:
 
 
 def named_drafters(named: Any, vocab_size: int, tokens: int) -> list[Lookup | Suffix]:
-    """The drafters of names and directories. UsageError, CheckpointError: see `TextProposer`; vLLM shows only messages,
-    so cures are in them."""
+    """Load drafters by names and directories.
+
+    Raises UsageError, CheckpointError as `TextProposer` does. vLLM shows only messages, so hints are part of the
+    message.
+    """
     if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
         raise UsageError(f'{KEY} is {named!r}; it is a list, such as ["lookup", "drafters/D-retrieval"]')
     return [_drafter(one, vocab_size, tokens) for one in named]

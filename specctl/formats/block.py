@@ -1,7 +1,8 @@
-"""Parts of block-parallel heads that their formats share: the names of tensors, and how a head is read from them.
+"""Code that the formats of block-parallel heads share: the names of tensors, and the reader of a head.
 
-The mask. All read the target's row of `mask_token_id`. A head with an embedding of its own brings it to DFlash in both
-engines as `mask_embedding.pt`, to vLLM's DSpark as that row of its own `embed_tokens`; SGLang's takes neither.
+Mask embedding. By default every reader uses the target's row of `mask_token_id`. A head with a trained mask embedding
+ships it for DFlash as `mask_embedding.pt` (both engines), and for vLLM's DSpark as that row in a full `embed_tokens`.
+SGLang's DSpark reads neither.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
 SELECTOR = tuple(f"candidate_selector.{n}" for n in ("predecessor_codebook", "successor_codebook"))
 STEER = "candidate_selector.hidden_projection.weight"
 LOCAL = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Keys of what DFlash 2 has and the others have not."""
+"""Config keys that only DFlash 2 has."""
 LAYERS = "target_layer_ids"
-THETA = 1_000_000.0  # where none is named, in vLLM
+THETA = 1_000_000.0  # vLLM's default
 OTHER_NAMES = {
     "model.": "",
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
-"""Beginnings of names that engines read as others."""
+"""Prefixes of tensor names, and the prefixes that engines replace them by."""
 
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, False),
@@ -52,12 +53,14 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None, 0),
     "noise_embed_scale": (None, 1.0),
 }
-"""Keys beside those of Llama that change what a head computes, and their values where it computes what ours does."""
+"""Further keys that change what a head computes, and the values with which it computes the same as our head."""
 
 
 class Block(NamedTuple):
-    """The keys that the formats call by different names, as our fields are called; `mask`: the embedding of the masks,
-    where the head has one of its own."""
+    """Keys that the formats name differently, under our names.
+
+    `mask`: the head's trained mask embedding, if it has one.
+    """
 
     taps: tuple[int, ...]
     block_size: int
@@ -82,8 +85,11 @@ def read_block(
     markov_rank: Any,
     local: Mapping[str, Any],
 ) -> Block:
-    """The block of a head of a configuration's values; `local`: where its convolutions and candidate selector are
-    described, if it has them. CheckpointError where they are none that a head can have."""
+    """Check a configuration's values and return the block they describe.
+
+    `local`: mapping with the sizes of convolutions and candidate selector, if the head has them. Raises CheckpointError
+    for invalid values.
+    """
     if list(taps) != sorted(set(taps)) or not taps or not all(0 <= tap < facts.num_layers for tap in taps):
         right = f"ascending layers, as outputs (from 0) below {facts.num_layers - 1}: target {facts.name}"
         raise found.refuse(LAYERS, [tap - 1 for tap in taps], right)
@@ -108,7 +114,7 @@ def read_block(
 
 
 def _shipped_mask(found: Foreign, token: int) -> Tensor | None:
-    """The embedding in the file beside the weights, which vLLM's DSpark and SGLang's do not open."""
+    """The mask embedding in a file next to the weights. DSpark heads have none: engines do not open it for them."""
     file = found.file.parent / MASK_FILE
     if MARKOV[0] in found.tensors or not file.exists():
         return None
@@ -125,7 +131,7 @@ def _shipped_mask(found: Foreign, token: int) -> Tensor | None:
 
 
 def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: TargetFacts) -> Head:
-    """A head whose keys of layers are in `config`. CheckpointError as for `read`."""
+    """Read a head with its layer keys in `config`. Raises CheckpointError as `read` does."""
     layers, shape = _read_layers(found, config, facts)
     vocab = config["vocab_size"]
     notes = llama.check_vocabulary(found, vocab, facts)
@@ -165,7 +171,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
         if rank:
             tensors[MARKOV[1]] = _rows(tensors[MARKOV[1]], facts.vocab_size)
     else:
-        kept = ids < facts.vocab_size  # rows beyond it are padding, which is never drafted
+        kept = ids < facts.vocab_size  # further rows are padding, which is never drafted
         for name in (LM_HEAD, MARKOV[1]):
             if name in tensors:
                 tensors[name] = tensors[name][kept]
@@ -187,7 +193,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
 def _local_shapes(
     found: Foreign, block: Block, shape: Mapping[str, Any], layers: int, vocab: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of what DFlash 2 has and the others have not, by tensor. CheckpointError where sizes do not fit."""
+    """Shapes of the tensors that only DFlash 2 has, by name. Raises CheckpointError if sizes do not fit."""
     size, taps, rank = shape["hidden_size"], block.conv_kernel_size, block.selector_rank
     if size % block.conv_group_size:
         raise found.refuse("conv_group_size", block.conv_group_size, f"a divisor of hidden_size, {size}")
@@ -213,7 +219,7 @@ def _local_shapes(
 
 
 def _read_layers(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) -> tuple[int, dict[str, Any]]:
-    """The number of layers, and the fields of each."""
+    """The number of layers, and the fields of each layer."""
     for key, allowed in MUST_BE.items():
         if config.get(key) not in allowed:
             right = " or ".join(str(value) for value in allowed if value is not None) or "missing"
@@ -226,13 +232,14 @@ def _read_layers(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) 
     for key in ("head_dim", "num_key_value_heads"):
         if config.get(key) is None:
             raise found.refuse(key, "missing", "written out: Qwen3's default is not that of other families")
-    # A window is of no effect under these layer types, a tie to the target's own matrices none at all.
+    # Ignore keys without effect: a window under full attention, and tied embeddings, as the head uses the target's
+    # matrices.
     same = {"num_hidden_layers": 1, "sliding_window": None, "layer_types": None, "tie_word_embeddings": False}
     return layers, llama.read_config(found, {"rope_theta": THETA, **config, **same}, facts)
 
 
 def _renamed(found: Foreign) -> Foreign:
-    """Tensors by the names that engines give them."""
+    """Tensors under the names that engines give them."""
     renamed = {}
     for name, tensor in found.tensors.items():
         for start, other in OTHER_NAMES.items():
@@ -242,8 +249,10 @@ def _renamed(found: Foreign) -> Foreign:
 
 
 def _confidence(found: Foreign, config: Mapping[str, Any], block: Block) -> tuple[Foreign, bool, list[str]]:
-    """Whether `found` has a confidence head such as ours; `found` without another one, on which drafts do not depend
-    either, and a note of that."""
+    """Whether `found` has a confidence head like ours.
+
+    Any other confidence head is removed from `found`, with a note. Drafts do not depend on it.
+    """
     parts = {name for name in found.tensors if name.startswith("confidence_head.")}
     off = config.get("enable_confidence_head") is False
     with_markov = config.get("confidence_head_with_markov") is True
@@ -255,7 +264,7 @@ def _confidence(found: Foreign, config: Mapping[str, Any], block: Block) -> tupl
 
 
 def _without_embedding(found: Foreign, block: Block, facts: TargetFacts) -> tuple[Foreign, Tensor | None]:
-    """`found` without the copy of the target's embedding, and the mask's, where it is not the target's row."""
+    """Remove the copy of the target's embedding. Returns the mask embedding if it is not the target's row."""
     shipped, ours = found.tensors.get(EMBEDDING), facts.embedding
     if shipped is None:
         return found, block.mask
@@ -276,8 +285,10 @@ def _without_embedding(found: Foreign, block: Block, facts: TargetFacts) -> tupl
 def _vocabulary(
     found: Foreign, config: Mapping[str, Any], vocab: int, facts: TargetFacts
 ) -> tuple[Foreign, Tensor | None, list[str]]:
-    """`found` without mappings and copies of the target's head, the target ids of a smaller draft vocabulary (None: it
-    is the target's), and notes."""
+    """Return `found` without mappings and copies of the target's head, the draft ids, and notes.
+
+    The draft ids are target ids of a smaller draft vocabulary, or None if the head drafts the target's vocabulary.
+    """
     rows, mapping = llama.rows(found, LM_HEAD), ("d2t", "t2d")
     drafted = config.get("draft_vocab_size") or rows or vocab
     if rows is None and drafted != vocab:
@@ -298,5 +309,5 @@ def _vocabulary(
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:
-    """The first `rows` of a matrix, zeros for those that it lacks: no token stands there."""
+    """The first `rows` of a matrix, padded with zeros. The added rows belong to no token."""
     return torch.cat((tensor[:rows], tensor.new_zeros(max(rows - len(tensor), 0), tensor.shape[1])))

@@ -1,13 +1,13 @@
-"""Block-parallel heads as published: DFlash, DSpark and DFlash 2, as vLLM and SGLang read them.
+"""Block-parallel heads as published: DFlash, DSpark and DFlash 2, in the form that vLLM and SGLang read.
 
-Tensors: fc, hidden_norm, layers.*, norm, for DSpark markov_head.* and confidence_head.proj, by which both engines can
-verify less where little will be kept; for DFlash 2 layers.*.{attention,mlp}_conv.* and candidate_selector.*; a smaller
-draft vocabulary adds lm_head and d2t (int64 [Vd], offsets). `target_layer_ids` name outputs of layers, one less than
-indices of hidden_states.
+Tensors: fc, hidden_norm, layers.*, norm. DSpark adds markov_head.* and confidence_head.proj; with the latter both
+engines can verify fewer tokens if few are likely to be accepted. DFlash 2 adds layers.*.{attention,mlp}_conv.* and
+candidate_selector.*. A smaller draft vocabulary adds lm_head and d2t (int64 [Vd], offsets). `target_layer_ids` are
+indices of layer outputs, which are one less than indices into hidden_states.
 
-A block. DFlash's `block_size` counts the anchor, which drafts nothing, and so does DFlash 2's; DSpark's slots all
-draft. Engines feed as many masks as they are told to draft tokens, and every slot sees every other: a shorter block is
-another head.
+Blocks. In DFlash and DFlash 2, `block_size` includes the anchor, which drafts no token. In DSpark all slots draft.
+Engines feed one mask per draft token, and all slots see each other: with another number of tokens, the head computes
+something else.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DFLASH, DSPARK, DFLASH2 = "dflash", "dspark", "dflash2"
 ARCHITECTURES = {DFLASH: "DFlashDraftModel", DSPARK: "Qwen3DSparkModel", DFLASH2: "DFlash2DraftModel"}
 """Kind of head → its name in config.json."""
 READ = {name: kind for kind, name in ARCHITECTURES.items()} | {"DSparkDraftModel": DSPARK, "LingDSparkModel": DSPARK}
-"""Architecture → kind; the last two name what Qwen3DSparkModel is."""
+"""Architecture → kind; the last two are other names of Qwen3DSparkModel."""
 METHODS = {
     ("vllm", DFLASH): "dflash",
     ("vllm", DSPARK): "dspark",
@@ -35,18 +35,18 @@ METHODS = {
     ("sglang", DSPARK): "DSPARK",
     ("sglang", DFLASH2): "DFLASH",
 }
-"""Reader, kind → what it calls the method."""
-V2_RUNNER = (DSPARK, DFLASH2)  # kinds that vLLM drafts with in its V2 model runner alone
+"""(Reader, kind) → the reader's name of the method."""
+V2_RUNNER = (DSPARK, DFLASH2)  # kinds that vLLM drafts with only in its V2 model runner
 ROW = (
     "SGLang puts the head's mask embedding in the place of the target's row of token {}: texts with that token are "
     "answered otherwise than by the target alone"
 )
 TARGET_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier"
-"""Keys of targets that do not draw from their vocabulary head's products as they are."""
+"""Config keys of targets that scale the logits of their vocabulary head."""
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The directory of a head. CheckpointError where its reader could not feed it, or would draft otherwise."""
+    """The directory of a head. Raises CheckpointError if its reader could not run it, or would draft differently."""
     shape, kind = head.architecture, kind_of(head)
     if shape["sample_from_anchor"] != (kind == DSPARK):
         markov = kind == DSPARK
@@ -71,7 +71,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         "mask_token_id": shape["mask_token_id"],
     }
     if kind == DSPARK:
-        # vLLM finds these at the top alone, SGLang in both places.
+        # vLLM reads these keys only at the top level, SGLang in both places.
         config |= {LAYERS: layers, "sample_from_anchor": True, **markov_keys(head)}
     else:
         config["dflash_config"] = {
@@ -84,7 +84,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
 
 
 def layer_config(head: Head, facts: TargetFacts) -> dict[str, Any]:
-    """The keys of the decoder layers, those of Qwen3."""
+    """The config keys of the decoder layers, which are Qwen3 layers."""
     layers = head.architecture["num_layers"]
     return {
         **llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype),
@@ -97,7 +97,7 @@ def layer_config(head: Head, facts: TargetFacts) -> dict[str, Any]:
 
 
 def files(head: Head, facts: TargetFacts, config: dict[str, Any]) -> Files:
-    """The directory with `config`, and the mask's embedding where vLLM looks for it."""
+    """The directory with `config`, and the mask embedding in the place where vLLM looks for it."""
     tensors = eagle3_raw.without_mapping_of_all(head)
     mask = tensors.pop("mask_embedding", None)
     if mask is None:
@@ -111,7 +111,7 @@ def files(head: Head, facts: TargetFacts, config: dict[str, Any]) -> Files:
 
 
 def kind_of(head: Head) -> str:
-    """`DFLASH`, `DSPARK` or `DFLASH2`. CheckpointError for a head that is none of them."""
+    """`DFLASH`, `DSPARK` or `DFLASH2`. Raises CheckpointError if the head is of another kind."""
     shape = head.architecture
     convolved, selects = bool(shape.get("conv_kernel_size")), bool(shape.get("selector_rank"))
     if convolved != selects:
@@ -129,7 +129,7 @@ def kind_of(head: Head) -> str:
 
 
 def local_keys(head: Head) -> dict[str, Any]:
-    """The keys of convolutions and candidate selector, where a head has them."""
+    """The keys of convolutions and candidate selector, if a head has them."""
     return {key: head.architecture[key] for key in LOCAL} if kind_of(head) == DFLASH2 else {}
 
 
@@ -142,7 +142,7 @@ def markov_keys(head: Head) -> dict[str, Any]:
 
 
 def check_logits(head: Head, facts: TargetFacts) -> None:
-    """CheckpointError where engines would add to a multiple of them."""
+    """Raise CheckpointError if the target scales its logits: engines would add the head's terms to unscaled logits."""
     scaled = {key: value for key in TARGET_SCALES if (value := getattr(facts.text_config, key, None)) not in (None, 1)}
     if scaled and kind_of(head) != DFLASH and LM_HEAD not in head.tensors:
         raise CheckpointError(
@@ -152,7 +152,11 @@ def check_logits(head: Head, facts: TargetFacts) -> None:
 
 
 def _check_sglang(head: Head) -> None:
-    """SGLang takes the target's vocabulary head, whatever is shipped, and with DSpark its embedding, too."""
+    """Raise CheckpointError for heads that SGLang would run with other matrices.
+
+    SGLang always uses the target's vocabulary head, even if the directory holds one. With DSpark it also uses the
+    target's embedding.
+    """
     shape = head.architecture
     if shape["draft_vocab_size"] != shape["vocab_size"]:
         raise CheckpointError(
@@ -167,14 +171,14 @@ def _check_sglang(head: Head) -> None:
 
 
 def claims(found: Foreign) -> bool:
-    """Whether a directory looks like a block-parallel head, also one that cannot be read."""
+    """Whether a directory looks like a block-parallel head, even if it cannot be read."""
     names = found.config.get("architectures")
     blocks = isinstance(names, list) and any("DFlash" in str(name) or "DSpark" in str(name) for name in names)
     return blocks or "dflash_config" in found.config or MARKOV[0] in found.tensors
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
+    """Read a published head. Raises CheckpointError if our head cannot represent it, or it does not fit the target."""
     config = found.config
     nested = config.get("dflash_config") or {}
     if not isinstance(nested, dict):
@@ -182,7 +186,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     known = [READ[name] for name in config.get("architectures") or [] if name in READ]
     if len(known) != 1:
         raise found.refuse("architectures", config.get("architectures"), f"one of {', '.join(READ)}")
-    said = {**config, **nested}  # in this order in both engines
+    said = {**config, **nested}  # both engines let dflash_config override the top level
     layers = said.get(LAYERS) or said.get("dspark_target_layer_ids")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
         raise found.refuse(LAYERS, layers, "a list of the layers whose outputs the head reads, from 0")

@@ -1,14 +1,15 @@
-"""EAGLE-3 heads as published: what vLLM, SGLang and the reference repository (SafeAILab/EAGLE) read.
+"""EAGLE-3 heads as published, in the form that vLLM, SGLang and the reference repository (SafeAILab/EAGLE) read.
 
-Tensors without a prefix: fc, midlayer.*, norm, lm_head, d2t (int64 [Vd], **offset**: target id = i + d2t[i]), t2d
-(bool [V]); `embed_tokens` is optional (engines share the target's). A full draft vocabulary has neither d2t nor t2d.
+Tensors without a prefix: fc, midlayer.*, norm, lm_head, d2t (int64 [Vd], **offset**: target id = i + d2t[i]), t2d (bool
+[V]). `embed_tokens` is optional (engines share the target's). A full draft vocabulary has neither d2t nor t2d.
 
-Feature layers. hidden_states[k] is the output of layer k − 1. Without a key everybody taps [2], [n//2] and [n−3]. With
-one, vLLM reads the top-level `eagle_aux_hidden_state_layer_ids` as k, SGLang the one below `eagle_config` as k − 1;
-both collect in the order of the layers, whatever order the list has.
+Feature layers. hidden_states[k] is the output of layer k − 1. Without a key, all readers tap [2], [n//2] and [n−3].
+The key is `eagle_aux_hidden_state_layer_ids`: vLLM reads it at the top level as k, SGLang below `eagle_config` as
+k − 1. Both collect the states in the order of the layers, and ignore the order of the list.
 
-EAGLE-3.1. The norms are flags beside the other keys, `norm_before_fc` may stand below `eagle_config`; their tensors are
-`fc_norm.{i}` and `input_norm`. vLLM has a window where `layer_types` says so, and counts the row itself.
+EAGLE-3.1. The norms are flags next to the other keys; `norm_before_fc` may stand below `eagle_config`. Their tensors
+are `fc_norm.{i}` and `input_norm`. vLLM applies a window if `layer_types` says so, and the window includes the row
+itself.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 WINDOW = "sliding_window"
 SLIDING = llama.SLIDING
 UNREAD = {"sglang": ("norm_before_residual", WINDOW), "eagle": (*NORMS, WINDOW)}
-"""Options of a head that a reader passes over in silence, to draft with what is another head then."""
+"""Options that a reader ignores silently, and would then draft with a different head."""
 METHODS = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The directory of a head. CheckpointError where its reader could not feed it."""
+    """The directory of a head. Raises CheckpointError if its reader could not run it."""
     tapped = tuple(head.architecture["taps"])
-    if to == "eagle" and tapped != facts.default_taps:  # the reference code taps fixed layers: it has no key for others
+    if to == "eagle" and tapped != facts.default_taps:  # the reference code has no key for other layers
         raise CheckpointError(
             f"the head taps hidden_states {list(tapped)}, the reference code always {list(facts.default_taps)}",
             hint="--to vllm or --to sglang can serve it",
@@ -66,13 +67,16 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
 
 
 def window_keys(head: Head) -> dict[str, Any]:
-    """The keys of a layer with a window: none for a head that looks back at everything."""
+    """The keys of a layer with a window; empty for a head without a window."""
     window = head.architecture.get(WINDOW)
     return {WINDOW: window, "use_sliding_window": True, "layer_types": [SLIDING]} if window else {}
 
 
 def check_taps(head: Head, facts: TargetFacts, count: int | None = None) -> None:
-    """Engines tap layers on the way, each once, in ascending order; the last state they would give before its norm."""
+    """Raise CheckpointError unless engines can feed these taps: intermediate layers, each once, in ascending order.
+
+    The last layer is excluded, because engines would give its state before the final norm.
+    """
     taps = list(head.architecture["taps"])
     if (
         taps != sorted(set(taps))
@@ -86,7 +90,7 @@ def check_taps(head: Head, facts: TargetFacts, count: int | None = None) -> None
 
 
 def without_mapping_of_all(head: Head) -> dict[str, Tensor]:
-    """The tensors, less d2t and t2d where the draft vocabulary is the target's own."""
+    """The tensors, without d2t and t2d if the head drafts the target's whole vocabulary."""
     full = head.architecture["draft_vocab_size"] == head.architecture["vocab_size"]
     return {name: tensor for name, tensor in head.tensors.items() if not (full and name in ("d2t", "t2d"))}
 
@@ -98,12 +102,12 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
+    """Read a published head. Raises CheckpointError if our head cannot represent it, or it does not fit the target."""
     return read_parts(found, found.config, taps(found, facts), facts)
 
 
 def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
-    """A head whose Llama keys are in `config` and which taps hidden_states `taps`."""
+    """Read a head with its Llama keys in `config`, which taps hidden_states `taps`."""
     if not all(0 <= tap < facts.num_layers for tap in taps) or list(taps) != sorted(set(taps)):
         right = f"ascending layers, as indices of hidden_states in 0 … {facts.num_layers - 1} of target {facts.name}"
         raise found.refuse(LAYERS, list(taps), right)
@@ -115,7 +119,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     found = llama.without_copies(found.renamed(renamed), facts, {"embed_tokens.weight": facts.embedding})
     rows = llama.rows(found, "lm_head.weight") or 0
     ids, more = draft_ids(found, rows, head_vocab)
-    kept = ids < facts.vocab_size  # rows beyond it are padding, which is never drafted
+    kept = ids < facts.vocab_size  # further rows are padding, which is never drafted
     mapping = ("d2t", "t2d")
     found = found.renamed({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
     size, width = shape["hidden_size"], len(taps) * shape["hidden_size"]
@@ -143,14 +147,14 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The command line of an engine, or the line of Python of the repository."""
+    """The command line of an engine, or the line of Python for the reference repository."""
     if to == "eagle":
         return engines.eagle_repository(place, facts, eagle3=True)
     return engines.serving(to, METHODS[to], place, facts, tokens, schedule)
 
 
 def _norms(found: Foreign, config: Mapping[str, Any]) -> dict[str, bool]:
-    """The norms of EAGLE-3.1 that are set. SGLang's `use_aux_norm` is an older name of `fc_norm`."""
+    """The enabled norms of EAGLE-3.1. SGLang's `use_aux_norm` is an older name of `fc_norm`."""
     llama.check_types(found, config)
     given = {key: config.get(key) for key in (*NORMS, "use_aux_norm")}
     inner = config.get("eagle_config") or {}
@@ -166,7 +170,7 @@ def _norms(found: Foreign, config: Mapping[str, Any]) -> dict[str, bool]:
 
 
 def _window(found: Foreign, config: Mapping[str, Any]) -> dict[str, int]:
-    """The window of a layer, if it has one: engines go by `layer_types`."""
+    """The window of the layer, if it has one. Engines decide by `layer_types`."""
     window, kinds = config.get(WINDOW), config.get("layer_types")
     if kinds is None and window is not None:
         raise found.refuse(WINDOW, window, f'None, or beside it layer_types ["{SLIDING}"]: engines go by that')
@@ -180,7 +184,7 @@ def _window(found: Foreign, config: Mapping[str, Any]) -> dict[str, int]:
 
 
 def taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:
-    """The tapped hidden_states, from whichever of the two keys is there."""
+    """The tapped hidden_states, from either of the two keys or the default."""
     llama.check_types(found, found.config)
     outer = found.config.get(LAYERS)
     inner = (found.config.get("eagle_config") or {}).get(LAYERS)
@@ -194,7 +198,7 @@ def taps(found: Foreign, facts: TargetFacts) -> tuple[int, ...]:
 
 
 def draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list[str]]:
-    """[Vd] target id of every draft token, and notes about how it was found."""
+    """[Vd] target id of every draft token, and notes about the conversion."""
     said = found.config.get("draft_vocab_size") or rows
     if rows and said != rows:
         raise found.refuse("draft_vocab_size", said, f"{found.file.name} has an lm_head.weight of {rows} rows")
@@ -212,7 +216,7 @@ def draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list[
     d2t = d2t.long()
     members = None if t2d is None else t2d.bool().nonzero().squeeze(1)
     shifted = d2t + torch.arange(rows)
-    # Offsets of ascending ids never fall; ids themselves always rise.
+    # Offsets of ascending ids never decrease, while the ids themselves always increase.
     rising = rows > 1 and bool((d2t.diff() > 0).all())
     if _maps(shifted, vocab_size, members) and (members is not None or not rising):
         return shifted, []
@@ -224,7 +228,7 @@ def draft_ids(found: Foreign, rows: int, vocab_size: int) -> tuple[Tensor, list[
 
 
 def _maps(ids: Tensor, vocab_size: int, members: Tensor | None) -> bool:
-    """Whether `ids` are different tokens of the vocabulary, exactly `members` where these are known."""
+    """Whether `ids` are distinct tokens of the vocabulary, and equal `members` if these are known."""
     order = ids.sort().values
     if not len(order) or int(order[0]) < 0 or int(order[-1]) >= vocab_size or bool((order.diff() == 0).any()):
         return False

@@ -1,8 +1,8 @@
-"""How engines are told to draft with a directory, and the targets that they draft for, by the class that runs these.
+"""Engine commands that draft with a head directory, and the target architectures that each engine supports.
 
-An EAGLE-3 head reads hidden states of layers on the way, and a class has to hand them out; SGLang's EAGLE-1 asks the
-class for its embedding and head. Where it does neither, the engine stops at start. Classes are of the sources of
-`VERSIONS`.
+An EAGLE-3 head reads hidden states of intermediate layers, so the engine's model class has to return them. SGLang's
+EAGLE-1 asks the class for its embedding and head. If the class lacks the interface, the engine stops at start. The
+lists of classes come from the sources of `VERSIONS`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def _names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# vLLM's own classes without the interface `SupportsEagle3`. What it has no class for, it runs by that of transformers,
-# which has the interface.
+# vLLM's own classes without the interface `SupportsEagle3`. Targets without a class in vLLM run by the class of
+# transformers, which has the interface.
 _VLLM_WITHOUT_EAGLE3 = _names("""
     AXK1ForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM DbrxForCausalLM Ernie4_5_MoeForCausalLM
     Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM
@@ -34,7 +34,7 @@ _VLLM_WITHOUT_EAGLE3 = _names("""
     HyperCLOVAXForCausalLM LongcatFlashForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM
     OlmoeForCausalLM Qwen2MoeForCausalLM StableLmForCausalLM
 """)
-# SGLang's classes with `get_embed_and_head`, and those with `set_eagle3_layers_to_capture`.
+# SGLang's classes with `get_embed_and_head`, then the classes with `set_eagle3_layers_to_capture`.
 _SGLANG_EAGLE = _names("""
     ApertusForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
     Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconH1ForCausalLM Gemma3ForCausalLM
@@ -55,7 +55,7 @@ _SGLANG_EAGLE3 = _names("""
 """)
 
 
-# Those with `set_dflash_layers_to_capture`; for DSpark some have a hook of its own besides.
+# Classes with `set_dflash_layers_to_capture`. Some classes have a separate hook for DSpark too.
 _SGLANG_DFLASH = _names("""
     BeamForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM Gemma4ForCausalLM
     Gemma4ForConditionalGeneration Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM
@@ -69,8 +69,8 @@ _SGLANG_DFLASH = _names("""
 _SGLANG_DSPARK = _SGLANG_DFLASH | _names("BailingMoeV3ForCausalLM DeepseekV4ForCausalLM KimiLinearForCausalLM")
 _WITHOUT = {
     ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
-    ("vllm", "dflash"): lambda name: name in _VLLM_WITHOUT_EAGLE3,  # they ask for the same interface
-    ("vllm", "mtp"): lambda name: name != "MiMoForCausalLM",  # of the targets whose layer ours can be
+    ("vllm", "dflash"): lambda name: name in _VLLM_WITHOUT_EAGLE3,  # dflash needs the same interface
+    ("vllm", "mtp"): lambda name: name != "MiMoForCausalLM",  # of the layers that ours can be
     ("sglang", "NEXTN"): lambda name: name != "MiMoForCausalLM",
     ("vllm", "dspark"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
     ("sglang", "EAGLE3"): lambda name: name not in _SGLANG_EAGLE3,
@@ -78,12 +78,12 @@ _WITHOUT = {
     ("sglang", "DFLASH"): lambda name: name not in _SGLANG_DFLASH,
     ("sglang", "DSPARK"): lambda name: name not in _SGLANG_DSPARK,
 }
-"""Engine and its name of a method → whether it refuses a target of this architecture."""
+"""(Engine, its name of a method) → whether the engine refuses a target of this architecture."""
 _HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP", "nextn": "MTP"}
 V2_RUNNER = "vLLM 0.32 drafts with such heads in its V2 model runner alone, which VLLM_USE_V2_MODEL_RUNNER=1 asks for"
 
 ADAPTIVE = "speculative_adaptive.json"
-"""SGLang's draft lengths by load, beside the head's files."""
+"""File with SGLang's draft lengths by load, next to the head's files."""
 VLLM_SCHEDULES = [
     "with draft lengths by load vLLM 0.32 has piecewise CUDA graphs, which a sweep at one length has not seen; whole "
     "ones with VLLM_USE_V2_MODEL_RUNNER=1. With data parallelism it ignores the lengths",
@@ -92,8 +92,10 @@ VLLM_SCHEDULES = [
 
 
 def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
-    """Why an engine does not draft for this target by what it calls `method`; None where it does, or where the target
-    does not name its architecture."""
+    """Reason why an engine does not draft for this target by its method `method`.
+
+    Returns None if the engine does, or if the target does not name its architecture.
+    """
     refused = _WITHOUT.get((engine, method), lambda name: False)
     wrong = [name for name in facts.architectures if refused(name)]
     if not wrong:
@@ -106,7 +108,7 @@ def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
 
 
 def refuse_schedule(to: str, family: str) -> None:
-    """UsageError where nothing that is served there changes the length of its drafts with the load."""
+    """Raise UsageError if engine `to` cannot change the length of this family's drafts with the load."""
     if to not in VERSIONS:
         raise UsageError(f"draft lengths by load are an engine's, and {to} is none", f"--to {' or '.join(VERSIONS)}")
     if to == "sglang" and family not in ("eagle", "eagle3"):
@@ -117,14 +119,16 @@ def refuse_schedule(to: str, family: str) -> None:
 
 
 def adaptive_config(schedule: Sequence[LengthRange]) -> dict[str, dict[str, Any]]:
-    """The file of `--speculative-adaptive-config`: by the first batch of a range, lengths among which SGLang moves by
-    the drafts that it has accepted lately; its own defaults for how readily."""
+    """Content of the file for `--speculative-adaptive-config`, by the first batch size of a range.
+
+    SGLang moves among the candidate lengths by the accepted lengths of recent drafts. The thresholds are its defaults.
+    """
     hysteresis = {"up_hysteresis": 0.0, "down_hysteresis": -0.25, "ceiling_coeff": 0}
     return {str(one.first): {"candidate_steps": sorted(one.near), **hysteresis} for one in schedule}
 
 
 def speculative(method: Mapping[str, Any], tokens: int, schedule: Sequence[LengthRange]) -> dict[str, Any]:
-    """vLLM's speculative configuration of a method that drafts `tokens`, or by load as `schedule` says."""
+    """vLLM's speculative configuration of a method that drafts `tokens`, or lengths by load from `schedule`."""
     config = {**method, "num_speculative_tokens": tokens}
     if schedule:
         config["num_speculative_tokens_per_batch_size"] = [[one.first, one.last, one.tokens] for one in schedule]
@@ -141,11 +145,12 @@ def serving(
     options: Mapping[str, Any] | None = None,
     v2_runner: bool = False,
 ) -> Serving:
-    """The command line that serves the target with the drafter at `place`; a note where the engine would refuse it.
+    """The command line that serves the target with the drafter at `place`; only a note if the engine would refuse it.
 
-    With a `schedule` the length follows the load: vLLM's `num_speculative_tokens_per_batch_size` (inclusive ranges from
-    batch 1 on, of which the last goes on for ever), SGLang's `ADAPTIVE` (topk 1, EAGLE and EAGLE-3). `options`: further
-    ones of vLLM's speculative configuration; `v2_runner`: it drafts so in its V2 model runner alone.
+    With a `schedule` the draft length follows the load. vLLM has `num_speculative_tokens_per_batch_size`: inclusive
+    ranges from batch size 1 on, of which the last has no upper end. SGLang has `ADAPTIVE` (topk 1, EAGLE and EAGLE-3).
+    `options`: further keys of vLLM's speculative configuration. `v2_runner`: vLLM supports the head only in its V2
+    model runner.
     """
     note = refusal(engine, method, facts)
     if note is not None:
@@ -158,7 +163,7 @@ def serving(
         if schedule:
             notes = [*notes, *VLLM_SCHEDULES]
         return Serving([f"{runner}vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"], notes)
-    # DFlash's block has the anchor in it, DSpark's none that does not draft.
+    # DFlash's block size includes the anchor. In DSpark every slot drafts.
     length = {
         "DFLASH": f"--speculative-dflash-block-size {tokens + 1}",
         "DSPARK": f"--speculative-dspark-block-size {tokens}",

@@ -1,4 +1,4 @@
-"""Reading other people's head directories: config.json and weights, of which nothing is ever executed."""
+"""Read head directories from other sources: config.json and weights. No code in them is ever executed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from specctl.drafters.mtp import layouts
 from specctl.errors import CheckpointError, UsageError, brief
 
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
-"""Names of weights, in order of preference; a pickle is only opened where there is nothing better."""
+"""File names of weights, in order of preference. A pickle is opened only if there is nothing better."""
 
 
 @dataclass(frozen=True)
 class Foreign:
-    """The contents of a directory; `file` is where the weights (or the first part of them) are, for messages."""
+    """The contents of a directory. `file` is the first file of weights, for messages."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -38,13 +38,13 @@ class Foreign:
         return replace(self, tensors=tensors)
 
     def refuse(self, key: str, found: Any, right: str, *, where: Path | None = None) -> CheckpointError:
-        """The error for a value that our head cannot have: file, key, what was found, what would be right."""
+        """The error for a value that our head cannot have: the file, the key, the value found, and the right value."""
         value = brief(" ".join(str(found).split()))
         return CheckpointError(f"{where or self.config_file}: {key} is {value}", hint=right)
 
 
 def read(directory: str | Path) -> Foreign:
-    """Config and weights of a head.
+    """Read config and weights of a head.
 
     Raises:
         UsageError: no such directory (nothing is downloaded).
@@ -70,7 +70,7 @@ def read(directory: str | Path) -> Foreign:
 
 
 def _of_layer(name: str) -> bool:
-    """Whether a tensor of a whole target with an MTP layer belongs to that, of which alone the values are read."""
+    """Whether a tensor of a whole target belongs to its MTP layer. Only these tensors are read."""
     return name == layouts.FINAL_NORM or layouts.kind_of([name]) is not None
 
 
@@ -89,7 +89,7 @@ def _config(file: Path) -> dict[str, Any]:
 
 
 def _names(file: Path) -> list[str]:
-    """Names of the tensors in a safetensors file; none of a pickle, which would have to be loaded for them."""
+    """Names of the tensors in a safetensors file; empty for a pickle, which would have to be loaded for them."""
     if file.suffix != ".safetensors":
         return []
     with _safetensors(file), safe_open(file, framework="pt") as weights:
@@ -98,7 +98,7 @@ def _names(file: Path) -> list[str]:
 
 @contextmanager
 def _safetensors(file: Path) -> Iterator[None]:
-    """Raise CheckpointError where what is within cannot read `file`."""
+    """Turn errors of reading `file` in this context into CheckpointError."""
     try:
         regular.check(file)
         yield
@@ -109,12 +109,12 @@ def _safetensors(file: Path) -> Iterator[None]:
 
 
 def _unreadable(file: Path, error: OSError) -> CheckpointError:
-    why = error.strerror or str(error)  # safetensors' own have no strerror
+    why = error.strerror or str(error)  # errors of safetensors have no strerror
     return CheckpointError(f"{file} cannot be read: {why}", hint="a head is config.json and weights")
 
 
 def _tensors(file: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tensor]:
-    """The tensors in a file; with `wanted` those of such names alone."""
+    """The tensors in a file; with `wanted`, only the tensors with wanted names."""
     if file.suffix == ".safetensors":
         with _safetensors(file):
             if wanted is None:
@@ -128,16 +128,16 @@ def _tensors(file: Path, wanted: Callable[[str], bool] | None) -> dict[str, Tens
 
 
 def unpickled(file: Path) -> Any:
-    """The tensors and plain values of a pickle. CheckpointError where it holds more, or is no file."""
+    """The tensors and plain values of a pickle. Raises CheckpointError if it holds anything else, or is no file."""
     try:
         regular.check(file)
     except OSError as error:
         raise _unreadable(file, error) from error
     try:
-        with warnings.catch_warnings():  # about what is wrong with it, which the error says
+        with warnings.catch_warnings():  # the error below reports the fault
             warnings.simplefilter("ignore")
             return torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged pickle can ask its reader for anything, and is refused it by many errors
+    except Exception as error:  # a damaged pickle may request anything, and the refusals raise many kinds of errors
         raise CheckpointError(
             f"{file} is damaged, or holds more than tensors, which could run code: it was not loaded",
             hint="ask its authors for safetensors",

@@ -1,4 +1,4 @@
-"""The common part of Medusa's and Hydra's formats: lists of heads, shaped by the target's configuration."""
+"""Code that the Medusa and Hydra formats share: lists of heads, shaped by the target's configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def check_whole(head: Head) -> None:
 
 
 def count(tensors: dict[str, Tensor], pattern: str) -> int:
-    """How many heads the names speak of."""
+    """Number of heads in the tensors' names."""
     return len({match[1] for name in tensors if (match := re.match(pattern, name))})
 
 
@@ -33,9 +33,9 @@ def rows(found: Foreign, name: str, facts: TargetFacts) -> int:
 
 
 def fit(tensor: Tensor, vocab: int, facts: TargetFacts) -> Tensor:
-    """A vocabulary matrix or bias without the rows of padding that the target has not.
+    """A vocabulary matrix or bias without the padding rows that the target lacks.
 
-    CheckpointError where it lacks some instead: these heads cannot leave tokens out.
+    Raises CheckpointError if it lacks rows instead: these heads cannot leave tokens out.
     """
     if vocab < facts.vocab_size:
         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""An independent drafter as a plain `transformers` directory with the target's tokenizer."""
+"""Export an independent drafter as a plain `transformers` directory with the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map")
-"""Keys that are about the file, not about the model."""
+"""Keys that describe the file, not the model."""
 METHODS = {"vllm": "draft_model", "sglang": "STANDALONE"}
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """Loads with AutoModelForCausalLM and AutoTokenizer."""
+    """Files that load with AutoModelForCausalLM and AutoTokenizer."""
     config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return Files(config.to_dict(), head.tensors, tokenizer=True)
@@ -32,7 +32,10 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A causal LM with the target's vocabulary. CheckpointError for another vocabulary, or no causal LM."""
+    """A causal LM with the target's vocabulary.
+
+    Raises CheckpointError for another vocabulary, or if it is no causal LM.
+    """
     kind, rows = found.config.get("model_type"), found.config.get("vocab_size")
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise found.refuse("model_type", repr(kind), "a causal LM that transformers knows")
@@ -52,7 +55,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The command line of an engine; of `hf`, those of both which read it. They draft so for every target."""
+    """The command line of an engine; for `hf`, of both engines. They draft so for every target."""
     found = [
         engines.serving(name, METHODS[name], place, facts, tokens, schedule)
         for name in (METHODS if to == "hf" else [to])

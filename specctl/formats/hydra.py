@@ -1,4 +1,4 @@
-"""Hydra heads as their own repository (zankner/Hydra) reads them: one pickle, `hydra_lm_head.pt`."""
+"""Hydra heads for their own repository (zankner/Hydra): one pickle, `hydra_lm_head.pt`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The prefix-attention heads. Their layers 2 … n are one module, which the file repeats as K.3, K.5, …
+    """Files of the prefix-attention heads. Layers 2 … n are one module, which the file repeats as K.3, K.5, …
 
-    CheckpointError where the prefix layer is not shaped as the target's: the loader makes it from the target's config.
+    Raises CheckpointError if the prefix layer's shape differs from the target's layers: the loader builds it from the
+    target's config.
     """
     head_lists.check_whole(head)
     for key, value in _prefix_shape(facts).items():
@@ -49,7 +50,7 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """Grounded prefix-MLP heads (Hydra++). CheckpointError for the other architectures of that repository."""
+    """Read grounded prefix-MLP heads (Hydra++). Raises CheckpointError for other architectures of the repository."""
     config = found.config
     for key, wanted, default in (
         ("hydra_head_arch", "prefix-mlp", "mlp"),
@@ -90,13 +91,13 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The line of Python of the repository, which alone reads them."""
+    """The line of Python for the repository, the only reader of these heads."""
     line = f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"
     return Serving([line], [head_lists.NOT_SERVED])
 
 
 def _prefix_shape(facts: TargetFacts) -> dict[str, Any]:
-    """The prefix layer: one of the target's."""
+    """Shape of the prefix layer, which is the shape of the target's layers."""
     text = facts.text_config
     heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}

@@ -1,4 +1,4 @@
-"""The common part of EAGLE heads' formats: the keys of a Llama configuration, and one decoder layer's tensors."""
+"""Code that the EAGLE formats share: the keys of a Llama configuration, and one decoder layer's tensors."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "logit_scale": (1.0,),
     "partial_rotary_factor": (1.0,),
 }
-"""Keys that change what a head computes, and the values under which it computes what ours does.
+"""Keys that change what a head computes, and the values with which it computes the same as our head.
 
-`num_hidden_layers` is none of them: published heads of one layer name the target's number there. `take` finds the
+`num_hidden_layers` is not checked: published heads of one layer give the target's number there. `take` refuses the
 tensors of any further layer.
 """
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -59,7 +59,7 @@ class RopeKeys(BaseModel):
 
 
 class Keys(BaseModel):
-    """Types of keys of config.json that may be missing; other keys may hold anything."""
+    """Types of keys of config.json that may be missing. Other keys may hold anything."""
 
     hidden_size: Size = 1
     target_hidden_size: Size | None = None
@@ -78,18 +78,21 @@ class Keys(BaseModel):
     eagle_aux_hidden_state_layer_ids: list[Place] | None = None
 
 
-PADDING = 1024  # vocabularies are padded to multiples of up to this
+PADDING = 1024  # vocabularies are padded to multiples of at most this number
 
 
 def write_config(architecture: Mapping[str, Any], facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-    """The Llama keys of config.json. `bias` says the same as the other two to the readers that look there only."""
+    """The Llama keys of config.json.
+
+    `bias` repeats `attention_bias` and `mlp_bias` for readers that check only this key.
+    """
     return {
         "model_type": "llama",
         **{key: architecture[name] for name, key in NAMES.items()},
         "rope_scaling": None,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
-        # vLLM shortens the context of the *target* to what the drafter's configuration admits.
+        # vLLM limits the context of the *target* to the context length in the drafter's configuration.
         "max_position_embeddings": max(architecture["max_position_embeddings"], facts.context_length),
         "attention_bias": False,
         "mlp_bias": False,
@@ -106,8 +109,8 @@ def read_config(
 
     `own` are keys of `MUST_BE` that the family reads itself.
 
-    Raises CheckpointError: a key is missing, of another type, does not fit the target, or asks for what our head does
-    not compute.
+    Raises CheckpointError if a key is missing, has another type, does not fit the target, or asks for a computation
+    that our head does not have.
     """
     check_types(found, config)
     config = without_unused_window(found, config)
@@ -136,10 +139,12 @@ def read_config(
 
 
 def without_unused_window(found: Foreign, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`config` without the size of a window that no layer has: `use_sliding_window` is false, or `layer_types` name
-    full attention alone (of as many layers as the target has, in some files).
+    """`config` without the size of a window that no layer uses.
 
-    Raises CheckpointError where `layer_types` name a window and `use_sliding_window` says that there is none.
+    A window is unused if `use_sliding_window` is false, or `layer_types` names only full attention. Some files list as
+    many types as the target has layers.
+
+    Raises CheckpointError if `layer_types` names a window while `use_sliding_window` is false.
     """
     kinds, off = config.get("layer_types"), config.get("use_sliding_window") is False
     named = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
@@ -151,7 +156,7 @@ def without_unused_window(found: Foreign, config: Mapping[str, Any]) -> Mapping[
 
 
 def check_types(found: Foreign, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the first of the `Keys` that holds something else."""
+    """Raise CheckpointError for the first of the `Keys` with a value of another type."""
     try:
         Keys.model_validate(dict(config))
     except ValidationError as error:
@@ -170,9 +175,9 @@ def _rope_theta(found: Foreign, config: Mapping[str, Any]) -> float:
 
 
 def check_vocabulary(found: Foreign, vocab_size: int, facts: TargetFacts) -> list[str]:
-    """The head's vocabulary is the target's, up to rows of padding, about which it returns a note.
+    """Check that the head's vocabulary is the target's, up to padding rows. Returns a note about padding.
 
-    Raises CheckpointError where it is another one.
+    Raises CheckpointError if the vocabulary differs.
     """
     if vocab_size == facts.vocab_size:
         return []
@@ -183,7 +188,7 @@ def check_vocabulary(found: Foreign, vocab_size: int, facts: TargetFacts) -> lis
 
 
 def layer_shapes(shape: Mapping[str, Any], width: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes below the decoder layer whose attention reads `width` columns."""
+    """Names and shapes of the tensors in a decoder layer with an attention that reads `width` columns."""
     size, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     query, key = shape["num_heads"] * dim, shape["num_kv_heads"] * dim
     return {
@@ -199,7 +204,7 @@ def layer_shapes(shape: Mapping[str, Any], width: int) -> dict[str, tuple[int, .
 
 
 def rows(found: Foreign, name: str) -> int | None:
-    """Number of rows of a matrix, None where there is no such tensor. CheckpointError where it is no matrix."""
+    """Number of rows of a matrix, or None if there is no such tensor. Raises CheckpointError if it is not a matrix."""
     tensor = found.tensors.get(name)
     if tensor is not None and tensor.dim() != 2:
         raise found.refuse(name, f"of shape {list(tensor.shape)}", "a matrix", where=found.file)
@@ -207,9 +212,9 @@ def rows(found: Foreign, name: str) -> int | None:
 
 
 def take(found: Foreign, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors called for by `shapes`, all of them and nothing else but biases of zero.
+    """Return the tensors in `shapes`. All must be present, and only biases of zero may be left over.
 
-    Raises CheckpointError naming the first that is missing, of another shape, or has no place in our head.
+    Raises CheckpointError that names the first tensor that is missing, has another shape, or has no place in our head.
     """
     for name, shape in shapes.items():
         if name not in found.tensors:
@@ -228,9 +233,9 @@ def take(found: Foreign, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Ten
 
 
 def without_copies(found: Foreign, facts: TargetFacts, copies: Mapping[str, Tensor | None]) -> Foreign:
-    """`found` without the copies of the target's matrices that some heads ship; ours read the target's own.
+    """`found` without shipped copies of the target's matrices. Our heads read the target's matrices themselves.
 
-    Raises CheckpointError where one differs from the target's by more than rounding to bf16.
+    Raises CheckpointError if a copy differs from the target's matrix by more than rounding to bf16.
     """
     for name, original in copies.items():
         shipped = found.tensors.get(name)

@@ -1,8 +1,8 @@
-"""A target with a fine-tuned MTP layer of its own: the target's whole directory, as vLLM and SGLang load it.
+"""Export a fine-tuned MTP layer inside its target's directory, as vLLM and SGLang load it.
 
-The layer's tensors stand in the target's files under the target's names, so an engine is given that directory as the
-target, and drafts with what is in it. Both feed MiMo's layer the target's last state, vLLM before the final norm and
-SGLang behind it; a layer that was trained for the other side is refused.
+The layer's tensors stand in the target's files, under the target's names. An engine is given this directory as the
+target, and drafts with its MTP layer. Both engines feed MiMo's layer the target's last state: vLLM before the
+final norm, SGLang after it. A layer that was trained for the other side is refused.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ METHODS = {"vllm": "mtp", "sglang": "NEXTN"}
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The target's directory with the head's tensors in it. CheckpointError where an engine would compute otherwise."""
+    """The target's directory with the head's tensors.
+
+    Raises CheckpointError if an engine would compute something else.
+    """
     shape, layout = head.architecture, LAYOUTS[head.architecture["layout"]]
     if shape["layout"] == "mimo":
         if not shape["qkv_bias"] or shape["qk_norm"]:
@@ -54,7 +57,7 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """The layer in a target's directory. CheckpointError where ours cannot be it."""
+    """Read the MTP layer of a target's directory. Raises CheckpointError if our head cannot represent it."""
     kind = layouts.kind_of(found.tensors)
     if kind is None:
         raise found.refuse("tensors", ", ".join(sorted(found.tensors)[:3]), layouts.WHICH, where=found.file)
@@ -65,7 +68,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
 
 
 def read_layer(found: Foreign, kind: str, tensors: dict, normed: bool, facts: TargetFacts) -> Head:
-    """A head of a layout from the layer's `tensors`, which have our names. CheckpointError where ours cannot be it."""
+    """A head of a layout from the layer's `tensors`, under our names. Raises CheckpointError if it cannot be ours."""
     native = NativeLayer(str(found.file.parent), kind, {}, {name: tuple(t.shape) for name, t in tensors.items()})
     layouts.check_computable(native, facts.text_config)
     shape = architecture(native, DrafterRecipe(normed_features=normed), cast(Target, facts))
@@ -81,7 +84,7 @@ def read_layer(found: Foreign, kind: str, tensors: dict, normed: bool, facts: Ta
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The command line of an engine, whose target is the directory itself."""
+    """The command line of an engine, with the directory itself as the target."""
     note = engines.refusal(to, METHODS[to], facts)
     if note is not None:
         return Serving([], [note])

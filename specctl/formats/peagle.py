@@ -1,9 +1,11 @@
 """P-EAGLE heads as published, which vLLM reads as EAGLE-3 heads under `parallel_drafting`.
 
-Tensors: those of EAGLE-3, `layers.0.*` for its layer, `layers.1.*` and so on for those above it, `mask_hidden`
-[1, 1, taps·H], and often `embed_tokens`, as embeddings are trained. vLLM takes the mask token from `mask_token_id` or
-`pard_token`, and feeds as many rows as it is told to draft tokens: fewer than were trained are the same drafts cut. The
-architecture is EAGLE-3's: under that method vLLM 0.32 writes "Eagle3" before any other name, its own for P-EAGLE too.
+The tensors are EAGLE-3's, with the names `layers.0.*` for its layer and `layers.1.*` and so on for further layers.
+P-EAGLE adds `mask_hidden` [1, 1, taps·H], and often `embed_tokens`, since embeddings are trained.
+
+vLLM takes the mask token from `mask_token_id` or `pard_token`, and feeds one row per draft token. With fewer tokens
+than trained depths, drafts are the same, only shorter. The architecture is written as EAGLE-3's: under the method
+eagle3, vLLM 0.32 puts "Eagle3" before any other architecture name, even before its own name for P-EAGLE.
 """
 
 from __future__ import annotations
@@ -20,20 +22,20 @@ from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
 MASK, EMBEDDING = "mask_hidden", "embed_tokens.weight"
 TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the mask token, in the order in which vLLM asks for them."""
+"""Keys of the mask token, in the order in which vLLM looks for them."""
 DEPTHS = 8
-"""Depths of a head whose files do not say how many were trained: what the package `speculators` trains."""
+"""Default number of depths if the files do not say how many were trained, from the package `speculators`."""
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The directory of a head for vLLM. CheckpointError where it could not be fed."""
+    """The directory of a head for vLLM. Raises CheckpointError if vLLM could not run it."""
     files = eagle3_raw.write(head, facts, tokens, to)
     more = {**layer_keys(head), "mask_token_id": head.architecture["mask_token_id"]}
     return Files(files.config | more, tensors(head))
 
 
 def layer_keys(head: Head) -> dict[str, Any]:
-    """The keys of several layers, and how many depths were trained."""
+    """The config keys for several layers and for the number of trained depths."""
     count = head.architecture["num_layers"]
     kinds = {"layer_types": [eagle3_raw.SLIDING] * count} if head.architecture.get(eagle3_raw.WINDOW) else {}
     return {"num_hidden_layers": count, **kinds, "num_depths": head.architecture["depths"]}
@@ -50,12 +52,12 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
+    """Read a published head. Raises CheckpointError if our head cannot represent it, or it does not fit the target."""
     return read_parts(found, found.config, eagle3_raw.taps(found, facts), facts)
 
 
 def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
-    """A head whose Llama keys are in `config` and which taps hidden_states `taps`."""
+    """Read a head with its Llama keys in `config`, which taps hidden_states `taps`."""
     mask = next((config[key] for key in TOKEN_KEYS if config.get(key) is not None), None)
     if type(mask) is not int or not 0 <= mask < facts.vocab_size:
         right = f"a token of target {facts.name}, below {facts.vocab_size}"
@@ -69,7 +71,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
         raise found.refuse(
             "layer_types", kinds, f"{count} equal kinds: all layers of our head have one window, or none"
         )
-    # What is behind the final norm is fed back by EAGLE-3 alone.
+    # Only EAGLE-3 feeds the output of the final norm back.
     single = {"num_hidden_layers": 1, "layer_types": kinds and kinds[:1], "norm_output": False}
     renamed = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
     above = tuple(f"layers.{place}." for place in range(1, count))
@@ -81,7 +83,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
     size = shape["hidden_size"]
     layer = llama.layer_shapes(shape, size) | {"input_layernorm.weight": (size,)}
     more = llama.take(
-        # Engines give every layer a norm of features, which the first alone uses.
+        # Drop hidden_norm of further layers: engines create one per layer, but only the first layer uses it.
         found.renamed({name: part for name, part in parts.items() if not name.endswith("hidden_norm.weight")}),
         {
             MASK: tuple(parts[MASK].shape) if MASK in parts else (1, 1, len(taps) * size),
@@ -97,14 +99,14 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
 
 
 def depths(config: Mapping[str, Any]) -> int:
-    """Tokens that a head drafts in one pass, where the files say so."""
+    """Number of tokens that a head drafts in one pass, from its files or the default."""
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     said = config.get("num_depths") or proposals[0].get("speculative_tokens") or DEPTHS
     return min(max(int(said), 2), 64)
 
 
 def _is_its_own(embedding: Tensor | None, facts: TargetFacts) -> bool:
-    """Whether a shipped embedding differs from the target's by more than rounding, or nobody knows the target's."""
+    """Whether a shipped embedding differs from the target's by more than rounding, or the target's is not loaded."""
     if embedding is None or facts.embedding is None:
         return embedding is not None
     if embedding.shape != facts.embedding.shape:

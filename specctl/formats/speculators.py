@@ -1,14 +1,14 @@
-"""The `speculators` format of heads (vllm-project/speculators): layers.0.*, the layers' keys apart from the rest.
+"""The `speculators` format of heads (vllm-project/speculators): tensors layers.0.*, and layer keys in a nested config.
 
-Its layer ids are indices of hidden_states, as vLLM's. Where `norm_before_residual` is missing, vLLM takes it for true.
+Its layer ids are indices into hidden_states, as in vLLM. If `norm_before_residual` is missing, vLLM takes it for true.
 By default the package trains heads with three of EAGLE-3.1's norms (all but `fc_norm`) and a window of 2,048 tokens.
 
-Of block-parallel heads (types dflash, dspark and dflash2) `block_size` counts the anchor in any case; layers without a
-window see the whole block, whatever `sliding_window_non_causal` says, but vLLM's dflash runs them causally unless it is
-true. The package itself masks by the target's row of `mask_token_id`.
+Block-parallel heads (types dflash, dspark and dflash2). `block_size` always includes the anchor. Layers without a
+window see the whole block, whether or not `sliding_window_non_causal` is set. But vLLM's dflash runs them causally
+unless this key is true. The package itself uses the target's row of `mask_token_id` as mask embedding.
 
-MTP layers are those of targets with tensors `mtp.*`, under names of the package's own; `speculators stitch-mtp` writes
-them back into the target. Its layer of a dense target is Qwen3's.
+MTP layers. The format covers targets with tensors `mtp.*`, under names of the package. `speculators stitch-mtp` writes
+the tensors back into the target. For a dense target the layer is Qwen3's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from specctl.formats.block import read_block, read_parts
 from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
 
-VERSION = "0.9.0"  # of the package whose classes these keys were read from
+VERSION = "0.9.0"  # of the package from which these keys were taken
 TYPE = "speculators_model_type"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
 BLOCKS = dflash.ARCHITECTURES | {dflash.DSPARK: "DSparkDraftModel"}
@@ -48,7 +48,7 @@ UNREAD_NORM = (
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The directory of a head that is to draft `tokens` a round."""
+    """The directory of a head that drafts `tokens` per round."""
     if head.family == "mtp":
         return _write_mtp(head, facts, tokens)
     eagle3_raw.check_taps(head, facts)
@@ -74,7 +74,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
 
 
 def _write_mtp(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    """A target's own layer. CheckpointError where the package's is another one."""
+    """Files of an MTP layer. Raises CheckpointError if the package's layer computes something else."""
     shape, kind = head.architecture, facts.text_config.model_type
     wrong = {
         f"is of layout {shape['layout']}, not of a target with tensors mtp.*": shape["layout"] != "qwen",
@@ -108,7 +108,7 @@ def _read_mtp(found: Foreign, facts: TargetFacts) -> Head:
 
 
 def _proposal(algorithm: str, facts: TargetFacts, tokens: int) -> dict[str, Any]:
-    """The type of a head, and how it is to draft for which target."""
+    """The keys for the type of a head, its draft length and its target."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -138,7 +138,7 @@ def _layer_keys(head: Head, facts: TargetFacts, layer: dict[str, Any]) -> dict[s
 
 
 def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    """A block-parallel head, of the type of its kind. CheckpointError where vLLM would draft otherwise."""
+    """Files of a block-parallel head. Raises CheckpointError if vLLM would draft differently."""
     shape, kind = head.architecture, dflash.kind_of(head)
     if shape["sample_from_anchor"] and kind != dflash.DSPARK:
         raise CheckpointError(
@@ -167,7 +167,7 @@ def claims(found: Foreign) -> bool:
 
 
 def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A head of one of the `TYPES`. CheckpointError where ours cannot represent it."""
+    """Read a head of one of the `TYPES`. Raises CheckpointError if our head cannot represent it."""
     config, kind = found.config, found.config.get(TYPE)
     if kind not in TYPES:
         raise found.refuse(TYPE, repr(kind), f"of this format's types {', '.join(TYPES)} can be imported")
@@ -184,7 +184,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
         return _read_mtp(found, facts)
     if kind in BLOCKS:
         return _read_block(found, layer, facts)
-    # Flags among the layer's keys do not count: vLLM overwrites them, the package reads its own.
+    # Flags among the layer's keys are ignored: vLLM overwrites them, and the package reads the outer flags.
     flags = {key: config.get(key) for key in (*NORMS, "use_aux_norm", "target_hidden_size")}
     taps = tuple(config.get(eagle3_raw.LAYERS) or facts.default_taps)
     layer = {**layer, **flags, "eagle_config": None}
@@ -222,8 +222,10 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """vLLM's command lines: the target with the head, and the head, which names its target. Of an MTP layer the
-    package's own, which puts it into the target."""
+    """Command lines of vLLM: the target with the head, and the head alone, which names its target.
+
+    For an MTP layer it is the package's command, which puts the layer into the target.
+    """
     if head.family == "mtp":
         return Serving([f"speculators stitch-mtp {shlex.quote(str(place))} {shlex.quote(facts.name)}"])
     block, parallel = head.family == "dflash", head.family == "peagle"
@@ -233,7 +235,7 @@ def serving(
     method = "eagle3" if kind is None else dflash.METHODS["vllm", kind]
     options = {"parallel_drafting": True} if parallel else None
     found = engines.serving("vllm", method, place, facts, tokens, schedule, options, kind in dflash.V2_RUNNER)
-    # vLLM refuses a verifier that is a local path when such a directory is served by itself.
+    # vLLM cannot serve such a directory alone if its verifier is a local path.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")
     if block and head.architecture["own_mask"]:

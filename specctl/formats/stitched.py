@@ -1,4 +1,4 @@
-"""A model's directory in which some tensors have been exchanged: whole, as engines load it."""
+"""Write a complete model directory in which some tensors are replaced, as engines load it."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from specctl.errors import CheckpointError
 from specctl.runs import atomic_write, to_json
 
 CONFIG = "config.json"
-OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # which would still hold the tensors of before
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")  # such files would still hold the old tensors
 
 
 def write(source: Path, place: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Fill `place` with the files of the model in `source`, `tensors` in the place of its own of these names.
+    """Fill `place` with the files of the model in `source`, with `tensors` in place of its tensors of these names.
 
-    Files of weights that hold none of them are hard links, where the file system has these: they take no room. The
-    others, and all that people may edit, are copies. `config`: keys of config.json that change.
+    Weight files without replaced tensors become hard links, if the file system has them: they take no space. All other
+    files are copies. `config`: keys of config.json that change.
 
-    Raises CheckpointError where the model lacks one of the tensors, or has it in another shape.
+    Raises CheckpointError if the model lacks one of the tensors, or has it in another shape.
     """
     left = set(tensors)
     for file in sorted(source.iterdir()):
@@ -50,7 +50,7 @@ def write(source: Path, place: Path, tensors: Mapping[str, Tensor], config: Mapp
 
 
 def _held(file: Path, tensors: Mapping[str, Tensor]) -> set[str]:
-    """Names among `tensors` that a file has. CheckpointError for one of another shape."""
+    """Names among `tensors` that a file has. Raises CheckpointError if a shape differs."""
     try:
         regular.check(file)
         with safe_open(file, framework="pt") as weights:
@@ -68,7 +68,7 @@ def _held(file: Path, tensors: Mapping[str, Tensor]) -> set[str]:
 def _exchange(file: Path, to: Path, tensors: Mapping[str, Tensor]) -> None:
     with safe_open(file, framework="pt") as weights:
         metadata = weights.metadata()
-    # In the drafter's own precision: engines round what they load to the target's.
+    # Keep the drafter's precision: engines round the weights to the target's when they load them.
     checkpoint.write_tensors(to, checkpoint.separate({**load_file(file), **tensors}), metadata)
 
 

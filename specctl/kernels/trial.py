@@ -1,5 +1,7 @@
-"""Whether a backend computes on a device what the reference does: one that compiles its kernels there is tried once
-before it is trusted. A machine may lack a C compiler, or have a Triton whose code is wrong on its GPU.
+"""Test once whether a backend computes the same on a device as the reference, before it is used.
+
+This is for backends that compile their kernels. A machine may lack a C compiler, or have a Triton that generates wrong
+code for its GPU.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
 
 
 def _without_autocast(trial: Callable[..., str | None]) -> Callable[..., str | None]:
-    """The trial in the precision of its inputs. Training runs under autocast, which would round the reference to bf16
-    and find every kernel wrong."""
+    """Run the trial in the precision of its inputs.
+
+    Training runs under autocast, which would round the reference to bf16, so every kernel would appear wrong.
+    """
 
     @wraps(trial)
     def tried(*arguments: Any, **options: Any) -> str | None:
@@ -34,7 +38,7 @@ def _without_autocast(trial: Callable[..., str | None]) -> Callable[..., str | N
 
 @_without_autocast
 def shortcoming(backend: ModuleType, device: torch.device) -> str | None:
-    """Why `backend` is not to be used on `device`; None when every kernel answers as the reference does."""
+    """Reason not to use `backend` on `device`, or None if every kernel agrees with the reference."""
     return _difference(backend, _questions(device), rtol=1e-3, atol=1e-4)
 
 
@@ -43,8 +47,10 @@ def layer_shortcoming(
     backend: ModuleType, device: torch.device, dtype: torch.dtype, hidden: int, inner: int, heads: int, kv_heads: int,
     dim: int, normed: bool,
 ) -> str | None:  # fmt: skip
-    """Why the fused operations of `backend` are not to be used for layers of this shape; None when they answer as the
-    reference does. `hidden`, `inner`: sizes of the residual stream and of the MLP; `normed`: queries and keys are."""
+    """Reason not to use the fused operations of `backend` for layers of this shape, or None if they agree.
+
+    `hidden`, `inner`: sizes of the residual stream and of the MLP. `normed`: whether queries and keys have a norm.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -54,7 +60,7 @@ def layer_shortcoming(
     weights = [normal(dim, of=wide) if normed else None for _ in range(2)]
     positions = torch.tensor([[3, 4, 5], [0, 1, 1]], device=device)
     slots = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)
-    pooled = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)  # of two texts in one pool
+    pooled = torch.tensor([[3, 4, 5], [6, 0, 2]], device=device)  # slots of two texts in one pool
     qkv, cache = normal(6, heads + 2 * kv_heads, dim), normal(2, 7, 2 * kv_heads, dim)
     questions: list[tuple[str, tuple[Any, ...]]] = [
         ("add_rms_norm", (normal(3, hidden, of=wide), normal(3, hidden), normal(hidden, of=wide), 1e-5)),
@@ -70,8 +76,10 @@ def layer_shortcoming(
 def span_shortcoming(
     backend: ModuleType, device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int
 ) -> str | None:
-    """Why the training attention of `backend` is not to be used for such heads; None when it answers as the reference
-    does: documents of one slot and of several tiles, rows that skip slots, windows."""
+    """Reason not to use the training attention of `backend` for such heads, or None if it agrees with the reference.
+
+    Covers documents of one slot and of several tiles, rows that skip slots, and windows.
+    """
     generator = torch.Generator().manual_seed(0)
     first = torch.tensor([0, 1, 40, 290]).repeat_interleave(torch.tensor([1, 3, 120, 2]))
     high = torch.cat([torch.tensor([0]), torch.arange(1, 4), torch.arange(45, 285, 2), torch.tensor([290, 299])])
@@ -97,7 +105,7 @@ def _difference(
     for name, arguments in questions:
         try:
             answer = _answer(backend, name, arguments)
-        except Exception as error:  # whatever a compiler or a driver raises
+        except Exception as error:  # compilers and drivers may raise anything
             lines = [type(error).__name__, *str(error).strip().splitlines()]
             return f"{name} fails: {lines[-1]}"
         expected = _answer(reference, name, arguments)
@@ -112,10 +120,10 @@ def attention_shortcoming(
     attention: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
     paged: bool = False,
 ) -> str | None:  # fmt: skip
-    """Why `attention` is not to be used for a model of such heads; None when it answers as the reference does. `paged`:
-    of texts in pages.
+    """Reason not to use `attention` for a model with such heads, or None if it agrees with the reference.
 
-    Few slots, of which one too many would show, and several pieces of many; as many rows as every tiling takes.
+    `paged`: whether texts are in pages. Covers few slots, so that one slot too many would show, and many slots in
+    several pieces; numbers of rows cover every tiling.
     """
     generator = torch.Generator().manual_seed(0)
     base = torch.tensor([0, 5, 300])
@@ -129,13 +137,13 @@ def attention_shortcoming(
         for bits in (None, (own | 1).expand(len(base), -1).to(device)):
             ancestry = Ancestry(base.to(device), rows, bits)
             question: tuple[Any, ...] = (q, store, ancestry, 300 + rows, dim**-0.5)
-            if paged:  # those of a text lie apart, and backwards
+            if paged:  # the pages of a text are apart, and in reverse order
                 width = store.shape[1] // PAGE
                 pages = torch.arange(len(base) * width - 1, -1, -1, device=device).view(width, len(base)).T
                 question = (q, store.flatten(0, 1)[: len(base) * width * PAGE], *question[2:], pages.contiguous())
             try:
                 answer = attention(*question)
-            except Exception as error:  # whatever a compiler or a driver raises
+            except Exception as error:  # compilers and drivers may raise anything
                 lines = [type(error).__name__, *str(error).strip().splitlines()]
                 return f"{heads} and {kv_heads} heads of {dim} in {dtype} fail: {lines[-1]}"
             if not torch.allclose(answer.float(), reference.attention(*question).float(), rtol=close, atol=close):
@@ -144,8 +152,10 @@ def attention_shortcoming(
 
 
 def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
-    """Small inputs of the kernels that decide about text, and of the one that trains: sampled and greedy rows, a
-    chain, a tree, a gradient."""
+    """Small inputs for the kernels that determine text, and for the training kernel.
+
+    They cover sampled and greedy rows, a chain, a tree and a gradient.
+    """
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn(ROWS, VOCABULARY, generator=generator).to(device)  # without ties
     logits = scores.bfloat16()
@@ -175,7 +185,7 @@ def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
 
 
 def _answer(backend: ModuleType, name: str, arguments: tuple[Any, ...]) -> list[Tensor]:
-    """The tensors of an answer (of rows without the logits, which are the question), and what it changed in place."""
+    """Tensors of an answer, and the arguments, which the kernel may have changed in place. Rows come without logits."""
     given = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
     answer = getattr(backend, name)(*given)
     parts = (answer,) if isinstance(answer, Tensor) else answer[1:-1] if hasattr(answer, "block_mass") else answer

@@ -1,8 +1,8 @@
-"""Timing contenders side by side: every prompt is answered by all of them before the next one starts.
+"""Timing of contenders side by side: every contender answers a prompt before the next prompt starts.
 
-Fairness: sequences are decoded one at a time; the order of the contenders rotates from prompt to prompt, so that a
-machine that slows down slows all of them; each has run before the clock counts; prompts are tokenised before, texts
-compared and written after.
+Fairness: sequences are decoded one at a time unless the recipe sets a batch size. The order of the contenders rotates
+from prompt to prompt, so a machine that slows down slows every contender. Each contender is warmed up before timing
+starts. Prompts are tokenised before timing; answers are compared and written after it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from specctl.recipe import BenchRecipe, EvalRecipe, SamplingRecipe, SelectRecipe
 
 VANILLA = "vanilla"
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 16
-KEEP_EVERY_S = 300.0  # a run that is killed without a signal loses no more than that
+KEEP_EVERY_S = 300.0  # longest time between two writes: a killed run loses no more
 
 
 class Case(NamedTuple):
@@ -41,10 +41,14 @@ class Case(NamedTuple):
 
     prompt: Prompt
     ids: list[int]
-    room: int  # new tokens
+    room: int  # limit of new tokens
 
     def seed(self, repeat: int) -> int:
-        """Random streams depend on seed and position only: without the prompt's share all prompts had the same."""
+        """Seed of this prompt for one repeat.
+
+        Random streams depend only on seed and position, so the prompt's hash is part of the seed: otherwise all prompts
+        would share one random stream.
+        """
         return int(self.prompt.id[:12], 16) + repeat
 
     def question(self, seed: int) -> Question:
@@ -52,9 +56,9 @@ class Case(NamedTuple):
 
 
 Turn = Sequence[Case]
-"""Prompts that are answered together."""
+"""Prompts that are decoded together, as one batch."""
 Contender = Callable[[Turn, list[int]], list[dict[str, Decoded]]]
-"""Answers a turn, each prompt with its seed, under one or several names, the rows of the matrix."""
+"""Function that answers a turn: (turn, one seed per prompt) → per prompt, answers by contender name."""
 
 
 def prepare(
@@ -63,9 +67,9 @@ def prepare(
     prompts: Sequence[Prompt],
     rejections: Rejections,
 ) -> list[Case]:
-    """Prompts as ids; one that the template refuses or the context has no room for is rejected.
+    """Render prompts to token ids. A prompt is rejected if the chat template refuses it or it does not fit the context.
 
-    Raises DataError when more than the allowed share is rejected, or all.
+    Raises DataError if more than the allowed share is rejected, or all.
     """
     cases = []
     for prompt in prompts:
@@ -82,7 +86,7 @@ def prepare(
 
 
 def ready(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, prompt: Prompt) -> Case | str:
-    """A prompt as ids; why not, where the template refuses it or the context has no room for it."""
+    """Render one prompt to token ids, or say why it cannot be used: refused by the template, or too long."""
     try:
         ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
     except ChatTemplateError as error:
@@ -95,7 +99,7 @@ def ready(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, p
 def contenders(
     recipe: EvalRecipe, target: Target, drafters: Mapping[str, Drafter], assistants: Mapping[str, PreTrainedModel]
 ) -> list[Contender]:
-    """Plain decoding, each drafter, and `transformers` in all its modes."""
+    """Contenders of `specctl eval`: plain decoding, each drafter, and `transformers` in all its modes."""
     competing = [engine(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
     competing += [engine(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
     if PLAIN in recipe.baselines:
@@ -111,8 +115,10 @@ def contenders(
 def engine(
     target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, rooms: Rooms | None = None
 ) -> Contender:
-    """Our own decoding loop, with a drafter or (None) without, as fast as it is on the target's device. `rooms`: of an
-    earlier contender of this name."""
+    """Contender that runs specctl's decoding loop, with a drafter, or plainly for None.
+
+    Its rounds run on the device if they can. `rooms`: buffers and CUDA graphs of an earlier contender of the same name.
+    """
 
     options: dict[str, Any] = {"drafter": drafter, "rooms": rooms or Rooms()}
 
@@ -125,7 +131,7 @@ def engine(
 def decode_turn(
     target: Target, sampling: SamplingRecipe, turn: Turn, seeds: list[int], **options: Any
 ) -> list[Decoded]:
-    """Decode a turn at once; each answer is given its share of the seconds. Options are those of `decode`."""
+    """Decode a turn as one batch. Each answer gets an equal share of the seconds; `options` are passed to `decode`."""
     decoded = decode(
         target,
         [case.ids for case in turn],
@@ -144,7 +150,7 @@ def filters(sampling: SamplingRecipe) -> Sampling:
 
 
 def warm_up(turns: Sequence[Turn], competing: Sequence[Contender]) -> None:
-    """Ask everyone something before the clock counts: the first calls are slow."""
+    """Run every contender on a few short answers before timing starts, because first calls are slow."""
     for turn, contender in itertools.product(turns[:WARMUP_PROMPTS], competing):
         contender([case._replace(room=min(case.room, WARMUP_TOKENS)) for case in turn], [0] * len(turn))
 
@@ -161,13 +167,20 @@ def measure(
     resumable: bool = True,
     told: Callable[[Sequence[Record]], None] | None = None,
 ) -> list[Record]:
-    """Every contender's answers to every turn and seed; the bar shows the mat of the drafters named in `shown`.
+    """Return every contender's answers to every turn and seed.
 
-    What `earlier` records answer is not asked again; every other turn is asked of the contenders in the order that it
-    would have had in one go. The records go to `keep` now and then and however it ends, an unfinished turn left out:
-    all contenders have answered the same ones. `warm`: a caller has warmed them up. `told` hears the records of every
-    turn. Raises Interrupted between two
-    turns; its hint is --resume where the caller can go on from the records (`resumable`).
+    The progress bar shows the mat of the drafters named in `shown`. The records go to `keep` every `KEEP_EVERY_S`
+    seconds and at the end, even if the run fails. An unfinished turn is left out, so all contenders have answered the
+    same prompts.
+
+    Args:
+        earlier: records of a run to resume. Turns that these answer are skipped; the remaining turns have the order of
+            contenders of an uninterrupted run.
+        warm: the caller has warmed up the contenders already.
+        resumable: the caller can go on from the kept records, so an interrupted run hints at --resume.
+        told: called with the records of every turn.
+
+    Raises Interrupted, between two turns.
     """
     records, known = list(earlier), {record.question for record in earlier}
     todo = [
@@ -205,7 +218,7 @@ def measure(
 
 
 def ask(sampling: SamplingRecipe, turn: Turn, seed: int, competing: Sequence[Contender]) -> list[Record]:
-    """Everybody's answers to a turn."""
+    """All contenders' answers to one turn."""
     seeds = [case.seed(sampling.seed + seed) for case in turn]
     return [
         Record(case.prompt.id, case.prompt.domain, name, seed, sampling.temperature, decoded)
@@ -216,6 +229,6 @@ def ask(sampling: SamplingRecipe, turn: Turn, seed: int, competing: Sequence[Con
 
 
 def rotated(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
-    """The contenders in another order at every turn."""
+    """The contenders, in an order that rotates from turn to turn."""
     first = turn % len(competing)
     return [*competing[first:], *competing[:first]]

@@ -1,4 +1,4 @@
-"""Conversations of several turns, as suites have them: the user goes on after the target's own answer."""
+"""Conversations of several turns, as in benchmark suites: the user's next message follows the target's own answer."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from specctl.recipe import EvalRecipe
 
 
 def next_turn(recipe: EvalRecipe, target: TargetText, case: Case, output_ids: Sequence[int]) -> Case | None:
-    """The turn of a conversation that follows the target's answer to `case`; None where it ends there.
+    """Return the turn that follows the target's answer to `case`, or None if the conversation ends there.
 
-    It also ends, and that is logged, where the context has no room for more, or the template refuses it.
+    It also ends, with a log message, if the context has no room for more or the chat template refuses the turn.
     """
     prompt = case.prompt
     if not prompt.later:
@@ -35,10 +35,10 @@ def next_turn(recipe: EvalRecipe, target: TargetText, case: Case, output_ids: Se
 
 
 def spoken(recipe: EvalRecipe, target: Target, cases: Sequence[Case]) -> list[Case]:
-    """All turns of conversations in their order, as cases that can be measured in any: each has plain decoding's
-    answers, under the first seed, between the user's words. They are decoded here, without a clock.
+    """Split conversations into independent cases, one per turn, that can be measured in any order.
 
-    Raises Interrupted.
+    Between the user's messages stand plain decoding's answers under the first seed. They are decoded here, outside of
+    all timing. Raises Interrupted.
     """
     if not any(case.prompt.later for case in cases):
         return list(cases)

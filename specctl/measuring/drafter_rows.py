@@ -1,4 +1,4 @@
-"""One drafter on one domain: the numbers of its records."""
+"""Result row of one drafter in one domain, and the comparison of drafters with plain decoding."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from specctl.recipe import EvalRecipe, OnlineRecipe, SelectRecipe
 
 @dataclass(frozen=True)
 class Row:
-    """One drafter (or baseline) on one domain; definitions in `metrics`. Intervals are over prompts, at 95 %; the turns
-    of a conversation are drawn together.
+    """Results of one drafter or baseline in one domain; `metrics` defines the numbers.
 
-    None where there is nothing to measure: acceptance without drafts, a ratio to a baseline that was not run.
+    Intervals are over prompts, at 95 %; the turns of a conversation are drawn together. A field is None if there is
+    nothing to measure: acceptance without drafts, or a ratio to a baseline that was not run.
     """
 
     drafter: str
@@ -42,18 +42,18 @@ class Row:
     prefill_s: float | None  # mean per prompt
     target_passes: int
     tokens: int
-    unusable: str | None  # why the speed-ups say nothing (`metrics.unusable`); None where they can be used
+    unusable: str | None  # why the speed-ups cannot be used (`metrics.unusable`), if they cannot
 
 
 def answers(records: Sequence[Record], name: str) -> dict[Question, Record]:
-    """The records of one drafter by question."""
+    """Records of one drafter, by question."""
     return {record.question: record for record in records if record.drafter == name}
 
 
 def compared(
     recipe: EvalRecipe | SelectRecipe | OnlineRecipe, target: Target, records: Sequence[Record], drafters: set[str]
 ) -> tuple[list[Record], Losslessness]:
-    """Records with the drafters' agreement with plain decoding filled in, and the counts."""
+    """Fill in the agreement of `drafters` with plain decoding; return all records and the counts."""
     counts, filled = Losslessness(), []
     plain = answers(records, VANILLA) if lossless.comparable(recipe.sampling, recipe.drafting) else {}
     tolerance = lossless.tolerance(target, recipe.sampling)
@@ -70,8 +70,10 @@ def compared(
 def summarise(
     name: str, domain: str, records: Sequence[Record], begun: Mapping[str, str] = MappingProxyType({})
 ) -> Row:
-    """The row of a drafter or baseline in a domain, out of the records of all. `begun`: the first turn of a
-    conversation by a later one."""
+    """Build the row of a drafter or baseline in a domain from the records of all.
+
+    `begun`: for each later turn of a conversation, the id of its first turn.
+    """
     mine = [record for record in records if record.drafter == name and record.domain == domain]
     decoded, prompts = [record.decoded for record in mine], [begun.get(record.id, record.id) for record in mine]
     vanilla, generate = (

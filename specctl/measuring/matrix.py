@@ -1,4 +1,4 @@
-"""The matrix of a pool, drafter × domain, and its diagonal: is every specialist the best in its own domain?"""
+"""Matrix of a pool, drafter × domain, and its diagonal: whether every specialist is the best in its domain."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Value = float | None
 
 @dataclass(frozen=True)
 class Specialist:
-    """A drafter made for one domain, in that domain, against the best of the others (`rival`).
+    """A drafter made for one domain, compared in that domain with the best other drafter (`rival`).
 
-    `lead` is the difference of the metric, negative where the rival is better, with a paired bootstrap interval over
-    prompts at 95 % (None for fewer than two prompts). The rival is chosen on the same prompts: with many drafters of
-    equal worth the interval is a little too low.
+    `lead`: difference of the metric, negative if the rival is better. `interval`: paired 95 % bootstrap over prompts,
+    None for fewer than two. The rival is chosen on the same prompts, so among many equally good drafters the interval
+    is slightly too low.
     """
 
     drafter: str
@@ -34,10 +34,10 @@ class Specialist:
 
 @dataclass(frozen=True)
 class Matrix:
-    """`values[i][j]` of `metric`: row i of `drafters + baselines` in domain j; `macro[i]` is the row's mean.
+    """Matrix of `metric`: `values[i][j]` is row i of `drafters + baselines` in domain j, `macro[i]` the mean of row i.
 
-    Drafters without weights count as baselines: `best` (per domain, and of the means) is among those that were trained.
-    None where nothing was measured, or where a mean would leave out a domain.
+    Drafters without weights count as baselines: `best`, of each domain, and `best_macro` are chosen among trained
+    drafters. A value is None if it was not measured, a mean also if any domain is missing.
     """
 
     metric: Metric
@@ -59,10 +59,13 @@ def tabulate(
     made_for: Mapping[str, Sequence[str]],
     begun: Mapping[str, str] = MappingProxyType({}),
 ) -> Matrix:
-    """The matrix of measured rows; `made_for` names the drafters that compete, and the domains each was made for,
-    `begun` the first turn of a conversation by a later one.
+    """Build the matrix from measured rows.
 
-    Drafters are put in the order of the domains they were made for, generalists last, so that the diagonal is one.
+    Drafters are sorted by the domains they were made for, generalists last, so that the specialists form the diagonal.
+
+    Args:
+        made_for: the competing drafters, with the domains each was made for.
+        begun: for each later turn of a conversation, the id of its first turn.
     """
     domains = list(dict.fromkeys(row.domain for row in rows))
     cells = {(row.drafter, row.domain): getattr(row, metric) for row in rows}
@@ -93,19 +96,19 @@ def tabulate(
 
 
 def best(column: Mapping[str, Value]) -> str | None:
-    """The name with the largest value, the first one of equals."""
+    """Name with the largest known value; the first one in a tie."""
     known = {name: value for name, value in column.items() if value is not None}
     return max(known, key=known.__getitem__) if known else None
 
 
 def mean(line: Sequence[Value]) -> Value:
-    """Macro average: every domain weighs the same. None where one is missing: it would be the mean of other things."""
+    """Macro average with equal weight for every domain, or None if any value is missing."""
     known = [value for value in line if value is not None]
     return sum(known) / len(known) if known and len(known) == len(line) else None
 
 
 def verdict(diagonal: Sequence[Specialist]) -> str:
-    """One line about the diagonal."""
+    """One-line summary of the diagonal."""
     if not diagonal:
         return "diagonal: no specialist that could be compared with another drafter in its own domain"
     leading = [specialist for specialist in diagonal if specialist.best]
@@ -118,7 +121,7 @@ def verdict(diagonal: Sequence[Specialist]) -> str:
 
 
 def _place(made_for: Sequence[str], domains: Sequence[str]) -> int:
-    """Where a drafter's row belongs; `sorted` keeps the pool's order among equals."""
+    """Sort key of a drafter's row: its domain, or the end for generalists; `sorted` keeps the pool's order in a tie."""
     return domains.index(made_for[0]) if len(made_for) == 1 and made_for[0] in domains else len(domains)
 
 
@@ -130,7 +133,7 @@ def _specialist(
     records: Sequence[Record],
     begun: Mapping[str, str],
 ) -> Specialist | None:
-    """None where either side has no value."""
+    """Compare a specialist with its rival in its domain. Returns None if either has no value."""
     rival = best({other: value for other, value in column.items() if other != name})
     score = column[name]
     if rival is None or score is None:

@@ -1,4 +1,4 @@
-"""The contenders of `specctl online` on one stream: plain decoding, drafters that stay as they are, and pupils."""
+"""Contenders of `specctl online` on one stream: plain decoding, fixed drafters, and learners."""
 
 from __future__ import annotations
 
@@ -40,14 +40,24 @@ STATIC = "static"
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """A line of `chunks.jsonl`: one learner in one chunk, decoded with the weights from before it.
+    """A line of `chunks.jsonl`: one learner in one chunk, which was decoded with the weights from before the chunk.
 
-    `loss` is per token and from before learning; `losses` and `weights` are those of an ensemble's members, `rates` the
-    η of the next chunk. `learn_s` is spent on learning (asynchronous: on handing the chunk over), `swap_s` on making a
-    drafter of new weights, `behind` counts chunks that are not learnt from yet. Asynchronous learning says what it knew
-    last. `draft_length`: mean k of the chunk's rounds, where it is chosen. `untrained_mat`: of lookup, suffix and
-    retrieval. `store_s`: on taking the chunk's texts into the store that the latter reads; part of `learn_s` where a
-    learner drafts beside it.
+    With asynchronous learning, the fields of the update describe the last one that is known.
+
+    Attributes:
+        static_mat: mat of the same drafter without learning.
+        learn_s: seconds spent on learning; asynchronous: on handing over the chunk.
+        swap_s: seconds spent on building a drafter from new weights.
+        loss: mean per token, before learning from the chunk.
+        losses, weights: one per expert of an ensemble.
+        rates: learning rates η for the next chunk.
+        texts: number of texts that the update learnt from.
+        dropped: texts that the replay buffer had no room for, up to now.
+        behind: lag in chunks: answered, but not yet learnt from.
+        draft_length: mean k of the chunk's rounds, if the learner chooses it.
+        untrained_mat: mat of lookup, suffix and retrieval.
+        store_s: seconds spent on adding the chunk's texts to the store of `retrieval`; part of `learn_s` if learners
+            draft together with `retrieval`.
     """
 
     algo: str
@@ -83,15 +93,15 @@ class ChunkRow:
 
 
 def static_name(recipe: OnlineRecipe, algo: str) -> str:
-    """The contender that is what learns by `algo`, without learning."""
+    """Name of the contender with the drafter that `algo` starts from, without learning."""
     return STATIC if len(recipe.families) < 2 else f"{STATIC}-{recipe.family_of(algo)}"
 
 
 class OnlineContenders:
-    """All contenders on one pass over a stream, of one seed."""
+    """All contenders on one pass over a stream, for one seed."""
 
     def __init__(self, recipe: OnlineRecipe, target: Target, seed: int):
-        """Raises CheckpointError where a drafter to start from cannot be used."""
+        """Raises CheckpointError if an initial drafter cannot be used."""
         self.recipe, self.target, self.seed = recipe, target, seed
         self.chunks = self._turns = 0
         kind = Specialists if recipe.pool else RemoteOnlineDrafter if recipe.asynchronous else OnlineDrafter
@@ -99,7 +109,7 @@ class OnlineContenders:
         static = STATIC in recipe.baselines
         self.fixed = self._load_fixed() if static and not recipe.pool else {}
         self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
-        # What everybody has said, which is the same, is in its store.
+        # One store for all contenders, because they write the same texts.
         self.companion = self._companion(GrowingDatastore(recipe.buffer.store_tokens))
         self.untrained: dict[str, Drafter] = {
             name: self.companion.text_drafter(name) for name in (*UNTRAINED, GROWING) if name in recipe.baselines
@@ -108,24 +118,24 @@ class OnlineContenders:
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
-        self.pasts: defaultdict[str, Past] = defaultdict(Past)  # of hybrids, by contender
-        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # of every contender, by name
-        self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
-        self._warm = False  # in this process
+        self.pasts: defaultdict[str, Past] = defaultdict(Past)  # hybrids' statistics of earlier texts, by contender
+        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # device buffers and CUDA graphs, by contender
+        self.refused: Counter[str] = Counter()  # chunks in a row without an update that was kept
+        self._warm = False  # whether this process has warmed up
 
     def _learners(self) -> list[StreamLearner]:
-        """The pupils, and a pool that stays as it is."""
+        """The learners, and the pool that does not learn, if there is one."""
         return [*self.pupils.values(), *([self.fixed_pool] if self.fixed_pool else [])]
 
     def _load_fixed(self) -> dict[str, Drafter]:
-        """The drafters that do not learn, by name."""
+        """Load the drafters that do not learn, by name."""
         starts = {
             static_name(self.recipe, algo): self.recipe.start_of(self.recipe.family_of(algo)) for algo in self.pupils
         }
         return {name: pool.load_drafter(str(at), self.target, self.recipe.drafting) for name, at in starts.items()}
 
     def retarget(self, target: Target) -> None:
-        """Go on with another target. CheckpointError where a drafter does not fit it."""
+        """Switch to another target. Raises CheckpointError if a drafter does not fit."""
         self.target = target
         self.companion = self._companion(self.companion.store)
         for learner in self._learners():
@@ -134,8 +144,11 @@ class OnlineContenders:
 
     @property
     def host(self) -> bool:
-        """Whether the rounds of somebody who drafts are the host's: then those of all who draft are, as their speeds
-        are compared. Plain decoding, which all are measured against, is always as fast as the device allows."""
+        """Whether the rounds of drafting contenders run on the host.
+
+        They all do as soon as one contender needs it, because their speeds are compared. Plain decoding, the reference
+        for all, always runs as fast as the device allows.
+        """
         recipe = self.recipe
         if recipe.pool is not None or recipe.companion is not None or recipe.draft_length != "fixed" or self.untrained:
             return True
@@ -143,7 +156,7 @@ class OnlineContenders:
         return not all(isinstance(one, OnDevice) and one.even for one in [*self.fixed.values(), *learning])
 
     def contenders(self) -> list[Contender]:
-        """Everybody."""
+        """All contenders: baselines, fixed drafters, learners."""
 
         def alone(name: str, drafter: Drafter | None) -> Contender:
             return engine(self.target, self.recipe.sampling, name, drafter, rooms=self.rooms[name])
@@ -155,7 +168,7 @@ class OnlineContenders:
         return competing + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
 
     def warm_up(self, turns: Sequence[Turn]) -> None:
-        """Ask everyone something before the clock counts: it leaves no trace in what was learnt, or restored."""
+        """Run every contender before timing starts. Learnt and restored state is left unchanged."""
         known = {name: length.state() for name, length in self.lengths.items()}
         pasts = {name: past.state() for name, past in self.pasts.items()}
         with ExitStack() as stack:
@@ -171,7 +184,7 @@ class OnlineContenders:
         self._warm = True
 
     def _recall(self, pasts: Mapping[str, dict[str, float]]) -> None:
-        """Take up what hybrids have seen of the stream."""
+        """Restore the hybrids' statistics of earlier texts."""
         for name, state in pasts.items():
             self.pasts[name].restore(state)
 
@@ -197,7 +210,7 @@ class OnlineContenders:
         return answer
 
     def _drafting(self, name: str, drafter: Drafter) -> dict[str, Any]:
-        """Options of `decode` for a drafter: at its own depth, or at the one that pays, or beside a text drafter."""
+        """Options of `decode` for a drafter: at its fixed depth, at the depth that pays, or as a hybrid."""
         if self.recipe.companion is not None:
             return self._hybrid(name, drafter)
         if self.recipe.draft_length == "fixed":
@@ -208,7 +221,7 @@ class OnlineContenders:
         return {"controller": length, "taps": drafter.taps}
 
     def _hybrid(self, name: str, head: Drafter) -> dict[str, Any]:
-        """Options of `decode` for a head and the recipe's text drafter as one."""
+        """Options of `decode` for the hybrid of a head and the recipe's text drafter."""
         algo = next(algo for algo in self.pupils if name in (algo, static_name(self.recipe, algo)))
         start = str(self.recipe.start_of(self.recipe.family_of(algo)))
         return {"drafter": self.companion.hybrid(start, head, self.pasts[name])}
@@ -221,7 +234,11 @@ class OnlineContenders:
         return Case(arrival.prompt, arrival.ids, min(self.recipe.sampling.max_new_tokens, room))
 
     def answer(self, chunk: Sequence[Arrival], done: Callable[[int, list[Record]], None]) -> list[Record]:
-        """Everybody's answers to a chunk; `done` is told of every turn. Raises Interrupted between two turns."""
+        """Return all contenders' answers to a chunk.
+
+        `done` is called after every turn, with the size of the turn and the chunk's records up to then. Raises
+        Interrupted between two turns.
+        """
         cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
         turns: list[Turn] = [cases[start : start + size] for start in range(0, len(cases), size)]
         if not self._warm:
@@ -236,9 +253,9 @@ class OnlineContenders:
         return records
 
     def learn(self, chunk: Sequence[Arrival], records: Sequence[Record]) -> list[ChunkRow]:
-        """All pupils learn from the chunk that they have just answered.
+        """Let all learners learn from the chunk that was just answered; return a row for each.
 
-        Raises SpecctlError where one has not been able to for `GIVE_UP` chunks.
+        Raises SpecctlError if a learner has failed to learn for `GIVE_UP` chunks in a row.
         """
         domains = dict(Counter(arrival.prompt.domain for arrival in chunk))
         rows, store_s = [], self._remember([record for record in records if record.drafter == self.recipe.algo[0]])
@@ -253,12 +270,12 @@ class OnlineContenders:
                 lesson = replace(lesson, learn_s=lesson.learn_s + store_s)
             rows.append(replace(self._row(name, lesson, domains, answers, records), store_s=store_s))
         self.chunks += 1
-        if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
+        if self.fixed_pool is not None:  # resets its policy for the next chunk, as the learners do
             self.fixed_pool.sit(Acceptance(), 0.0)
         return rows
 
     def _remember(self, records: Sequence[Record]) -> float:
-        """Take the texts of a chunk into the store, where somebody reads it: the seconds that it has taken."""
+        """Add the texts of a chunk to the store, if a contender reads the store. Returns the seconds spent."""
         if GROWING not in (self.recipe.companion, *self.recipe.baselines):
             return 0.0
         return self.companion.remember(record.decoded for record in records)
@@ -266,7 +283,7 @@ class OnlineContenders:
     def _row(
         self, name: str, lesson: Lesson, domains: dict[str, int], own: Sequence[Decoded], records: Sequence[Record]
     ) -> ChunkRow:
-        """The row of a learner: its `own` answers, among the `records` of all, and what it has learnt from them."""
+        """Build the row of a learner from its `own` answers, the `records` of all contenders, and the update."""
         outcome = lesson.outcome
         return ChunkRow(
             algo=name,
@@ -301,7 +318,7 @@ class OnlineContenders:
         )
 
     def _watch(self, name: str, lesson: Lesson) -> None:
-        """Say what went wrong; give up where nothing helps."""
+        """Warn of updates that failed; raise SpecctlError if they keep failing."""
         refused = lesson.outcome.status == "refused"
         if lesson.ruling == "rollback":
             progress.warn(f"{name}: the last update did harm and is taken back; η is {_rates(lesson)} now")
@@ -310,7 +327,7 @@ class OnlineContenders:
                 f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
                 f"η is {_rates(lesson)} now"
             )
-        harmed = lesson.ruling == "rollback" and self.recipe.pool is None  # one of several specialists is not all
+        harmed = lesson.ruling == "rollback" and self.recipe.pool is None  # in a pool it may be one specialist only
         self.refused[name] = self.refused[name] + 1 if refused or harmed else 0
         if self.refused[name] == GIVE_UP:
             raise SpecctlError(
@@ -319,17 +336,17 @@ class OnlineContenders:
             )
 
     def finish(self) -> None:
-        """The stream has ended: wait for those who still learn."""
+        """Wait for asynchronous learners, after the end of the stream."""
         for pupil in self.pupils.values():
             pupil.finish()
 
     def close(self) -> None:
-        """End what runs elsewhere."""
+        """Stop the processes of asynchronous learners."""
         for pupil in self.pupils.values():
             pupil.close()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        """All that `restore` needs, between two chunks: (JSON-able facts, tensors)."""
         facts: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
         for name, pupil in self.pupils.items():
@@ -348,11 +365,11 @@ class OnlineContenders:
         return {**position, "pupils": facts}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on from what `state` has told."""
+        """Go on from a `state`."""
         self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
         self.refused = Counter(facts["refused"])
-        self._recall(facts.get("pasts", {}))  # runs of before there were some have none
-        if stored := under("store/", tensors):  # runs of before there was one have none
+        self._recall(facts.get("pasts", {}))  # states of older versions have none
+        if stored := under("store/", tensors):  # states of older versions have none
             self.companion.store.restore(stored)
         for name, pupil in self.pupils.items():
             pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
@@ -363,7 +380,7 @@ class OnlineContenders:
             self._drafting(name, drafters[name])["controller"].restore(kept)
 
 
-GIVE_UP = 8  # chunks in a row of which a learner could learn nothing; every one of them has lowered its rates
+GIVE_UP = 8  # chunks in a row without a kept update; each lowers the learning rates
 
 
 def _mat(records: Sequence[Record], name: str) -> float | None:

@@ -1,10 +1,10 @@
-"""The state of a run along a stream on disk, chunk by chunk, and how it is taken up again.
+"""State of a run along a stream, saved to disk chunk by chunk, so that the run can be resumed.
 
-*.jsonl         lines of every chunk
-PARTS/          a file per chunk, named by its number
-checkpoints/    the newest states of all learners, with the place in the stream
+*.jsonl         lines, appended with every chunk
+PARTS/          one file per chunk, named by its number
+checkpoints/    newest states of all learners, with their place in the stream
 
-A run that is resumed forgets what was written behind the state that it goes on from: it comes again.
+A resumed run deletes everything that was written after the checkpoint it goes on from, and answers those chunks again.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ CHUNKS, CHECKPOINTS, REJECTED = "chunks.jsonl", "checkpoints", "rejected.jsonl"
 
 
 class ChunkSource(Protocol):
-    """A stream of chunks, as much as its state needs of it.
+    """A stream of chunks, reduced to the interface that saving its place needs.
 
     Attributes:
-        total: prompts that are to come in all; None where nobody knows.
-        stdin: it comes once, and cannot be rewound.
+        total: number of prompts in all, or None if it is unknown.
+        stdin: the stream comes once and cannot be rewound.
     """
 
     stdin: bool
@@ -47,21 +47,21 @@ class ChunkSource(Protocol):
     def total(self) -> int | None: ...
 
     def position(self) -> dict[str, Any]:
-        """Behind the last chunk that was given out, with the number of its `prompts`; JSON-able."""
+        """Place after the last chunk that was given out, including the number of its `prompts`; JSON-able."""
         ...
 
 
 @dataclass(frozen=True)
 class Mark:
-    """A place between two chunks, with all that a run needs to go on from there.
+    """A place between two chunks, with everything that a run needs to go on from there.
 
     Attributes:
-        number: chunks so far, of all passes.
-        passed: passes over the stream that are finished.
-        stream, stage: of the pass that is under way: `PromptStream.position`, and the JSON-able part of the learners'
+        number: finished chunks, over all passes.
+        passed: finished passes over the stream.
+        stream, stage: state of the current pass: `PromptStream.position`, and the JSON-able part of the learners'
             state.
-        sizes: bytes of each file of lines.
-        digests: sha256 of these bytes, and of every file of a chunk, by path in the run's directory.
+        sizes: bytes of each .jsonl file.
+        digests: sha256 of these bytes, and of every chunk file, by path in the run directory.
     """
 
     number: Count = 0
@@ -74,17 +74,17 @@ class Mark:
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint without its tensors."""
+    """Content of a checkpoint, except its tensors."""
 
     stamp: Stamp
     mark: Mark
 
 
 class States:
-    """The files of one run. Every method that writes raises SpecctlError where the disk refuses: what was saved stays.
+    """The files of one run. If the disk refuses a write, methods raise SpecctlError; states saved earlier stay intact.
 
     Attributes:
-        mark, tensors: the last place between two chunks, saved or not.
+        mark, tensors: the last place between two chunks, saved or not, and the learners' tensors there.
     """
 
     def __init__(
@@ -96,8 +96,12 @@ class States:
         shown: Sequence[str],
         lines: Sequence[str] = (CHUNKS,),
     ):
-        """parts: name of the directory with a file per chunk. shown: fields of a chunk's row that go to metrics.jsonl.
-        lines: names of the files of lines."""
+        """
+        Args:
+            parts: name of the directory with a file per chunk.
+            shown: fields of a chunk's row that are copied to metrics.jsonl.
+            lines: names of the .jsonl files that grow with every chunk.
+        """
         self.shown = shown
         self.recipe, self.run, self.stamp, self.lines = recipe, run, stamp, lines
         self.parts, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS
@@ -110,10 +114,10 @@ class States:
     tensors: dict[str, Tensor]
 
     def start(self) -> None:
-        """Read the newest checkpoint if the recipe asks for it; nothing is changed before `begin`.
+        """Read the newest checkpoint if the recipe asks for it; the files on disk do not change before `begin`.
 
-        Raises CheckpointError (no checkpoint is whole, or what belongs to it is gone), UsageError (it was made under
-        another recipe).
+        Raises CheckpointError (no checkpoint is whole, or files that belong to it are missing), UsageError (the
+        checkpoint was made under another recipe).
         """
         newest = checkpoint.newest(self.checkpoints, Saved) if self.recipe.resume else None
         if newest is None:
@@ -125,10 +129,10 @@ class States:
         self.tensors = checkpoint.load_tensors(path)
 
     def passes(self, target: Target) -> Iterator[tuple[int, PromptStream]]:
-        """The seeds whose passes are left, each with its stream from where it goes on.
+        """Seeds of the passes still to be made, each with its stream at the place where it continues.
 
-        Only the first pass keeps unusable prompts: the later ones see the same lines again. Raises DataError (unusable
-        prompts, or others than those that the pass under way has answered), UsageError.
+        Only the first pass writes unusable prompts to disk, because later passes see the same lines again. Raises
+        DataError (unusable prompts, or a stream that does not begin with the prompts answered before), UsageError.
         """
         for place, seed in enumerate(self.recipe.seeds[self.mark.passed :], self.mark.passed):
             kept = None if place else self.run.dir / REJECTED
@@ -141,7 +145,7 @@ class States:
 
     @contextmanager
     def restoring(self) -> Iterator[None]:
-        """CheckpointError where the state is not what is restored within: another specctl has saved it, or nobody."""
+        """Raise CheckpointError for errors in the block: a damaged state, or one of another specctl version."""
         hint = "resume with the version of specctl that has saved it, or start with --overwrite"
         try:
             yield
@@ -157,8 +161,11 @@ class States:
             raise CheckpointError(problem, hint) from error
 
     def begin(self, target: Target, rejections: Rejections | None = None) -> None:
-        """Go on behind the mark, or forget an earlier run; says which. Only now is anything changed, so to be called,
-        in every pass, when nothing but the decoding itself can fail. `rejections`: those of the stream."""
+        """Go on after the mark, or delete the files of an earlier run; log which of the two happens.
+
+        Nothing on disk changes before this call, so make it in every pass, as late as possible: when only the decoding
+        itself can still fail. Calls after the first one do nothing. `rejections`: the stream's, released here.
+        """
         if self._begun:
             return
         self._begun = True
@@ -181,9 +188,9 @@ class States:
 
     @contextmanager
     def following(self, seed: int, stream: ChunkSource) -> Iterator[progress.Progress]:
-        """Go through what is left of the stream: a bar of its prompts, and the state is saved where a signal ends it.
+        """Context of one pass: show a progress bar of prompts, and save the state if a signal ends the block.
 
-        Raises Interrupted, which says how to go on.
+        Raises Interrupted, with a hint how to resume.
         """
         label = "online" if len(self.recipe.seeds) == 1 else f"online, seed {seed}"
         with self.stoppable(stream), progress.track(label, total=stream.total, unit="prompts") as bar:
@@ -192,33 +199,33 @@ class States:
 
     @property
     def answered(self) -> int:
-        """Prompts of the pass under way that are answered."""
+        """Number of prompts already answered in the current pass."""
         return (self.mark.stream or {}).get("prompts", 0)
 
     def place(self, name: str, seed: int) -> Path:
-        """The directory of the drafter that a contender has learnt in the pass of this seed."""
+        """Directory of the drafter that a contender learnt in the pass of this seed."""
         return self.run.dir / "drafters" / (name if seed == self.recipe.seeds[0] else f"{name}-seed{seed}")
 
     @property
     def number(self) -> int:
-        """The number of the chunk that is under way, of all passes."""
+        """Number of the current chunk, counted over all passes."""
         return self.mark.number + 1
 
     @property
     def rejected(self) -> int:
-        """Prompts that could not be used."""
+        """Number of prompts that could not be used."""
         path = self.run.dir / REJECTED
         return len(regular.text(path).splitlines()) if path.exists() else 0
 
     def _clear(self) -> None:
-        """Forget an earlier run."""
+        """Delete the files of an earlier run."""
         checkpoint.discard(self.checkpoints)
         checkpoint.discard(self.parts)
         for name in self.lines:
             (self.run.dir / name).unlink(missing_ok=True)
 
     def _check_whole(self) -> None:
-        """CheckpointError where something that was written before the mark is gone."""
+        """Raise CheckpointError if anything written before the mark is missing or changed."""
         for name in self.lines:
             path, size = self.run.dir / name, self.mark.sizes.get(name)
             if size is None or not path.is_file() or path.stat().st_size < size:
@@ -232,12 +239,12 @@ class States:
                 raise CheckpointError(f"{self.run.dir / name} was changed or lost", "start with --overwrite")
 
     def _digests(self, parts: Iterable[Path]) -> dict[str, str]:
-        """sha256 of the lines so far, and of files of chunks."""
+        """sha256 of the lines written up to now, and of the chunk files in `parts`."""
         lines = {name: digest.hexdigest() for name, digest in self._sums.items()}
         return lines | {f"{path.parent.name}/{path.name}": sha256(path) for path in parts}
 
     def _cut(self) -> None:
-        """Forget what was written behind the mark."""
+        """Delete everything that was written after the mark."""
         for path in part_files(self.parts):
             if int(path.stem) > self.mark.number:
                 path.unlink()
@@ -245,14 +252,14 @@ class States:
             os.truncate(self.run.dir / name, self.mark.sizes[name])
 
     def append(self, name: str, rows: Iterable[Any]) -> None:
-        """Lines of a chunk, one per object."""
+        """Append the lines of a chunk to a .jsonl file, one JSON object per row."""
         lines = "".join(to_json(row) + "\n" for row in rows).encode()
         with regular.opened(self.run.dir / name, "ab", follow=False) as file:
             file.write(lines)
         self._sums[name].update(lines)
 
     def read(self, name: str) -> Iterator[dict[str, Any]]:
-        """The lines of a file. CheckpointError where one cannot be read."""
+        """Yield the parsed lines of a file. Raises CheckpointError for a damaged line."""
         path = self.run.dir / name
         if not path.exists():
             return
@@ -264,13 +271,16 @@ class States:
                     raise CheckpointError(f"{path}:{number} is damaged: {error}", "start with --overwrite") from error
 
     def write_chunk(self, rows: Sequence[Any]) -> None:
-        """The rows of a chunk, and what is shown of them in metrics.jsonl."""
+        """Append the rows of a chunk to chunks.jsonl, and their `shown` fields to metrics.jsonl."""
         for row in rows:
             self.run.metrics(**{key: getattr(row, key) for key in self.shown})
         self.append(CHUNKS, map(asdict, rows))
 
     def advance(self, stream: ChunkSource, stage: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go behind a chunk that is written down; every so often save the state there, which is `stage` and tensors."""
+        """Move the mark past a chunk after its files are written. `stage` and `tensors` are the learners' state there.
+
+        The state is saved every `checkpoint.every` chunks.
+        """
         mark = replace(self.mark, number=self.number, stream=stream.position(), stage=stage)
         sizes = {name: (self.run.dir / name).stat().st_size for name in self.lines}
         sizes[METRICS] = self.run.metrics_size
@@ -281,16 +291,17 @@ class States:
             self.save()
 
     def passed(self) -> None:
-        """A pass over the stream is finished: the next one begins anew."""
+        """Record that a pass over the stream is finished; the next pass starts from the beginning."""
         self.mark, self.tensors = replace(self.mark, passed=self.mark.passed + 1, stream=None, stage=None), {}
         self.save()
 
     def save(self) -> None:
-        """Save the state behind the last chunk, if it is not there yet."""
+        """Save the state after the last chunk, unless it is saved already."""
         if self.mark == self._saved:
             return
         state = {"stamp": self.stamp, "mark": asdict(self.mark)}
-        # The end of a pass has a number of its own: the state behind its last chunk stays until that one is there.
+        # The end of a pass gets a separate step number: the state after its last chunk stays until the new one is
+        # written.
         step = self.mark.number + self.mark.passed
         with self.writing():
             checkpoint.save_tensors(self.checkpoints, step, state, self.tensors, keep=self.recipe.checkpoint.keep)
@@ -298,7 +309,7 @@ class States:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Whatever is written within: SpecctlError says how to go on where the disk refuses it."""
+        """Turn an OSError of a write in the block into a SpecctlError that says how to resume."""
         try:
             yield
         except OSError as error:
@@ -310,7 +321,7 @@ class States:
 
     @contextmanager
     def stoppable(self, stream: ChunkSource) -> Iterator[None]:
-        """Save where a signal ends the block; Interrupted says how to go on."""
+        """Save the state if a signal ends the block; the raised Interrupted says how to resume."""
         try:
             yield
         except (Interrupted, KeyboardInterrupt) as stop:

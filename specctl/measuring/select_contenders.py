@@ -1,4 +1,4 @@
-"""The contenders of `specctl select` on one stream: sessions of prompts, and who answers them."""
+"""Contenders of `specctl select` on one stream: the sessions of prompts, and the policies and drafters that answer."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ RECOMPUTING = "recompute"
 
 
 def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
-    """Runs of `session` prompts in the order in which they are decoded: of one domain, or (`shift`) half of one and
-    half of another."""
+    """Split the prompts into sessions of `recipe.session` prompts, in decoding order.
+
+    A session is of one domain; with order `shift` its two halves are of different domains.
+    """
     shift = recipe.order == "shift"
     size = max(1, recipe.session // 2) if shift else recipe.session
     runs: list[list[Case]] = []
@@ -57,7 +59,7 @@ def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
 
 
 def paired(halves: list[list[Case]]) -> list[list[Case]]:
-    """Every run followed by the next one of another domain, as one; runs that find none stand alone."""
+    """Join every half session with the next half of another domain; a half without a partner stays alone."""
     pairs, waiting = [], list(halves)
     while waiting:
         first = waiting.pop(0)
@@ -67,7 +69,7 @@ def paired(halves: list[list[Case]]) -> list[list[Case]]:
 
 
 def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
-    """Prompts that are decoded at once, one of each of `batch` sessions: those of a session follow each other."""
+    """Batches of prompts to decode at once, one from each of `batch` sessions. Every session keeps its order."""
     together: list[Turn] = []
     for start in range(0, len(stream), batch):
         abreast = stream[start : start + batch]
@@ -77,16 +79,16 @@ def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
 
 
 def companion_of(recipe: SelectRecipe, target: Target) -> Companion:
-    """The text drafter of a recipe, which has read nothing yet."""
+    """Text drafter of a recipe, with an empty store."""
     return Companion(recipe.companion, target, recipe.drafting, GrowingDatastore(recipe.store_tokens))
 
 
 Alone = Guarded | Together
-"""A drafter that drafts all rounds by itself."""
+"""A contender that drafts all rounds without a policy: one drafter, or all of them together."""
 
 
 class SelectContenders:
-    """The contenders of one `select`, and what they do."""
+    """All contenders of one `select` run, with their policies, logs and statistics."""
 
     def __init__(
         self,
@@ -98,28 +100,31 @@ class SelectContenders:
         companion: Companion | None = None,
         kinds: Mapping[str, Kinds] | None = None,
     ):
-        """`companion`: the text drafter that heads draft with. `kinds`: of the prompts that drafters were trained
-        on."""
+        """
+        Args:
+            companion: the text drafter that heads draft with in one tree.
+            kinds: kinds of prompts that each drafter was trained on, by name.
+        """
         self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
         if router is not None and [*drafters] != router.arms:
             raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
         self.companion = companion or companion_of(recipe, target)
-        self.store_s = 0.0  # on taking texts into its store
+        self.store_s = 0.0  # seconds spent on adding texts to the store
         self.arms = make_arms(recipe, target, drafters, kinds or {})
         prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
-        self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be of two domains
+        self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be in two domains
         self.prompts = {prompt.id: prompt_text(prompt.messages) for _, prompt in prompts}
         self.algo = {name: name for name in recipe.algo}  # contender → its policy
         if RECOMPUTING in recipe.baselines:
             self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
         self.plainly = {name for name in self.algo if self._joined_by_plain(name)}
         self.arms = [*([plain_arm()] if self.plainly else []), *self.arms]
-        # Game, arm and tokens of every round.
+        # Game, arm and committed tokens of every round, by contender.
         self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
         self.selectors = {name: self._selector(name) for name in self.algo}
         self.alone = self._alone()
-        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # of every contender, by name
-        self._lines: list[tuple[str, RoundLine]] = []  # rounds of the turn: written when nobody is timed
+        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # device buffers and CUDA graphs, by contender
+        self._lines: list[tuple[str, RoundLine]] = []  # rounds of the current turn, to be written outside of timing
 
     @functools.cached_property
     def _step(self) -> float:
@@ -127,8 +132,11 @@ class SelectContenders:
 
     @property
     def host(self) -> bool:
-        """Whether the rounds of somebody who drafts are the host's: then those of all who draft are, as their speeds
-        are compared. Plain decoding, which all are measured against, is always as fast as the device allows."""
+        """Whether the rounds of drafting contenders run on the host.
+
+        They all do as soon as one contender needs it, because their speeds are compared. Plain decoding, the reference
+        for all, always runs as fast as the device allows.
+        """
         recipe = self.recipe
         if recipe.catch_up.name == "streaming" or (recipe.batch > 1 and recipe.choice == "text"):
             return True
@@ -137,18 +145,18 @@ class SelectContenders:
         return not (able and all(selector.late for selector in self.selectors.values()))
 
     def _joined_by_plain(self, name: str) -> bool:
-        """Whether plain decoding is one more arm of a contender's policy."""
+        """Whether plain decoding is an additional arm of a contender's policy."""
         recipe, policy = self.recipe, self.algo[name]
         if any(arm.plain for arm in self.arms):
             return False
         if recipe.arms.plain is not None:
             return recipe.arms.plain
-        if recipe.warm_start and registry.learns(policy) == "losses":  # the router's probabilities are of drafters
+        if recipe.warm_start and registry.learns(policy) == "losses":  # the router knows drafters only
             return False
         return plays_for_seconds(self._own(self.arms), policy, recipe.game)
 
     def _own(self, arms: Sequence[Guarded]) -> list[Guarded]:
-        """The same arms for one selector: each counts its own failures."""
+        """Copies of the arms for one selector, with separate counts of failures."""
         return [arm.again(self.companion.head_of(arm.drafter)) for arm in arms]
 
     def _selector(self, name: str) -> Selector | BatchSelector:
@@ -173,25 +181,25 @@ class SelectContenders:
         )
 
     def _policy(self, name: str, arms: Arms, text: Label) -> Policy:
-        """A fresh policy for a game that begins with this text."""
+        """Make a fresh policy for a game that begins with this prompt."""
         options = self.recipe.policy
         if name == registry.ROUTER:
             return registry.build("fixed", arms, options.model_copy(update={"arm": int(self._routed(text).argmax())}))
         policy = registry.build(name, arms, options)
         if self.recipe.warm_start and policy.learns == "losses":
-            for _ in range(self.recipe.router.weight):  # as if so many tokens had been seen
+            for _ in range(self.recipe.router.weight):  # the prior counts as much as `weight` tokens
                 policy.losses((1 - self._routed(text)).tolist())
         return policy
 
     def _routed(self, text: Label) -> Array:
-        """[N] probabilities of the router for a prompt: of every arm, that it is the one to play."""
+        """[N] router probabilities for a prompt: how likely each arm is the right one to play."""
         assert self.router is not None
         return self.router.probabilities([self.prompts[text.query]])[0]
 
     def _alone(self) -> dict[str, Alone]:
-        """The contenders that do not choose: every arm by itself, all at once, the rivals.
+        """Contenders without a policy: every arm by itself, the text drafter, all drafters together, and the rivals.
 
-        Raises UsageError where two contenders have one name.
+        Raises UsageError if two contenders have the same name.
         """
         recipe = self.recipe
         alone: dict[str, Alone] = {}
@@ -212,7 +220,7 @@ class SelectContenders:
         return alone | {name: Guarded(name, drafter) for name, drafter in loaded.items()}
 
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
-        """Everybody's answers; rounds go to `log`."""
+        """Return all contenders' answers. Rounds are written to `log`, records are handed to `keep`."""
         recipe = self.recipe
         plain = engine(self.target, recipe.sampling, VANILLA, None, rooms=self.rooms[VANILLA])
         competing = [plain] if VANILLA in recipe.baselines else []
@@ -229,8 +237,10 @@ class SelectContenders:
         heard = 0
 
         def remember(records: Sequence[Record]) -> None:
-            """Write the rounds of a turn, and take its texts, which are everybody's, into the store; every seed begins
-            with an empty one."""
+            """Write the rounds of a turn, and add its texts, which all contenders share, to the store.
+
+            The store is emptied after each seed.
+            """
             nonlocal heard
             heard += 1
             for algo, line in self._lines:
@@ -248,8 +258,11 @@ class SelectContenders:
         return measure(recipe, asked, competing, shown, keep, label="select", warm=True, resumable=False, told=remember)
 
     def _rehearsals(self) -> list[Contender]:
-        """Every arm of every policy by itself, in the rooms of the policy: each has graphs of its own, which take as
-        long as some tens of rounds and are made when it plays for the first time."""
+        """Contenders for the warm-up only: every arm of every policy by itself, in the policy's rooms.
+
+        Each arm has separate CUDA graphs. Capturing them takes as long as tens of rounds, and would otherwise happen
+        when the arm first plays.
+        """
         return [
             self._contender(name, Fixed(arm, selector), selector.taps)
             for name, selector in self.selectors.items()
@@ -258,7 +271,7 @@ class SelectContenders:
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         options = self.recipe.catch_up
-        # Only who is idle at times has something to save.
+        # Only a policy leaves drafters idle, so only a policy can save anything by `streaming`.
         streams = options.name == "streaming" and name in self.recipe.algo
         catch_up = CatchUp(options.sink, options.window) if streams else RECOMPUTE
 
@@ -282,16 +295,16 @@ class SelectContenders:
         return Label(case.prompt.id, case.prompt.domain, key, repeat)
 
     def game_of(self, domain: str, id: str, repeat: int) -> str:
-        """Key of the game that answers a text, the same for all texts between two resets."""
+        """Key of the game that a prompt belongs to: the same for all prompts between two resets."""
         if self.recipe.reset == "stream":
             return f"{repeat} "
         return f"{repeat} {f'{domain} {id}' if self.recipe.reset == 'query' else self.session_of[domain, id]}"
 
     def _note(self, algo: str, entry: RoundLine) -> None:
-        self._lines.append((algo, entry))  # within a round that is timed: no more than that
+        self._lines.append((algo, entry))  # called within a timed round: only append here
 
     def row(self, stream: Stream, name: str) -> PolicyRow:
-        """The row of a contender."""
+        """Build the result row of a contender."""
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
         hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
@@ -309,7 +322,7 @@ class SelectContenders:
         )
 
     def rewards(self) -> list[ArmReward]:
-        """Tokens that rounds of each arm have committed, whichever policy played them."""
+        """Tokens committed per round of each arm, over the rounds of all policies."""
         committed: dict[str, list[int]] = {arm.name: [] for arm in self.arms}
         for plays in self.plays.values():
             for _, arm, tokens in plays:

@@ -1,12 +1,12 @@
-"""The baseline everyone has: `transformers`' `generate` on the same weights, dtype and threads.
+"""Baseline that every user has: `generate` of `transformers`, with the same weights, dtype and threads.
 
-Three ways: plain, with prompt lookup, and with a small model as assistant; plain also in batches. Their answers come
-back as `Decoded`, so the same metrics apply to them.
+It runs in three modes: plain, with prompt lookup, and with a small model as assistant; plain decoding also runs in
+batches. The answers are returned as `Decoded`, so they get the same metrics.
 
-How time is split. `generate` hands a streamer the tokens of each target pass as soon as they are known. In plain mode
-the first hand-over ends the prefill, and what follows is the decode phase. In assisted modes the first pass already
-verifies a draft and cannot be split: the plain mode's prefill of the same prompt is subtracted from the total instead,
-which gives the assisted mode the tokens of its first pass for nothing. In doubt the baseline is favoured.
+Timing. `generate` hands tokens to a streamer after each target pass. In plain mode the first hand-over ends the
+prefill, and the rest is the decode phase. In assisted modes the first pass already verifies a draft and cannot be
+split. There the prefill time of plain mode on the same prompt is subtracted from the total. This gives the assisted
+mode the tokens of its first pass for free: in doubt the baseline is favoured.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LOOKUP_TOKENS = 10  # draft length of prompt lookup, as in transformers' documen
 
 
 class PassClock(BaseStreamer):
-    """Seconds from its making until each target pass of one `generate` call was done."""
+    """Streamer that records when each target pass of one `generate` call ends, in seconds since its creation."""
 
     def __init__(self) -> None:
         self.started = time.perf_counter()
@@ -45,16 +45,16 @@ class PassClock(BaseStreamer):
     def put(self, value: torch.Tensor) -> None:
         if not self._prompt:
             self.at.append(time.perf_counter() - self.started)
-        self._prompt = False  # the first thing that `generate` streams is the prompt
+        self._prompt = False  # `generate` streams the prompt first
 
     def end(self) -> None:
-        """Nothing is buffered."""
+        """Do nothing: no tokens are buffered."""
 
 
 class Generator:
-    """`model.generate` in all modes, with the threads and ends of `target`.
+    """`model.generate` in all modes, with the threads and the end-of-sequence ids of `target`.
 
-    `assistants`: the drafters that are language models, by drafter name.
+    `assistants`: the drafters that are language models, by name.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Generator:
         assistants: Mapping[str, PreTrainedModel],
     ):
         self.model, self.eos_ids, self.row_flops = model, target.eos_ids, target.row_flops
-        # Replaces the model's own configuration: what it holds (penalties, sampling) would be merged into every call.
+        # Replaces the model's own configuration, which `generate` would merge into every call (penalties, sampling).
         model.generation_config = configuration = _configuration(target.eos_ids, sampling)
         self.pad_id = configuration.pad_token_id
         self.assisted: dict[str, dict[str, Any]] = {
@@ -78,7 +78,7 @@ class Generator:
         return [PLAIN, *self.assisted]
 
     def decode(self, prompt_ids: list[int], max_new_tokens: int, seed: int) -> dict[str, Decoded]:
-        """Answer one prompt in every mode, plain first; `seed` matters at temperature > 0."""
+        """Answer one prompt in every mode, plain first. The seed matters at temperature > 0."""
         plain = self._alone(prompt_ids, max_new_tokens, seed)
         answers = {PLAIN: plain}
         for name, options in self.assisted.items():
@@ -86,9 +86,10 @@ class Generator:
         return answers
 
     def decode_batch(self, prompts: list[list[int]], rooms: list[int], seed: int) -> list[Decoded]:
-        """Answer several prompts at once, each with at most `rooms` tokens. All bear the times of the whole call.
+        """Answer several prompts in one call, prompt i with at most `rooms[i]` tokens.
 
-        `generate` pads prompts on the left, and goes on until the last text has ended.
+        `generate` pads prompts on the left, and runs until the last sequence has ended. All answers bear the times of
+        the whole call.
         """
         longest = max(map(len, prompts))
         ids = torch.tensor([[self.pad_id] * (longest - len(prompt)) + prompt for prompt in prompts])
@@ -112,10 +113,10 @@ class Generator:
     def _generate(
         self, ids: torch.Tensor, mask: torch.Tensor, max_new_tokens: int, seed: int, **options: Any
     ) -> tuple[torch.Tensor, PassClock, float]:
-        """New ids [B, T] behind prompts [B, P], when each pass was done, and seconds in all."""
+        """Run `generate` on prompts [B, P]: new ids [B, T], the clock of its passes, and seconds in all."""
         ids, mask = ids.to(self.model.device), mask.to(self.model.device)
         torch.manual_seed(seed)
-        with threads.suited(self.row_flops * len(ids)):  # as many as our own decoding of so many texts has
+        with threads.suited(self.row_flops * len(ids)):  # as many threads as in our own decoding of this batch
             clock = PassClock()
             out = self.model.generate(
                 ids, attention_mask=mask, max_new_tokens=max_new_tokens, streamer=clock, **options
@@ -124,14 +125,14 @@ class Generator:
             return new, clock, time.perf_counter() - clock.started
 
     def _until_its_end(self, ids: list[int], room: int) -> list[int]:
-        """A text of a batch without what was written behind its end while others went on."""
+        """Cut off the tokens that a sequence of a batch got after its end, while others went on."""
         ended = (place for place, token in enumerate(ids) if token in self.eos_ids)
         return ids[: min(room, next(ended, len(ids)) + 1)]
 
     def _decoded(
         self, prompt_ids: list[int], output_ids: list[int], prefill_s: float, total_s: float, passes: int
     ) -> Decoded:
-        # Drafts are the business of transformers here: accepted and rejected tokens are not known.
+        # transformers drafts by itself here: the numbers of accepted and rejected tokens are not known.
         return Decoded(
             prompt_ids=prompt_ids,
             output_ids=output_ids,
@@ -150,7 +151,7 @@ class Generator:
 def load_generator(
     recipe: TargetRecipe, target: Target, sampling: Sampling, assistants: Mapping[str, PreTrainedModel]
 ) -> Generator:
-    """The target a second time, as `transformers` loads it. Raises CheckpointError where it cannot."""
+    """Load the target a second time, through `transformers`. Raises CheckpointError if that fails."""
     model = load_model(
         recipe.name,
         device=target.device,
@@ -164,9 +165,9 @@ def load_generator(
 
 
 def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
-    """The drafter in a directory as a model that `generate` can use, None when it is no language model.
+    """Load a drafter directory as an assistant model for `generate`; returns None if it is not a language model.
 
-    Raises CheckpointError where it is damaged.
+    Raises CheckpointError if the drafter is damaged.
     """
     if not checkpoint.is_drafter(Path(directory)):
         return None
@@ -179,7 +180,7 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
 def _configuration(eos_ids: frozenset[int], sampling: Sampling) -> GenerationConfig:
     ends = sorted(eos_ids)
     options: dict[str, Any] = {"eos_token_id": ends or None, "pad_token_id": ends[0] if ends else 0}
-    sampled = sampling.temperature >= kernels.COLDEST  # below, transformers would divide logits to infinity
+    sampled = sampling.temperature >= kernels.COLDEST  # below it, transformers would divide logits to infinity
     if sampled:
         options |= {"temperature": sampling.temperature, "top_k": sampling.top_k, "top_p": sampling.top_p}
     return GenerationConfig(do_sample=sampled, **options)

@@ -1,4 +1,4 @@
-"""The answer at the end of a text, and whether it is the right one."""
+"""Extract the final answer of a text, and compare it with a reference or test a program."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fractions import Fraction
 
 from specctl.errors import UsageError
 
-SHORT = 64  # characters: a reference no longer than that is itself an answer
-LONGEST_NUMBER = 300  # characters; what is longer, or has an exponent of five digits, is compared as text
-CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 512 << 20, 1 << 20  # of a program that is tried
+SHORT = 64  # characters; a reference up to this length is itself an answer
+LONGEST_NUMBER = 300  # characters; longer numbers, or exponents of five digits, are compared as text
+CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 512 << 20, 1 << 20  # limits of a tested program
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 _BEYOND = re.compile(r"e[-+]?[\d_]{5,}", re.IGNORECASE)
@@ -35,12 +35,15 @@ resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({FILE_BYTES}, {FILE_BYTES}))
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 """
-"""Set by the program's own process before anything of it runs: limits of each process, which only root can raise."""
+"""Code that the program's process runs first: resource limits per process, which only root can raise."""
 
 
 def extract(text: str) -> str | None:
-    r"""The final answer of a text: the last `\boxed{…}`, else behind the last `####`, else what "the answer is" names.
-    None where a text has none of them: the last number of a text that broke off is no answer."""
+    r"""Extract the final answer of a text.
+
+    This is the last `\boxed{…}`, else the line after the last `####`, else the answer named by "the answer is". Returns
+    None if a text has none of them: the last number of an unfinished text is not an answer.
+    """
     boxed = _boxed(text)
     if boxed is not None:
         return boxed
@@ -52,7 +55,7 @@ def extract(text: str) -> str | None:
 
 
 def reference_answer(text: str) -> str | None:
-    """The answer of a reference: marked as in a response, or the whole of a short one."""
+    """Extract the answer of a reference: marked as in a response, or the whole text if it is short."""
     found = extract(text)
     if found is None and len(text.strip()) <= SHORT and "\n" not in text.strip():
         found = text.strip()
@@ -60,7 +63,11 @@ def reference_answer(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str | Fraction:
-    """A number as a number ("1,200", "$1200.00" and "1200" are one), a choice as its letter, else folded text."""
+    """Normalize an answer for comparison.
+
+    Numbers become their value ("1,200", "$1200.00" and "1200" are equal), choices their letter, and other text is
+    case-folded.
+    """
     plain = _UNITS.sub("", _FRACTION.sub(r"\1/\2", answer)).strip().strip("*.").strip()
     choice = _CHOICE.fullmatch(plain)
     if choice:
@@ -73,8 +80,10 @@ def normalise(answer: str) -> str | Fraction:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a decimal number or a fraction; None for other texts, and for numbers beyond all measure, which a
-    model in a loop writes: `1e99999999` takes hours and gigabytes."""
+    """Value of a decimal number or a fraction, or None for other texts and for excessively large numbers.
+
+    A model in a loop may write `1e99999999`, which would take hours and gigabytes.
+    """
     if len(text) > LONGEST_NUMBER or _BEYOND.search(text):
         return None
     try:
@@ -84,14 +93,14 @@ def number(text: str) -> Fraction | None:
 
 
 def same(one: str | None, other: str | None) -> bool:
-    """Two answers are equal; what is no answer equals nothing."""
+    """Whether two answers are equal; a missing answer equals nothing."""
     return one is not None and other is not None and normalise(one) == normalise(other)
 
 
 def correct(response: str, reference: str | None, *, allow_code_execution: bool = False) -> bool | None:
-    """Whether a response is right; None where the reference does not tell.
+    """Whether a response is right, or None if the reference cannot tell.
 
-    A reference of assertions is a test of the program in the response: it is run only where that is allowed.
+    A reference of assertions is a test of the program in the response. It is run only if `allow_code_execution` is set.
     """
     if reference is None:
         return None
@@ -102,12 +111,13 @@ def correct(response: str, reference: str | None, *, allow_code_execution: bool 
 
 
 def passes(response: str, tests: str, *, allowed: bool) -> bool:
-    """Whether the last program of a response passes `tests`, in a process of its own: isolated from our environment,
-    in an empty directory, with bounded time, memory and files. What tells is a word printed behind the tests: a program
-    that exits before them has not passed.
+    """Whether the last program of a response passes `tests`, run in a separate process.
 
-    No sandbox: the network is not closed to it. It cannot start processes, unless it runs as root, whom RLIMIT_NPROC
-    does not bind: those end with it, but for one that makes a session of its own.
+    The process is isolated from our environment, starts in an empty directory, and has limited time, memory and file
+    size. A random word is printed after the tests, so a program that exits before them does not pass.
+
+    This is not a sandbox: network access is not blocked. The program cannot start processes, unless it runs as root,
+    which RLIMIT_NPROC does not restrict. Its child processes are killed too, except for processes in a new session.
 
     Raises UsageError unless running programs of a model is explicitly `allowed`.
     """
@@ -135,14 +145,14 @@ def passes(response: str, tests: str, *, allowed: bool) -> bool:
             return False
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # including the processes it has started
             process.wait()
         printed.seek(0)
         return process.returncode == 0 and printed.read().rstrip().endswith(passed.encode())
 
 
 def _boxed(text: str) -> str | None:
-    r"""Contents of the last `\boxed{…}`, whose braces may be nested; None where it was not closed."""
+    r"""Contents of the last `\boxed{…}`, which may contain nested braces, or None if it is not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

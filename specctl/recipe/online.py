@@ -1,4 +1,4 @@
-"""`specctl online`."""
+"""Recipe of `specctl online`."""
 
 from __future__ import annotations
 
@@ -20,91 +20,93 @@ Rival = Annotated[str, OneOf(lambda: ("vanilla", "static", *UNTRAINED, GROWING))
 
 
 class BufferRecipe(Section):
-    """The replay buffer: what verification said about the texts to learn from."""
+    """The replay buffer: results of verification for the texts to learn from."""
 
-    max_mb: PositiveFloat = 512.0  # asynchronous: also of the chunks that wait for the learner
-    feedback: Literal["verdict", "rerun"] = "verdict"  # rerun: a second pass of the target, to compare with
-    store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
-    replay: NonNegativeFloat = 0.0  # texts of earlier chunks that are learnt from again, per text of the chunk
+    max_mb: PositiveFloat = 512.0  # MiB; with asynchronous also for chunks that wait for the learner
+    feedback: Literal["verdict", "rerun"] = "verdict"  # rerun: a second pass of the target, for comparison
+    store_tokens: PositiveInt = 1_000_000  # size of the datastore of `retrieval`: the newest tokens, 16 bytes each
+    replay: NonNegativeFloat = 0.0  # texts of earlier chunks to learn from again, per text of the chunk
 
     @property
     def reruns(self) -> bool:
-        """Whether learning runs the target, and not only what is behind its layers."""
+        """Whether learning runs the target's layers, and not only its final norm and vocabulary head."""
         return self.feedback == "rerun"
 
 
 class ChoiceRecipe(Section):
-    """Learning while selecting: how a specialist of `pool` is chosen, every round. Its rules are those of `game`."""
+    """With `pool`: the policy that chooses a specialist in every round, by the rules in `game`."""
 
-    name: str = "hedgespec"  # one of the policies of `specctl select`
+    name: str = "hedgespec"  # a policy of `specctl select`
     options: PolicyRecipe = PolicyRecipe()
-    reset: Literal["query", "chunk"] = "query"  # when it forgets
+    reset: Literal["query", "chunk"] = "query"  # when the policy starts anew
 
 
 class PublicationRecipe(Section):
-    """With `server`: how what is learnt gets into the running engines, and how it proves itself there."""
+    """With `server`: publication of the learned drafter to the running engines, and the test of each version there."""
 
-    enabled: bool = True  # False = learn, and change nothing in the engines
-    # Prompts that are asked for before and after: of the newest texts, those that learner.holdout keeps from the update
-    # where there are any; 0 = trust the learner.
+    enabled: bool = True  # false = learn, but change nothing in the engines
+    # Prompts that are sent before and after a publication, for comparison. They are the newest of the texts that
+    # learner.holdout keeps from the update, or of all texts if it keeps none. 0 = trust the learner.
     probes: NonNegativeInt = 8
-    tokens: PositiveInt = 64  # of the answer to each, at most
-    level: Annotated[float, Field(gt=0, lt=1)] = (
-        0.05  # how often a version that is no worse may be put back all the same
-    )
-    keep: PositiveInt = 3  # versions on the disk
-    dir: LocalPath | None = None  # of the versions, readable by the engines; None = in the run directory
+    tokens: PositiveInt = 64  # longest answer to a probe
+    # Significance level of that comparison: at most this share of the versions that are no worse is rolled back.
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    keep: PositiveInt = 3  # versions kept on disk
+    dir: LocalPath | None = None  # of the versions, readable by the engines (None = in the run directory)
 
 
 class TrafficRecipe(Section):
-    """With `server`: where the texts come from. Without an entry the prompts of the stream are asked for."""
+    """With `server`: source of the texts. By default the prompts of the stream are sent to the server."""
 
-    listen: Listen | None = None  # a proxy to the servers
-    log: LocalPath | None = None  # requests with their responses, a line each, as they come
+    listen: Listen | None = None  # HOST:PORT of a proxy to the servers
+    log: LocalPath | None = None  # file of requests with responses, one per line, read as it grows
     follow: bool = True  # wait for more lines of the log
-    max_log_mb: PositiveFloat = 256.0  # of the proxy's log, which is then put aside, once
+    max_log_mb: PositiveFloat = 256.0  # size at which the proxy's log is rotated; one old file is kept
 
 
 class OnlineRecipe(LearningRecipe):
     """`specctl online`: drafters that learn along a stream.
 
-    Every prompt is answered by all `baselines`, and by one drafter of each `algo`; or, with `server`, by the engines
-    there, which draft with what one `algo` has learnt.
+    Every prompt is answered by all `baselines` and with one drafter per `algo`. With `server` it is answered by
+    engines, which draft with the drafter that a single `algo` teaches.
     """
 
-    algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # an update rule, or with its family: opt-hydra, ens-eagle3
-    arch: Annotated[str, OneOf(learning)] | None = None  # of rules without one; None = init's
-    init: LocalPath | None = None  # drafter to start from; None = ./drafters/<domain>-<arch>, warmed up if missing
-    pool: LocalPath | None = None  # specialists to choose among: each learns from the texts that it has won
+    algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # update rules, also with a family: opt-hydra, ens-eagle3
+    arch: Annotated[str, OneOf(learning)] | None = None  # family for rules that name none (None = the family of `init`)
+    # Drafter to start from. The default is ./drafters/<domain>-<arch>, which is warmed up if it is missing.
+    init: LocalPath | None = None
+    # Directory of specialists to choose among. Each one learns from the texts of which it drafted the most tokens.
+    pool: LocalPath | None = None
     policy: ChoiceRecipe = ChoiceRecipe()
     game: GameRecipe = GameRecipe()
-    reasoning: LookaheadRecipe = LookaheadRecipe()  # of algo lr, osd-lr and online-lr, which make a `ReasonRecipe`
+    reasoning: LookaheadRecipe = LookaheadRecipe()  # for lr, osd-lr, online-lr: see `ReasonRecipe`
     learner: LearnerOptions = LearnerOptions()
     buffer: BufferRecipe = BufferRecipe()
-    # The target changes along the stream, as in RL: ./step-100:400,./step-200:400 = so many prompts each, the last one
-    # to the end. They share vocabulary and sizes; `target` says how they are loaded.
+    # Targets that follow each other along the stream, as in RL: ./step-100:400,./step-200:400 means 400 prompts for
+    # each, and the last target stays to the end. They share vocabulary and sizes; `target` says how to load them.
     target_schedule: Names = []
-    draft_length: Literal["fixed", "auto"] = "fixed"  # auto: as deep as pays, by running acceptance and cost
-    # A text drafter that every head drafts with in one tree, learner or not (a hybrid); it decides how deep. auto:
-    # retrieval on a CPU, where nothing else decides that; none on a GPU, where a head alone runs in CUDA graphs.
+    draft_length: Literal["fixed", "auto"] = "fixed"  # auto: the depth that pays, by acceptance and cost up to now
+    # Text drafter that drafts in one tree with every head, whether it learns or not. This hybrid chooses its depth
+    # itself. auto: retrieval on a CPU, unless another option sets the depth; none on a GPU, where only a head alone
+    # runs in CUDA graphs.
     beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
-    draft_cost: NonNegativeFloat | None = None  # auto: α, a draft token's cost in target steps; None = measured
-    asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
-    # asynchronous: where it learns; several devices share every batch: cuda:1,cuda:2; cpu,cpu = two processes.
+    draft_cost: NonNegativeFloat | None = None  # auto: cost α of a draft token in target steps (None = measured)
+    asynchronous: bool = False  # learn in another process; the decoder loads its weights between sequences
+    # asynchronous: device of the learner. Several devices share every batch: cuda:1,cuda:2; cpu,cpu is two processes.
     learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]
-    # Who answers every prompt, too: plain decoding, the drafter that does not learn, drafters that nobody has to train.
+    # Further contenders for every prompt: plain decoding, the drafter without learning, drafters without training.
     baselines: list[Rival] = ["vanilla", "static", "lookup", "retrieval"]
     batch: PositiveInt = 1  # sequences at a time
     save_outputs: bool = False
-    server: ServerRecipe = ServerRecipe()  # engines of the target, which draft with what is learnt here
-    baseline_server: ServerRecipe = ServerRecipe()  # one that keeps its drafter, asked the same prompts of the stream
+    server: ServerRecipe = ServerRecipe()  # engines of the target, which draft with the learned drafter
+    baseline_server: ServerRecipe = ServerRecipe()  # engine with a fixed drafter, sent the same prompts
     traffic: TrafficRecipe = TrafficRecipe()
     publication: PublicationRecipe = PublicationRecipe()
 
     @field_validator("beside", mode="before")
     @classmethod
     def _nothing(cls, beside: Any) -> Any:
-        """Recipes of before there was a default say null."""
+        """Read null as none, for recipes from before there was a default."""
         return "none" if beside is None else beside
 
     @field_validator("algo")
@@ -157,7 +159,7 @@ class OnlineRecipe(LearningRecipe):
         return self
 
     def _of_learner_elsewhere(self) -> None:
-        """The schedule's first target is the target; a learner in another process has one for itself."""
+        """Check the options of a learner in another process, and make the first target of the schedule the target."""
         if self.learner_device != ["auto"] and not self.asynchronous:
             raise ValueError("learner_device is of a process of its own, which asynchronous (--async) makes")
         if not self.target_schedule:
@@ -167,7 +169,7 @@ class OnlineRecipe(LearningRecipe):
         self.target = self.target.model_copy(update={"name": self.target_at(0)})
 
     def _of_server(self) -> None:
-        """ValueError for what engines cannot do, or what is about engines where there are none."""
+        """Raise ValueError for options that engines do not support, and for options of engines without `server`."""
         live = self.traffic.listen is not None or self.traffic.log is not None
         if not self.server.urls:
             if live or self.baseline_server.urls:
@@ -196,7 +198,7 @@ class OnlineRecipe(LearningRecipe):
             raise ValueError("osd learns where drafts are rejected, which no server tells; static learns nothing")
 
     def _of_mixture(self) -> None:
-        """ValueError where the members of an ensemble cannot draft as one."""
+        """Raise ValueError if the learners of an ensemble cannot draft as one."""
         others = [name for name in self.algo if self.family_of(name) not in mixing()]
         if others or self.pool is not None or self.asynchronous:
             raise ValueError(
@@ -204,7 +206,7 @@ class OnlineRecipe(LearningRecipe):
             )
 
     def _of_pool(self) -> None:
-        """ValueError for what specialists cannot do that learn while they are chosen among."""
+        """Raise ValueError for options that the learning specialists of a pool do not support."""
         if self.init is not None:
             raise ValueError("learners of a pool start from its drafters: init and pool exclude each other")
         if self.asynchronous or self.draft_length == "auto":
@@ -215,7 +217,7 @@ class OnlineRecipe(LearningRecipe):
             raise ValueError("a policy that is not reset by query hears of one text at a time: batch must be 1")
 
     def target_at(self, prompts: int) -> str:
-        """The target that answers the prompt behind so many."""
+        """Return the target for the prompt that follows the first `prompts` prompts."""
         parts = counted(self.target_schedule) or [(self.target.name, 0)]
         for name, count in parts:
             if prompts < count:
@@ -224,17 +226,17 @@ class OnlineRecipe(LearningRecipe):
         return parts[-1][0]
 
     def family_of(self, algo: str) -> str:
-        """Family of the drafter that learns by `algo`."""
+        """Return the family of the drafter that learns by `algo`."""
         return rule_and_family(algo)[1] or self.arch or DEFAULT
 
     @property
     def served(self) -> bool:
-        """Whether engines answer, and not this process."""
+        """Whether engines answer the prompts, and not this process."""
         return bool(self.server.urls)
 
     @property
     def companion(self) -> str | None:
-        """The text drafter that every head drafts with."""
+        """Text drafter that drafts in one tree with every head, or None."""
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
         own = self.served or self.pool is not None or self.draft_length == "auto"
@@ -248,7 +250,7 @@ class OnlineRecipe(LearningRecipe):
         return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
 
     def rule_of(self, algo: str) -> LearnerRecipe:
-        """The learner that `algo` names; constants of its family are still open."""
+        """Return the update rule that `algo` names. The constants of its family are not filled in."""
         return LearnerRecipe(**self.learner.model_dump(), algo=rule_and_family(algo)[0])
 
     @property
@@ -257,5 +259,5 @@ class OnlineRecipe(LearningRecipe):
         return max(self.stream.chunk_of(family) for family in self.families or [DEFAULT])
 
     def start_of(self, family: str) -> Path:
-        """The drafter that learners of a family start from."""
+        """Return the directory of the drafter from which learners of a family start."""
         return self.init or super().start_of(family)

@@ -1,4 +1,4 @@
-"""`specctl online --algo lr | osd-lr | online-lr`."""
+"""Recipe of lookahead reasoning: `specctl online --algo lr | osd-lr | online-lr`."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ INSTEAD = {
     "baselines": "set reasoning.baselines",
     "save_outputs": "every text is in traces.jsonl",
 }
-"""Keys of learning by tokens, and what there is in their place."""
+"""Keys of token-level learning that lookahead reasoning lacks, with the advice for each."""
 ONE = ("temperature", "top_k", "top_p", "seed")
-"""Keys of `sampling` that are those of `reasoning`, whichever says them."""
+"""Keys that `sampling` and `reasoning` share: either section may set them."""
 
 
 class ReasonRecipe(LearningRecipe):
     """Lookahead reasoning along a stream: every prompt is answered in all `modes`.
 
-    The keys of `OnlineRecipe` that it lacks are of learning by tokens. They may be given with their defaults, and its
-    JSON form has them, so that one command has one form of recipe.
+    The keys of `OnlineRecipe` that are missing here belong to token-level learning. They may be given with their
+    default values, and the JSON form contains them, so that the command has one form of recipe.
     """
 
     algo: Annotated[Names, Field(min_length=1)] = ["lr"]
@@ -47,7 +47,7 @@ class ReasonRecipe(LearningRecipe):
     @model_validator(mode="before")
     @classmethod
     def _of_steps(cls, values: Any) -> Any:
-        """The values without the keys of learning by tokens. ValueError where one of these is no default."""
+        """Remove the keys of token-level learning. Raises ValueError if one of them is not at its default."""
         if not isinstance(values, Mapping):
             return values
         unused = [name for name in _by_tokens() if name in values and not _is_default(name, values[name])]
@@ -82,7 +82,7 @@ class ReasonRecipe(LearningRecipe):
         return self
 
     def _sample_alike(self) -> None:
-        """`--temperature` and `reasoning.temperature` are one; a recipe that was resolved says both."""
+        """Make the shared keys of `sampling` and `reasoning` equal; a resolved recipe sets them in both sections."""
         found = {}
         for name in ONE:
             sections = [part for part in (self.sampling, self.reasoning) if name in part.model_fields_set]
@@ -95,13 +95,13 @@ class ReasonRecipe(LearningRecipe):
         self.reasoning = self.reasoning.model_copy(update=found)
 
     def _with_math(self) -> None:
-        """Take `math` where no domain is named: other texts have one line, and no steps to speak of."""
+        """Set the domain `math` if none is named: texts of other domains have one line and hardly any steps."""
         if "domain" not in self.data.model_fields_set and self.data.source != "unconditional":
             self.data = self.data.model_copy(update={"domain": ["math"]})
 
     @model_serializer(mode="wrap", when_used="json")
     def _without_passwords(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The JSON form of the command's recipes, with the keys of learning by tokens at their defaults."""
+        """Return the JSON form of the command's recipe, with the keys of token-level learning at their defaults."""
         return OnlineRecipe().model_dump(mode="json") | super()._without_passwords(inner)
 
     @property
@@ -111,12 +111,12 @@ class ReasonRecipe(LearningRecipe):
 
     @property
     def draft(self) -> str:
-        """The LM that drafts steps."""
+        """Name or directory of the LM that drafts steps."""
         return self.reasoning.draft or str(self.start_of(LM))
 
     @property
     def families(self) -> list[str]:
-        """The family of the draft LM, where none is named."""
+        """Family of the draft LM, unless `reasoning.draft` names an LM."""
         return [] if self.reasoning.draft is not None else [LM]
 
     @property
@@ -126,12 +126,12 @@ class ReasonRecipe(LearningRecipe):
 
 
 def _by_tokens() -> list[str]:
-    """Keys that lookahead reasoning has no use for."""
+    """Return the keys that only token-level learning uses."""
     return [name for name in OnlineRecipe.model_fields if name not in ReasonRecipe.model_fields]
 
 
 def _is_default(name: str, value: Any) -> bool:
-    """Whether a key of learning by tokens has the value that it has without being given."""
+    """Whether a value is the default of a key of token-level learning."""
     field = OnlineRecipe.model_fields[name]
     try:
         return bool(TypeAdapter(field.rebuild_annotation()).validate_python(value) == field.default)

@@ -1,4 +1,4 @@
-"""From recipe file, overrides, environment and flags to one validated recipe, or to all that is wrong, at once.
+"""Resolve recipe file, overrides, environment and flags into one validated recipe, or report all problems at once.
 
 Precedence: flag > override (`optimizer.lr=1e-4`) > recipe file > environment > default. An environment variable is
 `SPECCTL_` plus the key in capitals with `__` for the dot: SPECCTL_TARGET__DTYPE=fp32. A section with a `name` may be
@@ -23,9 +23,9 @@ from specctl.recipe import RECIPES, CommandRecipe, Section, model_for, yaml_file
 from specctl.recipe.yaml_file import KeyPath
 
 ENVIRONMENT = "SPECCTL_"
-SUFFIXES = (".yaml", ".json", ".sbatch")  # of recipes, DeepSpeed configurations, Slurm scripts
-LONGEST = 1 << 20  # characters of a file
-NEAREST_NAMES = 10  # problems beyond these come without a suggestion: each is looked for in all names
+SUFFIXES = (".yaml", ".json", ".sbatch")  # of file names: recipes, DeepSpeed configurations, Slurm scripts
+LONGEST = 1 << 20  # most characters of a recipe file
+NEAREST_NAMES = 10  # further problems get no suggestion, because each search compares all names
 SWITCHES = {
     "SPECCTL_KERNELS": ("reference", "cpu", "triton"),
     "SPECCTL_GRAPHS": ("0", "1", "eager"),
@@ -34,13 +34,13 @@ SWITCHES = {
     "SPECCTL_KV": ("paged", "contiguous"),
     "SPECCTL_STEP": ("native", "torch"),
 }
-"""Variables that are no recipe keys, and their values: the kernels' dispatch and the decoding loop read them."""
+"""Environment variables that are not recipe keys, with their values; kernel dispatch and decoding loop read them."""
 SIZES = ("SPECCTL_KV_GIB",)
-"""Variables of the same kind that are GiB."""
+"""Further such variables, with a number of GiB as their value."""
 
 
 class Setting(NamedTuple):
-    """One value for one key, and where it was written (`file:line`, a flag, an environment variable)."""
+    """One value for one key, with its origin: `file:line`, a flag, or an environment variable."""
 
     path: KeyPath
     value: Any
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
 
 
 class _Text(str):
-    """A value from the command line or the environment: its type is read from the field it is meant for."""
+    """A value from the command line or the environment; its type depends on the recipe field."""
 
 
 def resolve(
@@ -58,7 +58,10 @@ def resolve(
     flags: Iterable[Setting] = (),
     environ: Mapping[str, str] | None = None,
 ) -> CommandRecipe:
-    """The recipe of `command` with every layer applied. RecipeError lists every problem as `origin: key: problem`."""
+    """Return the recipe of `command` with every layer applied.
+
+    Raises RecipeError, which lists every problem as `origin: key: problem`.
+    """
     model = RECIPES[command]
     problems: list[str] = []
     settings = list(_from_environment(model, os.environ if environ is None else environ, problems))
@@ -85,7 +88,7 @@ def resolve(
 
 
 def shipped() -> dict[str, str]:
-    """Names of the recipes in the package (`eval`, `deepspeed/zero2`, `slurm/train-drafter`) → their text."""
+    """Return the recipes in the package: name (`eval`, `deepspeed/zero2`, `slurm/train-drafter`) → text."""
     found: dict[str, str] = {}
 
     def visit(folder: Any, prefix: str) -> None:
@@ -100,7 +103,7 @@ def shipped() -> dict[str, str]:
 
 
 def read(name: str | Path) -> tuple[str, str]:
-    """(text, label for messages) of a file given by path or by the name of a shipped one."""
+    """Return (text, label for messages) of a file, given by its path or by the name of a shipped recipe."""
     if Path(name).is_file():
         try:
             with regular.opened(name, "r", encoding="utf-8") as file:
@@ -121,7 +124,7 @@ def read(name: str | Path) -> tuple[str, str]:
 
 
 def _recipe(name: str | Path) -> tuple[str, str]:
-    """The recipe that `read` gives; RecipeError for the files in the package that are no recipes."""
+    """Read a recipe as `read` does. Raises RecipeError for shipped files that are not recipes."""
     text, label = read(name)
     if not Path(name).is_file() and text.startswith("{"):
         raise RecipeError(f"{label} is a DeepSpeed configuration, not a recipe", hint=f"deepspeed={label}")
@@ -131,7 +134,7 @@ def _recipe(name: str | Path) -> tuple[str, str]:
 
 
 def command_of(name: str | Path) -> str:
-    """The command a recipe is for, from its `command:` key. RecipeError where it names none."""
+    """Return the command of a recipe, from its `command:` key. Raises RecipeError if that names no command."""
     text, label = _recipe(name)
     command = yaml_file.load(text, label)[0].get("command")
     if command not in RECIPES:
@@ -140,7 +143,7 @@ def command_of(name: str | Path) -> str:
 
 
 def dotted(path: KeyPath) -> str:
-    """`("target", "name")` → `target.name`."""
+    """Join a key path with dots: `("target", "name")` → `target.name`."""
     return ".".join(map(str, path))
 
 
@@ -152,7 +155,7 @@ def _is_size(value: str) -> bool:
 
 
 def _from_environment(model: type[Section], environ: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
-    """A variable that fits another command only is none of this command's business; an unknown one is an error."""
+    """Yield the settings from environment variables. A variable that fits only another command is ignored."""
     others = {field for other in RECIPES.values() for field in other.model_fields} - set(model.model_fields)
     for name, value in sorted(environ.items()):
         path = tuple(name.removeprefix(ENVIRONMENT).lower().split("__"))
@@ -177,7 +180,7 @@ def _from_file(command: str, recipe: str | Path, problems: list[str]) -> list[Se
 
 
 def _spread(data: dict[str, Any], path: KeyPath, label: str, lines: dict[KeyPath, int]) -> Iterator[Setting]:
-    """One setting per innermost key, so that each keeps its own line."""
+    """Yield one setting per innermost key, so that each keeps its line number."""
     for key, value in data.items():
         here = (*path, key)
         if isinstance(value, dict) and value:
@@ -196,7 +199,7 @@ def _from_overrides(overrides: Iterable[str], problems: list[str]) -> Iterator[S
 
 
 def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iterator[Setting]:
-    """The setting at the path of a field; nothing, and a problem, when there is no such field."""
+    """Yield the setting at the path of a field. If there is no such field, add a problem and yield nothing."""
     section: Any = model
     for depth, key in enumerate(setting.path):
         field = section.model_fields.get(key)
@@ -215,7 +218,7 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
         else:
             yield Setting(here, value, setting.origin)
         return
-    if setting.value == {} or setting.value is None:  # `target:` with nothing under it
+    if setting.value == {} or setting.value is None:  # an empty section: `target:`
         return
     if isinstance(setting.value, str) and "name" in section.model_fields:
         yield Setting((*setting.path, "name"), str(setting.value), setting.origin)
@@ -224,7 +227,10 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
 
 
 def _value(setting: Setting, annotation: Any, here: KeyPath, rest: KeyPath) -> Any:
-    """The value of the field `here` by a setting for it, or for the keys `rest` in it. RecipeError where it is none."""
+    """Return the value of the field `here`, from a setting for the field or for the keys `rest` within the field.
+
+    Raises RecipeError if the field cannot have the value.
+    """
     at = _at(setting.origin, here)
     if rest and not _admits(annotation, dict):
         raise RecipeError(f"{at}: has no keys of its own (got {brief(repr(dotted(rest)))})")
@@ -232,7 +238,7 @@ def _value(setting: Setting, annotation: Any, here: KeyPath, rest: KeyPath) -> A
     if not rest and isinstance(value, str) and _admits(annotation, dict):
         value = _mapping(value, at)
     reason = "nested too deeply" if len(rest) > yaml_file.DEEPEST else _unfit(value)
-    if reason and here != ("prompt",):  # `generate` rejects that as data
+    if reason and here != ("prompt",):  # `generate` raises a DataError for a prompt
         raise RecipeError(f"{at}: {reason}")
     for part in reversed(rest):
         value = {part: value}
@@ -240,18 +246,18 @@ def _value(setting: Setting, annotation: Any, here: KeyPath, rest: KeyPath) -> A
 
 
 def _typed(value: Any, annotation: Any, at: str) -> Any:
-    """Read a command line's text as YAML, unless the field wants text (a revision 1234 stays a string)."""
+    """Parse a text from the command line as YAML, unless the field wants text (revision 1234 stays a string)."""
     if not isinstance(value, _Text):
         return value
     parsed = yaml_file.scalar(value, at)
     wants_text = _admits(annotation, str, Path) and not _admits(annotation, list, dict, int, float)
-    if wants_text and not value:  # `drafter=$UNSET` is no way to say null
+    if wants_text and not value:  # `drafter=$UNSET` does not mean null
         return ""
     return str(value) if wants_text and not isinstance(parsed, str | None) else parsed
 
 
 def _mapping(text: str, at: str) -> Any:
-    """A mapping written as the path of a JSON file or the name of a shipped one (`deepspeed=deepspeed/zero2`)."""
+    """Read a mapping from a JSON file, given by its path or by the name of a shipped file (`deepspeed/zero2`)."""
     try:
         return json.loads(read(text)[0])
     except (RecipeError, ValueError, RecursionError) as error:
@@ -259,8 +265,10 @@ def _mapping(text: str, at: str) -> Any:
 
 
 def _unfit(value: Any, depth: int = 0) -> str | None:
-    """The reason why no key may have this value, whatever its type: tensors, files and reports could not hold it. None
-    where there is none."""
+    """Return the reason why no key of any type may have this value, or None if there is no such reason.
+
+    Tensors, files or reports could not hold such a value.
+    """
     if depth > yaml_file.DEEPEST:
         return "nested too deeply"
     if isinstance(value, dict | list):
@@ -294,7 +302,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def _admits(annotation: Any, *types: type) -> bool:
-    """Whether a value of one of `types` can stand there (looks into Optional, Annotated and containers' heads)."""
+    """Whether an annotation admits one of `types`. Looks into Optional and Annotated, not at elements of containers."""
     origin = getattr(annotation, "__origin__", None)
     if annotation in types or origin in types:
         return True
@@ -304,7 +312,7 @@ def _admits(annotation: Any, *types: type) -> bool:
 
 
 def _keys(model: type[Section], prefix: str = "") -> list[str]:
-    """Every dotted key of a recipe."""
+    """Return every dotted key of a recipe."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -314,7 +322,7 @@ def _keys(model: type[Section], prefix: str = "") -> list[str]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`); may be empty."""
+    """Return ` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`), else nothing."""
     known = list(known)
     last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
     meant = did_you_mean(name, known, cutoff=0.75) or did_you_mean(name.rsplit(".", 1)[-1], last, cutoff=0.75)
@@ -322,7 +330,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
-    """One pydantic error as `origin: key: problem`."""
+    """Format a pydantic error as `origin: key: problem`."""
     location: KeyPath = error["loc"]
     origin = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), fallback)
     problem = error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
@@ -335,7 +343,7 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
 
 
 def _at(origin: str, path: KeyPath) -> str:
-    """`origin: key`, or the origin alone where it spells the key: `--arch`, `optimizer.lr=abc`."""
+    """Return `origin: key`, or the origin alone if it contains the key: `--arch`, `optimizer.lr=abc`."""
     key = brief(dotted(path))
     spelt = key in ("", origin.removeprefix("--").replace("-", "_")) or origin.startswith(f"{key}=")
     return origin if spelt else f"{origin}: {key}"

@@ -1,4 +1,4 @@
-"""Pictures that compare named things: bars with intervals, shares of a whole. Arrays in, figure out."""
+"""Bar charts that compare named items: bars with intervals, and shares of a whole. Arrays in, figure out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, CHARACTER = 0.24, 0.075  # inches
-PANEL, ACROSS = 2.7, 3  # inches of a panel; panels beside one another
+PANEL, ACROSS = 2.7, 3  # inches per panel; number of panels per row
 ALONE = 4.6  # inches of a single panel
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One value and its interval (both ends, or None)."""
+    """One value with its interval (both ends, or None)."""
 
     name: str
     value: float
@@ -27,9 +27,9 @@ class Bar:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | None = None) -> Figure:
-    """Horizontal bars from 0, names in the same order in all panels; a vertical line at `reference`.
+    """Draw horizontal bars from 0, with names in the same order in all panels, and a vertical line at `reference`.
 
-    panels: by title, which may be empty.
+    `panels` maps titles, which may be empty, to bars.
     """
     from matplotlib.figure import Figure
 
@@ -60,7 +60,7 @@ def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | Non
 
 
 def shares(rows: Mapping[str, Sequence[float]], names: Sequence[str], looks: Sequence[Look], label: str) -> Figure:
-    """A bar per row, made of the shares of `names`."""
+    """Draw one bar per row, divided into the shares of `names`."""
     from matplotlib.figure import Figure
 
     beside = CHARACTER * (max(map(len, map(short, names))) + max(map(len, map(short, rows)))) + 0.9

@@ -1,5 +1,8 @@
-"""Run directories as reports read them. Files may be missing (a run that was stopped, an older version): what is there
-is used; a result that is there and broken is an error."""
+"""Read run directories for reports.
+
+Files may be missing, because a run was stopped or is from an older version; the report uses the rest. A broken result
+is an error.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +24,10 @@ MARKS = ("run.json", "result.json")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run directory. `number` tells runs of one command apart in a report (0: it is the only one).
+    """Contents of a run directory. `number` distinguishes runs of one command in a report (0 = the only run).
 
-    `info` is run.json, `result` result.json, `recipe` the text of recipe.resolved.yaml; empty where the file is
-    missing. `notes` says what a reader of the report should know about gaps.
+    `info` is run.json, `result` is result.json, and `recipe` is the text of recipe.resolved.yaml; each is empty if the
+    file is missing. `notes` tells the reader of the report about gaps.
     """
 
     dir: Path
@@ -36,11 +39,11 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
     def named(self, name: str) -> str:
-        """`name` as a label beside those of other runs of the command."""
+        """Label for `name` that distinguishes it from other runs of the command."""
         return f"{name} #{self.number}" if self.number else name
 
     def keys(self) -> dict[str, Any]:
-        """The recipe as `{"sampling.seed": 0, …}`; empty where it cannot be read."""
+        """Flatten the recipe to `{"sampling.seed": 0, …}`; empty if it cannot be read."""
         try:
             return dict(flat(yaml_file.load(self.recipe, "recipe.resolved.yaml")[0]))
         except RecipeError:
@@ -48,7 +51,7 @@ class RunRecord:
             return {}
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """The objects of a .jsonl file, none where it is missing. A line that was cut off by a kill is left out."""
+        """Yield the objects of a .jsonl file, if it exists. Unreadable lines (cut off by a kill) are skipped."""
         path, broken = self.dir / name, 0
         if not path.is_file():
             return
@@ -67,9 +70,9 @@ class RunRecord:
 
 
 def read(directories: Sequence[Path]) -> list[RunRecord]:
-    """The runs of directories, each once; those of one command are numbered from 1 where there are several.
+    """Read run directories, each once. If a command has several runs, they are numbered from 1.
 
-    Raises UsageError for what is no run directory, SpecctlError for one whose run.json or result.json is broken.
+    Raises UsageError for a path that is not a run directory, and SpecctlError if run.json or result.json is broken.
     """
     unique = list({path.resolve(): path for path in directories}.values())
     runs = [_read(path) for path in unique]
@@ -82,7 +85,7 @@ def read(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def newest(root: Path = RUNS) -> Path:
-    """The run directory below `root` that was started last. Raises UsageError where there is none."""
+    """Return the most recently started run directory below `root`. Raises UsageError if there is no run directory."""
     runs = [path for path in root.iterdir() if is_run(path)] if root.is_dir() else []
     if not runs:
         raise UsageError(f"no run directory below ./{root}", hint="name one: specctl report RUN")
@@ -94,7 +97,7 @@ def is_run(path: Path) -> bool:
 
 
 def parse(text: str | bytes) -> Any:
-    """JSON whose strings can be written again: half of a surrogate pair, which UTF-8 has not, becomes `?`.
+    """Parse JSON into strings that can be encoded again: a lone surrogate, which UTF-8 cannot encode, becomes `?`.
 
     Raises ValueError.
     """
@@ -103,7 +106,7 @@ def parse(text: str | bytes) -> Any:
 
 
 def flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` as `("a.b", 1)`."""
+    """Flatten nested objects: `{"a": {"b": 1}}` yields `("a.b", 1)`."""
     for key, value in document.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -147,7 +150,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _started(directory: Path) -> tuple[float, str]:
-    """Seconds since 1970, from run.json where it says so; the name decides between equals."""
+    """Sort key of a run directory: its start in seconds since 1970, from run.json or the file's time, then its name."""
     mark = next(directory / name for name in MARKS if (directory / name).is_file())
     try:
         return datetime.fromisoformat(parse(regular.content(mark))["started"]).timestamp(), directory.name

@@ -1,4 +1,4 @@
-"""`specctl train-drafter` of a drafter that is collected from distilled data, without gradient steps."""
+"""`specctl train-drafter` for drafters that are collected from distilled data, without gradient steps."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
     """Index the responses of `recipe.sources`, measure the drafter on held-out prompts, write it to `recipe.output`.
 
     Raises:
-        RecipeError, UsageError: the recipe asks for what only a trained drafter has; several processes.
+        RecipeError, UsageError: the recipe has settings that only trained drafters have; several processes run.
         DataError, CheckpointError: unusable data, a target that does not fit.
     """
     if recipe.drafter != DrafterRecipe() or recipe.objective != "auto" or recipe.init is not None:

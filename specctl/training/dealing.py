@@ -1,8 +1,9 @@
-"""The dealing of texts to processes: in every step each has about as much work as the others.
+"""Deal texts out to processes so that all have about the same work in every step.
 
-A step ends when the slowest process has ended. Batches are therefore made of rows: as many texts with about the same
-work as there are processes, one for each. In a batch of several rows what is left of a difference is dealt away, the
-longest first to the least loaded (LPT); but where one process keeps the features of a text in memory, it has the text.
+A step lasts until the slowest process has finished. Batches are therefore made of rows: one text per process, all with
+about the same work. In a batch of several rows the remaining imbalance is reduced by dealing again: the longest text
+first, to the least loaded process (LPT). There is one exception: if one process keeps the features of a text in memory,
+the text stays with that process.
 """
 
 from __future__ import annotations
@@ -14,36 +15,36 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from specctl.training.example import Example
 
-WINDOW = 8  # batches whose texts are sorted by length together: little padding, still shuffled
+WINDOW = 8  # batches with texts that are sorted by length together: little padding, still shuffled
 
 Row: TypeAlias = "Sequence[Example | None]"
-"""A text for each process, of about the same work; the last row may not have one for all."""
+"""One text per process, all with about the same work; the last row may have gaps."""
 Batch: TypeAlias = "list[list[Example]]"
 """Texts of one step, by process."""
 
 
 def rows(examples: Sequence[Example], ranks: int, work: Callable[[Example], float]) -> list[Row]:
-    """The texts in groups of `ranks` that follow each other by `work`, in the order of the data. The group that may not
-    be full has the least work."""
+    """Rows of `ranks` texts with similar work, in the order of the data. If one row has gaps, it is the row with the
+    least work."""
     ordered = sorted(examples, key=lambda example: (-work(example), example.index))
     dealt: list[Row] = []
     for number, start in enumerate(range(0, len(ordered), ranks)):
         row: list[Example | None] = [*ordered[start : start + ranks]]
         row += [None] * (ranks - len(row))
-        dealt.append(row if number % 2 == 0 else row[::-1])  # or the first would have the longest of every row
+        dealt.append(row if number % 2 == 0 else row[::-1])  # or process 0 would get each row's longest text
     return sorted(dealt, key=_first)
 
 
 def without(rows: Sequence[Row], seen: Container[int]) -> list[Row]:
-    """The rows without the texts of these indices. Each text that is left stays with its process."""
+    """The rows without the texts with indices in `seen`. Every remaining text stays with its process."""
     left = [[None if example is None or example.index in seen else example for example in row] for row in rows]
     return [row for row in left if any(row)]
 
 
 def batches(rows: Sequence[Row], batch_tokens: int, *, seed: int, epoch: int) -> list[Batch]:
-    """One epoch as batches of at most `batch_tokens` response tokens, but of one row at least; a function of its
-    arguments alone. A process without a text is only in a batch that has fewer texts than there are processes, or whose
-    rows had more (`without`)."""
+    """Batches of an epoch, with at most `batch_tokens` response tokens but at least one row each. They depend on the
+    arguments alone. A process has no text only in a batch with fewer texts than processes, or in rows that `without`
+    has thinned."""
     rng = random.Random(f"{seed}/{epoch}")
     order = list(rows)
     rng.shuffle(order)
@@ -64,8 +65,8 @@ def columns(rows: Sequence[Row]) -> Batch:
 
 
 def level(batch: Batch, work: Callable[[Example], float]) -> Batch:
-    """The texts of a batch dealt out again: the one with the most work first, each to the process with the least. Each
-    process has its texts in the order of the batch."""
+    """Deal the texts of a batch again: the text with the most work first, each to the least loaded process. Within a
+    process, texts keep the order of the batch."""
     texts = [example for share in batch for example in share]
     loads, rank_of = [0.0] * len(batch), {}
     for example in sorted(texts, key=lambda example: (-work(example), example.index)):
@@ -75,7 +76,7 @@ def level(batch: Batch, work: Callable[[Example], float]) -> Batch:
 
 
 def useful_share(batches: Sequence[Batch], work: Callable[[Example], float]) -> float:
-    """How much of their time in steps the processes work: Σ of the mean work over Σ of the slowest one's."""
+    """Share of the steps' time in which processes do not wait: Σ mean work / Σ work of the slowest process."""
     loads = [[sum(map(work, share)) for share in batch] for batch in batches]
     return sum(map(sum, loads)) / sum(len(load) * max(load) for load in loads)
 

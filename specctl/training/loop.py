@@ -1,9 +1,9 @@
-"""`specctl train-drafter`: one loop for every family, on a DeepSpeed engine.
+"""Training loop of `specctl train-drafter`: one loop for all drafter families, on a DeepSpeed engine.
 
-The measure that counts is `mat`, taken by the decoding core on held-out prompts while training goes on: high training
-accuracy with low acceptance in service is the most frequent complaint in this field. The best drafter by mat is kept,
-and measured once more on prompts that did not choose it. Where the target's layers are not loaded, the length that
-held-out responses let expect stands in for it (`expected.py`).
+The metric that counts is `mat`, the mean accepted tokens per target pass. The decoding core measures it on held-out
+prompts during training, because high training accuracy with low acceptance in service is the most frequent complaint in
+this field. The drafter with the best mat is kept. It is measured once more on held-out prompts that had no part in the
+choice. If the target's layers are not loaded, the expected length on held-out responses replaces mat (`expected.py`).
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from specctl.training.trainees import Trainee, make_trainee
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
-    """Train the drafter that `recipe` describes, or collect it where nothing is trained, and write it to
+    """Train the drafter that `recipe` describes, or collect it if its family is not trained, and write it to
     `recipe.output`.
 
     Raises:
         DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
         UsageError: another process is training this drafter, or `resume` finds a checkpoint of another recipe.
         Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
-        SpecctlError: the loss or a gradient is not finite; the last checkpoint is from before that.
+        SpecctlError: the loss or a gradient is not finite; the last checkpoint is from an earlier step.
     """
     make_dir(recipe.output.parent)
     with lock.held(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
@@ -62,14 +62,14 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
             trainer.start()
             trainer.train()
             result = trainer.result()
-            processes.leave_at_exit()  # not after a failure: the others may wait in a collective
+            processes.leave_at_exit()  # not after a failure: the others may be waiting in a collective
             return result
         finally:
             trainer.trackers.close()
 
 
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
-    """Load target and data, join the other processes, and build the drafter with its engine."""
+    """Load target and data, join the process group, and build the drafter with its engine."""
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
     whole = loads_layers_here(recipe)
     if not whole:
@@ -83,7 +83,7 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
 
 
 class Trainer:
-    """The state of one run; `train` is the loop."""
+    """State of one training run; `train` is the loop."""
 
     def __init__(
         self, recipe: TrainRecipe, run: Run, target: Target, corpus: Corpus, trainee: Trainee, rank: int, world: int
@@ -93,7 +93,7 @@ class Trainer:
         self.work = trainee.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target, sum(text.response_length for text in corpus.train))
         self.schedule = Schedule.of(recipe, target, len(self._dealt(0, world)))
-        self.epoch: list[Batch] = []  # under way
+        self.epoch: list[Batch] = []  # batches of the epoch under way
         self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
         self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
@@ -103,7 +103,7 @@ class Trainer:
         self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
 
     def start(self) -> None:
-        """Continue from the newest checkpoint where asked, and compute the features that are kept."""
+        """Resume from the newest checkpoint if the recipe asks for it, and compute the features that are kept."""
         newest = checkpoint.newest(self.checkpoints, Progressed) if self.recipe.resume else None
         if newest is not None:
             path, there = newest
@@ -121,12 +121,12 @@ class Trainer:
             store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
             if self.held is not None:
                 self.held.prepare(recipe, self.rank, self.world)
-        if newest is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
+        if newest is None and self.rank == 0:  # only here: a start that fails above keeps the old checkpoints
             checkpoint.discard(self.checkpoints)
         dist.barrier()
 
     def train(self) -> None:
-        """Steps until the schedule ends; evaluation, checkpoints and interrupts between them."""
+        """Run steps until the schedule ends, with evaluation, checkpoints and interrupts between them."""
         recipe, at = self.recipe, self.at
         with track("train", total=self.schedule.steps, unit="steps") as bar:
             bar.skip(at.step)
@@ -142,7 +142,7 @@ class Trainer:
                 if stopping:
                     interrupts.check()
                     raise SystemExit(75)  # another rank was signalled
-        if at.step < self.schedule.steps:  # a cap beside a number of steps is for machines that are in trouble
+        if at.step < self.schedule.steps:  # with max_steps, a time limit is only a safety net
             tell = warn if recipe.max_steps else log
             tell(
                 f"max_minutes={recipe.max_minutes:g} ended the training after {at.step:,} of {self.schedule.steps:,} "
@@ -150,7 +150,8 @@ class Trainer:
             )
 
     def step(self, bar: Progress) -> None:
-        """One optimizer step: rate, loss over all processes, update, metrics. SpecctlError where it is not finite."""
+        """Run one optimizer step: learning rate, loss over all processes, update, metrics. SpecctlError if the loss or
+        a gradient is not finite."""
         at, schedule = self.at, self.schedule
         started = time.perf_counter()
         if not self.epoch:
@@ -169,7 +170,7 @@ class Trainer:
             raise SpecctlError(
                 f"loss is {losses[0]} at step {at.step}", "lower optimizer.lr; the last checkpoint is intact"
             )
-        # DeepSpeed averages gradients over ranks; the loss is a sum over all of them divided by the common weight.
+        # DeepSpeed averages gradients over ranks, but the loss is the sum over all ranks divided by their total weight.
         self.engine.backward(total * (self.world / sums[0, 1].clamp_min(1)))
         self._check_gradients()
         self.engine.step()
@@ -177,7 +178,7 @@ class Trainer:
         at.step += 1
         at.loss = losses[0]
         at.tokens += sum(example.response_length for share in chosen for example in share)
-        # One clock for all: the rate follows it, and a process that ended before the others would keep them waiting.
+        # One clock for all: the learning rate follows it, and a process that stops early would block the others.
         at.seconds = self.largest(at.seconds + time.perf_counter() - started)
         self.run.metrics(
             step=at.step, epoch=at.epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
@@ -185,17 +186,17 @@ class Trainer:
         )  # fmt: skip
         self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
         lengths = {"mat": at.best_mat, "expected_mat": at.best_expected}
-        measured = {name: length for name, length in lengths.items() if length}  # from the first check on: none is 0
+        measured = {name: length for name, length in lengths.items() if length}  # 0 before the first check
         bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
         at.place += 1
-        if at.place == len(self.epoch):  # texts are dealt out anew: one epoch may have a batch more than another
+        if at.place == len(self.epoch):  # each epoch is dealt anew and may have one batch more
             self._next_epoch()
 
     def _next_epoch(self) -> None:
         self.at.epoch, self.at.place, self.at.taken, self.epoch = self.at.epoch + 1, 0, [], []
 
     def _deal_anew(self, path: Path, there: Progressed) -> None:
-        """Go on with what the checkpoint's processes have left of their epoch."""
+        """Continue with the texts of the epoch that the checkpoint's processes have not trained on yet."""
         self.at.taken, self.at.place = [*there.taken, (there.world, there.place)], 0
         warn(
             f"WORLD_SIZE was {there.world} when {path} was written, and is {self.world} now: "
@@ -205,9 +206,9 @@ class Trainer:
             self._next_epoch()
 
     def forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
+        """Loss sums over this rank's share of a batch. A rank without a share runs one example with weight zero."""
         mine, texts = self._own(chosen)
-        # Dropout and noise depend on the step alone: a resumed run draws what an uninterrupted one would.
+        # Seeded by step and rank: a resumed run draws the same dropout and noise as an uninterrupted run.
         torch.manual_seed(self.recipe.data.seed + 2**16 * (self.at.step * self.world + self.rank))
         batch = self.trainee.batch(texts, self.at.step)
         self._read_ahead()
@@ -217,21 +218,22 @@ class Trainer:
         return total, weight, steps
 
     def _read_ahead(self) -> None:
-        """Begin to read the features of the next batch, if this epoch has one and the training goes on."""
+        """Start to read the features of the next batch, if this epoch has one and training goes on."""
         store, following = self.trainee.store, self.epoch[self.at.place + 1 : self.at.place + 2]
         if store is not None and following and not self.schedule.ended(self.at.step + 1, self.at.seconds):
             store.ahead(self._own(following[0])[1])
 
     def _own(self, chosen: Batch) -> tuple[bool, list[Example]]:
-        """Whether this rank has a share of a batch, and the texts that it runs: that, or one of another rank."""
+        """Whether this rank has a share of a batch, and the texts that it runs: its share, or else a text of another
+        rank."""
         store = self.trainee.store
         dealt = chosen if store is not None and store.at_home else level(chosen, self.work)
         mine = dealt[self.rank]
         return bool(mine), mine or next(share for share in dealt if share)[:1]
 
     def batches(self, epoch: int) -> list[Batch]:
-        """The batches of an epoch, the same in all processes and whenever they are asked for; without the texts that
-        other numbers of processes have had in it."""
+        """Batches of an epoch, the same in all processes and in every call. Texts that other numbers of processes have
+        already trained on in this epoch are left out."""
         seen: set[int] = set()
         for world, count in self.at.taken:
             had = self._dealt(epoch, world, frozenset(seen))[:count]
@@ -239,19 +241,20 @@ class Trainer:
         return self._dealt(epoch, self.world, frozenset(seen))
 
     def _dealt(self, epoch: int, world: int, seen: frozenset[int] = frozenset()) -> list[Batch]:
-        """The batches of an epoch for `world` processes, without the texts in `seen`."""
+        """Batches of an epoch for `world` processes, without the texts in `seen`."""
         work = self.work if world == self.world else self.trainee.work(self.corpus.train, world)
         left = without(rows(self.corpus.train, world, work), seen)
         return batches(left, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch) if left else []
 
     def _check_gradients(self) -> None:
-        """Before the update, where every process holds whole gradients."""
+        """Check the gradients before the update if every process holds whole gradients."""
         if self.engine.zero_optimization_stage() == 0:
             gradients = [p.grad for p in self.trainee.module.parameters() if p.grad is not None]
             self._require_finite(torch.nn.utils.get_total_norm(gradients).item())
 
     def _check_norm(self) -> None:
-        """After the update, where gradients are partitioned: DeepSpeed's own norm, which says −1 for one not finite."""
+        """Check DeepSpeed's gradient norm after the update if gradients are partitioned; −1 stands for a norm that is
+        not finite."""
         if self.engine.zero_optimization_stage() > 0:
             norm = float(self.engine.get_global_grad_norm() or 0.0)
             self._require_finite(norm if norm >= 0 else math.nan)
@@ -263,7 +266,7 @@ class Trainer:
             )
 
     def largest(self, value: float) -> float:
-        """The largest of what the processes have."""
+        """Maximum of `value` over all processes."""
         if self.world == 1:
             return value
         largest = torch.tensor(value, dtype=torch.float64, device=self.target.device)
@@ -271,15 +274,15 @@ class Trainer:
         return largest.item()
 
     def _evaluate(self) -> None:
-        """Decode the held-out prompts with the current weights, or see what their responses let expect where there are
-        no layers to decode with; write the drafter when it is the best so far."""
+        """Decode the held-out prompts with the current weights, and write the drafter if it is the best yet. Without
+        the target's layers, use the expected length instead."""
         if not self.target.whole:
             self._expect()
             return
         tensors = weights(self.engine)
         if self._decodes:
             at = self.at
-            if not self.corpus.choosing:  # nothing to choose by: the last one is kept
+            if not self.corpus.choosing:  # no prompts to choose by: keep the latest weights
                 self._write(tensors)
                 return
             drafter = self.trainee.drafter(tensors)
@@ -292,11 +295,11 @@ class Trainer:
 
     @property
     def _decodes(self) -> bool:
-        """Whether this process decodes held-out prompts: the first one, or all that have a slice of the target."""
+        """Whether this process decodes held-out prompts: rank 0, or every process with a slice of the target."""
         return self.rank == 0 or self.target.part.count > 1
 
     def _expect(self) -> None:
-        """Write the drafter when more is expected of it than so far; the last one where nothing can be expected."""
+        """Write the drafter if its expected length is the best yet; without held-out responses, always."""
         at, choosing, reporting = self.at, ExpectedLength(), ExpectedLength()
         if self.held is not None:
             choosing, reporting = self.held.measure(self.engine, self.rank, self.world)
@@ -314,7 +317,7 @@ class Trainer:
             self._write(tensors)
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the drafter with these weights, from the first process."""
+        """Write the drafter with these weights (first process only)."""
         if self.rank:
             return
         at, recipe = self.at, self.recipe
@@ -330,8 +333,8 @@ class Trainer:
         checkpoint.save(self.checkpoints, self.engine, self.at.step, asdict(self.at), keep=self.recipe.checkpoint.keep)
 
     def _measured(self) -> tuple[float, list[float]]:
-        """mat and acceptance by position of the kept drafter on the prompts that did not choose it; written beside its
-        weights, with what those it was trained on are like."""
+        """Return mat and acceptance by position of the kept drafter on the prompts that did not choose it. Save the mat
+        with the drafter's weights, together with the kinds of prompts it was trained on."""
         if not self._decodes or not self.target.whole:
             return math.nan, []
         kept = drafter_directory.load(self.recipe.output)
@@ -348,7 +351,7 @@ class Trainer:
         return mat, acceptance
 
     def result(self) -> TrainResult:
-        """The result document, with the kept drafter measured."""
+        """Measure the kept drafter and return the result document."""
         at = self.at
         mat, acceptance = self._measured()
         return TrainResult(

@@ -1,4 +1,5 @@
-"""How far a training has come: what resuming needs besides weights and optimizer, and whether the run is the same."""
+"""Progress of a training run: the state that resuming needs besides weights and optimizer, and a check that a
+checkpoint belongs to the same run."""
 
 from __future__ import annotations
 
@@ -18,29 +19,28 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 @dataclass
 class Progressed:
-    """Everything besides the engine that a resumed run needs."""
+    """Everything that a resumed run needs in addition to the engine's state."""
 
     step: Count = 0
     epoch: Count = 0
-    place: Count = 0  # batches of the epoch that this number of processes has taken
-    taken: list[tuple[Count, Count]] = field(
-        default_factory=list
-    )  # (processes, batches) of others before, in the epoch
+    place: Count = 0  # batches of the epoch that were trained with this number of processes
+    # Earlier in the epoch, with other numbers of processes: (processes, batches).
+    taken: list[tuple[Count, Count]] = field(default_factory=list)
     tokens: Count = 0
-    seconds: Amount = 0.0  # in training steps, over all sittings
+    seconds: Amount = 0.0  # in training steps, summed over all resumes
     loss: float = math.nan
     best_mat: Amount = 0.0
-    best_expected: Amount = 0.0  # instead, where the target has no layers here
-    reported_expected: Amount = 0.0  # of the same weights, on the other half
+    best_expected: Amount = 0.0  # replaces `best_mat` if the target's layers are not loaded
+    reported_expected: Amount = 0.0  # of the same weights, on the half that reports
     recipe: str = ""
-    made_of: dict[str, str] = field(default_factory=dict)  # what a recipe only names, by digest
-    run: str = ""  # the run that has saved this, and the bytes of its metrics.jsonl that belong to it
-    metrics: Count = 0
-    world: Count = 1  # processes that took part
+    made_of: dict[str, str] = field(default_factory=dict)  # digests of the files that the recipe only names
+    run: str = ""  # directory of the run that saved this state
+    metrics: Count = 0  # bytes of that run's metrics.jsonl that belong to this state
+    world: Count = 1  # number of processes
 
 
 def check_same(recipe: TrainRecipe, path: Path, there: Progressed, now: Progressed) -> None:
-    """UsageError where a checkpoint is of another recipe, or what its recipe names has been replaced since."""
+    """Raise UsageError if a checkpoint belongs to another recipe, or if data, target or init have changed since."""
     if there.recipe != now.recipe:
         raise UsageError(
             f"{path} was made by another recipe",

@@ -1,6 +1,9 @@
-"""Target features that an engine computes: its hidden states of the training texts, made into what our own forward
-would have given. The forward of the target in this process runs over one text only, to which the engine's is compared;
-where the target has no layers here, its vocabulary head has to make of the last states what the engine itself does.
+"""Target features computed by a server: the engine's hidden states of the training texts, in the form of our own
+forward.
+
+If the target's layers are loaded here, one text also runs through our own forward, and both results are compared.
+Otherwise, the vocabulary head here must turn the engine's last states into the log probabilities that the engine
+reports.
 """
 
 from __future__ import annotations
@@ -25,14 +28,14 @@ from specctl.recipe import ServerRecipe
 from specctl.training.example import Example
 from specctl.training.feature_files import Features
 
-FAR = 0.1  # nats, of the mean of the probe's tokens: bf16 makes 0.01 of it, fp8 0.03, the layer before 1
-PLAUSIBLE = 1 / 3  # of the next tokens: a model's own texts are 0.6 … 1, foreign prose half, chance is nothing
-TEXTS = 8  # that are looked at
-SAME = 0.15  # of a state's length: what other kernels, bf16 and fp8 weights make of it is less, another layer is more
+FAR = 0.1  # nats, mean over the probe's tokens: bf16 causes 0.01, fp8 0.03, the layer before the last 1
+PLAUSIBLE = 1 / 3  # of the next tokens must be predicted: a model's own texts give 0.6 … 1, other prose 0.5, chance 0
+TEXTS = 8  # number of texts that `check_plausible` asks for
+SAME = 0.15  # of a state's length: other kernels, bf16 and fp8 weights differ by less, another layer by more
 
 
 class OwnForward(Protocol):
-    """The features that this process would compute itself: `FeatureStore`."""
+    """Interface of `FeatureStore`, which computes features in this process."""
 
     target: Target
     taps: tuple[int, ...]
@@ -42,14 +45,15 @@ class OwnForward(Protocol):
 
 
 def wanted(target: str, revision: str | None, taps: tuple[int, ...], layers: int, width: int) -> Wanted:
-    """The states that features of `taps` are made of, for a target of so many layers. Its last state is never among
-    the others: `transformers` has it behind the final norm, engines before it, or after it."""
-    model = target if is_gguf(target) else location(target)  # the cache has no weights of a GGUF file
+    """The states from which features of `taps` are made, for a target with `layers` layers and hidden size `width`. The
+    last layer is always requested and never used as a plain tap: `transformers` gives its state after the final norm,
+    engines before or after the norm."""
+    model = target if is_gguf(target) else location(target)  # a GGUF file's `location` has no weights
     return Wanted(model, revision, tuple(sorted({*taps, layers})), width)
 
 
 def commands(recipe: ServerRecipe, states: Wanted) -> list[str]:
-    """How a server that hands these states out is started, for each engine that can."""
+    """Commands that start a server with these states, one for each engine that can provide them."""
     names = DIALECTS if recipe.engine == "auto" else [recipe.engine]
     return [command for name in names if (command := DIALECTS[name].capturing(states)) is not None]
 
@@ -57,15 +61,18 @@ def commands(recipe: ServerRecipe, states: Wanted) -> list[str]:
 def served(
     store: OwnForward, shards: dict[int, list[Example]], recipe: ServerRecipe, processes: int, bar: Progress
 ) -> Iterator[tuple[int, dict[int, Features], dict[str, str]]]:
-    """Features of every shard as it is complete: its number, features by example, and who computed them.
+    """Yield each shard when all its examples are done: its number, its features by example, and the servers that
+    computed them.
 
     Args:
-        shards: the examples of each, of which there are some.
-        processes: those of this run, which share the requests that the recipe allows.
+        shards: the examples of each shard, by number; not empty.
+        processes: number of processes in this run, which share the concurrent requests that the recipe allows.
 
     Raises:
-        EngineError: a server does not give what is needed, or goes on failing.  CheckpointError: it serves another
-        target.  UsageError: none is named.  Interrupted.
+        EngineError: a server does not give the needed states, or keeps failing.
+        CheckpointError: a server serves another target.
+        UsageError: the recipe names no server.
+        Interrupted: SIGTERM or SIGUSR1 arrived.
     """
     target = store.target
     states = wanted(target.name, target.identity["revision"], store.taps, target.num_layers, target.hidden_size)
@@ -93,7 +100,7 @@ def served(
 
 @contextmanager
 def _asked(recipe: ServerRecipe, states: Wanted, processes: int) -> Iterator[Client]:
-    """A client of the recipe's servers. Where there are none, the error says how one is started."""
+    """A client of the recipe's servers. If there are none or they do not answer, the error says how to start one."""
     how = "; or ".join(commands(recipe, states)) or "vLLM hands out what this drafter needs"
     if not recipe.urls:
         raise UsageError("features.mode=server needs a server: --features-from http://host:8000", f"start one: {how}")
@@ -107,12 +114,13 @@ def _asked(recipe: ServerRecipe, states: Wanted, processes: int) -> Iterator[Cli
 
 
 def _sent(example: Example) -> list[int]:
-    """The tokens whose states are needed: nothing needs that of the last one."""
+    """Tokens to send to the server: all but the last, since no feature needs its state."""
     return list(example.tokens[:-1])
 
 
 def made(store: OwnForward, client: Client, states: Wanted, example: Example, rows: Tensor | Refusal) -> Features:
-    """Features of an example from an engine's states [S−1, layers, H]. EngineError where it has refused the text."""
+    """Make the features of an example from an engine's states [S−1, layers, H]. EngineError if the engine refused the
+    text."""
     if isinstance(rows, Refusal):
         raise EngineError(
             f"a server refuses the text of prompt {example.prompt_id} ({len(example.tokens)} tokens): {rows.reason}",
@@ -130,18 +138,18 @@ def made(store: OwnForward, client: Client, states: Wanted, example: Example, ro
 
 
 def final(target: Target, client: Client, rows: Tensor) -> Tensor:
-    """The final states [S, H] behind the norm, of an engine's states [S, layers, H] on the target's device."""
+    """Final states [S, H] after the norm, from an engine's states [S, layers, H] on the target's device."""
     return rows[:, -1].to(target.dtype) if client.servers[0].dialect.NORMED else target.model.normed(rows[:, -1])
 
 
 def check_same(store: OwnForward, client: Client, states: Wanted, example: Example) -> None:
-    """The features of one text are those of our own forward, at every server; asked twice, so that the second answer
-    may come from a cache. CheckpointError where they are not."""
+    """Check that every server gives the features of our own forward for one text. Each server is asked twice, since the
+    second answer may come from a cache. CheckpointError if they differ."""
     (own,) = store.compute([example])
     count = len(client.servers)
     worst = 0.0
     for _ in range(2):
-        for _, rows in client.states([_sent(example)] * count, states):  # one each: the idlest server is asked
+        for _, rows in client.states([_sent(example)] * count, states):  # one per server: the least busy is asked
             theirs = made(store, client, states, example, rows)
             worst = max([worst, *differences(own, theirs, len(store.taps))])
             if worst > SAME:
@@ -151,20 +159,22 @@ def check_same(store: OwnForward, client: Client, states: Wanted, example: Examp
 
 
 def check_plausible(store: OwnForward, client: Client, states: Wanted, examples: list[Example]) -> None:
-    """The states are what they should be, as far as it shows without the target's layers. CheckpointError where not.
+    """Check the servers' states as far as is possible without the target's layers. CheckpointError if they are
+    implausible.
 
-    Every server makes of its own last states what the vocabulary head here does: the log probabilities of the probe's
-    tokens, if it tells them. The head finds the next token of `examples` in their states often enough, and each server
-    gives the same states twice, and those that the others give.
+    From each server's last states of the probe, the vocabulary head here must compute the log probabilities that the
+    server itself reports, if it reports any. From the states of `examples`, the head must predict the next token often
+    enough. Each server must give the same states twice, and all servers must agree.
 
-    This tells other vocabulary heads and final norms, another layer as the last one, rows in the wrong place or out of
-    a cache, weights that have nothing to do with the texts. It does not tell which layers the other states are of, nor
-    weights that share the head and write alike, as a fine-tune's, nor a norm applied twice where its weight is even.
+    The check detects another vocabulary head or final norm, another layer as the last one, rows in the wrong place or
+    from a cache, and weights that are unrelated to the texts. It does not detect from which layers the other states
+    come. It also misses weights with the same head and similar text, such as a fine-tune's, and a norm that is applied
+    twice and has uniform weights.
     """
     target, count = store.target, len(client.servers)
     furthest = right = total = 0.0
     for _, rows in client.states([client.probe] * count, states):
-        if isinstance(rows, Tensor):  # a refusal is told with the text that is refused
+        if isinstance(rows, Tensor):  # a refusal is reported below, with the refused text
             own = _logprobs(target, client, rows, client.probe)
             furthest = max([furthest, *(distance(one.logprobs, own) for one in client.servers)])
     if furthest > FAR:
@@ -173,7 +183,7 @@ def check_plausible(store: OwnForward, client: Client, states: Wanted, examples:
     for example in examples:
         answers = []
         for _ in range(2):
-            asked = client.states([_sent(example)] * count, states)  # one each: the idlest server is asked
+            asked = client.states([_sent(example)] * count, states)  # one per server: the least busy is asked
             answers += [made(store, client, states, example, rows) for _, rows in asked]
         interrupts.check()
         for answer in answers[1:]:
@@ -191,14 +201,14 @@ def check_plausible(store: OwnForward, client: Client, states: Wanted, examples:
 
 @torch.inference_mode()
 def _logprobs(target: Target, client: Client, rows: Tensor, ids: list[int]) -> list[float]:
-    """Log probabilities of all ids but the first, by the vocabulary head here on an engine's states [S, layers, H]."""
+    """Log probabilities of all ids except the first: the vocabulary head here on an engine's states [S, layers, H]."""
     logits = target.model.logits(final(target, client, rows[:-1].to(target.device))).float()
     following = torch.tensor(ids[1:], device=target.device)
     return logits.log_softmax(-1).gather(1, following[:, None])[:, 0].tolist()
 
 
 def _others(store: OwnForward, client: Client, states: Wanted, what: str) -> CheckpointError:
-    """The error where states are not the target's, and what shows it."""
+    """The error for states that are not the target's; `what` is the evidence."""
     return CheckpointError(
         f"states from {', '.join(one.url for one in client.servers)} are not those of target {store.target.name}: "
         f"{what}; other weights, or other layers than {list(states.ids)}",
@@ -207,8 +217,8 @@ def _others(store: OwnForward, client: Client, states: Wanted, what: str) -> Che
 
 
 def differences(own: Features, theirs: Features, taps: int) -> list[float]:
-    """The difference of every tapped layer's states, and of the final ones, as a share of their length: that of the
-    median token, since the first ones of some models are of another size than all others."""
+    """Difference of the final states and of every tapped layer's states, relative to their length. It is the median
+    over tokens, since some models' first tokens have states of another size than the rest."""
     pairs = [(own.teacher, theirs.teacher)]
     pairs += zip(own.taps.chunk(taps, -1), theirs.taps.chunk(taps, -1), strict=True) if taps else []
     shares = [((b.float() - a.float()).norm(dim=-1) / a.float().norm(dim=-1).clamp_min(1e-12)) for a, b in pairs]

@@ -1,4 +1,4 @@
-"""A target without its weights: what can be known from its configuration, on torch's meta device."""
+"""Sizes of a target without its weights: its configuration, built on torch's meta device."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ class Outline:
     """The part of a `Target` that families read to build a drafter, and its numbers of parameters.
 
     Attributes:
-        parameters: all of them, shared ones once.
-        active: those of matrices that every token is multiplied with (a mixture visits a few of its experts).
-        ends: those outside of the layers.
+        parameters: all parameters; shared ones count once.
+        active: parameters of matrices that every token is multiplied with (a mixture uses a few of its experts per
+            token).
+        ends: parameters outside the layers.
     """
 
     config: Any
@@ -45,7 +46,7 @@ class Outline:
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> Outline:
-        """`config`: as `load_config` returns it."""
+        """Build the outline from `config`, as `load_config` returns it."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -79,7 +80,7 @@ class Outline:
 
 
 def _visited(name: str, config: Any) -> float:
-    """Share of a parameter that one token is multiplied with."""
+    """Share of a parameter that each token is multiplied with; less than 1 for experts of a mixture."""
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return chosen / experts if chosen and experts and ".experts." in name else 1.0

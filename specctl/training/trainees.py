@@ -1,4 +1,4 @@
-"""The training loop's view of a family: a module, batches, a loss, and the drafter it makes."""
+"""Interface of the training loop to a drafter family: the module, its batches, its loss, and the drafter it becomes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ from specctl.training.schedule import ttt_stride
 from specctl.training.work import Work, step_work
 
 Loss = tuple[Tensor, Tensor, list[tuple[Tensor, Tensor]]]
-"""(sum of losses, its weight, pairs of the same per draft step): the mean loss is Σ sums / Σ weights over all ranks."""
+"""(sum of losses, sum of weights, one such pair per draft step); the mean loss is Σ losses / Σ weights over all
+ranks."""
 
 
 class Trainee:
-    """A drafter being trained; subclasses make the batches of a kind of families, and run them.
+    """A drafter being trained. Each subclass makes the batches for one kind of families and runs them.
 
     Attributes:
-        module: the family's module. What it holds besides, its family knows (`pool.FamilyModule`).
+        module: the family's module; `pool.FamilyModule` describes the interface of its family.
         store: target features, for families that read them.
     """
 
@@ -42,7 +43,7 @@ class Trainee:
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         self.recipe, self.target = recipe, target
         self.family = pool.trainable(recipe.arch)
-        self.base: Any = None  # of an adapter: the drafter whose weights it shares
+        self.base: Any = None  # the drafter that an adapter shares its weights with
         self.origin: dict[str, Any] = {}
         if recipe.init is not None:
             self.module: Any = self._restored(recipe.init)
@@ -54,7 +55,8 @@ class Trainee:
         self.module.to(target.device)
 
     def _restored(self, directory: Path) -> nn.Module:
-        """The drafter that training starts from, its draft vocabulary kept; with `lora`, frozen and adapted."""
+        """Load the drafter that training starts from, with its draft vocabulary. `lora` freezes it and adds
+        adapters."""
         drafter = pool.read_drafter(directory, self.target)
         if drafter.config["family"] != self.recipe.arch:
             raise CheckpointError(
@@ -77,40 +79,39 @@ class Trainee:
         return module
 
     def retarget(self, target: Target) -> None:
-        """Learn from another target of the same sizes and vocabulary; the caller brings a `store` for it."""
+        """Learn from another target with the same sizes and vocabulary; the caller sets a `store` for it."""
         self.target = target
         self.module.squash = target.squash
 
     def work(self, examples: list[Example], processes: int) -> Work:
-        """The cost of an example in a step, for dealing `examples` out to processes: the same in all of them, and in a
-        resumed run."""
+        """Work of an example in a step, for dealing `examples` out: the same in all processes, and in a resumed run."""
         made_anew = self.store is not None and not kept(
             self.recipe.features, self.store.estimate(examples) // processes
         )
         return step_work(self.module, self.recipe, self.target, self.target.row_flops if made_anew else 0.0)
 
     def batch(self, examples: list[Example], step: int) -> Any:
-        """The examples as the module's input at an optimizer step, target features included."""
+        """Make the module's input for an optimizer step from the examples, target features included."""
         raise NotImplementedError
 
     def loss(self, engine: nn.Module, batch: Any) -> Loss:
-        """The module's loss on a batch, through the engine."""
+        """Run the module through the engine and return its loss on a batch."""
         raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
-        """config.json of the drafter directory."""
+        """Contents of config.json in the drafter directory."""
         return self.family.config(self.module, self.target.identity) | self.origin
 
     def tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """model.safetensors of the drafter directory, from the module's state. Adapters are kept in bf16: peft's fp32
-        is for the optimizer."""
+        """Contents of model.safetensors in the drafter directory, from the module's state. Adapters are saved in bf16:
+        the optimizer alone needs peft's fp32."""
         if self.base is not None:
             updates = lora.state(self.family.published(state))
             return {name: tensor.to(torch.bfloat16) for name, tensor in updates.items()}
         return self.family.published(state)
 
     def drafter(self, state: dict[str, Tensor], drafting: DraftingRecipe | None = None) -> Drafter:
-        """A drafter with the weights of `state`, to decode with; `drafting` None = the measured shape of the family."""
+        """Build a drafter for decoding with the weights of `state`; `drafting` None = the family's measured shape."""
         if self.base is not None:
             return self.base.adapted(Adapter.of(self.config(), self.tensors(state)))
         module = self.family.restore(self.config(), self.tensors(state))
@@ -118,10 +119,10 @@ class Trainee:
 
 
 class FeatureTrainee(Trainee):
-    """Heads that read target features and distil its distributions.
+    """Heads that read target features and distil the target's distributions.
 
-    Their modules have `taps`, `steps` (draft depths that are trained), `t2d` [V] and `draft_ids` [Vd], and map
-    (SlotBatch, embedding [V, H], target_head [Vd, H]) to (Σ loss, Σ weight, [steps, 2] of both per step).
+    Their modules have `taps`, `steps` (number of draft depths that are trained), `t2d` [V] and `draft_ids` [Vd], and
+    map (SlotBatch, embedding [V, H], target_head [Vd, H]) to (Σ loss, Σ weight, [steps, 2] of both sums per step).
     """
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
@@ -145,7 +146,7 @@ class FeatureTrainee(Trainee):
 
 
 class LMTrainee(Trainee):
-    """Small decoders. Cross-entropy on the responses' tokens runs no target; the other objectives do."""
+    """Small language models as drafters. The objectives run the target, except cross-entropy on the response tokens."""
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         super().__init__(recipe, target, corpus)
@@ -156,7 +157,7 @@ class LMTrainee(Trainee):
         width = max(len(e.tokens) for e in examples)
         tokens = torch.tensor([[*e.tokens, *[0] * (width - len(e.tokens))] for e in examples])
         places = torch.arange(width)
-        # A response's first token follows the prompt's last, whose distribution is not among the features.
+        # The features have no distribution for a response's first token: it would come from the prompt's last position.
         skipped = 0 if self.store is None else 1
         start = torch.tensor([[e.prompt_length + skipped] for e in examples])
         stop = torch.tensor([[len(e.tokens)] for e in examples])
@@ -170,7 +171,8 @@ class LMTrainee(Trainee):
 
 
 def make_trainee(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Trainee:
-    """The trainee of `recipe.arch`, drafting with the measured defaults of its family."""
+    """Build the trainee of `recipe.arch`. RecipeError if it has no gradient checkpointing and the recipe asks for
+    it."""
     trainee: Trainee = pkgutil.resolve_name(str(FAMILIES[recipe.arch].trainee))(recipe, target, corpus)
     if recipe.gradient_checkpointing:
         if not hasattr(trainee.module, "gradient_checkpointing"):

@@ -1,11 +1,11 @@
-"""An engine's weights and optimizer state as named tensors, whatever its ZeRO stage and its number of processes.
+"""An engine's weights and optimizer state as named tensors, independent of its ZeRO stage and number of processes.
 
     weights.<name>                                      the module's state, fp32
-    step.<name>  exp_avg.<name>  exp_avg_sq.<name>      AdamW's, of a parameter
-    momentum_buffer.<name>                              Muon's
+    step.<name>  exp_avg.<name>  exp_avg_sq.<name>      AdamW's state of a parameter
+    momentum_buffer.<name>                              Muon's state of a parameter
 
-DeepSpeed's own files hold what each process has of a flat buffer, and fit the number of processes that wrote them. Here
-each parameter is whole: a state of eight processes can be divided among four.
+DeepSpeed's own files hold each process' part of a flat buffer, so they fit only the number of processes that wrote
+them. Here each parameter is whole: the state of eight processes can be divided among four.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from torch import Tensor, nn
 from specctl.training.engine import gathered
 
 WEIGHTS = "weights"
-MOMENTS = "exp_avg", "exp_avg_sq"  # of AdamW, beside its step
+MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's state besides `step`
 
 
 def collect(engine: Any) -> dict[str, Tensor]:
-    """The state on the CPU of the first process, {} in the others (all processes call this)."""
+    """Gather the state on the CPU of the first process; the others get {} (all processes call this)."""
     first = dist.get_rank() == 0
     tensors: dict[str, Tensor] = {}
     with gathered(engine):
         if first:
             tensors = {f"{WEIGHTS}.{name}": _on_cpu(value) for name, value in engine.module.state_dict().items()}
-    for name, parameter in _trained(engine.module):  # one at a time: whole moments need not fit on a GPU
+    for name, parameter in _trained(engine.module):  # one at a time: all moments together may not fit on a GPU
         for key, value in _of_optimizer(engine, parameter).items():
             if first:
                 tensors[f"{key}.{name}"] = _on_cpu(value)
@@ -38,15 +38,15 @@ def collect(engine: Any) -> dict[str, Tensor]:
 
 
 def restore(engine: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Set an engine that has made no step to a state that `collect` has made (all processes call this).
+    """Load a state from `collect` into an engine that has made no step yet (all processes call this).
 
-    ValueError where names, shapes, types or buffers are not the engine's own; the engine is as it was then.
+    ValueError if names, shapes, types or buffers differ from the engine's; the engine is then unchanged.
     """
     taken: set[str] = set()
     with gathered(engine, changed=True):
         for name, value in engine.module.state_dict().items():
             _take(tensors, f"{WEIGHTS}.{name}", value, taken)
-        for name, buffer in engine.module.named_buffers():  # such as the draft vocabulary, which recipe and data make
+        for name, buffer in engine.module.named_buffers():  # such as the draft vocabulary, which recipe and data decide
             if (key := f"{WEIGHTS}.{name}") in taken and not torch.equal(tensors[key], buffer.cpu()):
                 raise ValueError(f"{name} is not what recipe and data make of it")
         states = {
@@ -74,22 +74,22 @@ def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _parts(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
-    """Optimizers with parameters of their own: an optimizer, or the halves of `MuonWithAdamW`."""
+    """The optimizers that hold parameters: the optimizer itself, or the two parts of `MuonWithAdamW`."""
     return getattr(optimizer, "parts", (optimizer,))
 
 
 def _of_optimizer(engine: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """The optimizer's state of a parameter, whole; {} of one that had no gradient yet."""
+    """The undivided optimizer state of a parameter, or {} if the parameter had no gradient yet."""
     if engine.zero_optimization_stage() == 0:
         return next((part.state[parameter] for part in _parts(engine.optimizer) if parameter in part.state), {})
     from deepspeed.utils import safe_get_full_optimizer_state
 
-    steps = [state["step"] for state in engine.optimizer.optimizer.state.values()]  # of flat buffers: all the same
+    steps = [state["step"] for state in engine.optimizer.optimizer.state.values()]  # one per flat buffer, all equal
     return {"step": steps[0], **{key: safe_get_full_optimizer_state(parameter, key) for key in MOMENTS}}
 
 
 def _keys(engine: Any, parameter: nn.Parameter) -> tuple[str, ...]:
-    """Names of what the optimizer keeps of a parameter."""
+    """Names of the optimizer's state tensors for a parameter."""
     if engine.zero_optimization_stage() == 0:
         for part in _parts(engine.optimizer):
             if isinstance(part, torch.optim.Muon) and any(
@@ -102,7 +102,7 @@ def _keys(engine: Any, parameter: nn.Parameter) -> tuple[str, ...]:
 def _state(
     tensors: Mapping[str, Tensor], name: str, parameter: nn.Parameter, keys: tuple[str, ...], taken: set[str]
 ) -> dict[str, Tensor]:
-    """A parameter's state, {} where there is none. ValueError where some of it is not there, or of another shape."""
+    """State of a parameter, or {} if `tensors` has none. ValueError if the state is incomplete or of another shape."""
     if not any(f"{key}.{name}" in tensors for key in keys):
         return {}
     scalar = torch.zeros(())
@@ -110,7 +110,8 @@ def _state(
 
 
 def _take(tensors: Mapping[str, Tensor], name: str, like: Tensor, taken: set[str]) -> Tensor:
-    """The tensor of this name. ValueError where there is none of the shape and type of `like`."""
+    """Return the tensor `name` and note it in `taken`. ValueError if it is missing or unlike `like` in shape or
+    type."""
     value = tensors.get(name)
     if value is None:
         raise ValueError(f"it has no {name}")
@@ -121,13 +122,13 @@ def _take(tensors: Mapping[str, Tensor], name: str, like: Tensor, taken: set[str
 
 
 def _give(engine: Any, states: Mapping[str, dict[str, Tensor]]) -> None:
-    """Give an undivided optimizer the states by parameter; its options stay the recipe's."""
+    """Load the states by parameter into an undivided optimizer; its options stay the recipe's."""
     named = {id(parameter): states[name] for name, parameter in _trained(engine.module)}
     made = []
     for part in _parts(engine.optimizer):
         parameters = [parameter for group in part.param_groups for parameter in group["params"]]
         state = {
-            place: {key: value.clone() for key, value in named[id(p)].items()}  # or it would be the file, mapped
+            place: {key: value.clone() for key, value in named[id(p)].items()}  # not a view of the mapped file
             for place, p in enumerate(parameters)
             if named[id(p)]
         }
@@ -136,7 +137,7 @@ def _give(engine: Any, states: Mapping[str, dict[str, Tensor]]) -> None:
 
 
 def _divide(engine: Any, states: Mapping[str, dict[str, Tensor]]) -> None:
-    """Give each process its part of the states, and of the master weights of the module as it is."""
+    """Give each process its part of the optimizer states, and of the master weights as copied from the module."""
     from deepspeed.utils import (
         lazy_init_hp_params_optimizer_state,
         safe_set_full_optimizer_state,
@@ -149,7 +150,7 @@ def _divide(engine: Any, states: Mapping[str, dict[str, Tensor]]) -> None:
     flats = zero.fp32_partitioned_groups_flat if whole else zero.single_partition_of_fp32_groups
     (options,) = zero.optimizer.param_groups
     step = next(iter(states.values()))["step"]
-    for flat in flats:  # what a first step would make
+    for flat in flats:  # the state that a first step would allocate
         zero.optimizer.state[flat] = {
             "step": step.to(flat.device, copy=True) if options["fused"] else step.clone(),
             **{key: torch.zeros_like(flat) for key in MOMENTS},
@@ -159,14 +160,14 @@ def _divide(engine: Any, states: Mapping[str, dict[str, Tensor]]) -> None:
             lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
     for name, parameter in _trained(engine.module):
         for key in MOMENTS:
-            if whole:  # safe_set_full_optimizer_state fails where processes do not divide the parameter's size
+            if whole:  # safe_set_full_optimizer_state needs a size that is divisible by the processes
                 safe_set_local_optimizer_state(parameter, _share(states[name][key], parameter), key)
             else:
                 safe_set_full_optimizer_state(parameter, states[name][key], key)
 
 
 def _share(value: Tensor, parameter: Any) -> Tensor:
-    """This process' numbers of a parameter that ZeRO 3 has divided, with zeros behind its end."""
+    """This process' slice of a parameter that ZeRO 3 has divided, padded with zeros past its end."""
     size = parameter.ds_tensor.numel()
     flat = nn.functional.pad(value.flatten(), (0, size * dist.get_world_size() - value.numel()))
     return flat.narrow(0, dist.get_rank() * size, size)

@@ -1,4 +1,4 @@
-"""How much work a text is in a training step: FLOPs by token, attention left out."""
+"""Work of a text in a training step, in FLOPs per token; attention is left out."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from specctl.recipe import TrainRecipe
 from specctl.training.example import Example
 from specctl.training.schedule import ttt_stride
 
-KEYS = 0.2  # of a pass of a head: a position of a prompt is only a key and a value of it, behind the fusion of the taps
+# Cost of a prompt position relative to a pass of a head: after the fusion of the taps, it is only a key and a value.
+KEYS = 0.2
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of every token of a text, and those that a token of its response takes besides."""
+    """FLOPs per token of a text (`token`), and additional FLOPs per token of its response (`response`)."""
 
     token: float
     response: float
@@ -27,8 +28,8 @@ class Work:
 
 
 def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_flops: float) -> Work:
-    """The work of a text in a step: the drafter forward and backward, and `target_flops` a token for the target's
-    forward where features are made anew in every step (0 where they are kept)."""
+    """Work of a text in a step: the drafter's forward and backward. If features are recomputed in every step,
+    `target_flops` per token adds the target's forward (0 if features are kept)."""
     flops = 6.0 * matrix_parameters(drafter)
     if not reads_features(drafter):
         return Work(flops + target_flops, 0.0)
@@ -36,7 +37,7 @@ def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_fl
 
 
 def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
-    """Rows of the drafter's layers for every response position: of the training-time test, or of blocks."""
+    """Rows that the drafter's layers compute per response position: steps of the training-time test, or blocks."""
     if block := getattr(getattr(drafter, "config", None), "block_size", 0):
         return block / ttt_stride(recipe, target)
     if shares := getattr(drafter, "shares", None):
@@ -46,12 +47,12 @@ def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
 
 
 def reads_features(drafter: nn.Module) -> bool:
-    """Whether training the drafter runs the target."""
+    """Whether the drafter reads hidden states of the target."""
     return bool(getattr(drafter, "taps", ()))
 
 
 def matrix_parameters(drafter: nn.Module) -> int:
-    """Parameters that every position is multiplied with."""
+    """Number of parameters that every position is multiplied with; lookup tables are excluded."""
     tables = ("embed_tokens", "markov_w1", "predecessor_codebook", "base_kernel")
     return sum(
         p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and not any(t in name for t in tables)

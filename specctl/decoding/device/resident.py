@@ -1,7 +1,7 @@
-"""The sequences of a batch as tensors of fixed shapes: what a round needs to run without the host.
+"""Batch state in device tensors of fixed shape, for rounds that run without the host.
 
-The host's `DecodeState` stays the record of the texts. `Resident` is loaded from it, runs ahead of it by one round, and
-tells it in a small tensor what every round committed.
+The host's `DecodeState` remains the record of the texts. `Resident` is loaded from this state, runs up to one round
+ahead, and reports the committed tokens of every round in a small tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from specctl.decoding.state import DecodeState
 
 
 class Booking(NamedTuple):
-    """The host's view of a round, for one sequence: see `DecodeState.book`."""
+    """Host-side result of a round for one sequence (see `DecodeState.book`)."""
 
     committed: list[int]
     depth: int
@@ -29,7 +29,7 @@ class Booking(NamedTuple):
 
 
 class Said(NamedTuple):
-    """The target's answer to the rows of a step: logits [B, 1+n, V], last states [B, 1+n, H], tapped [B, 1+n, F]."""
+    """The target's output for the rows of a step: logits [B, 1+n, V], last states [B, 1+n, H], tapped [B, 1+n, F]."""
 
     logits: Tensor
     hidden: Tensor
@@ -38,13 +38,13 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class NewSlots:
-    """Slots that a round has committed: slot i is the state of position i and the token after it, which drafters read.
-    There are T rows for as much as a round can commit, padded with the last.
+    """Newly committed slots, for drafters to read. Slot i holds the state of position i and the token after it. There
+    are T rows, the most that a round can commit, padded by repeating the last.
 
     Attributes:
-        base, count: [B] the first slot, and how many are new; 0 or fewer for a sequence that is finished.
-        tokens: [B, T] of the rows.
-        tapped: [B, T, F] the states, of all `taps` that are kept.
+        base, count: [B] the first new slot, and the number of new slots; 0 or less for a finished sequence.
+        tokens: [B, T] the token of each row.
+        tapped: [B, T, F] the state of each row, from all kept `taps`.
     """
 
     base: Tensor
@@ -55,30 +55,30 @@ class NewSlots:
 
     @property
     def last(self) -> Tensor:
-        """[B] the row of the last slot; any where there is none."""
+        """[B] index of the last new slot's row; arbitrary if there is none."""
         return (self.count - 1).clamp(min=0)
 
     def plan(self, span: int, dtype: torch.dtype, more: int = 0) -> Plan:
-        """Rows one behind the other from the first slot on, `more` of them than there are here."""
+        """Plan of a causal forward over consecutive slots from the first new one on: T rows and `more` beyond them."""
         place = torch.arange(self.tokens.shape[1] + more, device=self.base.device)
         causal = (place <= place.unsqueeze(1)).expand(len(self.base), -1, -1)
         return plan_at(self.base, causal, place, span=span, dtype=dtype, chain=True)
 
 
 NO_TOKEN = -1
-HEAD = 4  # numbers before the tokens in a row of `Resident.record`: tokens, depth, rejected, usable
+HEAD = 4  # numbers before the tokens in a row of `Resident.record`: token count, depth, rejected, usable
 
 
 class Resident:
-    """B sequences on the device. All tensors keep their places: a captured graph reads and writes these very ones.
+    """Device-side state of B sequences. No tensor ever moves: captured graphs read and write these addresses.
 
     Attributes:
-        ids: [B, capacity]; length, limit: [B]; the last of the `length` committed tokens is not cached.
-        finished: [B] bool; such a sequence commits nothing any more.
-        eos: [B, 1, ends] ids that end each sequence, filled up with `NO_TOKEN`.
-        record: [B, HEAD + widest]: what the last round committed, untrimmed; zeros for a sequence that had finished
-            before it.
-        cache, features, taps, hidden: the state's own.
+        ids: [B, capacity]; length, limit: [B]. The last of the `length` committed tokens is not cached.
+        finished: [B] bool; a finished sequence commits nothing more.
+        eos: [B, 1, ends] end-of-sequence ids, padded with `NO_TOKEN`.
+        record: [B, HEAD + widest]: the tokens committed by the last round, untrimmed. Rows of sequences that had
+            finished before it are zero.
+        cache, features, taps, hidden: the same objects as in the host's state.
         widest: most tokens that a round commits.
     """
 
@@ -86,7 +86,7 @@ class Resident:
     record: Tensor
 
     def __init__(self, state: DecodeState):
-        """`widest` and `record` come with the rounds that they are in (`recording`)."""
+        """Allocate the tensors. `recording` adds `widest` and `record`, which differ between drafters."""
         batch, device = state.batch, state.device
         self.batch, self.device = batch, device
         self.cache, self.features, self.taps, self.dtype = state.cache, state.features, state.taps, state.dtype
@@ -99,18 +99,19 @@ class Resident:
         self.eos = torch.zeros(batch, 1, self.ends, dtype=torch.long, device=device)
         self.sequences = torch.arange(batch, device=device).unsqueeze(1)
         self.draws = Draws([row.request.sampling for row in state.rows], [0] * batch, device)
-        # A graph holds the path that was taken: greedy only where every text to come is.
+        # A graph holds one code path: greedy sampling only if all requests are greedy.
         self.draws.greedy = not state.sampled
 
     def recording(self, widest: int) -> Self:
-        """The same sequences in rounds that commit at most `widest` tokens: all tensors are shared but the record."""
+        """A view of these sequences for rounds that commit at most `widest` tokens. It shares all tensors except the
+        record."""
         own = copy.copy(self)
         own.widest = widest
         own.record = torch.zeros(self.batch, HEAD + widest, dtype=torch.long, device=self.device)
         return own
 
     def load(self, state: DecodeState) -> None:
-        """Take over what the host knows."""
+        """Load the host's state."""
         width = max(len(row.ids) for row in state.rows)
         ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in state.rows])
         self.ids[:, :width].copy_(ids)
@@ -124,16 +125,16 @@ class Resident:
 
     @property
     def room(self) -> Tensor:
-        """[B] draft tokens that can still matter: `Sequence.room`."""
+        """[B] number of draft tokens that can still be committed (see `Sequence.room`)."""
         return torch.where(self.finished, 0, self.limit - self.length - 1).clamp(min=0)
 
     @property
     def last(self) -> Tensor:
-        """[B, 1] the last committed tokens."""
+        """[B, 1] the last committed token of each sequence."""
         return self.ids.gather(1, self.length.unsqueeze(1) - 1)
 
     def new_slots(self, before: Tensor, most: int) -> NewSlots:
-        """Slots of what was committed behind the first `before` [B] tokens, at most so many."""
+        """Slots committed after the first `before` [B] tokens, padded to `most` rows."""
         assert self.features is not None
         place = torch.arange(most, device=before.device)
         base, end = before - 1, self.length - 2
@@ -151,10 +152,11 @@ class Resident:
         deep: Tensor | None,
         usable: Tensor,
     ) -> None:
-        """`DecodeState.commit` on the device: ids, cache rows and states of the accepted `path` [B, n], the record.
+        """Commit a round on the device, as `DecodeState.commit` does: ids, cache rows and states of the accepted `path`
+        [B, n], and the record.
 
-        `deep` [B]: depth of each draft, None where there is none; `usable` [B]: see `Booking`. The other arguments are
-        those of a verdict.
+        `deep` [B] is the depth of each draft, or None if nothing was drafted. `usable` [B]: see `Booking`. The other
+        arguments are as in a verdict.
         """
         if deep is None:
             self._commit_one(bonus, said, usable)
@@ -162,7 +164,7 @@ class Resident:
         place = torch.arange(self.widest, device=self.device)
         nodes = path[:, : self.widest - 1]
         taken = place[1:] <= accepted.unsqueeze(1)
-        source = torch.where(taken, nodes, place[:-1])  # rows behind the path stay where they are
+        source = torch.where(taken, nodes, place[:-1])  # rows after the path stay in place
         base = self.length - 1
         if not draft.chain:
             self.cache.compact_at(base, source)
@@ -181,7 +183,8 @@ class Resident:
         self._extend(tokens, accepted + 1)
 
     def _commit_one(self, token: Tensor, said: Said, usable: Tensor) -> None:
-        """The same where nothing was drafted, in few operations: on a GPU each costs a launch. `token` [B]."""
+        """Commit one token [B] per sequence when nothing was drafted. It uses few operations, as each costs a launch on
+        a GPU."""
         for home, rows in ((self.features, said.tapped), (self.hidden, said.hidden)):
             if home is not None and rows is not None:
                 home[self.sequences, self.length.unsqueeze(1) - 1] = rows
@@ -193,15 +196,15 @@ class Resident:
         self.finished |= self.length >= self.limit
 
     def _forget_ended(self) -> None:
-        """Make zeros of the record of sequences that had finished before this round. Without a text they all write to
-        one page, in an order that a GPU does not define, so two runs of a round may differ there: `graphs` compares
+        """Zero the records of sequences that had finished before this round. Rows without a sequence all write to one
+        page, in an order that a GPU does not define. Two runs of a round may differ there, and `graphs` compares
         records."""
         self.record.masked_fill_(self.finished.unsqueeze(1), 0)
 
     def _extend(self, tokens: Tensor, count: Tensor) -> None:
         """Append the first `count` [B] of `tokens` [B, widest], up to an end-of-sequence token or the limit."""
         place = torch.arange(self.widest, device=self.device)
-        self.ids[self.sequences, self.length.unsqueeze(1) + place] = tokens  # behind the length anything may stand
+        self.ids[self.sequences, self.length.unsqueeze(1) + place] = tokens  # entries after `length` may hold anything
         ends = (tokens.unsqueeze(-1) == self.eos).any(-1)
         until_end = torch.where(ends, place, self.widest).amin(1) + 1
         kept = torch.minimum(torch.minimum(count, until_end), self.limit - self.length)
@@ -211,21 +214,22 @@ class Resident:
 
 
 def widest_ends(state: DecodeState) -> int:
-    """How many ids may end a sequence, at most."""
+    """Largest number of end-of-sequence ids of any sequence."""
     return max(len(row.eos_ids) for row in state.rows)
 
 
 def bookings(record: list[list[int]]) -> list[Booking]:
-    """The rows of a record, read back."""
+    """Convert a record that was read back, row by row."""
     return [Booking(row[HEAD : HEAD + row[0]], row[1], bool(row[2]), bool(row[3])) for row in record]
 
 
 def ancestors(parents: Tensor) -> Tensor:
-    """[B, n, n] bool: node i descends from node j, or is it. `draft.topology` on the device: padding sees itself."""
+    """[B, n, n] bool: node i is node j or a descendant of node j. Device version of `records.topology`: padding sees
+    only itself."""
     nodes = torch.arange(parents.shape[1], device=parents.device)
     seen = ((parents.unsqueeze(-1) == nodes) | (nodes.unsqueeze(-1) == nodes)).float()
     reached = 1
-    while reached < len(nodes):  # paths of up to `reached` edges, then twice as many
+    while reached < len(nodes):  # covers paths of up to `reached` edges; each product doubles this
         seen = (seen @ seen).clamp(max=1)
         reached *= 2
     return seen > 0

@@ -1,8 +1,8 @@
-"""Rooms: what rounds on the device were made for, kept from one call to the next, so that their graphs serve again.
+"""Reuse of caches and CUDA graphs from one call to the next ("rooms").
 
-A graph holds addresses: of the caches, of what the round reads and writes. To capture one takes as long as some tens of
-rounds, so texts that are asked for one after the other would spend most of their time on captures if each had caches of
-its own.
+A graph holds addresses: of the caches and of every tensor that its round reads and writes. Capturing one takes as long
+as some tens of rounds. If requests come one after the other and each gets new caches, most of the time goes into
+captures.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from specctl.decoding.protocols import Controller, Proposer
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 
-KEPT = 2  # rooms: that of full batches, and that of the last texts of each
-SHARE = 1 / 16  # of a GPU's memory that caches may take while nobody decodes
+KEPT = 2  # rooms: one for full batches, one for the last sequences of a call
+SHARE = 1 / 16  # largest fraction of a GPU's memory for caches that are not in use
 
 
 class RoomKey(NamedTuple):
-    """The calls that a room is good for: texts at once, what is kept of them, and how a batch shares its rows."""
+    """Properties that a call must share with a room to use it: batch size, kept states, and how a batch shares its
+    rows."""
 
     batch: int
     taps: tuple[int, ...]
@@ -31,30 +32,30 @@ class RoomKey(NamedTuple):
 
 
 class Room(NamedTuple):
-    """Caches whose texts have ended, and the rounds that read them."""
+    """Caches of a call with all its sequences ended, and the device rounds over them."""
 
     state: DecodeState
     rounds: DeviceRounds
 
 
 class Rooms:
-    """The rooms of one drafter, or of one controller and its drafters, with one target; those of another take their
-    place. Whoever decodes with it again and again owns them."""
+    """Rooms of one drafter, or of one controller and its drafters, with one target. A call with another drafter or
+    target clears them. The object is owned by code that decodes with one drafter again and again."""
 
     def __init__(self) -> None:
         self._of: tuple[Target, Proposer | Controller] | None = None
         self._rooms: OrderedDict[RoomKey, Room] = OrderedDict()
 
     def take(self, target: Target, who: Proposer | Controller, key: RoomKey) -> Room | None:
-        """A room for these texts, which is the caller's from now on; None where there is none."""
+        """Take out a room that fits these sequences, or return None."""
         if self._of is None or self._of[0] is not target or self._of[1] is not who:
             self._rooms.clear()
             self._of = target, who
         return self._rooms.pop(key, None)
 
     def keep(self, key: RoomKey, room: Room) -> None:
-        """Keep a room that `take` was asked for, in which all texts have ended; the oldest go where there is no room
-        for all."""
+        """Keep a room for later calls with the drafter that `take` was last called for. All its sequences have ended.
+        The oldest rooms are dropped if there are too many or they take too much memory."""
         self._rooms[key] = room
         while len(self._rooms) > KEPT or self._nbytes > _limit(room.state.device):
             self._rooms.popitem(last=False)
@@ -65,7 +66,7 @@ class Rooms:
 
 
 def _limit(device: torch.device) -> float:
-    """Bytes of caches that may wait."""
+    """Byte limit of all kept caches together."""
     if device.type != "cuda":
         return float("inf")
     return SHARE * torch.cuda.get_device_properties(device).total_memory

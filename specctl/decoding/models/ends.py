@@ -1,6 +1,7 @@
-"""A target's model without its layers: the embedding, what is outside of the layers behind it, and the vocabulary head.
+"""A target's model without its layers: embedding, final norm and vocabulary head.
 
-Training a head on features that another machine has computed needs no more: of 70B in bf16, 4 GB of 141.
+Training a draft head on features from another machine needs no more. For a 70B model in bf16 this is 4 GB instead of
+141 GB.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class Ends:
-    """The part of a `LeanModel` or `HFModel` that needs no layers; the forward, which does, is refused."""
+    """The parts of a `LeanModel` or `HFModel` outside of the layers. A forward needs layers, so it raises
+    RuntimeError."""
 
     def __init__(self, model: LeanModel | HFModel):
         self.dtype, self.device, self.hidden_size = model.dtype, model.device, model.hidden_size
@@ -40,8 +42,8 @@ def _refuse() -> NoReturn:
 
 
 def without_layers(config: Any) -> Any:
-    """A copy of a target's configuration that describes the model without its layers, as it is where those are
-    quantised: the rest seldom is."""
+    """A copy of a target's configuration for the model without its layers. It drops the quantization: embedding and
+    head are rarely quantized."""
     ends = copy.deepcopy(config)
     text = ends.get_text_config()
     text.num_hidden_layers = 0
@@ -56,13 +58,13 @@ def without_layers(config: Any) -> Any:
 def load_ends(
     name: str, *, device: torch.device, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """The `transformers` model of a target without its layers, whose tensors are not read; its configuration says how
-    many there are.
+    """Load the `transformers` model of a target without its layers. Their tensors are not read, but the returned
+    configuration keeps their number.
 
-    Raises CheckpointError: the files lack some of the rest, or the architecture cannot be built without layers.
+    Raises CheckpointError: the files lack other tensors, or the architecture cannot be built without layers.
     """
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    with reading(name), tensors.quiet():  # that the files hold layers, too, is no news
+    with reading(name), tensors.quiet():  # the layers' tensors are unexpected here, as intended
         loaded: Any = loader(name, config, dtype)(
             config=without_layers(config),
             dtype=dtype,

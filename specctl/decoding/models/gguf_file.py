@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""Reader of GGUF headers: a file's metadata, and the positions of its tensors.
 
-The reader of the `gguf` package believes every count in a file, and a damaged count takes all memory. This one checks
+The reader in the `gguf` package trusts every count in a file, so a damaged count can take all memory. This one checks
 each count against the size of the file. The format is described in the repository ggml-org/ggml.
 """
 
@@ -27,19 +27,19 @@ MOST_DIMENSIONS = 4
 MOST_PARTS = 1000
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-ALIGNMENT = 32  # of the tensors, where the metadata name no other
+ALIGNMENT = 32  # alignment of the tensors, if the metadata name no other
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 AGAIN = "copy the file again"
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file.
+    """Location of a tensor in a file.
 
     Attributes:
-        kind: its number in ggml's table of types.
-        shape: as torch has it, the outermost dimension first.
-        start, size: bytes from the beginning of `file`.
+        kind: number of its type in ggml's table.
+        shape: as in torch, with the outermost dimension first.
+        start, size: position and length in `file`, in bytes.
     """
 
     file: Path
@@ -54,8 +54,8 @@ class GGUFContents:
     """A model in one GGUF file or in several parts.
 
     Attributes:
-        metadata: of the first part. Arrays of numbers are numpy's, other arrays lists of strings.
-        headers: of each part, its path and the bytes before its first tensor.
+        metadata: metadata of the first part. Arrays of numbers are numpy arrays, other arrays lists of strings.
+        headers: path of each part, and the number of bytes before its first tensor.
     """
 
     metadata: dict[str, Any]
@@ -64,10 +64,10 @@ class GGUFContents:
 
 
 def read(path: Path) -> GGUFContents:
-    """The contents of the model at `path`, which may be any part of a split one. No tensor is read.
+    """Read the header of the model at `path`, which may be any part of a split model. No tensor is read.
 
     Raises CheckpointError: a part is missing, is no regular file, is no GGUF file that this machine can read, or ends
-    too early; or a tensor has a quantisation that the `gguf` package cannot undo.
+    too early; or the `gguf` package cannot dequantize a tensor.
     """
     split = PART.fullmatch(path.name)
     first = path if split is None else path.with_name(f"{split[1]}-00001-of-{split[3]}{split[4]}")
@@ -95,7 +95,7 @@ def read(path: Path) -> GGUFContents:
 
 
 def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
-    """`_read`, once for every state of a file."""
+    """Read a file's header, cached by inode, size and modification time."""
     try:
         regular.check(path)
         stat = os.stat(path)
@@ -108,7 +108,7 @@ def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
 
 @functools.lru_cache(maxsize=8)
 def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Stored], int]:
-    """(metadata, tensors, bytes before the tensors) of one file."""
+    """Metadata, tensors, and number of bytes before the tensors, of one file."""
     try:
         with regular.opened(path) as file:
             start = file.read(8)
@@ -130,7 +130,7 @@ def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Sto
 
 
 class _Reader:
-    """A position in a file that does not go past its end."""
+    """A read position in a file, checked against the file's end."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path, self.data, self.at = path, data, 8
@@ -152,7 +152,7 @@ class _Reader:
         return metadata, {entry[0]: self._placed(*entry, end) for entry in entries}, end
 
     def _take(self, size: int) -> int:
-        """The position of the next `size` bytes, which are then read."""
+        """Advance by `size` bytes and return the position before them."""
         start, self.at = self.at, self.at + size
         if self.at > self.limit:
             if self.at <= len(self.data):
@@ -161,7 +161,7 @@ class _Reader:
         return start
 
     def _room(self, count: int, size: int) -> None:
-        """Refuse `count` things of at least `size` bytes that cannot be there."""
+        """Raise CheckpointError if the header has no room for `count` entries of at least `size` bytes."""
         if count * size > self.limit - self.at:
             raise _damaged(self.path, f"it announces {count:,} entries, more than it has room for")
 
@@ -213,9 +213,9 @@ class _Reader:
 
 @functools.cache
 def _blocks() -> dict[int, tuple[str, int, int] | str]:
-    """Name, values and bytes of a block, by the number of a type; of types that cannot be dequantised the name alone.
+    """Name, values per block and bytes per block, by type number. For types that cannot be dequantized, only the name.
 
-    UsageError where the package is missing.
+    UsageError if the `gguf` package is missing.
     """
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
@@ -235,9 +235,9 @@ def _blocks() -> dict[int, tuple[str, int, int] | str]:
 
 
 def block_of(path: Path, name: str, kind: int) -> tuple[int, int]:
-    """How many values a block of ggml's type `kind` has, and how many bytes.
+    """Number of values and bytes of a block of ggml's type `kind`.
 
-    CheckpointError, which names the tensor `name`: the type is unknown to the `gguf` package, or it cannot undo it.
+    CheckpointError, with the name of the tensor, if the `gguf` package does not know the type or cannot dequantize it.
     """
     found = _blocks().get(kind, f"type {kind}")
     if isinstance(found, tuple):
@@ -249,7 +249,7 @@ def block_of(path: Path, name: str, kind: int) -> tuple[int, int]:
 
 
 def kind_names(kinds: set[int] | None = None) -> list[str]:
-    """Names of the types that can be read, of all or of `kinds`."""
+    """Names of the readable types, limited to `kinds` if given."""
     return [held[0] for kind, held in _blocks().items() if isinstance(held, tuple) and (kinds is None or kind in kinds)]
 
 

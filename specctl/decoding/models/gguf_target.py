@@ -1,8 +1,8 @@
-"""A target in a GGUF file: its configuration, its tokenizer and its weights as `transformers` has them.
+"""Target in a GGUF file: conversion of its configuration, tokenizer and weights to the form that `transformers` reads.
 
-Configuration and tokenizer are written once into the user's cache, into a directory that is named by a digest of the
-file's header. `transformers` reads that directory like any model directory. The weights stay in the file: loading
-dequantises one tensor at a time in fp32 and rounds it to the dtype that is asked for.
+Configuration and tokenizer are written once into the user's cache, in a directory named by a digest of the file's
+header. `transformers` reads that directory like any model directory. The weights stay in the file: loading dequantizes
+one tensor at a time in fp32 and rounds it to the requested dtype.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from specctl.decoding.models.gguf_file import GGUFContents, Stored
 from specctl.errors import CheckpointError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF's names, which are the model types of `transformers`, too."""
-FORM = 1  # of the directories in the cache: another number when their contents change
-LARGEST = 2**31  # of the sizes in the metadata
+"""GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
+FORM = 1  # version of the cached directories; increase it when their contents change
+LARGEST = 2**31  # upper limit of the sizes in the metadata
 MOST_LAYERS = 1000
 FREQUENCIES = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -45,18 +45,18 @@ PROJECTIONS = {
 }
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-ROWS = 2**22  # values that are dequantised together
+ROWS = 2**22  # values that are dequantized together
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a target's name is that of a GGUF file. The file need not exist."""
+    """Whether a target's name is the name of a GGUF file. The file need not exist."""
     return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
 
 
 def directory(name: str) -> Path:
-    """The directory with config.json, the tokenizer and the chat template of a GGUF file. It is made where it is not.
+    """Directory in the cache with config.json, tokenizer and chat template of a GGUF file. It is created if missing.
 
-    Raises CheckpointError: the file cannot be read, or is no model that can be loaded; or the cache cannot be written.
+    Raises CheckpointError: the file cannot be read or holds no supported model, or the cache cannot be written.
     """
     path = Path(name).expanduser()
     contents = gguf_file.read(path)
@@ -64,7 +64,7 @@ def directory(name: str) -> Path:
     for part, size in contents.headers.items():
         with regular.opened(part) as file:
             digest.update(file.read(size))
-    if FREQUENCIES in contents.tensors:  # the configuration follows from its values, too
+    if FREQUENCIES in contents.tensors:  # the configuration also depends on these values
         digest.update(dequantised(contents.tensors[FREQUENCIES], torch.float32).numpy().tobytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "gguf"
     place = cache / digest.hexdigest()[:32]
@@ -81,7 +81,7 @@ def directory(name: str) -> Path:
 
 
 def _files(name: str, contents: GGUFContents) -> dict[str, str]:
-    """The text of every file of a directory in the cache."""
+    """Contents of every file of a cached directory, by name."""
     config = configuration(name, contents)
     _expected(name, contents, config)
     tokenizer = gguf_tokenizer.build(name, contents.metadata, config["vocab_size"])
@@ -98,7 +98,7 @@ def _files(name: str, contents: GGUFContents) -> dict[str, str]:
 
 
 def _write(place: Path, files: dict[str, str]) -> None:
-    """A directory with these files: whole, or not at all. Another process may write the same at the same time."""
+    """Create a directory with these files atomically. Another process may write the same directory at the same time."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".", dir=place.parent))
     try:
@@ -113,10 +113,9 @@ def _write(place: Path, files: dict[str, str]) -> None:
 
 
 def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
-    """The config.json of a model in GGUF files, without the special tokens.
+    """The config.json of a GGUF model, without the special tokens.
 
-    Raises CheckpointError: an architecture, or a variant of it, that is not supported; a number is missing or no
-    number that a model can have.
+    Raises CheckpointError: the architecture or its variant is not supported; or a number is missing or impossible.
     """
     facts = _Facts(name, contents.metadata)
     kind = facts.architecture
@@ -160,7 +159,7 @@ def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
 
 
 class _Facts:
-    """The metadata of a file, with checks."""
+    """Checked access to the metadata of a file."""
 
     def __init__(self, name: str, metadata: dict[str, Any]):
         self.name, self.metadata = name, metadata
@@ -175,7 +174,7 @@ class _Facts:
         return CheckpointError(f"target {self.name}: {what}", "take the model's safetensors files")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key of this architecture. CheckpointError where there is none, and no `default`."""
+        """The value of a key of this architecture. CheckpointError if it is missing and there is no `default`."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise CheckpointError(
@@ -184,7 +183,7 @@ class _Facts:
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A number from 1 on."""
+        """A positive integer."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value < LARGEST:
             shown = "a list, as its layers differ," if isinstance(value, np.ndarray) else f"{value!r:.60},"
@@ -192,7 +191,7 @@ class _Facts:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A positive number. The file has it in fp32; this is the shortest one that fp32 rounds to the same."""
+        """A positive number. The file has it in fp32; returns the shortest decimal number with the same fp32 value."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
             raise self.unsupported(f"{self.architecture}.{key} is {value!r:.60}, not a positive number")
@@ -200,7 +199,7 @@ class _Facts:
 
 
 def _rope(name: str, facts: _Facts, frequencies: Stored | None, dimension: int) -> dict[str, Any]:
-    """The rotary embedding, as config.json describes it."""
+    """The `rope_parameters` for config.json."""
     theta = facts.real("rope.freq_base", 10000.0)
     kind = facts.get("rope.scaling.type", "none")
     if frequencies is not None:
@@ -223,10 +222,10 @@ def _rope(name: str, facts: _Facts, frequencies: Stored | None, dimension: int) 
 
 
 def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dict[str, Any] | None:
-    """Llama 3's scaling from the divisors of the frequencies that a file has for it; None where they are all 1.
+    """Recover Llama 3's RoPE scaling from the frequency divisors in a file. Returns None if they are all 1.
 
-    llama.cpp's conversion computes the divisors and does not keep the four numbers they follow from. Three are the same
-    in all models of Meta, and the fourth is the largest divisor. CheckpointError where the divisors are others.
+    llama.cpp's converter computes the divisors and drops the four numbers they follow from. Three of these are the same
+    in all of Meta's models, and the fourth is the largest divisor. CheckpointError if other divisors are found.
     """
     if frequencies.shape != (dimension // 2,):
         raise CheckpointError(f"target {name}: {FREQUENCIES} is {list(frequencies.shape)}, not [{dimension // 2}]")
@@ -247,13 +246,13 @@ def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dic
 
 @dataclass(frozen=True)
 class GGUFParameter:
-    """A parameter of the model of `transformers` that a tensor of a file is.
+    """The `transformers` parameter that a tensor in a GGUF file corresponds to.
 
     Attributes:
-        key: its name there.
-        shape: of both.
-        pairs: heads in which llama.cpp has the rotary dimensions in pairs, where `transformers` has them in halves; 0
-            where the order is the same.
+        key: name in `transformers`.
+        shape: shape of both.
+        pairs: number of heads with rotary dimensions stored in pairs (llama.cpp) rather than halves (`transformers`); 0
+            if the order is the same.
     """
 
     key: str
@@ -262,7 +261,8 @@ class GGUFParameter:
 
 
 def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict[str, GGUFParameter]:
-    """The place of every tensor of a file. CheckpointError: one is missing, has another shape, or has no place."""
+    """The parameter for every tensor of a file. CheckpointError if a tensor is missing, has a wrong shape, or is
+    unexpected."""
     hidden, inner, dimension = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     paired = config["model_type"] == "llama"
@@ -318,7 +318,7 @@ def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict
 
 
 class Weight:
-    """A parameter of the model that is read when it is indexed, as a slice of a safetensors file is."""
+    """A parameter that is read when it is indexed, like a slice of a safetensors file."""
 
     def __init__(self, stored: Stored, place: GGUFParameter, dtype: torch.dtype):
         self._stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
@@ -335,9 +335,9 @@ class Weight:
 
 
 def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
-    """The weights of a GGUF file by the names of `transformers`, as its `state_dict`. Each is read when it is indexed.
+    """Weights of a GGUF file, by their names in `transformers`' `state_dict`. Each is read when it is indexed.
 
-    Raises CheckpointError, as `directory` does.
+    Raises CheckpointError like `directory`.
     """
     contents = gguf_file.read(Path(name).expanduser())
     places = _expected(name, contents, configuration(name, contents))
@@ -345,7 +345,7 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
 
 
 def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The values of a tensor, computed in fp32 and rounded to `dtype`."""
+    """Dequantize a tensor in fp32 and round it to `dtype`."""
     from gguf import GGMLQuantizationType, dequantize
 
     kind = GGMLQuantizationType(stored.kind)
@@ -360,7 +360,7 @@ def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def stored_as(name: str) -> str:
-    """The quantisations of a GGUF file, the one of the most bytes first."""
+    """Quantizations of a GGUF file, sorted by their share of bytes, largest first."""
     tensors = gguf_file.read(Path(name).expanduser()).tensors.values()
     sizes: dict[int, int] = {}
     for tensor in tensors:

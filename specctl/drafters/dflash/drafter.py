@@ -1,5 +1,8 @@
-"""Family `dflash`: drafting with block-parallel heads, DFlash, DSpark and DFlash 2. One pass of the head drafts a whole
-block; a Markov head or candidate selector, where there is one, then goes through it token by token."""
+"""Drafter of family `dflash`: block-parallel heads (DFlash, DSpark and DFlash 2).
+
+One pass of the head drafts a whole block. An optional Markov head or candidate selector then rescores the block token
+by token.
+"""
 
 from __future__ import annotations
 
@@ -30,20 +33,20 @@ from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
-BLOCK = 8  # slots
-LAYERS = 2  # for a target of ten layers; the papers take five for one of 36
-CANDIDATES = 32  # tokens of each slot among which a Markov head chooses
-RANK = 32  # of the Markov head or the selector; the papers take 256 for vocabularies of 150,000 tokens
+BLOCK = 8  # slots of a block
+LAYERS = 2  # for targets with ten layers; the papers use five for 36
+CANDIDATES = 32  # tokens per slot from which a Markov head chooses
+RANK = 32  # rank of the Markov head or the selector; the papers use 256 for vocabularies of 150,000 tokens
 
 
 @dataclass(frozen=True)
 class BlockRows(ChainRows):
-    """Rows of a block whose tokens are tied.
+    """Draft logits of a block, corrected for the previous token of each chain.
 
     Attributes:
-        tokens: of each sequence, the anchor and its chain.
-        states: [B, K, H] that the rows are read off.
-        following: (logits [d, Vd], states [d, H], tokens [d]) → the logits behind these tokens.
+        tokens: for each sequence, the anchor and its chain.
+        states: [B, K, H] states from which the logits are computed.
+        following: function (logits [d, Vd], states [d, H], tokens [d]) → the logits after these tokens.
     """
 
     tokens: Sequence[list[int]] = ()
@@ -56,12 +59,15 @@ class BlockRows(ChainRows):
 
 
 def over_rows(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A layer of x [..., H], which takes rows alone where its weights are of eight bits."""
+    """Apply a layer to x [..., H] as two-dimensional rows, which layers with 8-bit weights require."""
     return linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 class BlockDrafter(ParallelDrafter):
-    """Inference of a `BlockHead`: keys and values of the context are made once for every committed position."""
+    """Runs a `BlockHead` for drafting.
+
+    Keys and values of the context are computed once for every committed position.
+    """
 
     def __init__(self, head: BlockHead, target: Target, shape: TreeShape):
         layers = layers_of(head)
@@ -121,7 +127,7 @@ class BlockDrafter(ParallelDrafter):
         return torch.empty(len(new.base), self.size, device=self.device)
 
     def _read(self, tapped: Tensor, cache: KVCache, plan: Plan) -> None:
-        """Write keys and values of features [N, F] to the cache."""
+        """Write the keys and values of features [N, F] to the cache."""
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.kv_heads, self.kv_heads)
         pairs = self.pairs(self.hidden_norm(self.feature(tapped))).view(len(tapped), self.layers, -1, self.dim)
@@ -130,7 +136,7 @@ class BlockDrafter(ParallelDrafter):
             cache.write(layer, Rope.rotate(torch.cat((part.key_norms(keys), values), 1), table), plan)
 
     def transitions(self, anchors: Tensor, states: Tensor, logits: Tensor, children: int) -> Transitions:
-        """The likeliest tokens of each level, reordered behind every candidate before them by what ties the block."""
+        """Likeliest tokens of each level, rescored after every previous candidate by the Markov head or selector."""
         if self.before is None or self.after is None:
             return super().transitions(anchors, states, logits, children)
         batch, depth, vocabulary = logits.shape
@@ -140,7 +146,7 @@ class BlockDrafter(ParallelDrafter):
         tokens = index if self.ids is None else self.ids[index]
         before = torch.cat((anchors.view(-1, 1, 1).expand(-1, 1, many), tokens[:, :-1]), 1)
         change = self._edges(states.unsqueeze(2), before) @ self.after[index].mT  # [B, depth, C before, C]
-        # Tokens beyond the candidates are taken to be as probable as before.
+        # Tokens beyond the candidates are assumed to keep their probability.
         left = torch.log1p(-logprob.exp().sum(-1).clamp_max(1 - 1e-6))[..., None, None]
         changed = logprob.unsqueeze(2) + change
         changed = changed - torch.logaddexp(changed.logsumexp(-1, keepdim=True), left)
@@ -148,13 +154,13 @@ class BlockDrafter(ParallelDrafter):
         return Transitions(index, gains, places)
 
     def _edges(self, states: Tensor, before: Tensor) -> Tensor:
-        """[..., r] what the rows of `after` are multiplied with, behind the tokens `before` [...]."""
+        """Factors [..., r] to multiply with the rows of `after`, for the preceding tokens `before` [...]."""
         assert self.before is not None
         edges = F.embedding(before, self.before)
         return edges if self.steer is None else edges * over_rows(self.steer, states)
 
     def rows(self, state: DecodeState, chains: list[list[int]], states: Tensor, logits: Tensor) -> ChainRows:
-        """The rows that chains were chosen from; what ties them is only added for those who ask."""
+        """Draft logits from which the chains were chosen; corrections for previous tokens are computed on demand."""
         if self.before is None:
             return super().rows(state, chains, states, logits)
         anchors = [row.ids[-1:] for row in state.rows]
@@ -165,7 +171,7 @@ class BlockDrafter(ParallelDrafter):
         cache, base = self.current(state).cache, state.cached
         size, batch = self.config.block_size, state.batch
         positions = torch.tensor(base, device=state.device)[:, None] + torch.arange(size, device=state.device)
-        if len(set(base)) == 1:  # all rows see all there is
+        if len(set(base)) == 1:  # every row attends to all slots
             plan = Plan(base, positions, base[0] + size, None, False, True)
         else:
             every = torch.ones(batch, size, size, dtype=torch.bool, device=state.device)
@@ -193,7 +199,7 @@ class BlockDrafter(ParallelDrafter):
         return self.norm(x).unflatten(0, (-1, size))[:, self.config.first :]
 
     def _entered(self, anchors: Tensor) -> Tensor:
-        """The layers' input [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
+        """Input [n·S, H] of the layers for blocks that begin with the tokens `anchors` [n]."""
         x = self.mask.expand(len(anchors), self.config.block_size, -1).clone()
         x[:, 0] = F.embedding(anchors, self.embedding)
         return x.flatten(0, 1)
@@ -236,32 +242,32 @@ class BlockDrafter(ParallelDrafter):
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: its names are those of the published checkpoints."""
+    """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     return restored(BlockHead, config, tensors, BlockConfig)
 
 
 def drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
-    """Inference of `head`."""
+    """Build the drafter that runs `head`."""
     return BlockDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "dflash", "architecture": head.config.to_dict(), "target": target}
 
 
 def prepare(head: BlockHead, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
+    """Set the training options of a recipe."""
     head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.distillation, recipe.paced
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> BlockHead:
-    """A head for `target` that starts from it."""
+    """Build a head that is initialized from `target`."""
     shape = architecture(recipe.drafter, target)
     pruned = shape.draft_vocab_size < shape.vocab_size
     head = BlockHead(shape, torch.tensor(frequent(shape.draft_vocab_size)) if pruned else None)
@@ -270,8 +276,10 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 
 
 def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
-    """Shaped by the recipe; what it leaves out follows the target's own layers. UsageError: convolutions that do not
-    fit a block or the target's states."""
+    """Shape of a head as the recipe sets it; options left out follow the target's own layers.
+
+    Raises UsageError if the convolutions do not fit a block or the target's states.
+    """
     layer, block, convolved = head_config(recipe, target), recipe.block_size or BLOCK, recipe.conv_kernel_size or 0
     if convolved > block:
         hint = f"at most {block}; drafter.block_size makes blocks longer"
@@ -298,14 +306,14 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """Spread evenly, the last one the input of the last layer: engines can tap no state behind it."""
+    """Evenly spaced taps. The last one is the input of the last layer, because engines cannot tap any later state."""
     last = max(layers - 1, 1)
     return tuple(sorted({max(1, round(last * part / 3)) for part in (1, 2, 3)}))
 
 
 @torch.no_grad()
 def initialise(head: BlockHead, target: Target) -> None:
-    """Start from the target: its final norm, and the last tapped state passed through `fc`."""
+    """Initialize from the target: its final norm, and `fc` passing the last tapped state through."""
     size = head.config.hidden_size
     if target.norm_weight is not None:
         head.norm.weight.copy_(target.norm_weight.float())

@@ -1,4 +1,4 @@
-"""A draft head's weights at inference, and a decoder layer over the target's features with its cache."""
+"""Run-time weights of draft heads, and a decoder layer with a KV cache that reads the target's features."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer
 from specctl.drafters.lora import Adapter, Part
 
 Table = Callable[[], tuple[Tensor, Tensor]]
-"""Makes the rotary table of some rows. The C++ step does not need one."""
+"""Function that builds the rotary table of some rows; it is lazy because the C++ step does not need one."""
 
 
 class HeadWeights:
-    """Copies of a module's weights, fused and packed as the target's are; adapters can update them."""
+    """Copies of a module's weights, fused and packed like the target's; LoRA adapters can update them."""
 
     def __init__(self, module: nn.Module, target: Target):
         self.device, self.dtype = target.device, target.dtype
-        self._names = {id(part): name for name, part in module.named_modules()}  # by id: the module is not kept alive
+        self._names = {id(part): name for name, part in module.named_modules()}  # by id: no reference to the module
         self._parts: dict[Linear, list[Part]] = {}
 
     def weight(self, module: nn.Linear) -> Tensor:
-        """A projection's weight where and in what the target computes."""
+        """Weight of a projection in the target's dtype, on the target's device."""
         return module.weight.detach().to(self.device, self.dtype)
 
     def linear(self, *modules: nn.Linear) -> Linear:
-        """Projections of one input as one product, all of them with a bias or none."""
+        """Fuse projections of the same input into one product; either all of them have a bias or none has."""
         biases = [module.bias.detach().to(self.device, self.dtype) for module in modules if module.bias is not None]
         weight = torch.cat([self.weight(module) for module in modules])
         product = DraftLinear(weight, torch.cat(biases) if biases else None)
@@ -51,7 +51,10 @@ class HeadWeights:
         return product
 
     def vocabulary_head(self, target: Target) -> tuple[DraftLinear, float]:
-        """The target's own as a product, and the factor of its inputs. A cap would not change the order of tokens."""
+        """Target's vocabulary head as a product, and the scale of its inputs.
+
+        The target's logit cap is left out, as it would not change the order of the tokens.
+        """
         shift = target.squash.shift
         bias = None if shift is None else shift.to(self.dtype)
         return DraftLinear(target.head_weight.to(self.dtype), bias), target.squash.scale
@@ -61,7 +64,7 @@ class HeadWeights:
         return RMSNorm(module.weight.detach().to(self.device), module.eps, self.dtype)
 
     def adapted(self, adapter: Adapter) -> Self:
-        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
+        """Return a copy of this drafter with low-rank updates; it shares all weights but has separate caches."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             setattr(twin, name, self._updated(value, adapter))
@@ -77,11 +80,11 @@ class HeadWeights:
 
 @dataclass
 class FeatureMemory:
-    """The layer's own cache: slots 0 .. cached−1 hold keys and values made from the target's features."""
+    """KV cache of the layer: slots 0 .. cached−1 hold keys and values computed from the target's features."""
 
     cache: KVCache
     cached: list[int]
-    hidden: Tensor  # [B, H] the layer's output at the last slot, before its norm
+    hidden: Tensor  # [B, H] output of the layer at the last slot, before its norm
 
     def select(self, index: Tensor) -> None:
         self.cache.select(index)
@@ -93,12 +96,14 @@ class FeatureMemory:
 
 
 class FeatureReader(HeadWeights, ABC):
-    """Keys and values that a head makes of the target's features: slot i holds the feature of position i.
+    """Base class of heads that keep keys and values computed from the target's features.
+
+    Slot i holds the feature of position i.
 
     Attributes:
-        layers: decoder layers that have keys and values.
-        size: width of what is carried from one round to the next; 0 = nothing.
-        reach: slots behind the committed ones that a draft takes beyond those of the target's step.
+        layers: number of decoder layers with keys and values.
+        size: width of the state carried from one round to the next; 0 = no state.
+        reach: slots that a draft needs after the committed ones, beyond the slots of the target's step.
     """
 
     layers = 1
@@ -113,7 +118,7 @@ class FeatureReader(HeadWeights, ABC):
         self.size = config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._inv_freq = inv_freq.to(self.device)
-        self.key = object()  # of its memory: twins that differ in nothing but the shape of their drafts share it
+        self.key = object()  # key of its memory; twins that differ only in tree shape share it
         self._rope: Rope | None = None
 
     def adapted(self, adapter: Adapter) -> Self:
@@ -123,7 +128,7 @@ class FeatureReader(HeadWeights, ABC):
 
     @abstractmethod
     def feature(self, tapped: Tensor) -> Tensor:
-        """Tapped target states [N, F] as features [N, H] fp32."""
+        """Fuse tapped target states [N, F] to features [N, H] in fp32."""
 
     @abstractmethod
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
@@ -131,11 +136,11 @@ class FeatureReader(HeadWeights, ABC):
 
     @abstractmethod
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
-        """Fill every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end."""
+        """Fill every sequence's last `width` slots, new or not, so no padding row can lie past the cache's end."""
 
     @abstractmethod
     def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        """Fill the slots that a round on the device has added; returns what is carried to the next one [B, size]."""
+        """Fill the slots that a device-side round has added. Returns the state [B, size] for the next round."""
 
     def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
@@ -163,7 +168,7 @@ class FeatureReader(HeadWeights, ABC):
         state.memory.pop(self.key, None)
 
     def behind(self, state: DecodeState) -> list[int]:
-        """Slots of committed tokens that the next `advance` fills."""
+        """Number of committed slots per sequence that the next `advance` fills."""
         memory = state.memory.get(self.key)
         cached = [0] * state.batch if memory is None else memory.cached
         pairs = list(zip(cached, state.cached, strict=True))
@@ -171,9 +176,11 @@ class FeatureReader(HeadWeights, ABC):
         return [state.catch_up.count(start, end) for start, end in pairs]
 
     def advance(self, state: DecodeState) -> None:
-        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row, but for
-        those that are skipped."""
-        self.behind(state)  # or it is stale
+        """Fill slots `cached` .. len−2 of every row, except the slots that the catch-up policy skips.
+
+        Slot i holds the feature of position i and the token after it.
+        """
+        self.behind(state)  # asserts that the cache is not stale
         memory = self._memory(state)
         fill = partial(self._fill, state, memory)
         memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
@@ -187,14 +194,14 @@ class FeatureReader(HeadWeights, ABC):
         memory.cached = list(state.cached)
 
     def cover(self, state: DecodeState, asked: list[int]) -> None:
-        """Fill what was skipped of the slots from `asked` [B] on, and a window before them."""
+        """Fill the skipped slots from `asked` [B] on, and a window before them."""
         memory = self.current(state)
         width = state.catch_up.again(memory.cache, asked, state.cached)
         if width > 0:
             self._fill_last(state, memory, width)
 
     def current(self, state: DecodeState) -> FeatureMemory:
-        """The memory, which must be up to the last committed token."""
+        """Return the memory, which must reach the last committed token."""
         memory = self._memory(state)
         assert memory.cached == state.cached, "stale draft cache"
         return memory
@@ -204,8 +211,9 @@ class FeatureLayer(FeatureReader):
     """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it.
 
     Attributes:
-        window: positions that a row attends, its own included; None = all up to its own. Nothing of the cache is freed.
-        output_norm: of the layer's output, which is then what the next step reads; None = the output as it is.
+        window: number of positions that a row attends to, including its own (None = all up to its own). A window frees
+            no cache memory.
+        output_norm: norm applied to the layer's output before the next step reads it (None = no norm).
     """
 
     window: int | None = None
@@ -227,10 +235,10 @@ class FeatureLayer(FeatureReader):
 
     @abstractmethod
     def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [N] and features [N, H]: the residual stream [N, H] fp32 and the input of the projections."""
+        """Map tokens [N] and features [N, H] to the residual stream [N, H] fp32 and the input of the projections."""
 
     def _tables(self, memory: FeatureMemory, steps: int, width: int = 1) -> list[Table]:
-        """Rotary tables of the drafting steps of a round, for `width` rows of every sequence; all are made at once."""
+        """Rotary tables of a round's drafting steps, for `width` rows per sequence, all built on first use."""
         heads, cached = self.heads + self.kv_heads, list(memory.cached)
         made = functools.cache(lambda: self._rope_for(memory.cache.capacity).ahead(cached, steps, heads, self.kv_heads))
 
@@ -249,9 +257,9 @@ class FeatureLayer(FeatureReader):
         table: Table,
         last: list[int] | None = None,
     ) -> Tensor:
-        """Run the layer over rows [B, T] of tokens and features [B·T, ·].
+        """Run the layer over rows [B, T] of tokens and features [B·T, ·]. Returns [B·T or B, H] fp32.
 
-        With `last`, only row last[b] of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        With `last`, only row last[b] of each sequence is computed beyond its keys and values.
         """
         step = self._step(cache, plan)
         if step is not None:
@@ -261,9 +269,9 @@ class FeatureLayer(FeatureReader):
         return self._leave(*self._attended(0, residual, query, cache, plan, last))
 
     def _step(self, cache: KVCache, plan: Plan) -> NativeStep | None:
-        """The layer as a C++ step (`decoding/models/native.py`), where that computes this plan over this cache."""
+        """Return the layer as a C++ step (`decoding/models/native.py`), or None if that cannot run this plan."""
         products = (self.qkv, self.o, self.gate_up, self.down)
-        if self._native is None or self._native[0] != products:  # an adapted twin has others
+        if self._native is None or self._native[0] != products:  # an adapted twin has other products
             shape = self.shape_of_layer
             sizes = self.size, shape.inner, self.heads, self.kv_heads, self.dim, self.dim**-0.5
             packed = Packed(self.dtype, self.device, [self], self.output_norm, *sizes)
@@ -282,7 +290,7 @@ class FeatureLayer(FeatureReader):
         last: list[int] | None,
     ) -> Tensor:
         residual, entered = self.enter(self.seen(tokens, plan).reshape(-1), features)
-        x = (residual.clone() if residual is features else residual).contiguous()  # the step changes it
+        x = (residual.clone() if residual is features else residual).contiguous()  # the step changes x in place
         normed, _ = step.forward(x, cache, plan, self._rope_for(cache.capacity), entered=entered)
         if self.output_norm is not None:
             x = normed.float()
@@ -291,7 +299,7 @@ class FeatureLayer(FeatureReader):
         return x.view(*tokens.shape, -1)[torch.arange(len(last)), torch.tensor(last)]
 
     def seen(self, tokens: Tensor, plan: Plan) -> Tensor:
-        """The tokens [B, T] of a plan's rows as `enter` reads them."""
+        """Tokens [B, T] of a plan's rows in the form that `enter` reads."""
         return tokens
 
     def _attended(
@@ -304,8 +312,10 @@ class FeatureLayer(FeatureReader):
         last: list[int] | None = None,
         tail: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream and what the queries see in the cache of layer `place`, of all rows, or of `tail` rows of
-        each sequence from last[b] on."""
+        """Attend to the cache of layer `place`. Returns the residual stream and the attention output.
+
+        With `last`, only `tail` rows of each sequence, from last[b] on, are computed.
+        """
         batch = len(plan.positions)
         rows = len(query) // batch
         if last is not None:
@@ -325,9 +335,9 @@ class FeatureLayer(FeatureReader):
     def rows_at(
         self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None
     ) -> Tensor:
-        """The layer over rows [B, T] at places that only the device knows (`plan_at`).
+        """Run the layer over rows [B, T] at positions known only on the device (`plan_at`). Returns [B·T or B, H] fp32.
 
-        With `last` [B], only that row of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        With `last` [B], only that row of each sequence is computed beyond its keys and values.
         """
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)
@@ -341,7 +351,7 @@ class FeatureLayer(FeatureReader):
         return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
 
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual stream [N, H] fp32, keys beside values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
+        """Residual stream [N, H] fp32, keys concatenated with values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
         residual, inputs = self.enter(tokens, features)
         qkv = Rope.rotate(self.qkv(inputs).view(len(tokens), self.heads + 2 * self.kv_heads, self.dim), table)
         return residual, qkv[:, self.heads :], qkv[:, : self.heads]
@@ -370,13 +380,14 @@ class FeatureLayer(FeatureReader):
         memory.hidden, _ = self.read(state, width, every=False)
 
     def last(self, state: DecodeState) -> Tensor:
-        """The layer's output at every sequence's last slot [B, H]."""
+        """Output [B, H] of the layer at every sequence's last slot."""
         return self.current(state).hidden
 
     def read(self, state: DecodeState, width: int, every: bool) -> tuple[Tensor, list[int]]:
-        """Run every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end.
+        """Run every sequence's last `width` slots, new or not, so no padding row can lie past the cache's end.
 
-        Returns the layer's output at all of them [B·width, H] or at the last ones [B, H], and the first of the slots.
+        Returns the layer's output at all these slots [B·width, H] or only at the last ones [B, H], and the first slot
+        of each sequence.
         """
         memory = self._memory(state)
         features, starts = last_slots(state, width, self.taps)
@@ -390,14 +401,14 @@ class FeatureLayer(FeatureReader):
             device=state.device,
         )
         plan = plan_rows(starts, width, device=state.device, dtype=state.dtype)
-        # A row with nothing new (finished, waiting to be dropped) runs a padding row whose result is not used.
+        # A sequence without new slots (finished, not yet dropped) runs a padding row; its result is not used.
         last = None if every else [max(count - 1, 0) for count in counts]
         table = self._table_of(memory, plan)
         return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
 
 
 def own_features(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -> Tensor:
-    """The part that a drafter reads of the states [N, F] that are `kept` for all drafters of a pool."""
+    """Select the states of a drafter's `taps` from the states [N, F] that are `kept` for all drafters of a pool."""
     if taps == kept:
         return tapped
     parts = tapped.chunk(len(kept), -1)
@@ -405,10 +416,10 @@ def own_features(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -
 
 
 def begun_at(spans: list[range], depths: int) -> list[list[int]]:
-    """Slots [L][W] at which those drafts begin that reach the positions of `spans` [L] in 1 to `depths` steps.
+    """First slots [L][W] of the drafts that reach the positions of `spans` [L] in 1 to `depths` steps.
 
-    W is the longest span + depths − 1, and shorter ones are filled up with their last slot. Behind a short prompt the
-    deepest drafts would begin before the text: slot 0 stands in for theirs.
+    W is the longest span + depths − 1; shorter rows repeat their last slot. After a short prompt the deepest drafts
+    would begin before the text, so they use slot 0 instead.
     """
     width = max(map(len, spans)) + depths - 1
     begun = [range(span.start - 1 - depths, span.stop - 2) for span in spans]
@@ -416,10 +427,10 @@ def begun_at(spans: list[range], depths: int) -> list[list[int]]:
 
 
 def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """Target features of every sequence's last `width` slots [B·width, F], and the first of those slots.
+    """Target features [B·width, F] of every sequence's last `width` slots, and the first of these slots.
 
-    A sequence that has fewer repeats its last: behind it there may never have been written anything, and a NaN among
-    keys is one everywhere, masked or not.
+    A sequence with fewer slots repeats its last one. The memory past it may never have been written, and a NaN among
+    the keys spreads to all results even if it is masked.
     """
     assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
     starts = [max(end - width, 0) for end in state.cached]

@@ -1,6 +1,6 @@
-"""Configurations of `transformers` that come from data: keys of their own class, plain values, nothing else.
+"""Validate `transformers` configurations read from files: only known keys with plain values are accepted.
 
-A configuration may also name kernels to fetch and load, a quantiser, or code of its own. None of that is a shape.
+A configuration may also name kernels to fetch and load, a quantiser, or custom code. All of these are rejected.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from specctl.drafters.blueprint import CONFIG, guarded, misfit, shown
 
 FORBIDDEN = re.compile("implementation|kernel|quantization|auto_map|remote_code")
-"""In the name of a key: it chooses code, not a shape."""
+"""Pattern in names of keys that choose code instead of a shape."""
 
-_WORD = re.compile(r"[\w.+-]{0,64}")  # no path, no address, no repository
+_WORD = re.compile(r"[\w.+-]{0,64}")  # excludes paths, addresses and repositories
 LARGEST, MOST_LAYERS, MOST_ITEMS, DEEPEST = 2**31, 1000, 4096, 20
 
 
 def configuration(architecture: Any) -> PretrainedConfig:
-    """The configuration that an `lm` drafter keeps as its "architecture". CheckpointError names the key that is wrong,
-    or has no business there."""
+    """Build the configuration of an `lm` drafter from its "architecture".
+
+    Raises CheckpointError, which names the key, if a key is wrong or not allowed.
+    """
     if not isinstance(architecture, dict):
         raise misfit(CONFIG, "architecture", f"is {shown(architecture)}, not an object")
     known = keys(architecture.get("model_type"))
@@ -40,20 +42,20 @@ def configuration(architecture: Any) -> PretrainedConfig:
 
 
 def stored(config: PretrainedConfig) -> dict[str, Any]:
-    """The "architecture" of a configuration, as `configuration` reads it."""
+    """Convert a configuration to the "architecture" that `configuration` reads."""
     known = keys(config.model_type)
     return {key: value for key, value in config.to_diff_dict().items() if key in known}
 
 
 def keys(model_type: Any) -> set[str]:
-    """The keys of a kind of causal LM. CheckpointError for what is none."""
+    """Keys that the configuration of a causal LM type may have. Raises CheckpointError if it is not a causal LM."""
     if not isinstance(model_type, str) or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise misfit(CONFIG, "architecture.model_type", f"is {shown(model_type)}, no causal LM that transformers knows")
     return {"model_type", *inspect.signature(CONFIG_MAPPING[model_type].__init__).parameters} - {"self", "kwargs"}
 
 
 def check_plain(value: Any, place: str = "") -> None:
-    """Raise CheckpointError for what is no number, word, or small list or object of such: the first one in `value`."""
+    """Raise CheckpointError at the first value that is not a number, a word, or a small list or mapping."""
     if place.count(".") > DEEPEST:
         raise misfit(CONFIG, place, "is nested too deeply")
     if isinstance(value, Mapping):

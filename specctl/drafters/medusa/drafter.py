@@ -1,4 +1,4 @@
-"""Drafting with Medusa heads (Cai et al. 2024, arXiv 2401.10774): all heads at once, as a static tree."""
+"""Drafter of family `medusa` (Cai et al. 2024, arXiv 2401.10774): one forward of all heads fills a static tree."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from specctl.drafters.tree import TreeShape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
-# Of each rank, the share of the target's tokens; measured on the built-in target (sql, 400 steps) at depth 1.
+# Share of the target's tokens at each rank, measured on the built-in target (sql, 400 steps) at depth 1.
 ACCURACY = (0.5, 0.11, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.02, 0.012)
 
 
 class MedusaDrafter(DepthDrafter):
-    """Inference of `MedusaHeads`; nothing is kept between rounds."""
+    """Runs `MedusaHeads` for drafting; it keeps no state between rounds."""
 
     grounded = False
 
@@ -50,20 +50,20 @@ class MedusaDrafter(DepthDrafter):
         return last_slots(state, 1, self.taps)[0]
 
     def advance(self, state: DecodeState) -> None:
-        """Nothing to consume."""
+        """Do nothing: there is no state to update."""
 
     def behind(self, state: DecodeState) -> list[int]:
         return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
-        """Nothing is cached."""
+        """Do nothing: there is no cache."""
 
     def rounds(self, tree: StaticTree, state: DecodeState) -> MedusaRounds:
         return MedusaRounds(self, tree)
 
 
 class MedusaRounds(PlainRounds):
-    """A static tree behind the target's last state. As in plain decoding, nothing is remembered."""
+    """Device-side rounds that draft a static tree from the target's last state, without memory between rounds."""
 
     def __init__(self, drafter: MedusaDrafter, tree: StaticTree):
         super().__init__()
@@ -78,12 +78,12 @@ class MedusaRounds(PlainRounds):
 prepare = depth_heads.prepare
 
 
-# In the published `medusa_lm_head` head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
+# In the published `medusa_lm_head`, head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
 PLACES = {"blocks": "0", "lm_head": "1"}
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: `blocks.K.` as `K.0.` and `lm_head.K.` as `K.1.`."""
+    """Rename the module's state to the stored names: `blocks.K.` becomes `K.0.` and `lm_head.K.` becomes `K.1.`."""
     return {_published(name): tensor for name, tensor in state.items()}
 
 
@@ -101,25 +101,25 @@ def _ours(name: str) -> str:
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     return restored(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, HeadsConfig)
 
 
 def drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
-    """Inference of `module`."""
+    """Build the drafter that runs `module`."""
     return MedusaDrafter(module, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(module: MedusaHeads, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "medusa", "architecture": module.config.to_dict(), "target": target}
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MedusaHeads:
-    """Heads for `target` that start as its own.
+    """Build heads for `target`, with vocabulary matrices that start as copies of the target's.
 
     Raises:
-        RecipeError: more than one layer, which the published format has no place for.
+        RecipeError: more than one layer, which the published format does not support.
     """
     shape = HeadsConfig(**heads_shape(recipe.drafter, target, layers=1))
     if shape.num_layers != 1:

@@ -1,4 +1,4 @@
-"""Drafting with the target's own MTP layer, again and again with one layer (FastMTP, arXiv 2509.18362)."""
+"""Drafter of family `mtp`: the target's own MTP layer, applied recursively (FastMTP, arXiv 2509.18362)."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
-UNSEEN = -1  # in the place of a token whose embedding is zero
+UNSEEN = -1  # replaces a token id to give it a zero embedding
 
 
 class MtpDrafter(FeatureDrafter):
-    """Inference of an `MtpHead`. The states that it keeps are behind its norm, where its vocabulary head reads them."""
+    """Runs an `MtpHead` for drafting. Its cached states are taken after its norm, as the vocabulary head reads them."""
 
     def __init__(self, head: MtpHead, target: Target, shape: TreeShape):
         super().__init__(head, head.layer, target, shape)
@@ -71,46 +71,47 @@ class MtpDrafter(FeatureDrafter):
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: under our names; `layouts.theirs` has the target's."""
+    """Return the state unchanged, under our names; `layouts.theirs` converts it to the target's names."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     return restored(MtpHead, config, tensors, MtpConfig)
 
 
 def drafter(head: MtpHead, target: Target, drafting: DraftingRecipe) -> MtpDrafter:
-    """Inference of `head`."""
+    """Build the drafter that runs `head`."""
     return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "mtp", "architecture": head.config.to_dict(), "target": target}
 
 
 def prepare(head: MtpHead, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
+    """Set the training options of a recipe."""
     head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.distillation
     head.paced = recipe.paced
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MtpHead:
-    """The layer in the files of the target that `recipe` names.
+    """Load the MTP layer from the files of the target that `recipe` names.
 
-    Raises RecipeError where the recipe asks for other sizes than it has, CheckpointError where there is none.
+    Raises RecipeError if the recipe asks for other sizes than the layer's, and CheckpointError if the target has no MTP
+    layer.
     """
     if recipe.drafter != DrafterRecipe(normed_features=recipe.drafter.normed_features):
         raise RecipeError("an mtp drafter is the target's own layer: it has its sizes", "leave them out, or use eagle3")
     layer = layouts.find(recipe.target.name, recipe.target.revision)
     layouts.check_computable(layer, target.config)
     shape = architecture(layer, recipe.drafter, target)
-    if target.device.type == "meta":  # an estimate
+    if target.device.type == "meta":  # only a training estimate
         return MtpHead(shape)
     tensors = {name: tensor.float() for name, tensor in layer.tensors().items()}
     if not shape.normed_features:
-        assert target.norm_weight is not None  # of every model type that is supported
+        assert target.norm_weight is not None  # every supported model type has one
         tensors["target_norm"] = target.norm_weight.float().cpu()
     head = MtpHead(shape)
     head.load_state_dict(tensors)
@@ -118,7 +119,7 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 
 
 def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> MtpConfig:
-    """The shape of a target's layer. CheckpointError where the target's sizes are not its own."""
+    """Shape of a target's MTP layer. Raises CheckpointError if it does not match the sizes of the target."""
     own = vars(head_config(DrafterRecipe(), target))
     usual = getattr(target.config, layouts.NORMED, LAYOUTS[layer.layout].normed)
     normed = usual if recipe.normed_features is None else recipe.normed_features

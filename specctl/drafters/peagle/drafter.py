@@ -1,5 +1,7 @@
-"""Drafting with a P-EAGLE head (Hui et al. 2026, arXiv 2602.01469): the pass that reads what was committed also drafts,
-as its last rows are those of all depths."""
+"""Drafter of family `peagle`: a P-EAGLE head (Hui et al. 2026, arXiv 2602.01469).
+
+The pass that reads the committed tokens also drafts: its last rows cover all draft depths.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ LAYERS = 1
 
 
 class PEagleDrafter(ParallelDrafter, FusedInput):
-    """Inference of a `PEagleHead`. What it carries from round to round is the output at all depths of a draft."""
+    """Runs a `PEagleHead` for drafting. It carries the output at all depths of a draft from round to round."""
 
     def __init__(self, head: PEagleHead, target: Target, shape: TreeShape):
         FusedInput.__init__(self, head, head.midlayer, target)
@@ -72,8 +74,11 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         memory.hidden = self._draft(tokens, features, memory.cache, starts)
 
     def _draft(self, tokens: list[list[int]], tapped: Tensor, cache: KVCache, starts: list[int]) -> Tensor:
-        """The output [B, K·H] at all K depths behind the last of `tokens` [B][≤ T], whose first ones stand at slots
-        `starts`. `tapped` [B·T, F] has their states, and any others where a sequence has fewer than T of them."""
+        """Compute the output [B, K·H] at all K depths after the last of `tokens` [B][≤ T].
+
+        The first token of each sequence stands at slot `starts`. `tapped` [B·T, F] holds the tokens' states; rows of
+        sequences with fewer than T tokens are filled with arbitrary states.
+        """
         batch, masks = len(tokens), self.depths - 1
         counts = [len(row) for row in tokens]
         width = len(tapped) // batch + masks
@@ -100,8 +105,10 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
     def _pass(
         self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: list[int] | None = None
     ) -> Tensor:
-        """The output [N, H] of rows of `tokens` [B, T] and features [B·T, H]; with `last`, at all K depths from that
-        row of each sequence on."""
+        """Run the head over rows of `tokens` [B, T] and features [B·T, H]. Returns the output [N, H].
+
+        With `last`, only the K rows of each sequence from that row on are returned.
+        """
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
         x, pairs, query = self._project(tokens.flatten(), features, table)
@@ -152,32 +159,32 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
 
 
 def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: its names are those of the published checkpoints."""
+    """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> PEagleHead:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     return restored(PEagleHead, config, tensors, PEagleConfig)
 
 
 def drafter(head: PEagleHead, target: Target, drafting: DraftingRecipe) -> PEagleDrafter:
-    """Inference of `head`."""
+    """Build the drafter that runs `head`."""
     return PEagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
 def config(head: PEagleHead, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "peagle", "architecture": head.config.to_dict(), "target": target}
 
 
 def prepare(head: PEagleHead, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
+    """Set the training options of a recipe."""
     head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.distillation, recipe.paced
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> PEagleHead:
-    """A head for `target` that starts from it."""
+    """Build a head that is initialized from `target`."""
     shape = architecture(recipe, target)
     head = PEagleHead(shape, torch.tensor(frequent(shape.draft_vocab_size)))
     head.initialise(target)
@@ -185,7 +192,7 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 
 
 def architecture(recipe: TrainRecipe, target: Target) -> PEagleConfig:
-    """Shaped by the recipe; what it leaves out follows the target's own layers."""
+    """Shape of a head as the recipe sets it; options left out follow the target's own layers."""
     return PEagleConfig(
         **fusion_shape(recipe.drafter, target),
         num_layers=recipe.drafter.num_layers or LAYERS,

@@ -1,12 +1,13 @@
-"""The P-EAGLE head as a trainable module: all draft depths in one pass (Hui et al. 2026, arXiv 2602.01469).
+"""P-EAGLE head as a trainable module: all draft depths in one pass (Hui et al. 2026, arXiv 2602.01469).
 
-A draft is a row of depth 0, which is EAGLE-3's (the target's features g_i and the token x_{i+1}), and behind it a row
-for every further depth, of which nothing is known: a mask token, and a learnt stand-in for the tapped states. The row
-of anchor slot i and depth d stands at position i + d and predicts x_{i+2+d}. It attends the rows of depth 0 up to its
-anchor, and those of its own draft up to itself.
+A draft consists of one row per depth. The row of depth 0 is EAGLE-3's: the target's features g_i and the token x_{i+1}.
+The rows of further depths have no known input: they read a mask token and a learnt replacement for the tapped states.
+The row of anchor slot i and depth d has position i + d and predicts x_{i+2+d}. It attends to the rows of depth 0 up to
+its anchor, and to the rows of its own draft up to itself.
 
-Depth d is trained from a share max(0.7^d, 0.2) of the anchors, each of which has been trained at all depths before
-(COD sampling, §3): deep rows are many, and the first ones decide how long drafts are.
+Depth d is trained on a share max(0.7^d, 0.2) of the anchors. These are a subset of the anchors of depth d − 1 (COD
+sampling, §3). Training all anchors at all depths would cost many rows, and the first depths matter most for the
+accepted length.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from specctl.drafters.feature.ttt_attention import Layout, attention
 from specctl.drafters.lora import product_of
 
 KEPT, LEAST = 0.7, 0.2
-"""Share of a depth's anchors that go on to the next one, and the least share of all anchors at any depth (COD)."""
+"""Share of a depth's anchors that are also trained at the next depth, and the minimal share of all anchors (COD)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class PEagleConfig(FusionConfig):
     """Shape of a P-EAGLE head.
 
     Attributes:
-        num_layers: the first reads [token; feature], the others what the one before made of it.
-        depths: tokens that are trained, and drafted, in one pass.
-        mask_token_id: the token that stands in the rows behind the first.
-        own_embedding: tokens are embedded by a table of the head's own, not by the target's.
+        num_layers: number of layers; the first reads [token; feature], each other reads the output of the previous one.
+        depths: number of tokens that are trained, and drafted, in one pass.
+        mask_token_id: token in the rows after the first.
+        own_embedding: the head has a separate token embedding instead of using the target's.
     """
 
     num_layers: Count
@@ -56,7 +57,7 @@ class PEagleConfig(FusionConfig):
 
 
 class UpperLayer(HeadLayer):
-    """A decoder layer over the output of the one below."""
+    """Decoder layer over the output of the previous layer."""
 
     def __init__(self, config: HeadConfig):
         super().__init__(config, config.hidden_size)
@@ -64,8 +65,10 @@ class UpperLayer(HeadLayer):
 
 
 class PEagleHead(FusionHead):
-    """Parameters carry EAGLE-3's names, and `mask_hidden`, the upper layers' `layers.1.*` and so on, and `embed_tokens`
-    where tokens have an embedding of the head's own."""
+    """P-EAGLE head. Parameters have EAGLE-3's names, plus `mask_hidden` and `layers.1.*` etc. for the upper layers.
+
+    `embed_tokens` is added if the head has a separate token embedding.
+    """
 
     config: PEagleConfig
 
@@ -78,15 +81,15 @@ class PEagleHead(FusionHead):
 
     @property
     def upper(self) -> list[UpperLayer]:
-        """The layers behind the first."""
+        """Layers after the first."""
         return [layer for layer in self.layers.values() if isinstance(layer, UpperLayer)]
 
     def embedding(self, own: Tensor) -> Tensor:
-        """[V, H] of the tokens, given the target's `own`."""
+        """Token embedding [V, H]: the target's, given as `own`, unless the head has a separate one."""
         return own if self.embed_tokens is None else self.embed_tokens.weight
 
     def shares(self) -> list[float]:
-        """Shares of the response's anchors that train each depth."""
+        """Share of the response's anchors that train each depth."""
         return [1.0, *(max(KEPT**depth, LEAST) for depth in range(1, self.steps))]
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +100,7 @@ class PEagleHead(FusionHead):
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
 
         Returns:
-            As `DraftHead.sums`.
+            The results of `DraftHead.sums`.
         """
         first, embedding = self.midlayer, self.embedding(embedding)
         features = self.feature(torch.cat((batch.features, self.mask_hidden.view(1, -1).to(batch.features.dtype))))
@@ -107,7 +110,7 @@ class PEagleHead(FusionHead):
         residual = normed.float() if self.config.norm_before_residual else features
         inputs = torch.cat((first.input_layernorm(tokens), normed), -1)
         rollouts = Rollouts(batch, self.shares()[1:], [self.within_window(batch.layout, k) for k in range(self.steps)])
-        # Row M of what goes in stands for every masked row: they differ by their positions alone.
+        # Input row M is shared by all masked rows, as they differ only in their positions.
         place = rollouts.spread(len(batch.features))
         run = partial(checkpoint, _layer, use_reentrant=False) if self.gradient_checkpointing else _layer
         x = run(first, residual[place], inputs[place], rollouts, not self.upper)
@@ -124,16 +127,16 @@ class PEagleHead(FusionHead):
 
 
 class Rollouts:
-    """The rows of a batch's drafts: M of depth 0, one for every slot, then those of each further depth.
+    """Rows of a batch's drafts: M rows of depth 0, one for every slot, then the rows of each further depth.
 
     Attributes:
-        asked: of each depth, which of the N response slots are trained [n_d]; ascending, and among those of the depth
-            before.
-        answers: the rows of depth 0 that are trained [N], among the M.
-        positions: [M + Σ n_d] of all rows in their documents.
-        before: of each further depth, where its n_d anchors are among those of the depths from 1 to itself.
-        whole: what every slot attends.
-        layouts: of each depth, what its anchors attend of depth 0.
+        asked: for each depth, the indices [n_d] of the response slots that are trained; ascending, and a subset of the
+            previous depth's.
+        answers: [N] indices of the trained depth-0 rows among the M.
+        positions: [M + Σ n_d] positions of all rows in their documents.
+        before: for each further depth, the indices of its n_d anchors among the anchors of depths 1 to its own.
+        whole: layout in which every slot is a query.
+        layouts: for each depth, the depth-0 rows that its anchors attend to.
     """
 
     def __init__(self, batch: SlotBatch, shares: list[float], layouts: list[Layout]):
@@ -159,18 +162,18 @@ class Rollouts:
         self.whole = replace(whole, window=layouts[0].window)
 
     def spread(self, slots: int) -> Tensor:
-        """[M + Σ n_d] of every row, where its input stands: a slot's own, or the one behind them all."""
+        """Index [M + Σ n_d] of every row's input: its own slot, or the shared mask row at the end."""
         masked = sum(len(rows) for rows in self.asked[1:])
         return torch.cat((torch.arange(slots), torch.full((masked,), slots))).to(self.positions.device)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Rows [M + Σ n_d, ...] of depth 0, and of each further one."""
+        """Split rows [M + Σ n_d, ...] into depth 0 and each further depth."""
         deeper = [len(rows) for rows in self.asked[1:]]
         return list(x.split([len(x) - sum(deeper), *deeper]))
 
 
 def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollouts, last: bool) -> Tensor:
-    """A layer's output over all rows; of the `last` one those that are trained, [N + Σ n_d, H]."""
+    """Run one layer over all rows; the `last` layer returns only the trained rows [N + Σ n_d, H]."""
     projections, config = layer.self_attn, layer.config
     shape = (-1, config.num_kv_heads, config.head_dim)
     keys = rollouts.split(layer.rope(projections.k_proj(inputs).view(shape), rollouts.positions))

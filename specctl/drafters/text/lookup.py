@@ -1,6 +1,7 @@
-"""Family `lookup`: copy what followed the last occurrence of the current n-gram (prompt lookup decoding, Saxena 2023).
+"""Drafter `lookup`: copy the tokens after the last occurrence of the current n-gram (prompt lookup, Saxena 2023).
 
-No weights: the text itself is the model. Strong where the output repeats the input (schemas, code, summaries).
+It has no weights, as the text itself is the model. It is strong if the output repeats the input (schemas, code,
+summaries).
 """
 
 from __future__ import annotations
@@ -15,18 +16,22 @@ from specctl.drafters.hybrid.gate import TEXT_CAME_TRUE
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
-# On a CPU 8 rows cost what 1 costs, more do not. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 /
-# 1.65 / 1.65, math 2.18 / 2.32 / 2.46; without 1-grams 1.63 and 2.18 at depth 7; 4-grams change nothing.
+# On a CPU 8 rows cost the same as 1, and further rows cost more. Tokens per pass of the built-in target at depth 4 / 5
+# / 7: sql 1.57 / 1.65 / 1.65, math 2.18 / 2.32 / 2.46. Without 1-grams it is 1.63 and 2.18 at depth 7; 4-grams make no
+# difference.
 DEPTH = {"cpu": 7, "cuda": 10}
-LONGEST, SHORTEST = 3, 1  # n-grams that are looked up, longest first
+LONGEST, SHORTEST = 3, 1  # lengths of the n-grams that are looked up, longest first
 
-# How often the token behind a match of so many tokens is the next one, in 1,050 responses of the built-in target to
-# training prompts of seven domains.
+# HITS[n] is how often the token after a match of n tokens is the next one, measured in 1,050 responses of the built-in
+# target to training prompts of seven domains.
 HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0.88, 0.90, 0.92, 0.94, 0.95, 0.96, 0.97)
 
 
 class Lookup:
-    """Drafts a chain of up to `depth` tokens (None = the device's default) behind a match of `longest`..`shortest`."""
+    """Drafts a chain after the last occurrence of the text's last `longest` to `shortest` tokens.
+
+    `depth` is the maximal chain length. The default depends on the device.
+    """
 
     taps: tuple[int, ...] = ()
     came_true = TEXT_CAME_TRUE
@@ -45,7 +50,7 @@ class Lookup:
         return DraftTree.from_chains(chains, state.device)
 
     def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
-        """A chain of at most `nodes` tokens behind every text's match, no longer than it has room for."""
+        """Draft for every sequence a chain of at most `nodes` tokens, no longer than the sequence has room for."""
         self.advance(state)
         trees = []
         for index, row in zip(state.memory[self].rows, state.rows, strict=True):
@@ -63,7 +68,7 @@ class Lookup:
             index.extend(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """The token behind the match before each position: whatever the depth, the text before it is the same."""
+        """Proposed token at every position; it is the same for all depths, as the preceding text is the same."""
         self.advance(state)
         scores = []
         for index, span in zip(state.memory[self].rows, spans, strict=True):
@@ -72,26 +77,26 @@ class Lookup:
         return scores
 
     def behind(self, state: DecodeState) -> list[int]:
-        """Reading text is no forward pass."""
+        """Return zeros: reading text needs no forward pass."""
         return [0] * state.batch
 
     def _depth(self, state: DecodeState) -> int:
         return self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
 
     def invalidate(self, state: DecodeState) -> None:
-        """There are no weights that could change."""
+        """Do nothing: there are no weights that could change."""
 
 
 class NGramIndex:
-    """Where each n-gram of a growing text last stood; every token is looked at once."""
+    """Index of the last occurrence of each n-gram in a growing text; every token is processed once."""
 
     def __init__(self, longest: int, shortest: int):
         self.sizes = range(longest, shortest - 1, -1)
-        self.after: dict[tuple[int, ...], int] = {}  # n-gram → position behind its last occurrence
-        self.expected: list[int] = [-1]  # what would have been proposed for each position, −1 = nothing
+        self.after: dict[tuple[int, ...], int] = {}  # n-gram → position after its last occurrence
+        self.expected: list[int] = [-1]  # token that would have been proposed at each position, −1 = none
 
     def extend(self, ids: list[int]) -> None:
-        """Index the n-grams that have a token behind them: the one at the very end must not find itself."""
+        """Index all n-grams with a following token. The last n-gram is left out, so it cannot match itself."""
         after = self.after
         for end in range(len(self.expected), len(ids)):
             grams = [tuple(ids[end - size : end]) for size in self.sizes if size <= end]
@@ -99,8 +104,10 @@ class NGramIndex:
             after.update(dict.fromkeys(grams, end))
 
     def matched(self, ids: list[int]) -> int:
-        """How many tokens at the end of `ids` stand before the occurrence that `continuation` goes on from; no more
-        than `HITS` tells apart."""
+        """Count the tokens at the end of `ids` that precede also the occurrence used by `continuation`.
+
+        The count stops at the length of `HITS`.
+        """
         start = next((self.after[gram] for size in self.sizes if (gram := tuple(ids[-size:])) in self.after), 0)
         count = 0
         while count < min(start, len(HITS)) and ids[start - 1 - count] == ids[-1 - count]:
@@ -108,9 +115,9 @@ class NGramIndex:
         return count
 
     def continuation(self, ids: list[int], count: int) -> list[int]:
-        """The `count` tokens behind the last occurrence of the longest known n-gram at the end of `ids`, or [].
+        """The `count` tokens after the last occurrence of the longest known n-gram that ends `ids`; [] without a match.
 
-        A match close to the end runs into its own copy: the text is periodic there and the copy goes on.
+        If the match is so close to the end that fewer tokens follow it, the text is periodic and the copy is repeated.
         """
         if count <= 0:
             return []
@@ -126,5 +133,5 @@ class NGramIndex:
 
 
 def drafter(drafting: DraftingRecipe) -> Lookup:
-    """The drafter `lookup`."""
+    """Build the drafter `lookup` from a recipe."""
     return Lookup(drafting.depth)

@@ -1,7 +1,7 @@
-"""Family `suffix`: continue the longest suffix that stood in the text before, as a tree ordered by probability.
+"""Drafter `suffix`: a tree of the most probable continuations of the longest suffix that occurred before.
 
-SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automaton of prompt and output, and, where there is a
-`Datastore`, on a domain's responses at the same time: see `specctl.drafters.retrieval.drafter`.
+This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automaton of prompt and output. With a
+`Datastore` of a domain's responses the drafter reads both at once: see `specctl.drafters.retrieval.drafter`.
 """
 
 from __future__ import annotations
@@ -16,20 +16,21 @@ from specctl.drafters.text.trie import Documents, Place, TextTreeShape, first_le
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
-# × plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each, one thread of a busy
-# machine, where equal drafts differ by up to 20 %):
+# Speedup over plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each; one thread of
+# a busy machine, on which equal drafts differ by up to 20 %):
 #   chain of 7     text 1.55 2.16 1.18   with a store of 400 responses 2.30 2.99 1.68   (lookup 1.54 1.80 1.20)
 #    7 nodes       text 1.58 1.80 1.15   with the store 2.94 2.82 1.86
 #   14 nodes       text 1.63 2.09 1.01   with the store 2.71 2.95 1.74
-# The 14 yield up to 9 % (text) and 8 to 17 % (store) more tokens a pass, and cost as much. A chain of 7 yields as much
-# from the text, 2 to 16 % less from a store. Not measured on a GPU, where rows are cheap.
+# 14 nodes yield up to 9 % (text) and 8 to 17 % (store) more tokens per pass than 7, and cost as much as they gain. A
+# chain of 7 yields as much as a tree from the text, but 2 to 16 % less from a store. Not measured on a GPU, where rows
+# are cheap.
 NODES = {"cpu": 7, "cuda": 30}
 DEPTH, CHILDREN = 16, 5
-LEAST = 0.02  # probability of a node beside a head: a row costs more than one that is less probable yields
+LEAST = 0.02  # minimal joint probability of a node in a hybrid: a less probable node yields less than its row costs
 
 
 class Suffix:
-    """Drafts trees from each sequence's own text, and from `corpus` where one is given."""
+    """Drafts trees from each sequence's own text, and from `corpus` if one is given."""
 
     taps: tuple[int, ...] = ()
 
@@ -45,12 +46,12 @@ class Suffix:
         self.came_true = TEXT_CAME_TRUE if corpus is None else STORE_CAME_TRUE
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """At most `budget` nodes, no deeper than a sequence has room for."""
+        """Draft a tree of at most `budget` nodes per sequence, no deeper than the sequence has room for."""
         trees = self._trees(state, min(self._shape(state).nodes, budget))
         return DraftTree.from_trees([(tree.tokens, tree.parents) for tree in trees], state.device)
 
     def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
-        """The `nodes` most probable continuations of every text that are worth a row at all."""
+        """The `nodes` most probable continuations of every text, without nodes that are not worth a row."""
         return self._trees(state, nodes, LEAST)
 
     def _trees(self, state: DecodeState, nodes: int, least: float = 0.0) -> list[ProposedTree]:
@@ -70,7 +71,7 @@ class Suffix:
             text.automaton.extend(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """The first level of its tree before each position: whatever the depth, the text before it is the same."""
+        """First level of the tree before each position; it is the same for all depths, as the preceding text is."""
         self.advance(state)
         shape, scores = self._shape(state), []
         for text, row, span in zip(state.memory[self].rows, state.rows, spans, strict=True):
@@ -85,34 +86,35 @@ class Suffix:
         return scores
 
     def behind(self, state: DecodeState) -> list[int]:
-        """Reading text is no forward pass."""
+        """Return zeros: reading text needs no forward pass."""
         return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
-        """There are no weights that could change."""
+        """Do nothing: there are no weights that could change."""
 
     def _shape(self, state: DecodeState) -> TextTreeShape:
-        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
+        # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
+        # keeps.
         children = 1 if state.exact_rows else self.children
         return TextTreeShape(self.depth, self.nodes or NODES.get(state.device.type, max(NODES.values())), children)
 
     def _places(self, automaton: SuffixAutomaton, ids: list[int]) -> list[Place]:
-        """Where the text `ids`, read by `automaton`, goes on from."""
+        """Places from which a draft for the text `ids`, read by `automaton`, continues."""
         own: list[Place] = [Match.of(automaton)]
         return own if self.corpus is None else [*own, self.corpus.find(ids, self.depth)]
 
 
 class SuffixText:
-    """The automaton of one sequence."""
+    """Suffix automaton of one sequence."""
 
     def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
         self._trail = SuffixAutomaton()
 
     def before(self, end: int, ids: list[int]) -> SuffixAutomaton:
-        """The automaton as it was at `ids[:end]`: a second one, which follows behind once a sequence is scored.
+        """Return the automaton of `ids[:end]`, a second one that is built when a sequence is scored.
 
-        While the positions ascend it costs what the first one does; a step back reads the text again.
+        Ascending positions cost as much as the first automaton does; a step back reads the text again from its start.
         """
         if self._trail.size > end:
             self._trail = SuffixAutomaton()
@@ -121,5 +123,5 @@ class SuffixText:
 
 
 def drafter(drafting: DraftingRecipe) -> Suffix:
-    """The drafter `suffix`."""
+    """Build the drafter `suffix` from a recipe."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children)

@@ -1,4 +1,4 @@
-"""Draft trees read off text: the most probable continuations of one or several places in it."""
+"""Draft trees from text: the most probable continuations of one or more places in a body of text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specctl.drafters.tree import ProposedTree
 
 
 class Follower(NamedTuple):
-    """A token that may come next, its probability, and the place after it."""
+    """Token that may come next, its probability, and the place after it."""
 
     token: int
     probability: float
@@ -19,25 +19,27 @@ class Follower(NamedTuple):
 
 
 class Place(Protocol):
-    """A place in a body of text, from which a draft reads on."""
+    """Place in a body of text from which a draft continues."""
 
     def followers(self, limit: int) -> list[Follower]:
-        """At most `limit` tokens that stood behind this place; the rest of the probability is unknown."""
+        """At most `limit` tokens that followed this place. Their probabilities may sum to less than 1."""
         ...
 
 
 class Documents(Protocol):
-    """A body of text beside the one that is being written."""
+    """Body of text other than the sequence that is being decoded."""
 
     def find(self, ids: list[int], depth: int) -> Place:
-        """Where it stands as the end of `ids` does; a draft reads at most `depth` tokens on."""
+        """Find the place that matches the end of `ids`; a draft reads at most `depth` tokens from there."""
         ...
 
 
 @dataclass(frozen=True)
 class TextTreeShape:
-    """A draft: the best `nodes` continuations, at most `depth` deep, `children` of a node at most, none less probable
-    than `least`."""
+    """Limits of a draft: at most `nodes` nodes, `depth` levels and `children` per node, no node below `least`.
+
+    `least` is a joint probability.
+    """
 
     depth: int
     nodes: int
@@ -46,14 +48,14 @@ class TextTreeShape:
 
 
 def grow(places: Sequence[Place], shape: TextTreeShape) -> ProposedTree:
-    """The `nodes` most probable continuations.
+    """Build the tree of the `nodes` most probable continuations.
 
-    `places` are the current position in several bodies of text. A node's children are weighed by the mean of those
-    that know any. A path is less probable than its beginnings, so taking the best node first needs no look ahead.
+    `places` are the current position in several bodies of text. The probability of a child is the mean over the places
+    with known followers. A path is never more probable than its prefixes, so a best-first search needs no look-ahead.
     """
     tree = ProposedTree([], [], [])
     waiting: list[tuple[float, int, int, int, int, float, list[Place]]] = []
-    found = 0  # ties go to the node found first
+    found = 0  # ties go to the node added first
     node, joint, depth = -1, 1.0, 0
     while True:
         if depth < shape.depth:
@@ -72,7 +74,7 @@ def grow(places: Sequence[Place], shape: TextTreeShape) -> ProposedTree:
 
 
 def _children(places: Sequence[Place], limit: int) -> list[tuple[int, float, list[Place]]]:
-    """The `limit` most probable next tokens with the places behind them."""
+    """The `limit` most probable next tokens, with the places after them."""
     told = [followers for place in places if (followers := place.followers(limit))]
     merged: dict[int, tuple[float, list[Place]]] = {}
     for followers in told:
@@ -84,5 +86,5 @@ def _children(places: Sequence[Place], limit: int) -> list[tuple[int, float, lis
 
 
 def first_level(tree: ProposedTree) -> list[int]:
-    """The children of the root."""
+    """Tokens of the root's children."""
     return [token for token, parent in zip(tree.tokens, tree.parents, strict=True) if parent == -1]

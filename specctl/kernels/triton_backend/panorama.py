@@ -1,6 +1,6 @@
-"""Feedback on N drafters: the target's logits are read once for all of them.
+"""Feedback on N drafters, with one pass over the target's logits for all drafters.
 
-The drafters' addresses stand in a table, so that one program sees all N and none of them has to be copied.
+The drafters' addresses are in a table, so that one program sees all N drafters without copying their logits.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..reference import Panorama
 from ..rows import DraftRows, Rows
 from .device import load_logits, pointers, precision, probability, row_major, tile_of
 
-TOGETHER = 2048  # pairs of a drafter and an id that a program has in hand: one accumulator of each statistic for each
-PROGRAMS = 264  # enough to keep a large GPU busy: with few rows several programs share one
+TOGETHER = 2048  # pairs of drafter and id per iteration: one accumulator per pair and statistic
+PROGRAMS = 264  # enough to keep a large GPU busy: if rows are few, several programs share one row
 
 
 @triton.jit
 def _row_of(address, offset, LOGITS: tl.constexpr, ALIGNED: tl.constexpr):
-    """Pointer to a row whose address stands in a table; where it is a multiple of 16 bytes, that must be said."""
+    """Pointer to a row, from an address in a table. ALIGNED declares it a multiple of 16 bytes to the compiler."""
     x = address.to(tl.pointer_type(LOGITS)) + offset
     return tl.multiple_of(x, 16) if ALIGNED else x
 
@@ -67,10 +67,10 @@ def _panorama_kernel(
     floor, V, R, N, SPLIT: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, MAPPED: tl.constexpr,
     LOGITS: tl.constexpr, ALIGNED: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Sums over every SPLIT-th tile: of drafters into `drafts` [5, SPLIT, N, R], of p into `target` [4, SPLIT, R].
+    """Sum over every SPLIT-th tile: of drafters into `drafts` [5, SPLIT, N, R], of p into `target` [4, SPLIT, R].
 
-    Grid: rows × SPLIT; one pass over the logits of target and drafters. Every lane adds up what it sees, and all are
-    reduced once at the end: reductions in the loop would take more time than the logits.
+    Grid: rows × SPLIT; one pass over the logits of target and drafters. Every lane accumulates separately, and all
+    lanes are reduced once at the end: reductions in the loop would take more time than the logits.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -157,7 +157,7 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
     aligned = all(x.data_ptr() % 16 == 0 and x.stride(0) % 16 == 0 and x.shape[1] % 16 == 0 for x in logits)
     maps = [None if draft.ids is None else _inverse(draft.ids, vocabulary) for draft in drafts]
 
-    # One copy to the device, from pinned memory: the host does not wait for it.
+    # One copy to the device, from pinned memory: the host does not wait.
     places = [0 if known is None else known.data_ptr() for known in maps]
     table = [[x.data_ptr() for x in logits], [x.stride(0) for x in logits], [x.shape[1] for x in logits], places]
     pinned = torch.tensor(table, dtype=torch.int64, pin_memory=device.type == "cuda")

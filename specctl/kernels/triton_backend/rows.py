@@ -1,8 +1,9 @@
-"""Random numbers, the scalars of a row, and draws from it.
+"""Random numbers, the scalars of a row, and sampling.
 
-Many programs read a row once, for maxima and sums of its blocks. With top-k or top-p they read it again, only where
-blocks reach a pivot below the cut, and gather what may lie there: the search for the cut runs on few logits. Its masses
-are integers, so neither the order of the candidates nor the batch changes a bit.
+Many programs share the first pass over a row, which computes maxima and sums of its blocks. With top-k or top-p, a
+second pass reads only blocks that reach a pivot, which lies below the cut. It gathers the logits above the pivot as
+candidates, so the search for the cut runs on few logits. The masses in this search are integers: neither the order of
+the candidates nor the batch changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ from torch import Tensor
 from ..rows import BLOCK, COLDEST, Rows, working
 from .device import BLOCKS, load_logits, pointers, precision, probability, row_major, search, tile_of
 
-ROOM = 16384  # candidates of a row; where there are more, the row itself is searched
-SAMPLE = 2048  # logits from which the mass of a tail is guessed
-PROGRAMS = 1056  # of a pass that few rows share: eight for every multiprocessor of a large GPU
-UNIT = tl.constexpr(2.0**43)  # of a mass, the largest of which is 1: the sum of 2**20 of them has 63 bits
-NEAR = tl.constexpr(-8.0)  # scores so close to the maximum are candidates, whatever the sample has seen of them
+ROOM = 16384  # candidates per row; if there are more, the row itself is searched
+SAMPLE = 2048  # logits per row from which the mass of a tail is estimated
+PROGRAMS = 1056  # of a pass over few rows: eight per multiprocessor of a large GPU
+UNIT = tl.constexpr(2.0**43)  # units per mass of 1, the largest of a token: the sum over 2**20 tokens has 63 bits
+NEAR = tl.constexpr(-8.0)  # scores this close to the maximum are always candidates
 LEAST = tl.constexpr(COLDEST)
 HALVINGS = tl.constexpr(6)
-SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that fp32 has beyond
+SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that only fp32 has
 
 
 @triton.jit(do_not_specialize=["length", "size", "stream"])
@@ -46,7 +47,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["TILES"])
 def _argmax_kernel(x, stride, top, first, V, TILES, TILE: tl.constexpr, ACC: tl.constexpr):
-    """Maximum of every tile and its lowest id. Grid: rows × tiles; one pass, everything else is small."""
+    """Maximum of every tile and its lowest id. Grid: rows × tiles; one pass, all other work is small."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -83,14 +84,14 @@ def argmax(logits: Tensor) -> Tensor:
 
 @triton.jit
 def _flip(bits):
-    """Bits of a float as an integer in the order of the floats; the same function leads back."""
+    """Map a float's bits to an integer in the order of the floats. The function is its own inverse."""
     BITS: tl.constexpr = bits.dtype.primitive_bitwidth
     return bits ^ ((bits >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
 
 
 @triton.jit
 def _key(value, SHIFT: tl.constexpr):
-    """Integers in the order of the floats, less the SHIFT lowest bits, which the logits' dtype does not have."""
+    """Integers in the order of the floats, without the SHIFT lowest bits, which the logits' dtype lacks."""
     return _flip(value.to(tl.int64 if value.dtype == tl.float64 else tl.int32, bitcast=True)) >> SHIFT
 
 
@@ -106,9 +107,9 @@ def _from(
     source, n, end, least, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
     TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """How many of `n` logits have keys from `least` on, or the mass of those whose score reaches `cut`.
+    """Count the keys from `least` on among `n` logits, or sum the mass of all logits with a score of at least `cut`.
 
-    Masses are relative to exp(base), in units of 1 / UNIT: integers, whose sum is the same in any order.
+    Masses are relative to exp(base), in units of 1 / UNIT. They are integers, so their sum is the same in any order.
     """
     lane = tl.arange(0, TILE)
     total = tl.zeros((TILE,), tl.int64)
@@ -129,9 +130,9 @@ def _highest(
     source, n, end, low, high, needed, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
     TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Highest key of low … high from which on there is `needed` or more: interval halving. `low` if there is none.
+    """Highest key in low … high with a count or mass of at least `needed` from this key on; `low` if there is none.
 
-    Passes over `source`: log2(high − low), at most the bits of the logits' dtype.
+    Interval halving takes log2(high − low) passes over `source`, at most the number of bits of the logits' dtype.
     """
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, without overflow
@@ -145,9 +146,9 @@ def _highest(
 def _blocks_kernel(
     x, stride, inv_temp, peak, total, best, taken, V, NB, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr
 ):
-    """Maximum, its lowest id, and Σ exp(score − that of the maximum) of every run of BLOCK ids.
+    """Maximum, its lowest id, and Σ exp(score − maximum's score) of every run of BLOCK ids.
 
-    Grid: rows × BLOCKS runs; one pass. It also makes the counters of the next kernel zero.
+    Grid: rows × groups of BLOCKS runs; one pass. It also zeroes the counters of the next kernel.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -181,11 +182,12 @@ def _gather_kernel(
     ROOM: tl.constexpr, SAMPLE: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The logits from a `pivot` on, which is at or (almost always) below the cut, as `candidates` in any order.
+    """Gather the logits from a `pivot` on as `candidates`, in any order.
 
-    Top-k: the k-th of the blocks' maxima. Top-p: with a tail of half of 1 − top_p below it, as a SAMPLE of the logits
-    has it; the next kernel notices where the tail is too large. Grid: rows × a few programs; reads the blocks whose
-    maximum reaches the pivot.
+    The pivot is (almost always) at or below the cut. Top-k: the pivot is the k-th of the blocks' maxima. Top-p: the
+    tail below the pivot has half of the mass 1 − top_p, as estimated from a SAMPLE of the logits; the next kernel
+    notices a tail that is too large. Grid: rows × a few programs; reads the blocks with a maximum of at least the
+    pivot.
     """
     row = tl.program_id(0).to(tl.int64)
     k, p = tl.minimum(tl.load(top_k + row), V), tl.load(top_p + row)
@@ -210,7 +212,7 @@ def _gather_kernel(
             score = load_logits(x, ids, ids < V, ACC) * scale - highest
             weight = tl.exp(score) * (V / tl.minimum(V, SAMPLE))
             tail = 0.5 * (1 - p).to(ACC) * tl.sum(sums, 0)
-            low = tl.log(tail / V)  # so much does not lie below, however many there are
+            low = tl.log(tail / V)  # even all V tokens below this score have at most the tail's mass
             high = tl.maximum(low, NEAR)
             for _ in range(HALVINGS):
                 middle = 0.5 * (low + high)
@@ -241,10 +243,10 @@ def _rows_kernel(
     cut, lse, greedy, mass, V, NB, ROOM: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The fields of a row. With a filter: the exact cut, found among the candidates, and the masses behind it.
+    """Compute the fields of a row; with a filter, first the exact cut among the candidates.
 
-    The row itself is searched where candidates are too many, or too few: its passes are as many as a key has bits,
-    out of the cache. Grid: rows; reads candidates, and the blocks whose maximum reaches the cut.
+    If there are too many or too few candidates, the row itself is searched: one pass per bit of a key, from the cache.
+    Grid: rows; reads candidates, and the blocks with a maximum of at least the cut.
     """
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inv_temp + row)
@@ -258,7 +260,7 @@ def _rows_kernel(
     lane = tl.arange(0, LANES)
     if ((k > 0) | (p < 1)) & (is_greedy == 0) & finite:
         n = tl.load(taken + row)
-        end = tl.cdiv(n, 16) * 16  # where the candidates' memory ends, for loads of 16 bytes
+        end = tl.cdiv(n, 16) * 16  # end of the candidates' memory, for loads of 16 bytes
         low = _key(tl.load(pivot + row), SHIFT)
         high = _key(tl.max(top, 0), SHIFT)
         needed = (p.to(tl.float64) * tl.sum(sums.to(tl.float64), 0) * UNIT).to(tl.int64)
@@ -290,7 +292,7 @@ def _rows_kernel(
             kept = tl.sum(tl.where(score >= least, tl.exp(score - highest), 0.0), 1)
             tl.store(mass + row * NB + block, kept, mask=block < NB)
             group += 1
-        tl.debug_barrier()  # what other threads have stored is read
+        tl.debug_barrier()  # stores of other threads are read next
         sums = tl.load(mass + row * NB + lane, mask=lane < NB, other=0.0)
     whole = tl.sum(sums, 0)
     tl.store(mass + row * NB + lane, sums / whole, mask=lane < NB)
@@ -299,7 +301,7 @@ def _rows_kernel(
 
 
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
-    """As the reference; the logits keep their dtype. Three launches, and nothing depends on the filters but time."""
+    """Like the reference, but the logits keep their dtype. Always three launches: filters change only the time."""
     logits = row_major(logits)
     count, vocabulary = logits.shape
     assert vocabulary <= 2**20, "the masses of more tokens would overflow"

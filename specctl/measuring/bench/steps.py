@@ -1,4 +1,4 @@
-"""Target steps and batches: what a step of several rows costs, and what that makes of drafts in batches."""
+"""Benchmark of target steps with several rows, and of decoding in batches with and without drafts."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 
 ROWS = (1, 4, 8, 16)
-TURN = 3  # texts of every slot that a contender decodes before it is the next one's turn
+TURN = 3  # prompts per slot that a contender decodes before the next contender's turn
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One forward of `rows` tokens behind `context`; `weights_ms` is the time to read the weights once."""
+    """Times of one forward pass of `rows` tokens after `context`. `weights_ms`: time to read the weights once."""
 
     rows: int
     context: int
@@ -41,9 +41,9 @@ class StepRow:
 
 @dataclass(frozen=True)
 class DecodingRow:
-    """Decoding all prompts, `batch` at a time, with drafts of `draft_length` nodes (None = the drafter's default).
+    """Speed of decoding all prompts, `batch` at a time, with drafts of `draft_length` nodes (None = drafter's default).
 
-    `tokens_per_s` and its ratios are of the decode phase; `with_prefill` counts the prompts' passes too.
+    `tokens_per_s` and its ratios cover the decode phase; `with_prefill` covers prefill and decode phase.
     """
 
     drafter: str
@@ -54,22 +54,22 @@ class DecodingRow:
     tokens_per_s: float
     with_prefill: float
     speedup: float | None  # over vanilla decoding of the same batch
-    of_batch_1: float | None  # over the same drafter, one sequence at a time
+    of_batch_1: float | None  # over the same drafter in batches of 1
     speedup_transformers: float | None  # over transformers' plain generate of the same batch
-    graphs: bool  # rounds were replayed as CUDA graphs
-    unusable: str | None  # why × plain says nothing (`metrics.unusable`)
+    graphs: bool  # some rounds were replayed as CUDA graphs
+    unusable: str | None  # why the speed-up cannot be used (`metrics.unusable`)
 
 
 @dataclass
 class Timed:
-    """Texts that were decoded, and how long that took."""
+    """Decoded sequences, with the time that decoding took."""
 
     texts: list[Decoded] = field(default_factory=list)
     decode_s: float = 0.0
     prefill_s: float = 0.0
 
     def add(self, decoded: list[Decoded]) -> None:
-        """Count the texts of one call, each of which bears the call's times."""
+        """Add the sequences of one call; each of them bears the times of the whole call."""
         self.texts += decoded
         self.decode_s += decoded[0].decode_s
         self.prefill_s += decoded[0].prefill_s
@@ -80,12 +80,12 @@ class Timed:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the decode phase."""
+        """Tokens per second of the decode phase."""
         return self.tokens / max(self.decode_s, 1e-9)
 
 
 def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Progress) -> list[StepRow]:
-    """Our step and the forward of `model`, which is `transformers`' own; `weights_ms`: to read the weights once."""
+    """Time our step against the forward of `model`, which is `transformers`' own. `weights_ms`: see `StepRow`."""
     from transformers import DynamicCache
 
     generator = torch.Generator().manual_seed(recipe.data.seed)
@@ -126,11 +126,11 @@ def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Pr
 
 
 Contender = Callable[[list[Case], int], Iterator[list[Decoded]]]
-"""The texts of some prompts, so many at a time; those of one call after the other."""
+"""Function that decodes prompts in batches of a given size, and yields the sequences call by call."""
 
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
-    """Plain decoding, `transformers`, and every drafter at every draft length, in every batch, on the same prompts."""
+    """Time plain decoding, `transformers`, and every drafter at every draft length, in all batch sizes."""
     named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None, Rooms()))]
     if recipe.shape is None:
         generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
@@ -165,8 +165,13 @@ def _row(
     alone: float | None,
     theirs: float | None,
 ) -> DecodingRow:
-    """A contender in batches. `plain`, `alone`, `theirs`: tokens a second of plain decoding in them, of the contender
-    in batches of one, and of `transformers` in them; None where these were not measured."""
+    """Row of one contender at one batch size, compared with other rates in tokens per second (None: not measured).
+
+    Args:
+        plain: rate of plain decoding at the same batch size.
+        alone: rate of the same contender at batch size 1.
+        theirs: rate of `transformers` at the same batch size.
+    """
     rate, tokens = timed.rate, timed.tokens
     mat = tokens / max(1, sum(one.target_passes for one in timed.texts))
     speedup = None if plain is None else rate / plain
@@ -191,7 +196,7 @@ def _of_length(nodes: int) -> dict[str, int]:
 
 
 def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> list[Timed]:
-    """All prompts by every contender, in turns, so that a machine that changes its pace slows all."""
+    """Run all prompts through every contender, in turns, so that a change in the machine's pace affects all alike."""
     timed = [Timed() for _ in contenders]
     for contender in contenders:  # warm up
         list(contender(cases[: min(batch, 2)], batch))
@@ -206,7 +211,7 @@ def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> lis
 def _ours(
     recipe: BenchRecipe, target: Target, drafter: Drafter | None, rooms: Rooms, cases: list[Case], batch: int
 ) -> Iterator[list[Decoded]]:
-    """One call for all of them: a text that ends makes room for the next one."""
+    """Decode all prompts in one call: a sequence that ends makes room for the next prompt."""
     yield decode(
         target,
         [case.ids for case in cases],
@@ -220,7 +225,7 @@ def _ours(
 
 
 def _theirs(generator: Generator, cases: list[Case], batch: int) -> Iterator[list[Decoded]]:
-    """A call for each batch, which lasts as long as its longest text."""
+    """Decode one batch per call; a call lasts as long as its longest sequence."""
     for start in range(0, len(cases), batch):
         some = cases[start : start + batch]
         yield generator.decode_batch([case.ids for case in some], [case.room for case in some], 0)

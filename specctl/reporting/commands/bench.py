@@ -1,4 +1,4 @@
-"""`bench` in a report: decoding by batch, target steps by rows, kernels against eager PyTorch."""
+"""Report of `bench`: decoding by batch size, target steps by rows, kernels against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def _steps(rows: Sequence[Row]) -> Figure:
 
 
 def _kernels(rows: Sequence[Row]) -> Figure:
-    """One colour for all kernels of a run: their names stand beside them."""
+    """Draw the kernels of a run in one colour, as their names stand next to the bars."""
     looks = Looks()
     panels: dict[str, list[Bar]] = {}
     for row in rows:

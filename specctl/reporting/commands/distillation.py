@@ -1,4 +1,4 @@
-"""`distill` in a report: the data card of the directory that it wrote."""
+"""Report of `distill`: the data card of its output directory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = {"prompt_tokens": "prompt", "response_tokens": "response"}
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """The card of each run whose directory has one; results alone of the others."""
+    """Show the data card of each run with a card in its directory, and only the results of the other runs."""
     made = generic(runs)
     for run in runs:
         if "output" not in run.result:

@@ -1,4 +1,4 @@
-"""`eval --server` in a report: speed and mat over requests in flight, what was accepted, what other mats are worth."""
+"""Report of `eval --server`: speed and mat by requests in flight, acceptance, and the expected gain at other mats."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Row = Mapping[str, Any]
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Pictures and tables of sweeps over servers."""
+    """Build pictures and tables of load sweeps over servers."""
     rows = [
         {**row, "label": run.named(f"{row['server']}, {row['domain']}")}
         for run in runs
@@ -101,7 +101,7 @@ def _at(mat: float) -> str:
 
 
 def _lines(rows: Sequence[Row], names: Sequence[str], key: str, looks: Looks) -> list[Curve]:
-    """A line over the load for each label that has numbers."""
+    """Build a line over the load for each label with numbers."""
     lines = []
     for name in names:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["concurrency"])

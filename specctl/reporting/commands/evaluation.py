@@ -1,4 +1,4 @@
-"""`eval` in a report: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
+"""Report of `eval`: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLUMNS = {
     "unusable": "speeds not usable",
 }
 ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
-"""Metrics, and who has 1 by definition: a bar would say nothing."""
+"""Contenders that have the value 1 in a metric by definition; their bars are left out."""
 METRICS = {
     "mat": ("mat (tokens per target pass)", "Mean tokens that one target pass yields; plain decoding has 1."),
     "speedup": ("speed-up (tokens/s over plain decoding's)", "Speed against plain decoding by the same engine (1)."),
@@ -43,15 +43,15 @@ METRICS = {
         "Speed against plain `generate` of transformers (1).",
     ),
 }
-"""Labels and captions of their bars."""
+"""Axis labels and captions of the bar charts per metric."""
 FEWEST = 20
-"""Draft tokens at a depth below which their accepted share is left out of the picture: it would be noise."""
+"""Minimal number of draft tokens at a depth; below, the accepted share is noise and left out of the picture."""
 
 Row = Mapping[str, Any]
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Drafters measured here, then those of servers."""
+    """Report drafters that were measured locally, then the drafters of servers."""
     served = [run for run in runs if "servers" in run.result]
     here = [run for run in runs if run not in served]
     return joined([make(some, looks) for make, some in ((_here, here), (eval_served.contents, served)) if some])
@@ -84,7 +84,7 @@ def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """All rows with their labels; those of one drafter in one domain beside one another, whichever run they are of."""
+    """Return all rows with labels, sorted so that one drafter's rows in one domain are adjacent across runs."""
     rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("rows") or []]
     domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
     return sorted(rows, key=lambda row: (domains.index(row["domain"]), drafters.index(row["drafter"])))
@@ -115,7 +115,7 @@ def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]
 
 
 def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable:
-    """mat of each drafter in each domain, a column per run."""
+    """Table of each drafter's mat in each domain, with one column per run."""
     mats = {(row["drafter"], row["domain"], row["label"]): row.get("mat") for row in rows}
     cases = dict.fromkeys((drafter, domain) for drafter, domain, _ in mats)
     lines = [
@@ -126,7 +126,7 @@ def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable
 
 
 def _headline(rows: Sequence[Row]) -> dict[str, Any]:
-    """The best drafter by mat and by speed-up, of all that are no baselines, over the domains it was measured in."""
+    """Best drafter by mat and by speed-up, excluding baselines, averaged over domains."""
     shown = {}
     for metric, name in (("mat", "mat"), ("speedup", "× plain")):
         means = _means(rows, metric)
@@ -137,7 +137,7 @@ def _headline(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
-    """Mean over domains, of drafters that were measured in all of them."""
+    """Mean over domains, for drafters that were measured in all domains."""
     domains = {row["domain"] for row in rows}
     values: dict[str, list[float]] = {}
     for row in rows:
@@ -149,7 +149,7 @@ def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
 
 
 def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Bar]]:
-    """Bars by domain."""
+    """Group bars by domain."""
     panels: dict[str, list[Bar]] = {}
     for row in rows:
         if usable(row, metric) is not None and row["drafter"] not in ONES[metric]:
@@ -159,7 +159,7 @@ def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Ba
 
 
 def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """By metric: the matrix of the result, and those that its rows make where there are two domains and drafters."""
+    """Matrices by metric: the result's own, and matrices built from its rows if there are two domains and drafters."""
     rows = run.result.get("rows") or []
     domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
     given = run.result.get("matrix")
@@ -177,7 +177,7 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
 def _matrix(
     metric: str, measured: Mapping[tuple[str, str], Any], domains: list[str], competing: list[str], others: list[str]
 ) -> dict[str, Any]:
-    """The matrix of `eval --matrix`, as far as the heat map needs it."""
+    """Build the fields of the matrix of `eval --matrix` that the heat map needs."""
     values = [[measured.get((name, domain)) for domain in domains] for name in [*competing, *others]]
     macro = [_mean(line) for line in values]
     return {
@@ -202,7 +202,10 @@ def _best(names: Sequence[str], values: Sequence[Any]) -> str | None:
 
 
 def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
-    """Accepted share by depth of each drafter over all domains: from the records; without them from the only row."""
+    """Accepted share by depth of each drafter over all domains, from the records.
+
+    Without records, a result with a single domain supplies it.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 

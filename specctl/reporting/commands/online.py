@@ -1,4 +1,4 @@
-"""`online` in a report: mat, speed and loss chunk by chunk, and the weights of the ensemble."""
+"""Report of `online`: mat, speed and loss per chunk, and the weights of the ensemble."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HEADLINE = {
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Learners of tokens, here and in servers, then modes of lookahead reasoning."""
+    """Report learners on tokens, local and on servers, then modes of lookahead reasoning."""
     steps = [run for run in runs if run.result.get("modes")]
     served = [run for run in runs if run.result.get("engines")]
     tokens = [run for run in runs if run not in steps and run not in served]
@@ -89,7 +89,7 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A contender's row with its intervals as text."""
+    """Return a contender's row with its intervals formatted as text."""
     ends = {key: value for key, value in row.items() if key.endswith("_interval") and value}
     return {**row, **{key: f"{low:.3g} to {high:.3g}" for key, (low, high) in ends.items()}}
 
@@ -103,7 +103,10 @@ def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners
 
 
 def untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
-    """mat without learning, once for learners that start from the same drafter, and of drafters without weights."""
+    """Curves of mat without learning, and of drafters without weights.
+
+    Learners that start from the same drafter share one curve.
+    """
     once = {tuple(line.y): line for line in _lines(chunks, "static_mat", Looks())}.values()
     lines = [replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning") for line in once]
     for run in chunks.values():

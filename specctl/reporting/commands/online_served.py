@@ -1,4 +1,4 @@
-"""`online --server` in a report: mat by chunk beside a drafter that stays, and the versions that were published."""
+"""Report of `online --server`: mat per chunk compared with a fixed drafter, and the published versions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ CHUNK = {
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Pictures and tables of runs against servers."""
+    """Build pictures and tables of runs against servers."""
     rows = [{**_row(row), "label": run.named(run.result["algo"])} for run in runs for row in run.result["per_chunk"]]
     names = list(dict.fromkeys(row["label"] for row in rows))
     learners = Looks()
@@ -59,7 +59,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _row(chunk: Mapping[str, Any]) -> dict[str, Any]:
-    """A chunk with what was published after it beside the rest."""
+    """Merge a chunk with the publication that followed it."""
     sent = chunk["publication"] or {}
     about = {key: sent.get(key) for key in ("verdict", "mat_before", "mat_after")}
     return {**chunk, **about, "published": sent.get("version")}
