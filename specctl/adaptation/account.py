@@ -1,25 +1,25 @@
-"""The time that learning may take: a share of that of decoding, as a running account."""
+"""Time budget for learning: a running account that earns a share of the decoding time and pays for updates."""
 
 from __future__ import annotations
 
-MOST_SAVED = 5  # times that what has to be saved for a lesson is doubled
+MOST_SAVED = 5  # largest number of doublings of the saving before an update
 
 
 class Account:
-    """Seconds that were earned by decoding and spent on learning.
+    """Seconds earned by decoding and spent on learning.
 
-    A lesson is taken when it can be paid for. One that may be in vain, as the first or behind one that was, is saved
-    for twice as long as the one before, and where it was in vain all that was saved for it is gone: traffic that a
-    drafter knows is to cost next to nothing.
+    An update runs once the balance has reached its price times 2^`vain`. The first update, and one after an update in
+    vain, have to be saved for longer, because they may be in vain too. After an update in vain the rest of the balance
+    is dropped. So a drafter that already knows the traffic spends next to nothing on learning.
 
     Attributes:
-        balance: seconds; below 0 it is owed.
-        price: of the last lesson, or of the first as it is foreseen; None = not known.
-        vain: how often what has to be saved is doubled.
+        balance: seconds; negative if updates were paid in advance.
+        price: seconds of the last update, or an estimate for the first one (None = not known).
+        vain: number of doublings of the price that has to be saved.
     """
 
     def __init__(self, share: float | None):
-        """`share` of the time of decoding; None = as much as it takes."""
+        """`share`: learning time as a share of the decoding time (None = no limit)."""
         self.share = share
         self.balance = 0.0
         self.price: float | None = None
@@ -27,26 +27,26 @@ class Account:
 
     @property
     def affords(self) -> bool:
-        """Whether enough was saved for a lesson."""
+        """Whether enough was saved for an update; always true without a limit."""
         saved = self.price is not None and self.balance >= self.price * 2**self.vain
         return self.share is None or saved
 
     @property
     def lends(self) -> bool:
-        """Whether a lesson may be paid for later: where nothing is owed yet."""
+        """Whether an update may run now and be paid for later: only while nothing is owed."""
         return self.balance >= 0
 
     def earn(self, decode_s: float) -> None:
-        """Take in the seconds of decoding."""
+        """Credit the share of these seconds of decoding."""
         self.balance += (self.share or 0.0) * decode_s
 
     def spend(self, seconds: float) -> None:
-        """Pay for what was done."""
+        """Pay for seconds of learning."""
         if self.share is not None:
             self.balance -= seconds
 
     def taken(self, seconds: float, *, vain: bool) -> None:
-        """Note what a lesson took, and whether it was in vain."""
+        """Note the time of an update, and whether it was in vain."""
         if self.share is None:
             return
         self.price, self.vain = seconds, min(self.vain + 1, MOST_SAVED) if vain else 0

@@ -1,7 +1,7 @@
-"""Learning while selecting: a policy chooses among specialists, and each learns from the texts that it has won.
+"""Learning while selecting: a policy chooses among specialists, and each one learns from the texts it has won.
 
-The pool moves while it is chosen from: what a policy has learnt about the drafters is forgotten with every query or
-chunk, before it can be about drafters that are no more.
+The pool changes while it is chosen from. So the policy forgets its knowledge of the drafters with every query or chunk,
+before it can be about weights that no longer exist.
 """
 
 from __future__ import annotations
@@ -40,16 +40,18 @@ from specctl.training.feature_files import Features
 
 
 class Specialists(StreamLearner):
-    """The pupils of a pool under one selection policy; drafters of families that do not learn are arms, too.
+    """The learning specialists of a pool under one selection policy. Drafters that cannot learn are arms, too.
+
+    A specialist wins a text if its rounds committed more of the tokens than any other arm's.
 
     Attributes:
-        pupils: by name, those that learn.
-        learns: False of a pool that stays as it is.
-        lessons: of the last chunk, those who had won a text.
+        pupils: online drafters, by name.
+        learns: False for a pool that does not change.
+        lessons: lessons of the last chunk, for the specialists that had won a text.
     """
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int):
-        """Raises CheckpointError where a member is no drafter for this target."""
+        """Raises CheckpointError if a drafter of the pool is not for this target."""
         assert recipe.pool is not None
         self._pool = recipe.pool
         paths = named([str(path) for path in pool.find_pool(recipe.pool)])
@@ -67,16 +69,16 @@ class Specialists(StreamLearner):
         self.learns = recipe.rule_of(algo).algo != "static"
         self.chunks = 0
         self.lessons: dict[str, Lesson] = {}
-        self.rounds: Counter[str] = Counter()  # of the chunk, by arm
-        self._won: dict[str, Counter[str]] = defaultdict(Counter)  # tokens by query and arm
-        self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # draft tokens by arm and query
-        self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # positions likewise
+        self.rounds: Counter[str] = Counter()  # rounds of the chunk, by arm
+        self._won: dict[str, Counter[str]] = defaultdict(Counter)  # committed tokens, by query and arm
+        self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # accepted draft tokens, by arm and query
+        self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # verified positions, by arm and query
         for line in overruled([recipe.policy.name], recipe.game):
             progress.log(line)
         self._selector = self._select()
 
     def retarget(self, target: Target) -> None:
-        """Draft for, and learn from, another target from now on. CheckpointError where the drafters do not fit it."""
+        """Draft for, and learn from, another target from now on. Raises CheckpointError if a drafter does not fit."""
         self.target = target
         vars(self).pop("_step", None)
         for pupil in self.pupils.values():
@@ -97,7 +99,7 @@ class Specialists(StreamLearner):
         return plain_step(self.target, self.recipe.batch)
 
     def _select(self) -> Selector:
-        """A selector among the drafters as they are now."""
+        """Build a selector among the drafters with their present weights."""
         policy = self.recipe.policy
         return make_selector(
             self.target,
@@ -120,7 +122,7 @@ class Specialists(StreamLearner):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """While answers are to leave no trace; between two chunks, when there is nothing to be counted yet."""
+        """Context in which answers leave no trace. To be entered between two chunks, while nothing is counted yet."""
         try:
             with super().rehearsing():
                 yield
@@ -130,15 +132,16 @@ class Specialists(StreamLearner):
             self._selector = self._select()
 
     def drafting(self, labels: list[Label]) -> dict[str, Any]:
-        """Options of `decode` for texts of these labels; within a chunk those of one slot are one game's."""
+        """Options of `decode` for texts with these labels. Unless the policy is reset with every query, the texts that
+        share a slot within a chunk share one game."""
         if self.recipe.policy.reset != "query":
             labels = [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
         options: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
         return options | self.buffer.listening if self.learns else options
 
     def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
-        """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played, and
-        has its share of the seconds by them."""
+        """Let every specialist learn from the texts of the chunk it has won. The rounds of a specialist judge its
+        update, and its share of all rounds is its share of the seconds."""
         total = max(1, self.rounds.total())
         winners = set()
         for index, text in self.buffer.texts.items():
@@ -163,11 +166,11 @@ class Specialists(StreamLearner):
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
 
     def _acceptance(self, arm: str) -> Acceptance:
-        """Acceptance in the rounds that an arm has played, by query."""
+        """Acceptance in the rounds that an arm drafted, by query."""
         return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
 
     def _own(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
-        """The states that one specialist reads, out of those that the pool does."""
+        """The states that one specialist reads, cut out of the states that the pool retains."""
         if features is None or taps == self.buffer.taps:
             return features
         places = [self.buffer.taps.index(tap) for tap in taps]
@@ -175,7 +178,8 @@ class Specialists(StreamLearner):
         return replace(features, taps=states)
 
     def _together(self, acceptance: Acceptance) -> Lesson:
-        """The lessons of all as one: sums, mean loss per token, and the arms' rounds instead of members' weights."""
+        """Combine the lessons of all specialists into one: sums, the mean loss per token, and the arms' shares of the
+        rounds in place of members' weights."""
         lessons = list(self.lessons.values())
         total = max(1, self.rounds.total())
         shares = tuple(self.rounds[name] / total for name in self._drafters())
@@ -202,14 +206,14 @@ class Specialists(StreamLearner):
         )
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
-        """Write every specialist as a drafter directory below `directory`: a pool again."""
+        """Write every specialist as a drafter directory below `directory`, which is a pool again."""
         for name, pupil in self.pupils.items():
             start = checkpoint.read_info(pupil.start)
             pupil.save(directory / name, {**info, "domain": start.get("domain", []), "mat": {}})
         return directory
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        """(JSON-able facts, tensors) that `restore` needs, between two chunks."""
         facts: dict[str, Any] = {"chunks": self.chunks, "buffer": self.buffer.state()[0], "pupils": {}}
         tensors: dict[str, Tensor] = {}
         for name, pupil in self.pupils.items():
@@ -218,9 +222,9 @@ class Specialists(StreamLearner):
         return facts, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on from what `state` has told."""
+        """Restore a `state`."""
         self.chunks = facts["chunks"]
-        self.buffer.restore(facts["buffer"], {})  # no text, but their numbers go on
+        self.buffer.restore(facts["buffer"], {})  # no texts, but their numbering goes on
         for name, pupil in self.pupils.items():
             pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
         self._selector = self._select()

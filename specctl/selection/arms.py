@@ -26,12 +26,12 @@ DEFAULT_POOL = Path("drafters")
 
 
 def members(recipe: SelectRecipe) -> list[str]:
-    """Paths and names of the pool's drafters; those without weights join where there are fewer than two.
+    """Paths and names of the pool's drafters. If there are fewer than two, the untrained drafters join.
 
-    Raises UsageError (a member twice), CheckpointError (no drafter in a pool other than the default one).
+    Raises UsageError (a drafter twice), CheckpointError (no drafter in a pool other than the default one).
     """
     names = [*map(str, _directories(recipe.pool)), *recipe.drafters]
-    places = [Path(name).resolve() for name in names]  # ./a is a
+    places = [Path(name).resolve() for name in names]  # ./a and a are the same
     twice = [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
@@ -51,12 +51,12 @@ def _directories(named: Path | None) -> list[Path]:
 def load_pool(
     recipe: SelectRecipe, target: Target, paths: Iterable[str], companion: Companion | None = None
 ) -> dict[str, Drafter]:
-    """The drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
+    """Load the drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
 
     Args:
         companion: a text drafter that every head drafts with.
 
-    Raises CheckpointError (strict, or none is left).
+    Raises CheckpointError (strict, or no drafter is left).
     """
     paths = list(paths)
     joined = [path for path in paths if path in UNTRAINED and path not in recipe.drafters]
@@ -79,7 +79,7 @@ def load_pool(
 
 
 def chosen(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    """The drafters that are to be arms. Raises UsageError where one is named that the pool lacks."""
+    """Names of the drafters that become arms. Raises UsageError if the recipe names one that the pool lacks."""
     missing = [name for name in recipe.arms.names if name not in pool]
     if missing:
         raise UsageError(f"arms.names: no {missing[0]} in the pool", hint=f"there are {', '.join(pool)}")
@@ -87,14 +87,14 @@ def chosen(recipe: SelectRecipe, pool: list[str]) -> list[str]:
 
 
 def named(paths: list[str]) -> dict[str, str]:
-    """Path → name: its last part, or all of it where that is not unique."""
+    """Path → name: its last part, or the whole path if the last part is not unique."""
     return names.named(paths)
 
 
 def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str, Drafter]) -> dict[str, Kinds]:
-    """The kinds of prompts that drafters were trained on, by name; without those whose directory (`places`) does not
-    say. Kinds can be compared by the same layers' states only: by those that most drafters say them of, among the ones
-    that this pool keeps."""
+    """The kinds of prompts that drafters were trained on, by name, for the drafters with a directory (`places`) that
+    says so. Kinds can only be compared by the states of the same layers. So one set of layers is used: the most
+    frequent one among the sets that this pool keeps."""
     kept = set(taps_of(drafters.values()) or (target.num_layers,))
     told = {name: checkpoint.read_info(place).get(PROMPTS) for name, place in places.items() if Path(place).is_dir()}
     said = {name: prompts for name, prompts in told.items() if prompts and kept.issuperset(prompts["taps"])}
@@ -110,16 +110,16 @@ def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str,
 def make_arms(
     recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter], kinds: Mapping[str, Kinds]
 ) -> list[Guarded]:
-    """Every drafter; or every drafter with each of `arms.draft_nodes` and `arms.shapes`, and once plain decoding.
+    """Make one arm per drafter; or one per drafter and each of `arms.draft_nodes` and `arms.shapes`, and one plain arm.
 
-    `kinds`: of the prompts that drafters were trained on. Raises UsageError where a shape is given and a drafter cannot
+    `kinds`: kinds of prompts that drafters were trained on. Raises UsageError if a shape is given and a drafter cannot
     change its own.
     """
     arms = recipe.arms
     if not arms.draft_nodes and not arms.shapes:
         return [Guarded(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     made = [plain_arm()] if 0 in arms.draft_nodes else []
-    own = recipe.choice == "batch"  # else the texts of a batch share the rows that cost little
+    own = recipe.choice == "batch"  # otherwise the texts of a batch share the rows that cost little
     for name, drafter in drafters.items():
         made += [Guarded(f"{name} ×{nodes}", drafter, nodes, weighs_rows=own) for nodes in arms.draft_nodes if nodes]
         made += [
@@ -134,7 +134,7 @@ def plain_arm() -> Guarded:
 
 
 def reach(drafter: Drafter) -> int:
-    """The longest draft it can make, in tokens; a hybrid's is a little longer now and then."""
+    """The longest draft of a drafter, in tokens; a hybrid's is sometimes a little longer."""
     if isinstance(drafter, Hybrid):
         return max(reach(drafter.head), reach(drafter.text))
     depth: int | None = getattr(getattr(drafter, "shape", drafter), "depth", 0)
@@ -142,12 +142,12 @@ def reach(drafter: Drafter) -> int:
 
 
 def label(shape: DraftingRecipe) -> str:
-    """`depth=4 width=2` of what a shape sets."""
+    """Label of a shape, such as `depth=4 width=2`, from the values it sets."""
     return " ".join(f"{key}={value}" for key, value in shape.model_dump(exclude_unset=True).items()) or "default"
 
 
 def shaped(name: str, drafter: Drafter, shape: DraftingRecipe) -> Drafter:
-    """The same drafter with another shape of its drafts; both read one memory."""
+    """Change the shape of a drafter's drafts; the new drafter and the old one use one memory."""
     change = getattr(drafter, "shaped", None)
     if change is None:
         raise UsageError(f"drafter {name} has no shape to choose", hint="leave arms.shapes out, or the drafter")

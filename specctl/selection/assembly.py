@@ -1,4 +1,4 @@
-"""A selector put together: arms, a policy by name, the rules of its game, and who scores idle drafters."""
+"""Assembly of a selector: arms, a policy by name, the rules of its game, and the scorer of idle drafters."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from specctl.selection.prompt_memory import PromptMemory
 from specctl.selection.recorded.recorder import step_seconds
 
 NewPolicy = Callable[[Arms, Label], Policy]
-"""A fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""
+"""Makes a fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""
 
 
 def make_selector(
@@ -41,13 +41,13 @@ def make_selector(
     on_round: Callable[[RoundLine], None],
     greedy: bool = False,
 ) -> Selector:
-    """A `Selector` of the policy `name`.
+    """Build a `Selector` for the policy `name`.
 
     Args:
-        step: `plain_step` of the batches that are decoded, asked where tokens a second are played for. All selectors of
-            a run are given the same figure, so that they play for one unit.
-        within_query: every game is one text.
-        greedy: the texts are decoded at temperature 0.
+        step: returns `plain_step` for the batches that are decoded; called only if tokens per second are played for.
+            All selectors of a run get the same figure, as a common unit.
+        within_query: whether every game is one text.
+        greedy: whether the texts are decoded at temperature 0.
     """
     learns = registry.learns(name)
     rules = _rules(arms, name, recipe, step, greedy)
@@ -80,26 +80,26 @@ def make_batch_selector(
     seed: int,
     on_round: Callable[[RoundLine], None],
 ) -> BatchSelector:
-    """A `BatchSelector` of the policy `name`, one that `check_batch` lets pass; `step` as of `make_selector`."""
+    """Build a `BatchSelector` for the policy `name`, which must pass `check_batch`; `step` as in `make_selector`."""
     rules = _rules(arms, name, recipe, step)
-    # What a round takes depends on the load, so that the games of loads share no clock.
+    # The time of a round depends on the load, so the games of different loads share no clock.
     return BatchSelector(arms, partial(_game, rules, arms, new_policy, seed, None), on_round)
 
 
 def _known(arm: Guarded) -> Kinds:
-    """The kinds of prompts that it is known for: none for a hybrid, which hardly differs from its text drafter where
-    its head is wrong."""
+    """The kinds of prompts that an arm is known for. A hybrid has none: it hardly differs from its text drafter if its
+    head is wrong."""
     return arm.trained_on if arm.scored is arm.drafter else Kinds.none()
 
 
 def plays_for_seconds(arms: Sequence[Guarded], name: str, recipe: GameRecipe) -> bool:
-    """Whether the policy `name` is told what a round of these arms takes: to one that is not, plain decoding is always
-    the worst arm."""
+    """Whether the feedback of the policy `name` counts the seconds of a round. Without seconds, plain decoding is
+    always the worst arm."""
     return _played_for(_rules_of(arms, name, recipe), name) in ("throughput", "surplus")
 
 
 def _played_for(rules: Rules, name: str) -> str | None:
-    """The reward, or the loss, that the policy `name` is told; None where it is told nothing."""
+    """The reward, or the loss, that the policy `name` is told, or None if it learns nothing."""
     return {"reward": rules.reward, "losses": rules.loss}.get(registry.learns(name))
 
 
@@ -116,7 +116,7 @@ def _rules_of(arms: Sequence[Guarded], name: str, recipe: GameRecipe, greedy: bo
     reaches = tuple(map(_reach, arms))
     rules = rules_for(name, recipe, max(1, *reaches), reach=reaches, greedy=greedy)
     if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
-        # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
+        # In a hybrid a bad head seldom drafts: by its seconds it would be the best.
         rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
     return rules
 
@@ -130,7 +130,7 @@ def _game(
 
 
 def plain_step(target: Target, batch: int) -> float:
-    """Seconds of a step of plain decoding for each text of a batch: the unit of throughput."""
+    """Seconds of a plain decoding step, divided by the texts of the batch: the unit of throughput."""
     return step_seconds(target, [1], batch)[0] / batch
 
 

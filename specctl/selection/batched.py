@@ -1,7 +1,7 @@
-"""The controller of `choice=batch`: one arm a round for all texts, by a game for each load.
+"""Controller of `choice=batch`: one arm per round for all texts, chosen by a separate game for each load.
 
-What a draft is worth depends on how many texts share its step, not on which: at a few texts the target has rows to
-spare, at many every row is paid for (BanditSpec, section 6.2, where one draft length is chosen for the batch).
+The worth of a draft depends on how many texts share its step, not on which ones. With a few texts the target has rows
+to spare; with many texts every row costs time (BanditSpec, section 6.2, which chooses one draft length for the batch).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from specctl.selection.guarded import Guarded, taps_of
 
 
 def load(texts: int) -> int:
-    """The least power of two that so many texts do not exceed."""
+    """The least power of two that is not below the number of texts."""
     return 1 << (texts - 1).bit_length()
 
 
 class Chosen(NamedTuple):
-    """A round that is not over: its arm, and the game that has chosen it."""
+    """An unfinished round: its arm, and the game that has chosen it."""
 
     arm: int
     game: Game
 
 
 class BatchSelector(Controller):
-    """Plays a game for every load, until it is told to forget. Rounds of arms that can run on the device.
+    """Plays one game per load until it is told to forget. Rounds run on the device if the arm can.
 
-    There a load is that of the texts that had not ended as far as the host knew, a round ago.
+    On the device, the load counts the texts that had not ended one round ago, as far as the host knew.
 
     Args:
-        arms: what can be chosen, in the order of the policy's arms.
-        new_game: a fresh game, for the load that the label names.
-        on_round: told every round when it is over.
+        arms: the choices, in the order of the policy's arms.
+        new_game: makes a fresh game for the load that the label names.
+        on_round: called with every finished round.
     """
 
     late = True
@@ -61,19 +61,19 @@ class BatchSelector(Controller):
         """Forget all games and counts."""
         self.tally = Tally()
         self.games: dict[int, Game] = {}  # by load
-        self._arm: int | None = None  # that has read the texts last
-        self._chosen: deque[Chosen] = deque()  # of rounds that are not over, the oldest first
-        self._seed: int | None = None  # of the texts
+        self._arm: int | None = None  # the last arm that read the texts
+        self._chosen: deque[Chosen] = deque()  # unfinished rounds, oldest first
+        self._seed: int | None = None  # seed of the texts
         for arm in self.arms:
             arm.forget()
 
     @property
     def failures(self) -> int:
-        """Rounds whose drafter raised: they were decoded plainly."""
+        """Rounds that were decoded plainly because their drafter raised."""
         return sum(arm.failures for arm in self.arms)
 
     def begin(self, text: Text) -> None:
-        """Begin anew with the first text of another seed: the same prompts come once more."""
+        """Start over with the first text of another seed, when the same prompts come again."""
         seed = text.request.label.seed if text.request.label else 0
         if seed != self._seed:
             self.games.clear()
@@ -99,7 +99,7 @@ class BatchSelector(Controller):
             self.tally.caught_up += sum(self.arms[number].drafter.behind(state))
             self.tally.switch_s.append(self.arms[number].catch_up(state))
         self._arm = number
-        self._began = time.perf_counter()  # that it had been idle is not what a round of it costs
+        self._began = time.perf_counter()  # catching up does not count as time of the round
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         seconds = processes.agree(time.perf_counter() - self._began)
@@ -119,7 +119,7 @@ class BatchSelector(Controller):
         self._chosen.pop().game.withdraw()
 
     def _close(self, counts: Sequence[Counts], seconds: float, failed: bool = False) -> None:
-        """The oldest round is over; `counts` of its texts."""
+        """Finish the oldest round; `counts` has one entry per text."""
         number, game = self._chosen.popleft()
         self.tally.pulls[number] += 1
         texts, tokens = len(counts), sum(one.committed for one in counts)

@@ -1,4 +1,4 @@
-"""The controller of `specctl select`: every text's game chooses its arm, and learns from what the target says."""
+"""Controller of `specctl select`: the game of every text chooses its arm, and learns from the target's verification."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specctl.selection.policies.contextual import Belief, ContextualUcb
 from specctl.selection.policies.policy import AnyArray, Array
 from specctl.selection.prompt_memory import PromptMemory
 
-GAMES = 256  # that wait for another text of their key; the oldest is forgotten
+GAMES = 256  # games that wait for another text of their key; the oldest is forgotten
 
 
 @dataclass
@@ -36,18 +36,18 @@ class Tally:
     """Counts and costs of choosing, over all texts of a controller."""
 
     pulls: Counter[int] = field(default_factory=Counter)
-    decide_us: list[float] = field(default_factory=list)  # of every round, learning included
-    score_s: list[float] = field(default_factory=list)  # of every scoring
+    decide_us: list[float] = field(default_factory=list)  # per round, learning included
+    score_s: list[float] = field(default_factory=list)  # per scoring
     scored: int = 0  # tokens
-    switches: int = 0  # rounds whose arm was not that of the text's round before
-    caught_up: int = 0  # tokens that the new arms had to read then
-    switch_s: list[float] = field(default_factory=list)  # that it took them, of every arm and round
-    dropped: int = 0  # rewards and losses that were not finite, of games that are over
+    switches: int = 0  # rounds with another arm than the text's round before
+    caught_up: int = 0  # missed tokens that the new arms had to read
+    switch_s: list[float] = field(default_factory=list)  # seconds of this reading, per arm and round
+    dropped: int = 0  # rewards and losses that were not finite, in finished games
 
 
 @dataclass(slots=True)
 class RoundLine:
-    """A line of `rounds.jsonl`. `learnt`: the reward of the arm, or the last losses of all arms, if there were any."""
+    """A line of `rounds.jsonl`. `learnt` is the reward of the arm, or the last losses of all arms, or None."""
 
     query: str
     domain: str
@@ -70,39 +70,39 @@ class PlayedText:
 
     label: Label
     game: Game
-    dropped: int  # what the game had dropped before it
+    dropped: int  # the game's count when the text began
     rounds: int = 0
-    arm: int | None = None  # that has read the text last
-    chosen: deque[int] = field(default_factory=deque)  # arms of rounds that are not over, the oldest first
-    due: bool = False  # its tokens are to be scored
-    heard: tuple[Round, Counts] | None = None  # the last round, where scores may be told of it yet
-    prompt: Array | None = None  # its features, and what was thought of it, where the policy reads prompts
+    arm: int | None = None  # the last arm that read the text
+    chosen: deque[int] = field(default_factory=deque)  # arms of unfinished rounds, oldest first
+    due: bool = False  # whether its tokens are to be scored
+    heard: tuple[Round, Counts] | None = None  # the last round, if scores may still come for it
+    prompt: Array | None = None  # features of the prompt, and the belief about it, if the policy reads prompts
     belief: Belief | None = None
 
     @property
     def reader(self) -> ContextualUcb | None:
-        """The game's policy, where it reads prompts."""
+        """The game's policy, if it reads prompts."""
         return self.game.policy if isinstance(self.game.policy, ContextualUcb) else None
 
 
 class Selector(Controller):
-    """Plays one game for all texts whose labels have one key, which are decoded one after the other, and one for each
-    text without a key. What a game has learnt is nobody else's.
+    """Plays one game for all texts with the same label key, which are decoded one after the other, and one game for
+    each text without a key. Games share no knowledge.
 
-    But for block divergences, rounds can run on the device (`late`). A round that an arm plays for the first time in
-    a bandit's game is waited for, and so is a round after which idle arms are scored, with what is under way then; all
-    others are heard of one round late.
+    Unless rewards are block divergences, rounds can run on the device (`late`), and the controller hears of each round
+    one round late. There are two exceptions, in which it waits for all pending rounds: a round that an arm plays for
+    the first time in a bandit's game, and a round after which idle arms are scored.
 
     Args:
-        arms: what can be chosen, in the order of the policy's arms.
-        new_game: a fresh game, for the text that it begins with.
-        scorer: of the arms' distinct `scored` drafters, in their order; None where nobody wants scores.
-        clock: seconds of a round of each arm, which the games share.
-        overlaps: rewards are block divergences, made of the drafts' overlaps with the target.
-        ends: texts of one key follow each other, so the last tokens of a text are scored, too.
-        memory: what a policy that reads prompts knows of earlier ones; None for others.
-        taps: hidden states of the target that are kept where no arm reads any.
-        on_round: told every round when it is over.
+        arms: the choices, in the order of the policy's arms.
+        new_game: makes a fresh game for its first text.
+        scorer: scores the arms' distinct `scored` drafters, in their order (None if no scores are needed).
+        clock: seconds per round of each arm, which the games share.
+        overlaps: whether rewards are block divergences, made from the drafts' overlaps with the target.
+        ends: whether texts of one key follow each other, so that the last tokens of a text are scored, too.
+        memory: memory of earlier prompts, for a policy that reads prompts; otherwise None.
+        taps: hidden states of the target that are kept if no arm reads any.
+        on_round: called with every finished round.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Selector(Controller):
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
         self.drafter_of = [drafters.index(arm.scored) for arm in arms]
         self.taps = taps_of(arms) or taps
-        self.moves = ArmClock.of(len(arms))  # seconds in which an arm reads what it has missed
+        self.moves = ArmClock.of(len(arms))  # seconds in which an arm reads the tokens it has missed
         self.forget()
 
     def forget(self) -> None:
@@ -132,9 +132,9 @@ class Selector(Controller):
         self.tally = Tally()
         self.clock.forget()
         self.moves.forget()
-        self.games: OrderedDict[str, Game] = OrderedDict()  # by key, that of the last text last
+        self.games: OrderedDict[str, Game] = OrderedDict()  # by key; the game of the last text comes last
         self.plays: dict[Text, PlayedText] = {}
-        self._seed: int | None = None  # of the texts in memory
+        self._seed: int | None = None  # seed of the texts in memory
         if self.memory is not None:
             self.memory.forget()
         for arm in self.arms:
@@ -144,12 +144,11 @@ class Selector(Controller):
 
     @property
     def failures(self) -> int:
-        """Times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
+        """Number of times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
         return sum(arm.failures for arm in self.arms) + (sum(self.scorer.failures) if self.scorer is not None else 0)
 
     def begin(self, text: Text) -> None:
-        """Find the game of a text. ValueError where another text of its key is being decoded: a game hears of one at a
-        time."""
+        """Find the game of a text. Raises ValueError if another text of its key is being decoded."""
         label = text.request.label or Label(str(text.index))
         if label.key is None:
             game = self.new_game(label)
@@ -174,7 +173,7 @@ class Selector(Controller):
         return any(play.due or play.game.curious for play in plays)
 
     def _own(self, state: DecodeState) -> list[int]:
-        """The slots of its texts that are not finished."""
+        """The slots of this controller's unfinished texts."""
         return [b for b in state.live if state.rows[b] in self.plays]
 
     def choose(self, state: DecodeState) -> Proposer:
@@ -192,7 +191,7 @@ class Selector(Controller):
     def ready(self, state: DecodeState) -> None:
         self._live = self._own(state)
         self._lengths = [len(row.ids) for row in state.rows]
-        new: set[int] = set()  # arms that some text was switched to
+        new: set[int] = set()  # arms that a text was switched to
         for b in self._live:
             play = self.plays[state.rows[b]]
             arm = play.chosen[-1]
@@ -204,7 +203,7 @@ class Selector(Controller):
         for arm in sorted(new):
             self.tally.switch_s.append(self.arms[arm].catch_up(state))
             self.moves.took(arm, self.tally.switch_s[-1])
-        self._began = clock_of(state.device)()  # that they had been idle is not what a round of theirs costs
+        self._began = clock_of(state.device)()  # catching up does not count as time of the round
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
         seconds = self._seconds(state, processes.agree(clock_of(state.device)() - self._began))
@@ -249,12 +248,12 @@ class Selector(Controller):
         failed: bool = False,
         overlaps: AnyArray | None = None,
     ) -> Round:
-        """Tell the game of the text's oldest round that is not over; `seconds` by arm."""
+        """Report the text's oldest unfinished round to the game; `seconds` by arm."""
         arm = play.chosen.popleft()
         self.tally.pulls[arm] += 1
         outcome = Outcome(counts.committed, counts.accepted, counts.whole, failed, overlaps, seconds[arm])
         entry = play.game.played(arm, outcome)
-        play.due |= play.game.due() > 0  # its schedule counts the round that ends a text, too
+        play.due |= play.game.due() > 0  # asked also for the last round of a text: the schedule counts all
         return entry
 
     def unplayed(self, state: DecodeState) -> None:
@@ -263,18 +262,18 @@ class Selector(Controller):
 
     @staticmethod
     def _take_back(play: PlayedText) -> None:
-        """Strike out a text's last choice."""
+        """Undo a text's last choice."""
         play.chosen.pop()
         play.game.withdraw()
 
     def _withdraw(self, play: PlayedText) -> None:
-        """Strike out all rounds that are not over: the text is."""
+        """Undo all unfinished rounds of a text that is over."""
         while play.chosen:
             self._take_back(play)
 
     def _read(self, state: DecodeState, b: int, play: PlayedText, policy: ContextualUcb, memory: PromptMemory) -> None:
-        """Begin a text with what its prompt says, and tell what moving costs."""
-        if play.label.seed != self._seed:  # the same prompts once more
+        """Begin a text: compute its prompt's features, and tell the policy the belief and the costs of switching."""
+        if play.label.seed != self._seed:  # the same prompts come again
             memory.forget()
             self._seed = play.label.seed
         assert state.features is not None
@@ -286,7 +285,7 @@ class Selector(Controller):
             policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
 
     def _played(self, state: DecodeState, b: int) -> int:
-        """The arm of the last round that the host knows of."""
+        """The arm of the last round that the host knows about."""
         arm = self.plays[state.rows[b]].arm
         assert arm is not None
         return arm
@@ -297,8 +296,8 @@ class Selector(Controller):
         return made
 
     def _seconds(self, state: DecodeState, total: float) -> dict[int, float]:
-        """Seconds of a text's round, by arm: its draft, shared by the texts that it was made for, and a text's share of
-        the rest of `total`, which is the verification."""
+        """Seconds of a text's round, by arm: the seconds of its draft, shared by the texts it was made for, and a
+        text's share of the rest of `total`, which is the verification."""
         if len(self._live) == 1:
             return {self._played(state, self._live[0]): total}
         texts = Counter(self._played(state, b) for b in self._live)
@@ -307,7 +306,8 @@ class Selector(Controller):
         return {arm: drafts[arm] / count + rest for arm, count in texts.items()}
 
     def _score(self, state: DecodeState, slots: Sequence[int]) -> dict[int, int]:
-        """Score what the games in `slots` ask for, and what is left of texts that have ended: slot → tokens."""
+        """Score the tokens that the games in `slots` ask for, and the rest of finished texts. Returns the number of
+        scored tokens by slot."""
         wanted = [0] * state.batch
         for b in slots:
             row, play = state.rows[b], self.plays[state.rows[b]]
@@ -319,7 +319,7 @@ class Selector(Controller):
         scores = self.scorer.score(state, wanted)
         self.tally.score_s.append(time.perf_counter() - began)
         self.tally.scored += sum(wanted)
-        # No draft is deeper than the batch leaves it nodes, or the arm itself.
+        # A draft is no deeper than its number of nodes, which is limited by the batch's budget and by the arm.
         budget = self.arms[self._played(state, slots[0])].budget
         nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
         within = np.arange(self.scorer.depth) < nodes[:, None, None]
@@ -330,7 +330,7 @@ class Selector(Controller):
         return {b: wanted[b] for b in slots}
 
     def _close(self, play: PlayedText, entry: Round, counts: Counts, over: bool, scored: int = 0) -> None:
-        """A round is over, and perhaps its text."""
+        """Finish a round, and perhaps its text."""
         game, label, play.heard = play.game, play.label, None
         if over:
             self._withdraw(play)

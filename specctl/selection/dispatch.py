@@ -1,9 +1,9 @@
-"""Requests of clients, each sent to the server whose drafter is expected to be accepted furthest in its text.
+"""Dispatcher of client requests, each to the server with the drafter that should have the most tokens accepted.
 
-The arms are servers of one target that draft with different drafters. The reward is what a server's answer says of its
-own drafts, so nobody has to be asked twice; a text is a round, as it stays where it was begun. The default reads the
-prompt as `selection.policies.contextual` does, where hashed words stand in for the target's states, which no server
-hands out with its answers.
+The arms are servers of one target with different drafters. The reward is the server's own report on its drafts, so no
+request is sent twice. A text is a round, because it stays on the server where it was begun. The default policy reads
+the prompt as `selection.policies.contextual` does. Hashed words take the place of the target's hidden states, which no
+server returns with its answers.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from specctl.selection.policies.policy import Arms, Array
 from specctl.selection.prompt_memory import PromptMemory
 
 POLICIES = ("cgp-ucb", "metasd-ucb", "metasd-ducb", "metasd-swucb", "random", "fixed")
-"""Policies that can play with requests: the others learn from all arms at once, which no server tells, or count on
-hearing of a round before the next one begins."""
-FEATURES = 256  # that words are hashed to
-HEAD, TAIL = 1000, 3000  # characters of a prompt that are read, of its beginning and of its end
-# Of the distance of two prompts' words, in `PromptMemory`. Simulated with real prompts of two, three and seven domains,
-# and a server of each (mat 3.5, and 2.0 elsewhere), the best one has 97, 96 and 54 % of the texts 50 to 300; with 0.5
-# 93, 90 and 50 %.
+"""Policies that can route requests. The others learn from all arms at once, which no server reports, or need the
+feedback of a round before the next one begins."""
+FEATURES = 256  # number of buckets that words are hashed to
+HEAD, TAIL = 1000, 3000  # characters that are read from the beginning and the end of a prompt
+# Width for the distance of two prompts' words, in `PromptMemory`. Simulated with real prompts of two, three and seven
+# domains, and one server for each (mat 3.5, and 2.0 elsewhere), the best server gets 97, 96 and 54 % of the texts 50 to
+# 300; with 0.5 it gets 93, 90 and 50 %.
 WIDTH = 1.0
-# A server is passed over while it has more requests than so many times those of the least busy one, and so many more.
+# A server is passed over while it has more requests than `TIMES` times the number of the least busy server, plus
+# `MORE`.
 TIMES, MORE = 2, 8
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise UsageError where a policy cannot play with requests."""
+    """Raise UsageError if a policy cannot route requests."""
     registry.check([*names])
     for name in names:
         if name not in POLICIES:
@@ -51,10 +52,10 @@ def check(names: Sequence[str]) -> None:
 
 @dataclass(frozen=True)
 class Routed:
-    """A text that was written: by whom, in how many passes of the target, and what choosing took.
+    """A finished text: its server, its number of tokens and of target passes, and the time of the choice.
 
     Attributes:
-        accepted: drafted tokens among the `tokens`; None where the server does not say.
+        accepted: drafted tokens among the `tokens`, or None if the server does not report them.
     """
 
     url: str
@@ -66,7 +67,7 @@ class Routed:
 
 @dataclass(frozen=True)
 class PromptOrder(ServerOrder):
-    """A choice, with what it was made by."""
+    """A ranking of the servers, with the prompt's features and the time of the choice."""
 
     features: Array | None
     decide_us: float
@@ -78,7 +79,7 @@ class Dispatcher:
     def __init__(
         self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int, routed: Callable[[Routed], None]
     ):
-        """`routed` is told of every text. Raises UsageError as `check`."""
+        """`routed` is called with every text. Raises UsageError like `check`."""
         check([name])
         self.urls, self.routed = list(urls), routed
         arms = Arms(len(self.urls), 1, seed)
@@ -87,7 +88,7 @@ class Dispatcher:
         self._silent: set[str] = set()
 
     def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> PromptOrder:
-        """The servers by what is expected of them, those with too many requests last."""
+        """Rank the servers by their expected reward; servers with too many requests come last."""
         began = perf_counter_ns()
         features = None
         if self.memory is None:
@@ -106,7 +107,7 @@ class Dispatcher:
         return PromptOrder([url for url, _ in ranked], features, (perf_counter_ns() - began) / 1000)
 
     def answered(self, choice: ServerOrder, url: str, counts: TextCounts) -> None:
-        """Learn from a text. Where a server does not say what it accepted, it counts as if that were nothing."""
+        """Learn from a text. A server that does not report its accepted tokens counts as if it had accepted none."""
         assert isinstance(choice, PromptOrder)
         if counts.drafting is None and url not in self._silent:
             self._silent.add(url)
@@ -118,9 +119,9 @@ class Dispatcher:
         arm = self.urls.index(url)
         if self.memory is not None and choice.features is not None:
             others = [Shown(0, 0.0, 0.0)] * len(self.urls)
-            # Without the belief, which would blame a hard text for half of what its only server was worth.
+            # Without the belief: it would blame the difficulty of the text for half of the only server's result.
             self.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
-            self.memory.fit()  # the next request need not wait for it
+            self.memory.fit()  # fit now, so that the next request need not wait
         elif self.policy.learns == "reward":
             self.policy.reward(arm, 1 - shown.rounds / shown.total)
         accepted = None if counts.drafting is None else counts.drafting.accepted
@@ -128,10 +129,10 @@ class Dispatcher:
 
 
 def passes_of(counts: TextCounts) -> Shown:
-    """The target's passes over a text, with the tokens of each: one more than it accepted. Passes that had no draft,
-    as the one over the prompt, are in no counter of drafts, and are those that the tokens need besides."""
+    """Statistics of the target's passes over a text; a pass yields one token more than it accepts. Passes without a
+    draft, such as the prefill, are in no draft counter; they follow from the number of tokens."""
     drafting = counts.drafting or Drafting()
-    passes = max(counts.tokens - drafting.accepted, 1)  # of a last draft more may be accepted than there was room for
+    passes = max(counts.tokens - drafting.accepted, 1)  # the last draft may be accepted beyond the end of the text
     # Σ (1 + a)² over passes that accept a tokens each; Σ a² = Σ over places (2·place + 1)·(how often accepted there).
     squares = passes + 2 * drafting.accepted
     squares += sum((2 * place + 1) * count for place, count in enumerate(drafting.accepted_at))
@@ -148,7 +149,7 @@ def features_of(body: Mapping[str, Any]) -> Array:
 
 
 def words_of(body: Mapping[str, Any]) -> list[str]:
-    """The words of a request's prompt, wherever its interface has it: text, messages, or ids as they are."""
+    """The words of a request's prompt, in any of its forms: text, messages or token ids."""
     prompt = next((body[key] for key in ("messages", "prompt", "text", "input_ids") if body.get(key)), "")
     if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
         return [str(token) for token in [*prompt[: HEAD // 4], *prompt[HEAD // 4 :][-TAIL // 4 :]]]

@@ -1,4 +1,4 @@
-"""Drafters made of drafters: one that may fail, and all of them at once."""
+"""Drafters made of drafters: one that survives failures of its drafter, and one that drafts with all at once."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Tree = tuple[list[int], list[int]]  # tokens and parents
 
 @dataclass(frozen=True)
 class Made:
-    """A draft, and the seconds it took; empty if its drafter `failed`."""
+    """A draft and its seconds; the draft is empty if its drafter `failed`."""
 
     draft: DraftTree
     seconds: float
@@ -30,11 +30,19 @@ class Made:
 
 
 class Guarded:
-    """An arm's drafter: the name it has in messages, at most `nodes` of a draft, and a round of plain decoding where it
-    raises. `failures` counts those rounds; a wrong drafter costs speed, never the text. `made`: the last draft that the
-    host has asked it for; `budget`: nodes that rounds like the last one leave it. `scored`: the drafter that is scored
-    where the arm is idle; of a hybrid its head, where the text drafter is that of all arms. With `weighs_rows` it has
-    the nodes it asks for in a batch, too. `trained_on`: kinds of prompts, none where that is not known."""
+    """An arm's drafter. If it raises, the round is decoded plainly: a broken drafter costs speed, never the text.
+
+    Attributes:
+        name: of the arm, in messages.
+        nodes: most nodes of a draft (None = no limit by the arm).
+        scored: the drafter that is scored while the arm is idle. For a hybrid this is its head, if all arms share the
+            text drafter.
+        weighs_rows: whether the arm limits its rows itself, and so has the full budget of nodes in a batch, too.
+        trained_on: kinds of prompts, empty if not known.
+        failures: number of rounds that were decoded plainly because the drafter raised.
+        made: the last draft that the host has asked for.
+        budget: number of nodes available in rounds like the last one.
+    """
 
     def __init__(
         self,
@@ -56,11 +64,11 @@ class Guarded:
 
     @property
     def plain(self) -> bool:
-        """Whether it drafts nothing, ever."""
+        """Whether it never drafts anything."""
         return isinstance(self.drafter, NoDraft)
 
     def again(self, scored: Drafter | None = None) -> Guarded:
-        """The same arm, which counts failures of its own."""
+        """A copy of this arm with a separate count of failures."""
         return Guarded(self.name, self.drafter, self.nodes, scored, self.weighs_rows, self.trained_on)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
@@ -69,7 +77,7 @@ class Guarded:
         began = clock()
         try:
             draft = self.drafter.propose(state, self._within(budget))
-        except SpecctlError:  # says what the user can do: not an accident
+        except SpecctlError:  # it tells the user what to do: no accident
             raise
         except Exception as error:
             self._failed(state, error)
@@ -79,7 +87,7 @@ class Guarded:
         return draft
 
     def advance(self, state: DecodeState) -> None:
-        """Read what was committed, as any `Drafter` does. A failure shows again in `propose`, and is counted there."""
+        """Read the committed tokens, like any `Drafter`. A failure shows again in `propose`, and is counted there."""
         try:
             self.drafter.advance(state)
         except SpecctlError:
@@ -88,7 +96,7 @@ class Guarded:
             self.drafter.invalidate(state)
 
     def catch_up(self, state: DecodeState) -> float:
-        """Read what the drafter has missed of the texts: seconds."""
+        """Read the tokens that the drafter has missed; return the seconds this took."""
         clock = clock_of(state.device)
         began = clock()
         self.advance(state)
@@ -97,28 +105,28 @@ class Guarded:
 
     @property
     def kind(self) -> str:
-        """The kind of its rounds on a device: that of the drafter's."""
+        """Kind of its rounds on a device: the type of the drafter."""
         return type(self.drafter).__name__
 
     @property
     def even(self) -> bool:
-        """Whether the drafter can draft on a device, as a rule."""
+        """Whether the drafter can usually draft on a device."""
         return isinstance(self.drafter, OnDevice) and self.drafter.even
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
-        """The drafter's part of rounds on the device; one that fails there has the host's."""
+        """The drafter's part of rounds on the device, or None if its rounds run on the host."""
         self.budget = budget
         return self.drafter.on_device(state, self._within(budget)) if isinstance(self.drafter, OnDevice) else None
 
     def invalidate(self, state: DecodeState) -> None:
-        """Forget what the drafter keeps of the texts."""
+        """Clear the drafter's memory of the texts."""
         self.drafter.invalidate(state)
 
     def _within(self, budget: int) -> int:
         return budget if self.nodes is None else min(budget, self.nodes)
 
     def forget(self) -> None:
-        """Forget failures."""
+        """Reset the failure count."""
         self.failures = 0
 
     def _failed(self, state: DecodeState, error: Exception) -> None:
@@ -127,13 +135,13 @@ class Guarded:
                 f"drafter {self.name} failed, such rounds are decoded plainly: {type(error).__name__}: {error}"
             )
         self.failures += 1
-        self.drafter.invalidate(state)  # what it keeps may be half written
+        self.drafter.invalidate(state)  # its memory may be half written
 
 
 class Together:
     """All drafters draft and everything is verified (`draft-all`, MetaSD table 5): the union of their trees.
 
-    Of a union that is too large the deepest nodes are left out.
+    If the union is too large, its deepest nodes are left out.
     """
 
     def __init__(self, drafters: Sequence[Guarded]):
@@ -142,7 +150,7 @@ class Together:
 
     @property
     def failures(self) -> int:
-        """Drafts that were not made."""
+        """Number of failed drafts."""
         return sum(drafter.failures for drafter in self.drafters)
 
     def forget(self) -> None:
@@ -159,19 +167,19 @@ class Together:
 
 
 def taps_of(drafters: Iterable[Guarded | Drafter]) -> tuple[int, ...]:
-    """The target's hidden states that any of them reads."""
+    """The target's hidden states that any of the drafters reads."""
     return tuple(sorted({tap for drafter in drafters for tap in drafter.taps}))
 
 
 def prompt_states(arms: Iterable[Guarded], states: Tensor, kept: tuple[int, ...]) -> Tensor:
-    """The part of the states [P, F] of a prompt, which are those of the layers `kept`, that tells what arms were
-    trained on; all of it where no arm says."""
+    """The part of a prompt's states [P, F] that tells what arms were trained on; all of it if no arm says. `kept` are
+    the layers that the states come from."""
     taps = next((arm.trained_on.taps for arm in arms if arm.trained_on.taps), kept)
     return own_features(states, kept, taps)
 
 
 def union(trees: Sequence[Tree], nodes: int) -> Tree:
-    """The tree of all paths of `trees`, shallow nodes first, at most `nodes`; padding is left out."""
+    """Merge trees into the tree of all paths, shallow nodes first, without padding and with at most `nodes` nodes."""
     nodes_by_depth: list[tuple[int, int, int, int]] = []  # depth, tree, node, token
     for number, (tokens, parents) in enumerate(trees):
         depths, _ = topology(parents)

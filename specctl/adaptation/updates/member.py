@@ -1,4 +1,4 @@
-"""One learner with one rate: its weights, its inner loop over a chunk, and the online algorithm's step after it."""
+"""One learner with one rate: its weights, its inner loop over a chunk, and the step of the online algorithm."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specctl.training.checkpoint import prefixed
 
 Buffers = dict[str, Tensor]
 Direction = Callable[[Tensor, Buffers, LearnerRecipe], tuple[Tensor, Buffers]]
-"""(gradient, the optimizer's state, options) → (where a step of length η goes, its state afterwards)."""
+"""(gradient, optimizer state, options) → (direction of a step of length η, new optimizer state)."""
 
 
 def _sgd(g: Tensor, buffers: Buffers, options: LearnerRecipe) -> tuple[Tensor, Buffers]:
@@ -41,19 +41,19 @@ OPTIMIZERS: dict[str, tuple[Direction, tuple[str, ...]]] = {
     "momentum": (_momentum, ("v",)),
     "adam": (_adam, ("m", "v")),
 }
-"""Optimizers of the inner steps: direction, and names of the vectors that it keeps."""
+"""Optimizers of the inner steps: the direction, and the names of the vectors that each keeps."""
 
 
 class Descent:
-    """The inner loop of a member over one chunk, from x = w_t on; the member itself stays as it was.
+    """The inner loop of a member over one chunk, starting at x = w_t; the member itself does not change.
 
     Attributes:
-        x: [P] what is played: where the next gradient is taken.
-        w_hat, h, t: ŵ, the hint and the number of rounds, as the member's; a round is a step.
-        steps: optimizer steps so far.
-        sound: no loss or gradient was other than finite. Nothing happens after one that was.
+        x: [P] the weights that are played, at which the next gradient is taken.
+        w_hat, h, t: ŵ, the hint and the number of rounds, as in the member; a round is a step.
+        steps: number of optimizer steps.
+        sound: whether all losses and gradients were finite. The first that is not ends the descent.
         first: (Σ loss, Σ weight) of the first pass over the chunk, each batch before the step on it.
-        before: the same of the batches that came before any step: the first one, or a chunk that is one step.
+        before: the same sums over the batches before any step: the first one, or the whole chunk if it is one step.
     """
 
     def __init__(self, member: Member):
@@ -66,11 +66,11 @@ class Descent:
 
     @property
     def loss(self) -> float:
-        """Mean loss of the first pass; NaN where nothing had weight."""
+        """Mean loss of the first pass; NaN if no row had weight."""
         return float(self.first[0] / self.first[1])
 
     def add(self, total: Tensor, weight: Tensor, gradient: Tensor, *, first: bool) -> None:
-        """Take in Σ loss, Σ weight and gradient [P] of a batch at x, towards the next step."""
+        """Add Σ loss, Σ weight and the gradient [P] of a batch at x to the next step."""
         sums = torch.stack((total.double(), weight.double())).cpu()
         self._sums = self._sums + sums
         self._gradient = gradient if self._gradient is None else self._gradient + gradient
@@ -79,13 +79,12 @@ class Descent:
             self.before = self.before + sums if self.steps == 0 else self.before
 
     def at(self, place: Point) -> Tensor:
-        """[P] what would be played at a place between the member and here."""
+        """[P] the weights that would be played at a place between the member and here."""
         return self._member.play(*self._weights(place))
 
     def settle(self, place: Point) -> None:
-        """Stop at that place. Who stays has never left: its optimizer knows nothing of the way; nor of any other who is
-        at home again. Who goes a part of the way keeps the moments of all of it: its direction was right.
-        """
+        """Stop at that place. At `STAY` the member keeps its optimizer state, and at `HOME` the optimizer starts anew.
+        A member that goes part of the way keeps the moments of the whole way, because the direction was right."""
         self.w_hat, self.h = self._weights(place)
         self.x = self._member.play(self.w_hat, self.h)
         if place is HOME:
@@ -94,7 +93,7 @@ class Descent:
             self.t, self.buffers = self._member.t, self._member.buffers
 
     def _weights(self, place: Point) -> tuple[Tensor, Tensor | None]:
-        """ŵ and h there."""
+        """ŵ and h at that place."""
         member = self._member
         if place is HOME:
             return member.origin, None if member.h is None else torch.zeros_like(member.h)
@@ -106,29 +105,30 @@ class Descent:
         return torch.lerp(member.w_hat, self.w_hat, place), h
 
     def step(self) -> None:
-        """Step on the mean gradient of what was added; none where that has no weight."""
+        """Step on the mean gradient of the added batches; do nothing if they have no weight."""
         (total, weight), gradient = self._sums.tolist(), self._gradient
         self._sums, self._gradient = torch.zeros_like(self._sums), None
         if gradient is None or weight == 0:
             return
-        gradient.div_(weight)  # what `add` took in is this object's own
+        gradient.div_(weight)  # in place: this object owns the gradient
         norm = float(torch.linalg.vector_norm(gradient))
         member = self._member
         gradient = formulas.clipped(gradient, norm, member.options.clip or 0.0)
         direction, buffers = member.direction(gradient, self.buffers, member.options)
         w_hat, h, t = member.after(self.w_hat, self.h, self.t, direction)
         x = member.play(w_hat, h)
-        self.sound = math.isfinite(total + norm + float(x.sum()))  # a sum hides no NaN, and is one pass
+        self.sound = math.isfinite(total + norm + float(x.sum()))  # a sum shows every NaN, in one pass
         if self.sound:
             self.w_hat, self.h, self.t, self.x, self.buffers = w_hat, h, t, x, buffers
             self.steps += 1
 
 
 class Member:
-    """w_t = Π[ŵ_t − η h_t], ŵ_{t+1} = Π[ŵ_t − η g_t(w_t)], where a round t is a step of the inner loop.
+    """w_t = Π[ŵ_t − η h_t], ŵ_{t+1} = Π[ŵ_t − η g_t(w_t)], with a round t for each step of the inner loop.
 
-    (With a whole chunk's displacement as g_t, w_t would lie a whole chunk beyond ŵ_t: ten steps of Adam ahead, which
-    was worse than not learning.) With the hint `none`, h = 0 and this is OGD. All state persists from chunk to chunk.
+    (If g_t were the displacement by a whole chunk, w_t would lie a whole chunk beyond ŵ_t: ten steps of Adam ahead,
+    which was worse than not learning.) With the hint `none`, h = 0 and this is OGD. All state persists from chunk to
+    chunk.
     """
 
     def __init__(self, start: Tensor, options: LearnerRecipe, eta: float, optimizer: str, hint: formulas.Hint):
@@ -150,7 +150,7 @@ class Member:
         return self.play(self.w_hat, self.h)
 
     def play(self, w_hat: Tensor, h: Tensor | None) -> Tensor:
-        """w_t of ŵ_t and h_t."""
+        """w_t from ŵ_t and h_t."""
         return w_hat if h is None else self._project(formulas.optimistic_play(w_hat, h, self.eta))
 
     def after(self, w_hat: Tensor, h: Tensor | None, t: int, g: Tensor) -> tuple[Tensor, Tensor | None, int]:
@@ -159,11 +159,11 @@ class Member:
         return next_w_hat, None if h is None else formulas.next_hint(self._hint, h, g, t + 1), t + 1
 
     def end(self, descent: Descent) -> None:
-        """Take over what the inner loop found."""
+        """Take over the result of the inner loop."""
         self.w_hat, self.h, self.t, self.buffers = descent.w_hat, descent.h, descent.t, descent.buffers
 
     def state(self) -> dict[str, Tensor]:
-        """All that it learnt. The tensors are never changed afterwards."""
+        """Everything learnt. The tensors are never changed afterwards."""
         tensors = {"w_hat": self.w_hat, "t": torch.tensor(self.t), "eta": torch.tensor(self.eta, dtype=torch.float64)}
         if self.h is not None:
             tensors["h"] = self.h
@@ -172,7 +172,7 @@ class Member:
         return tensors | prefixed("optimizer.", self.buffers)
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a `state()`, whichever device its tensors are on."""
+        """Restore a `state()`, from tensors on any device."""
         here = {name: value.to(self.w_hat.device) for name, value in state.items() if value.ndim}
         self.w_hat, self.t, self.eta = here["w_hat"], int(state["t"]), float(state["eta"])
         self.h, self.origin = here.get("h"), here.get("origin", self.origin)
@@ -186,9 +186,9 @@ class Member:
 def inner_loop(
     objective: Objective, descents: Sequence[Descent], chunk: Iterable[Any], options: LearnerRecipe, draw: int
 ) -> int:
-    """All epochs over a chunk, every batch by all members at once.
+    """Run all epochs over a chunk; all members learn from each batch at once.
 
-    `draw` numbers the dropout masks of the first batch, which the members share; returns that of the next chunk.
+    `draw` numbers the dropout masks of the first batch, which the members share. Returns the number for the next chunk.
     """
     for epoch in range(options.epochs or 1):
         for batch in map(objective.prepare, chunk):

@@ -1,4 +1,4 @@
-"""Lengths that scores promise, corrected by the lengths of the rounds that an arm has played."""
+"""Correction of the lengths that scores promise, by the lengths of the rounds that an arm has played."""
 
 from __future__ import annotations
 
@@ -8,43 +8,43 @@ import numpy as np
 
 from specctl.selection.policies.policy import AnyArray, Array
 
-# Standard errors by which a ratio must differ from what it is drawn to before it counts, and then only by the rest: an
-# arm that was unlucky in its first rounds is not played again, so that nothing would correct a ratio that is too low.
+# Standard errors that are subtracted from the distance of a ratio to its centre; only the rest counts. An arm that was
+# unlucky in its first rounds is not played again, so nothing would correct a ratio that is too low.
 DOUBT = 1.0
 
 
 class Realised:
-    """Ratios of the draft tokens that were accepted to those that scores promised, at the same positions.
+    """Ratios of accepted draft tokens to the number that scores promised, at the same positions.
 
     Scores of depth 1 promise too much for an arm that gets worse with depth, or ends its drafts early. An arm that has
-    hardly played is corrected as the arms that have.
+    hardly played is corrected like all arms together.
     """
 
     def __init__(self, count: int):
-        self._rounds = np.zeros((count, 6))  # of each arm: their number; Σ a, Σ p, Σ a², Σ ap, Σ p²
+        self._rounds = np.zeros((count, 6))  # by arm: number of rounds; Σ a, Σ p, Σ a², Σ ap, Σ p²
 
     def seen(self, arm: int, accepted: int, promised: float) -> None:
-        """Take in a round."""
+        """Record a round."""
         a, p = accepted, promised
         self._rounds[arm] += (1, a, p, a * a, a * p, p * p)
 
     def ratios(self) -> Array:
-        """[N] accepted ÷ promised: that of each arm as far as it surely differs from that of all, which is 1 as far as
-        it does not surely differ from that."""
+        """[N] accepted ÷ promised. The ratio of each arm is drawn towards the ratio of all arms, and that one towards
+        1, as far as the difference is uncertain."""
         pool = towards(1.0, self._rounds.sum(axis=0).tolist())
         return np.array([towards(pool, sums) for sums in self._rounds.tolist()])
 
     def corrected(self, losses: Array, reach: AnyArray, horizon: int) -> Array:
-        """[M, N] losses 1 − AL/(K + 1), K the `horizon`, with promises times ratios, at most `reach` [N] tokens."""
+        """[M, N] losses 1 − AL/(K + 1), K the `horizon`, with promised tokens times ratios, at most `reach` [N]."""
         promised = (1 - losses) * (horizon + 1) - 1
         return 1 - (1 + np.minimum(promised * self.ratios(), reach)) / (horizon + 1)
 
 
 def towards(center: float, sums: list[float]) -> float:
-    """The ratio Σ a/Σ p, moved towards `center` by `DOUBT` standard errors; the center where these reach that far.
+    """The ratio Σ a/Σ p, moved towards `center` by `DOUBT` standard errors, but not past it.
 
-    The standard error is that of a ratio estimator (Cochran 1977, Sampling Techniques, Eq. 6.13), with one more round
-    that is off by as much as it commits: a few rounds that are alike do not make certain.
+    The standard error is the one for a ratio estimator (Cochran 1977, Sampling Techniques, Eq. 6.13), with one more
+    round that is off by as much as it commits: a few rounds that are alike give no certainty.
     """
     n, a, p, aa, ap, pp = sums
     if n < 2 or p <= 0:

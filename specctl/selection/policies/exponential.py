@@ -1,4 +1,4 @@
-"""Bandits with exponential weights: they draw their arm, and weigh what it earned by how likely it was.
+"""Bandits with exponential weights: they draw their arm, and divide its reward by the probability of the draw.
 
 Symbols: I the arm played, p [N] the probabilities it was drawn from, Y tokens committed, K the depth, t rounds.
 """
@@ -16,7 +16,7 @@ from specctl.selection.policies.policy import Arms, Learns, Numbers, Scale, Weig
 
 
 def importance_weighted(arm: int, value: float, p: Sequence[float]) -> Numbers:
-    """[N] value/p_I at the arm I played and 0 elsewhere: its mean over I ~ p is what every arm would have shown."""
+    """[N] value/p_I at the arm I played and 0 elsewhere: its mean over I ~ p is the value of every arm."""
     estimate = [0.0] * len(p)
     estimate[arm] = value / p[arm]
     return estimate

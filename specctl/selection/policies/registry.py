@@ -1,4 +1,4 @@
-"""The policies by name."""
+"""Registry of the policies, by name."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _POLICIES: dict[str, Any] = {
     "hedge": Hedge,
     "normalhedge": NormalHedge,
     "adanormalhedge": AdaNormalHedge,
-    "hedgespec": NormalHedge,  # what makes it HedgeSpec are the rules of its game
+    "hedgespec": NormalHedge,  # the rules of its game make it HedgeSpec
 }
 NAMES = tuple(_POLICIES)
-ROUTER = "router"  # plays what a classifier of prompts says: made of more than numbers, so not by `build`
+ROUTER = "router"  # plays the choice of a prompt classifier: made of more than numbers, so not by `build`
 
 
 def check(names: list[str]) -> None:
-    """Raises UsageError where there is no policy of a name, or one is named twice."""
+    """Raise UsageError if there is no policy of a name, or if one is named twice."""
     known = (*NAMES, ROUTER)
     for name in names:
         if name not in known:
@@ -48,7 +48,7 @@ def check(names: list[str]) -> None:
 
 
 def learns(name: str) -> Learns:
-    """The kind of feedback that a policy of this name learns from. Raises UsageError as `check`."""
+    """The kind of feedback that a policy of this name learns from. Raises UsageError like `check`."""
     check([name])
     return "nothing" if name == ROUTER else _POLICIES[name].learns
 
@@ -59,10 +59,10 @@ def contextual(name: str) -> bool:
 
 
 def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:
-    """A fresh policy.
+    """Build a fresh policy.
 
     Raises:
-        UsageError: there is none of that name, or it cannot play these arms.
+        UsageError: no policy has that name, or it cannot play these arms.
     """
     check([name])
     if name == ROUTER:

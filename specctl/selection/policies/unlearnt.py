@@ -1,4 +1,4 @@
-"""Policies that learn nothing: one drafter for ever, and a uniform draw."""
+"""Policies that learn nothing: a fixed arm, and a uniform draw."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FixedArm(Weighted):
 
 
 class Random(Weighted):
-    """`random`: every arm alike, drawn anew each round."""
+    """`random`: all arms with equal probability, drawn anew each round."""
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="sample")

@@ -1,4 +1,4 @@
-"""Arms that draft less: the same drafters, their drafts cut to some lengths."""
+"""Arms that draft less: the same drafters with drafts cut to given lengths."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from specctl.selection.recorded.trace import Table, Trace, of_arms
 
 
 def shortened(table: Table, lengths: Sequence[int]) -> Table:
-    """The table of all arms at all draft lengths, `name:length`; length 0 is one arm for all, plain decoding. K is that
-    of the longest draft that is left.
+    """The table of all arms at all draft lengths, `name:length`; length 0 is one arm for all, plain decoding. K is the
+    longest draft that is left.
 
-    Exact where a draft of at most d tokens is the beginning of a longer one: chains (lookup, `lm`, EAGLE with one child
-    a node), and trees of which nothing is pruned. A tree of limited size spends the nodes it has no depth for on more
-    candidates: it holds all nodes of the longer one up to depth d, and others, so that `accepted` is a lower bound.
-    `hit` of candidates that were pruned is counted in both.
+    Exact if a draft of at most d tokens is the beginning of a longer one: for chains (lookup, `lm`, EAGLE with one
+    child per node), and for trees that are not pruned. A shorter tree of limited size has more candidates per depth. It
+    holds all nodes of the longer tree up to depth d, and others, so that `accepted` is a lower bound. `hit` counts
+    pruned candidates in both trees.
 
-    Costs are estimates: of a draft in proportion to its mean depth, of a step between that of one row and of all.
+    Costs are estimates: the seconds of a draft are proportional to its mean depth, and a step lies between the step of
+    one row and the step of all rows.
 
-    Raises UsageError where a length is negative or beyond the table's depth.
+    Raises UsageError if a length is negative or beyond the table's depth.
     """
     wrong = [length for length in lengths if not 0 <= length <= table.depth]
     if wrong:
@@ -49,7 +50,7 @@ def shortened(table: Table, lengths: Sequence[int]) -> Table:
 
 
 def with_plain(table: Table) -> Table:
-    """The table with plain decoding before its other arms."""
+    """The table with plain decoding as its first arm."""
     overheads = table.overheads and Overheads(*map(_after_nothing, astuple(table.overheads)))
     return replace(
         table,
@@ -64,7 +65,7 @@ def with_plain(table: Table) -> Table:
 
 
 def _share(table: Table, arm: int, length: int) -> float:
-    """Share of an arm's draft tokens, counted by depth, that is left of drafts cut to `length`."""
+    """Share of an arm's draft tokens, counted by depth, that is left if drafts are cut to `length`."""
     drafted = [trace.drafted[arm].clip(min=0) for trace in table.traces]
     whole = sum(int(depths.sum()) for depths in drafted)
     return sum(int(depths.clip(max=length).sum()) for depths in drafted) / max(whole, 1)
@@ -89,12 +90,12 @@ def _cut(trace: Trace, pairs: Sequence[tuple[int, int]]) -> Trace:
 
 
 def _with_plain(trace: Trace) -> Trace:
-    """An arm before the others that drafts nothing."""
+    """The trace with a first arm that drafts nothing."""
     parts = ("accepted", "drafted", "gamma", "overlap", "hit")
     arrays: dict[str, Any] = {name: _after_nothing(getattr(trace, name)) for name in parts}
     return replace(trace, **arrays)
 
 
 def _after_nothing(array: NDArray[Any]) -> NDArray[Any]:
-    """The array behind a first row of zeros."""
+    """The array with a row of zeros before the others."""
     return np.concatenate((np.zeros_like(array, shape=(1, *array.shape[1:])), array))

@@ -1,9 +1,9 @@
-"""A table while it is being recorded: pieces beside its file, joined at the end.
+"""A table during its recording: pieces in a directory next to its file, joined at the end.
 
 table.parquet                   written last, whole
-table.parquet.pieces/           gone once it is
+table.parquet.pieces/           removed once the table is written
     0000000.parquet             the queries from that place in the stream on
-    writer.lock                 there is a writer
+    writer.lock                 held by the writer
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from specctl.runs import make_dir, sweep
 from specctl.selection.recorded.table_file import Header, Recorded, differences, read, table_of, write
 from specctl.selection.recorded.trace import Table
 
-KEEP_EVERY_S = 60.0  # a recording that is killed without a signal loses no more than that
+KEEP_EVERY_S = 60.0  # a recording that is killed without a signal loses no more than this
 
 
 class Recording:
-    """The rows of a table, kept in `path` where one is given. A context manager: however it is left, nothing is lost.
+    """The rows of a table, kept in `path` if one is given. A context manager that keeps all rows, however it is left.
 
     Attributes:
-        rows: of the whole stream, those of earlier runs first.
+        rows: of the whole stream, starting with the rows of earlier runs.
     """
 
     def __init__(self, path: Path | None, header: Header, *, resume: bool = False, overwrite: bool = False):
@@ -41,8 +41,8 @@ class Recording:
         self._lock: Lock | None = None
 
     def __enter__(self) -> Self:
-        """Raises UsageError where there is something at `path` that is to be kept, that was recorded otherwise,
-        or that another process is writing; CheckpointError where a piece cannot be read."""
+        """Raises UsageError if `path` has something that must be kept, that was recorded with other settings, or that
+        another process is writing; CheckpointError if a piece cannot be read."""
         if self.path is not None:
             check_free(self.path, resume=self.resume, overwrite=self.overwrite)
             make_dir(pieces(self.path))
@@ -64,7 +64,7 @@ class Recording:
 
     @property
     def next(self) -> int:
-        """The place in the stream from which on nothing is recorded."""
+        """The first place in the stream that is not recorded."""
         return self.rows[-1].place + 1 if self.rows else 0
 
     def add(self, row: Recorded) -> None:
@@ -74,7 +74,7 @@ class Recording:
             self._keep()
 
     def finish(self, costs: Mapping[str, list[Any]]) -> Table:
-        """Write the table, if there is a place for it."""
+        """Make the table, and write it if there is a path."""
         header = replace(self.header, costs=dict(costs))
         if self.path is not None:
             write(self.path, header, self.rows)
@@ -83,7 +83,7 @@ class Recording:
         return table_of(header, self.rows)
 
     def _begin(self, directory: Path) -> None:
-        """Take up the pieces of earlier runs, or remove them."""
+        """Load the pieces of earlier runs, or remove them."""
         sweep(directory)
         for piece in sorted(directory.glob("*.parquet")):
             if not self.resume:
@@ -112,7 +112,7 @@ def pieces(path: Path) -> Path:
 
 
 def check_free(path: Path, *, resume: bool, overwrite: bool) -> None:
-    """Raises UsageError where a recording to `path` would destroy one."""
+    """Raise UsageError if a recording to `path` would destroy another one."""
     if resume or overwrite:
         return
     if path.exists():

@@ -1,4 +1,4 @@
-"""Timing what idle drafters cost: how long they take to read up, and to score, in texts that are decoded plainly."""
+"""Timing of idle drafters: the seconds of catching up and of scoring, measured in texts that are decoded plainly."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from specctl.selection.guarded import Guarded, taps_of
 from specctl.selection.recorded.overheads import Overheads
 
 SPANS = (4, 24)  # tokens between two scorings, in turn
-ENOUGH = 5  # samples of the longer span; fewer where the texts are over before
+ENOUGH = 5  # samples of the longer span; fewer if the texts are over before
 Sample = tuple[int, float]  # tokens, seconds
 
 
 class Probe(Controller):
-    """A controller that drafts nothing, lets every arm read up and score now and then, and looks at the clock."""
+    """Controller that drafts nothing, and times how long every arm takes to catch up and to score, now and then."""
 
     def __init__(self, target: Target, arms: Sequence[Guarded], reach: Sequence[int]):
         self.arms = arms
@@ -75,7 +75,7 @@ def overheads(
     prompts: Iterable[tuple[list[int], int, int]],
     sampling: Sampling,
 ) -> Overheads | None:
-    """Timed on as many prompts (ids, room for new tokens, seed) as it takes; None where the texts are too short."""
+    """Time idle drafters on as many prompts (ids, room for new tokens, seed) as needed, or None for too short texts."""
     probe = Probe(target, arms, reach)
     taps = taps_of(probe.arms)
     for ids, room, seed in prompts:

@@ -1,7 +1,6 @@
-"""Tables as parquet files: one query a row, its arrays flattened; names, costs and origin in the file's metadata.
+"""Tables as parquet files: one query per row, its arrays flattened; names, costs and origin in the file's metadata.
 
-Everything a reader uses is under one digest, so that a file that was cut short, altered or made by something else is
-told from a table, wherever the damage is.
+Everything a reader uses is under one digest. It detects a file that was cut short, altered or made by another program.
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ from specctl.selection.recorded.trace import INNER, Table, Trace
 
 VERSION = 5
 READABLE = (1, 2, 3, 4, 5)
-"""1 has no sessions; 1 and 2 know overlaps along the text only, and neither leaves, prompts nor what scoring takes; 3
-has no features of prompts either; before 5 none says what arms were trained on."""
+"""Versions that can be read. 1 has no sessions. 1 and 2 have overlaps along the text only, and lack leaves, prompts and
+the costs of scoring. Versions from 4 on have features of prompts; version 5 also has the kinds of prompts that arms
+were trained on."""
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -63,9 +63,9 @@ class Header:
 
     Attributes:
         arms, depth: as in `Table`.
-        stamp: what the table was made of: target, drafters, sampling, stream, …
-        costs: of a whole table `draft_s`, `step_s`, `reach` and, where they were timed, the `read` and `score` of
-            `Overheads`; a piece of one has none.
+        stamp: origin of the table: target, drafters, sampling, stream, …
+        costs: of a whole table: `draft_s`, `step_s`, `reach` and, if they were timed, the `read` and `score` of
+            `Overheads`. A piece has none.
         version: of the file.
         trained_on: `Kinds.pairs` of each arm.
     """
@@ -80,7 +80,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace at its place in the stream, and what each arm's drafts took for it, all positions together.
+    """A trace at its place in the stream, and the cost of each arm's drafts for it, all positions together.
 
     Attributes:
         seconds: [N] of proposing.
@@ -97,7 +97,7 @@ class Recorded:
 
 
 def write(path: Path, header: Header, rows: list[Recorded]) -> None:
-    """Write a table, or a piece of one, whole or not at all."""
+    """Write a table, or a piece of a table, whole or not at all."""
     plain = {
         "place": [row.place for row in rows],
         "query": [row.trace.query for row in rows],
@@ -117,7 +117,7 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
 
 
 def read(path: Path) -> tuple[Header, list[Recorded]]:
-    """The inverse of `write`. Raises CheckpointError where the file is none of its own, or damaged."""
+    """Read a file that `write` has written. Raises CheckpointError if it is another kind of file, or damaged."""
     if not path.is_file():
         raise CheckpointError(f"there is no table {path}", hint="specctl select --record writes one")
     try:
@@ -145,7 +145,7 @@ def read(path: Path) -> tuple[Header, list[Recorded]]:
 
 
 def _of_old(row: Recorded) -> Recorded:
-    """A row of before version 3, without what it says otherwise."""
+    """Drop the fields of a row that had another meaning before version 3."""
     trace = row.trace
     return replace(row, trace=replace(trace, overlap=trace.overlap[..., :0], hit=trace.hit * np.uint8(INNER)))
 
@@ -191,7 +191,7 @@ def _digest(text: str, rows: list[Recorded]) -> str:
 
 
 def table_of(header: Header, rows: list[Recorded]) -> Table:
-    """A whole file's table."""
+    """The table of a whole file, from its header and rows."""
     costs = {name: np.array(values) for name, values in header.costs.items()}
     overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
     return Table(
@@ -208,9 +208,9 @@ def table_of(header: Header, rows: list[Recorded]) -> Table:
 
 
 def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
-    """The table in a file; `stamp`: what it has to have been made of, such as a pool's `drafters`, its `arms`, or both.
+    """Read the table in a file. `stamp`: its required origin, such as a pool's `drafters`, its `arms`, or both.
 
-    Raises CheckpointError where it cannot be read or was made of something else.
+    Raises CheckpointError if it cannot be read or has another origin.
     """
     header, rows = read(path)
     if not header.costs:
