@@ -78,8 +78,8 @@ class Domain:
                 misses += 1
                 if misses == GIVE_UP:
                     raise PromptsExhausted(
-                        f"domain {self.name} has about {len(seen)} distinct {split} prompts; {n} were asked for",
-                        hint="lower the limit, or bring your own with --prompts",
+                        f"domain {self.name} has about {len(seen)} distinct {split} prompts, but {n} were requested",
+                        hint="lower the limit, or give your own prompts with --prompts",
                     )
                 continue
             misses = 0

@@ -77,7 +77,7 @@ def read(path: Path) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, .
         if line.startswith("[") and line.endswith("]"):
             section = line[1:-1]
             if section in sections:
-                raise ValueError(f"{where}: section [{section}] is there twice")
+                raise ValueError(f"{where}: section [{section}] occurs twice")
             sections[section] = []
         elif not section:
             raise ValueError(f"{where}: a phrase before the first [section]")
@@ -86,7 +86,7 @@ def read(path: Path) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, .
     rules = _rules(sections.pop("rules", []))
     phrases = {name: tuple(line for _, line in lines) for name, lines in sections.items()}
     if empty := [name for name, texts in (phrases | rules).items() if not texts]:
-        raise ValueError(f"{path.name}: nothing stands under {', '.join(empty)}")
+        raise ValueError(f"{path.name}: no phrases under {', '.join(empty)}")
     return phrases, rules
 
 
@@ -97,11 +97,11 @@ def _rules(lines: list[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
         if not line.startswith("|"):
             name, colon, line = (part.strip() for part in line.partition(":"))
             if not colon:
-                raise ValueError(f"{where}: neither `name: alternative | …` nor a line that goes on with `|`")
+                raise ValueError(f"{where}: expected `name: alternative | …`, or a line that continues a rule with `|`")
             if name in rules:
-                raise ValueError(f"{where}: rule {name!r} is there twice")
+                raise ValueError(f"{where}: rule {name!r} is defined twice")
             rules[name] = ()
         elif not name:
-            raise ValueError(f"{where}: goes on with `|`, but there is no rule above")
+            raise ValueError(f"{where}: continues a rule with `|`, but there is no rule above")
         rules[name] += tuple(" ".join(text.split()) for text in line.split("|") if text.strip())
     return rules

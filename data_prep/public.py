@@ -21,7 +21,7 @@ def load_public(domain: Domain, split: str = "train", limit: int | None = None) 
         raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
     public = domain.public
     where = {key: value for key, value in (("revision", public.revision), ("data_dir", public.data_dir)) if value}
-    hint = "it needs a network once; source=generator works without one"
+    hint = "the data set needs network access the first time; source=generator does not"
     rows = load_rows(public.id, public.config, public.split[split], hint=hint, **where)
     prompts = (prompt for row in rows if (prompt := to_prompt(domain.public, row)))
     return islice(prompts, limit)

@@ -31,7 +31,7 @@ class Stdout(io.TextIOWrapper):
     def _lost(self, error: OSError) -> SpecctlError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
         if isinstance(error, BrokenPipeError):
-            return ReaderGone("the reader of stdout is gone")
+            return ReaderGone("the reader of stdout has closed the pipe")
         return SpecctlError(f"cannot write to stdout: {error.strerror}")
 
 
@@ -58,11 +58,11 @@ class Stderr(io.TextIOWrapper):
 def main() -> None:
     """Run the command line and exit with its code."""
     _open_standard_streams()
-    interrupts.expect()
+    interrupts.exit_on_signal()
     try:
         from specctl.cli.main import run
     except BaseException as error:
-        told = interrupts.source_of(error)
+        told = interrupts.signal_error(error)
         if told is error:
             raise
         print(f"error: {told}", file=sys.stderr)

@@ -31,7 +31,7 @@ from specctl.recipe import (
 )
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
-from specctl.runs import Run, naming
+from specctl.runs import Run, path_in_errors
 from specctl.subcommands import SUBCOMMANDS
 
 if TYPE_CHECKING:
@@ -81,13 +81,13 @@ def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -
     If the recipe names servers, route requests among them instead, until a signal arrives.
     """
     from specctl.commands.select import with_domains_of_pool
-    from specctl.selection.arms import members
+    from specctl.selection.arms import pool_paths
 
     resolved = _recipe("select", recipe, overrides)
     assert isinstance(resolved, SelectRecipe)
     if resolved.server.urls:
         return execute("select", resolved)[0]
-    return execute("select", with_domains_of_pool(resolved, members(resolved)))[0]
+    return execute("select", with_domains_of_pool(resolved, pool_paths(resolved)))[0]
 
 
 def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult | ReasoningResult:
@@ -127,7 +127,7 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     """
     # Training synchronises its processes itself.
     if recipe.target.tensor_parallel > 1 and not isinstance(recipe, TrainRecipe):
-        return _execute_as_one(command, recipe)
+        return _execute_sliced(command, recipe)
     return _execute(command, recipe)
 
 
@@ -137,14 +137,14 @@ def _execute(command: str, recipe: CommandRecipe, place: Path | None = None) -> 
     # For these recipes output_dir is the product (data, a drafter); for the others it is the run directory.
     run = Run.create(command, recipe, place or (None if isinstance(recipe, makers) else recipe.output_dir))
     place = getattr(recipe, "output", run.dir)
-    with naming(place), threads.chosen(recipe.resources.threads), run.held():
+    with path_in_errors(place), threads.command_threads(recipe.resources.threads), run.held():
         result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
         document = run.result(dataclasses.asdict(result))
         artefacts.write(document, run.dir)
     return result, document
 
 
-def _execute_as_one(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
+def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
     """Run a recipe in every process that holds a slice of the target.
 
     Rank 0 writes the results. The other ranks work in temporary copies of its directories, so they read the same files
@@ -153,10 +153,10 @@ def _execute_as_one(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
     from specctl.decoding.models.loading import pick_device
 
     count = recipe.target.tensor_parallel
-    processes.join(count, pick_device(recipe.target.device))
+    processes.join_group(count, pick_device(recipe.target.device))
     told = recipe.model_dump(mode="json")
-    if not processes.follows():
-        processes.same("their recipes", told)  # also a barrier: the other ranks have made their copies
+    if not processes.is_follower():
+        processes.check_same("their recipes", told)  # also a barrier: the other ranks have made their copies
         return _execute(command, recipe)
     with tempfile.TemporaryDirectory() as scratch:
         run, copy = Path(scratch) / "run", Path(scratch) / "copy"
@@ -165,7 +165,7 @@ def _execute_as_one(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
         if original is not None and original.is_dir():
             shutil.copytree(original, copy)
         copy.mkdir(exist_ok=True)
-        processes.same("their recipes", told)
+        processes.check_same("their recipes", told)
         here = recipe.model_copy(update={"output_dir": copy})
         return _execute(command, here, run if isinstance(recipe, WriterRecipe) else copy)
 
@@ -175,7 +175,7 @@ def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: 
         if not isinstance(recipe, (RECIPES[command], model_for(command, dict(recipe)))):
             raise TypeError(f"{command} takes a {RECIPES[command].__name__}, not a {type(recipe).__name__}")
         if overrides:
-            raise TypeError("overrides go with a recipe file or name; a recipe object is used as it is")
+            raise TypeError("overrides need a recipe file or name; a recipe object is used unchanged")
         return recipe
     settings = [Setting(tuple(name.split("__")), value, f"argument {name}") for name, value in overrides.items()]
     return resolve(command, recipe, flags=settings)

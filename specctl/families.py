@@ -12,7 +12,7 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Learning:
+class OnlineDefaults:
     """Default settings of a family's online learning.
 
     Epochs, clipping and dropout come from OnlineSpec; medusa uses hydra's, and lm uses common settings of fine-tuning.
@@ -38,43 +38,43 @@ class Family:
 
     Attributes:
         module: path of the family's `drafters.pool.FamilyModule`, imported when a drafter is loaded.
-        trainee: path of the class that trains its drafters, a `training.trainees.Trainee`, or None if a drafter is
-            built from data without gradient steps.
+        trainable: path of the class that trains its drafters, a `training.trainable.TrainableDrafter`, or None if a
+            drafter is built from data without gradient steps.
         epochs: default number of passes over the training data.
         rates: default peak learning rate by optimizer, at hidden size 4,096; narrower heads take larger steps. The
             rates of AdamW are from the papers, the rates of Muon were measured at hidden size 256.
         cpu_tokens: number of response tokens after which training on a CPU ends, for any size of the data, or None
             to train for `epochs`.
-        unrolls: whether training runs several draft steps one after the other (training-time test).
+        unrolls_steps: whether training runs several draft steps one after the other (training-time test).
         steps, decay: defaults of the recipe keys `ttt_steps` and `ttt_decay`.
-        paces: whether `ttt_weights` may weight draft depths by how often a draft reaches them.
-        requires: path of a function of a `TargetRecipe` that raises if the target lacks the parts from which the
+        supports_d_pace: whether `ttt_weights` may weight draft depths by how often a draft reaches them.
+        check_target: path of a function of a `TargetRecipe` that raises if the target lacks the parts from which the
             family is built, or None if the family fits any target. It checks only files on this machine.
-        strides: whether draft steps beyond the first may skip positions, because they have no separate weights.
+        supports_stride: whether draft steps beyond the first may skip positions, because they have no separate weights.
         objective: the loss that the recipe's `auto` stands for.
         is_lm: whether a drafter is a complete language model. It then also learns from any text, and writes whole
             reasoning steps.
-        adaptable: projections of the module that a LoRA adapter may update.
+        lora_modules: projections of the module that a LoRA adapter may update.
         options: keys of the recipe section `drafter` that only some families have.
         learning: defaults for online learning, or None if the family does not learn along a stream.
     """
 
     module: str
-    trainee: str | None = "specctl.training.trainees:FeatureTrainee"
+    trainable: str | None = "specctl.training.trainable:TrainableHead"
     epochs: int = 5
     rates: Mapping[str, float] = field(default_factory=dict)
     cpu_tokens: int | None = 700_000  # enough for heads of the built-in target: 6 minutes on 2 cores
-    unrolls: bool = False
+    unrolls_steps: bool = False
     steps: int = 6
     decay: float = 0.8
-    paces: bool = False
-    requires: str | None = None
-    strides: bool = True
+    supports_d_pace: bool = False
+    check_target: str | None = None
+    supports_stride: bool = True
     objective: str = "soft_ce"
     is_lm: bool = False
-    adaptable: tuple[str, ...] = ()
+    lora_modules: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
-    learning: Learning | None = None
+    learning: OnlineDefaults | None = None
 
 
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "sliding_window")
@@ -85,99 +85,102 @@ FAMILIES: dict[str, Family] = {
     "eagle": Family(
         "specctl.drafters.eagle.drafter",
         rates=ONE_LAYER,
-        adaptable=LAYER,  # without the fusion layer: a table replaces half of it when drafting
-        learning=Learning(adam=3e-5, epochs=5, clip=0.5, mixes=True),
+        lora_modules=LAYER,  # without the fusion layer: a table replaces half of it when drafting
+        learning=OnlineDefaults(adam=3e-5, epochs=5, clip=0.5, mixes=True),
     ),
     "eagle3": Family(
         "specctl.drafters.eagle3.drafter",
         rates=ONE_LAYER,
-        unrolls=True,
-        paces=True,
-        adaptable=("fc", *LAYER, "lm_head"),
+        unrolls_steps=True,
+        supports_d_pace=True,
+        lora_modules=("fc", *LAYER, "lm_head"),
         options=(*NORMS, "norm_output"),
-        learning=Learning(adam=6e-5, epochs=2, clip=0.5, mixes=True),
+        learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "peagle": Family(
         "specctl.drafters.peagle.drafter",
         rates=ONE_LAYER,
-        strides=False,  # the family decides itself how many positions continue to each depth
-        paces=True,
-        adaptable=("fc", *LAYER, "lm_head"),
+        supports_stride=False,  # the family decides itself how many positions continue to each depth
+        supports_d_pace=True,
+        lora_modules=("fc", *LAYER, "lm_head"),
         options=NORMS,
-        learning=Learning(adam=6e-5, epochs=2, clip=0.5),
+        learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "dflash": Family(
         "specctl.drafters.dflash.drafter",
         rates=ONE_LAYER,
-        paces=True,
-        adaptable=("fc", *LAYER),
+        supports_d_pace=True,
+        lora_modules=("fc", *LAYER),
         options=("block_size", "markov_rank", "confidence", "conv_kernel_size", "selector_rank"),
-        learning=Learning(adam=6e-5, epochs=2, clip=0.5),
+        learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "mtp": Family(
         "specctl.drafters.mtp.drafter",
         epochs=3,
         rates={"adamw": 5e-5, "muon": 1.25e-4},  # FastMTP's; half of a new layer's, as the layer is trained already
         cpu_tokens=None,
-        unrolls=True,
+        unrolls_steps=True,
         steps=3,  # FastMTP's, like the decay
         decay=0.6,
-        requires="specctl.drafters.mtp.layouts:check",
-        paces=True,
-        adaptable=("fc", *LAYER),
+        check_target="specctl.drafters.mtp.layouts:check",
+        supports_d_pace=True,
+        lora_modules=("fc", *LAYER),
         options=("normed_features",),
-        learning=Learning(adam=3e-5, epochs=2, clip=0.5, mixes=True),
+        learning=OnlineDefaults(adam=3e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "hydra": Family(
         "specctl.drafters.hydra.drafter",
         epochs=10,
         rates={"adamw": 5e-4, "muon": 5e-4},
-        strides=False,
-        adaptable=(*LAYER, "linear"),
-        learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
+        supports_stride=False,
+        lora_modules=(*LAYER, "linear"),
+        learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
     ),
     "medusa": Family(
         "specctl.drafters.medusa.drafter",
         rates={"adamw": 1e-3, "muon": 1e-3},
-        strides=False,
-        learning=Learning(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
+        supports_stride=False,
+        learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
     ),
     "lm": Family(
         "specctl.drafters.lm.drafter",
-        trainee="specctl.training.trainees:LMTrainee",
+        trainable="specctl.training.trainable:TrainableLM",
         epochs=3,
         rates=ONE_LAYER,
         cpu_tokens=None,
         objective="ce",
         is_lm=True,
-        adaptable=LAYER,
-        learning=Learning(adam=2e-5, epochs=1, clip=1.0),
+        lora_modules=LAYER,
+        learning=OnlineDefaults(adam=2e-5, epochs=1, clip=1.0),
     ),
-    "retrieval": Family("specctl.drafters.retrieval.drafter", trainee=None),
+    "retrieval": Family("specctl.drafters.retrieval.drafter", trainable=None),
 }
 DEFAULT = "eagle3"
-LEAST_WINDOW = 64  # smallest sliding window of a head: drafts are shorter, so only committed tokens leave it
+MIN_SLIDING_WINDOW = 64  # smallest sliding window of a head: drafts are shorter, so only committed tokens leave it
 LM = "lm"  # the family of the draft models of lookahead reasoning
-UNTRAINED = {"lookup": "specctl.drafters.text.lookup:drafter", "suffix": "specctl.drafters.text.suffix:drafter"}
+TEXT_DRAFTERS = {
+    "lookup": "specctl.drafters.text.lookup:make_drafter",
+    "suffix": "specctl.drafters.text.suffix:make_drafter",
+}
 """Drafters without weights, requested by name: path of a function from a `DraftingRecipe` to the drafter."""
-GROWING = "retrieval"
+STREAM_RETRIEVAL = "retrieval"
 """Name of the text drafter that, in `online` and `select`, also retrieves from all earlier texts of the stream."""
-NAMED = {"none": "specctl.decoding.plain:drafter", **UNTRAINED}
+WEIGHTLESS_DRAFTERS = {"none": "specctl.decoding.plain:make_drafter", **TEXT_DRAFTERS}
 
 
-def trained() -> list[str]:
+def trainable_families() -> list[str]:
     """Names of the families that are trained by gradient steps."""
-    return [name for name, family in FAMILIES.items() if family.trainee is not None]
+    return [name for name, family in FAMILIES.items() if family.trainable is not None]
 
 
-def learning() -> dict[str, Learning]:
+def online_families() -> dict[str, OnlineDefaults]:
     """Families that learn along a stream, with their settings."""
     return {name: family.learning for name, family in FAMILIES.items() if family.learning is not None}
 
 
-def mixing() -> list[str]:
-    """Names of the families with `Learning.mixes`: several drafters can draft as one."""
-    return [name for name, how in learning().items() if how.mixes]
+def mixable_families() -> list[str]:
+    """Names of the families with `OnlineDefaults.mixes`: several drafters can draft as one."""
+    return [name for name, how in online_families().items() if how.mixes]
 
 
 def listed(names: list[str]) -> str:

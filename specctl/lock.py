@@ -28,7 +28,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from specctl import progress, regular
+from specctl import progress, regular_files
 from specctl.errors import SpecctlError, UsageError
 
 NAME = ".lock"  # of the lock file in a run directory
@@ -38,14 +38,14 @@ PATIENCE = 4  # beats without a change after which the holder counts as dead
 Signature = dict[str, Any]
 """Holder of a lock: host, pid and time describe it; machine, id and beats show whether it still holds the lock."""
 
-HINT = "wait until it has ended, or end it, and start again; another --output-dir can be used now"
+HINT = "wait for that process or stop it, and start again; or use another --output-dir now"
 
 
 class Lock:
     """Lock file at `path`, in an existing directory, held from construction until `release`.
 
     Args:
-        what: path of the protected thing, for messages; default: the directory.
+        protected: path of the protected thing, for messages; default: the directory.
         hint: advice to a user who finds the lock taken.
 
     Raises:
@@ -55,14 +55,14 @@ class Lock:
     """
 
     def __init__(self, path: Path, what: Path | None = None, hint: str = HINT):
-        self.path, self.what, self._hint = path, what or path.parent, hint
+        self.path, self.protected, self._hint = path, what or path.parent, hint
         self._ended, self._signing = threading.Event(), threading.Lock()
         self._id, self._beats, self._since = secrets.token_hex(4), 0, time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
-            self._fd = self._taken()
+            self._fd = self._acquire()
         except OSError as error:
             raise SpecctlError(f"cannot write {path}: {error.strerror}", hint="choose another --output-dir") from error
-        threading.Thread(target=self._live, name="lock", daemon=True).start()
+        threading.Thread(target=self._heartbeat, name="lock", daemon=True).start()
 
     def release(self) -> None:
         """Release the lock, and remove its file unless another process took it over. A second call does nothing."""
@@ -70,20 +70,20 @@ class Lock:
             if self._ended.is_set():
                 return
             self._ended.set()
-        if same_file(self._fd, self.path) and self._seen().get("id", self._id) == self._id:
+        if same_file(self._fd, self.path) and self._read_signature().get("id", self._id) == self._id:
             self.path.unlink(missing_ok=True)
         os.close(self._fd)
 
-    def _taken(self) -> int:
+    def _acquire(self) -> int:
         """Acquire the lock, and return the descriptor of its file."""
         while True:
-            fd = self._created()
+            fd = self._create()
             if fd is None:
-                fd = self._left_over()
+                fd = self._take_over()
             if fd is not None:
                 return fd
 
-    def _created(self) -> int | None:
+    def _create(self) -> int | None:
         """Create a lock file that is flocked and signed before others see it. Returns None if a lock file exists."""
         if os.path.lexists(self.path):
             return None
@@ -96,15 +96,15 @@ class Lock:
             return fd
         except OSError as error:
             os.close(fd)
-            return None if isinstance(error, FileExistsError) else self._created_in_sight()
+            return None if isinstance(error, FileExistsError) else self._create_unlinked()
         finally:
             draft.unlink(missing_ok=True)
 
-    def _created_in_sight(self) -> int | None:
+    def _create_unlinked(self) -> int | None:
         """Create the lock file on a file system without hard links.
 
-        Another process may open it before it is signed: the flock keeps that process out, or `_watch` waits until the
-        signature appears. Returns None if a lock file exists.
+        Another process may open it before it is signed: the flock keeps that process out, or `_await_silence` waits
+        until the signature appears. Returns None if a lock file exists.
         """
         try:
             fd = _new(self.path)
@@ -114,7 +114,7 @@ class Lock:
         self._sign(fd)
         return fd
 
-    def _left_over(self) -> int | None:
+    def _take_over(self) -> int | None:
         """Take over the existing lock file of a dead process. Returns None if the file has disappeared meanwhile.
 
         Raises UsageError if another process holds the lock.
@@ -128,53 +128,53 @@ class Lock:
                 raise self._foreign() from None
             raise
         try:
-            holder = self._owner(fd)
+            holder = self._checked_signature(fd)
             locked = _flock(fd)
             if locked is None:
-                raise self._busy(self._seen())
+                raise self._busy(self._read_signature())
             if not same_file(fd, self.path):  # released between our open and our flock
                 os.close(fd)
                 return None
             in_sight = locked and holder.get("machine") == _machine(fd)
             if not in_sight:
-                self._watch(holder)
+                self._await_silence(holder)
             self._sign(fd)
             if not in_sight:
                 self._confirm()
-            progress.log(f"{self.what} was left by {describe(holder)}, which has ended")
+            progress.log(f"taking over {self.protected} from {describe_holder(holder)}, which has ended")
             return fd
         except BaseException:
             with suppress(OSError):
                 os.close(fd)
             raise
 
-    def _watch(self, holder: Signature) -> None:
+    def _await_silence(self, holder: Signature) -> None:
         """Return once the signature has not changed for `PATIENCE` beats. Raises UsageError if it changes."""
         patience = BEAT * PATIENCE
         progress.log(
-            f"{self.what} was left by {describe(holder)}, out of our sight: "
-            f"if it gives no sign of life within {patience:.0f} s, it has ended"
+            f"{self.protected} is locked by {describe_holder(holder)}, which cannot be seen from here: "
+            f"taking over if it gives no sign of life within {patience:.0f} s"
         )
         until = time.monotonic() + patience
         while time.monotonic() < until:
             progress.interrupts.check()
             time.sleep(min(1.0, BEAT))
-            if (seen := self._seen()) != holder:
+            if (seen := self._read_signature()) != holder:
                 raise self._busy(seen)
 
     def _confirm(self) -> None:
         """Raise UsageError if another process, which does not see our flock, has signed after this one."""
         time.sleep(BEAT)
-        if (seen := self._seen()).get("id") != self._id:
+        if (seen := self._read_signature()).get("id") != self._id:
             raise self._busy(seen)
 
-    def _seen(self) -> Signature:
+    def _read_signature(self) -> Signature:
         """Return the signature now in the file, opened anew: then a network file system asks its server."""
-        with suppress(OSError), regular.opened(self.path) as file:
+        with suppress(OSError), regular_files.open_regular(self.path) as file:
             return _parsed(file.read(SIGNATURE)) or {}
         return {}
 
-    def _owner(self, fd: int) -> Signature:
+    def _checked_signature(self, fd: int) -> Signature:
         """Return the signature in an open file, empty if it is unsigned.
 
         Raises UsageError if the file is not a lock of specctl: signing would destroy it.
@@ -195,31 +195,33 @@ class Lock:
         os.pwrite(fd, json.dumps(signature).ljust(SIGNATURE).encode(), 0)
         os.fsync(fd)
 
-    def _live(self) -> None:
+    def _heartbeat(self) -> None:
         """Sign every `BEAT` seconds, until the lock is released or another process has taken it over."""
         while not self._ended.wait(BEAT):
-            holder = self._seen()
+            holder = self._read_signature()
             if holder.get("id", self._id) != self._id and not self._ended.is_set():
-                return progress.warn(f"{self.what} was taken over by {describe(holder)}: end one of the two")
+                return progress.warn(
+                    f"{self.protected} was taken over by {describe_holder(holder)}: stop one of the two processes"
+                )
             with self._signing, suppress(OSError):
                 if not self._ended.is_set():
                     self._sign(self._fd)
 
     def _busy(self, holder: Signature) -> UsageError:
-        return UsageError(f"{self.what} is being written by {describe(holder)}", hint=self._hint)
+        return UsageError(f"{self.protected} is being written by {describe_holder(holder)}", hint=self._hint)
 
     def _foreign(self) -> UsageError:
-        return UsageError(f"{self.path} is no lock of specctl's", hint="move it away, or choose another --output-dir")
+        return UsageError(f"{self.path} is not a lock of specctl", hint="move it away, or choose another --output-dir")
 
 
 @contextmanager
-def held(path: Path, what: Path) -> Iterator[None]:
+def hold(path: Path, what: Path) -> Iterator[None]:
     """Hold the lock file `path`, in an existing directory, during the block.
 
     Under torchrun only rank 0 holds it. Afterwards the file is removed, and its directory too if that is empty. Raises
     the errors of `Lock`.
     """
-    if not progress.leads():
+    if not progress.is_rank_zero():
         yield
         return
     lock = Lock(path, what)
@@ -231,7 +233,7 @@ def held(path: Path, what: Path) -> Iterator[None]:
             path.parent.rmdir()
 
 
-def describe(holder: Signature) -> str:
+def describe_holder(holder: Signature) -> str:
     """Describe a holder in words."""
     if not holder:
         return "an unknown process"

@@ -2,7 +2,7 @@
 
 With a target in slices (`decoding/models/parallel.py`) every process runs the same commands on the same prompts. A
 forward gives the same bits in all processes, and random streams are counter-based, so decisions that follow from texts
-are equal. Decisions that follow from a clock differ: for them `agree` takes the value of rank 0.
+are equal. Decisions that follow from a clock differ: for them `broadcast_value` takes the value of rank 0.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PATIENCE = timedelta(minutes=10)  # for the slowest process, which may still be 
 _joined = 1
 
 
-def join(count: int, device: torch.device) -> int:
+def join_group(count: int, device: torch.device) -> int:
     """Join the process group of the target's `count` slices; returns the rank of this process.
 
     Raises UsageError if torchrun has not started `count` processes.
@@ -33,7 +33,7 @@ def join(count: int, device: torch.device) -> int:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != count:
         raise UsageError(
-            f"target.tensor_parallel={count} needs {count} processes, and {world} "
+            f"target.tensor_parallel={count} needs {count} processes, but {world} "
             f"{'was' if world == 1 else 'were'} started",
             f"torchrun --nproc-per-node {count} -m specctl …",
         )
@@ -62,17 +62,17 @@ def leave_at_exit() -> None:
     atexit.register(leave)
 
 
-def joined() -> int:
+def group_size() -> int:
     """Return the number of processes that share the target, 1 without tensor parallelism."""
     return _joined
 
 
-def follows() -> bool:
+def is_follower() -> bool:
     """Whether this process is not rank 0 of several: rank 0 prints, writes and decides when to stop for all."""
     return _joined > 1 and os.environ["RANK"] != "0"
 
 
-def agree(value: T) -> T:
+def broadcast_value(value: T) -> T:
     """Return rank 0's `value`, which can be pickled, in every process. All processes call this at the same place."""
     if _joined == 1:
         return value
@@ -84,7 +84,7 @@ def agree(value: T) -> T:
     return values[0]
 
 
-def same(what: str, value: object) -> None:
+def check_same(what: str, value: object) -> None:
     """Raise SpecctlError in every process unless `value` has the same `repr` in all. `what` names it in the message."""
     if _joined == 1:
         return
@@ -96,6 +96,6 @@ def same(what: str, value: object) -> None:
     dist.all_gather(list(all_of_them), own)
     if (all_of_them != own).any():
         raise SpecctlError(
-            f"the processes of target.tensor_parallel={_joined} have come to differ in {what}",
-            "start all of them with the same command, environment and versions, on GPUs or processors of one kind",
+            f"the processes of target.tensor_parallel={_joined} differ in {what}",
+            "start all of them with the same command, environment and versions, on the same kind of GPU or CPU",
         )

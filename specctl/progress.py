@@ -41,11 +41,11 @@ def log(message: str) -> None:
 
 def warn(message: str) -> None:
     """Print one warning that the user should act on to stderr, also with `-q`."""
-    if leads():
+    if is_rank_zero():
         _line(f"warning: {message}")
 
 
-def leads() -> bool:
+def is_rank_zero() -> bool:
     """Whether this process is rank 0 under torchrun, or the only one: it prints and writes for all."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -171,7 +171,7 @@ class Interrupts:
         self._signal: int | None = None
         self._ctrl_c = self._early = False
 
-    def expect(self) -> None:
+    def exit_on_signal(self) -> None:
         """End the process at once on a signal, while no work has begun. Call once, first, in the main thread."""
         self._early = True
         for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -179,7 +179,7 @@ class Interrupts:
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `nohup … &` ignores it
             signal.signal(signal.SIGINT, self._stop)
 
-    def source_of(self, error: BaseException) -> BaseException:
+    def signal_error(self, error: BaseException) -> BaseException:
         """Return the exception of the signal that led to `error`, or `error` itself.
 
         A library that a signal interrupts in its imports may raise another exception instead.
@@ -187,16 +187,16 @@ class Interrupts:
         if self._ctrl_c:
             return KeyboardInterrupt("stopped by SIGINT")
         if self._early and self._signal is not None:
-            return self._interrupted("start it again")
+            return self._interrupted("start the command again")
         return error
 
-    def install(self) -> None:
+    def remember_signals(self) -> None:
         """From now on only remember the two signals, for loops to poll. Call once, in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.note)
+            signal.signal(number, self.handle)
         self._early = False
 
-    def note(self, number: int, frame: FrameType | None = None) -> None:
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
         """Remember a signal. This is the handler of both signals."""
         self._signal = number
 
@@ -205,7 +205,7 @@ class Interrupts:
 
         With tensor parallelism rank 0 decides: another rank would leave it in the middle of a forward.
         """
-        return self._signal is not None and not processes.follows()
+        return self._signal is not None and not processes.is_follower()
 
     def check(self) -> None:
         """Raise `Interrupted` (exit code 75) once a signal arrived."""
@@ -222,7 +222,7 @@ class Interrupts:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-        raise self._interrupted("start it again")
+        raise self._interrupted("start the command again")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._ctrl_c = True
@@ -234,7 +234,7 @@ _display = _Display()
 
 
 def _silent() -> bool:
-    return _quiet or not leads()
+    return _quiet or not is_rank_zero()
 
 
 def _line(message: str) -> None:

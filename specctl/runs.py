@@ -27,7 +27,7 @@ from typing import Any
 
 import yaml
 
-from specctl import lock, progress, regular, threads
+from specctl import lock, progress, regular_files, threads
 from specctl.errors import SpecctlError, UsageError
 from specctl.redaction import redacted, without_passwords
 
@@ -45,8 +45,8 @@ class Run:
     def __init__(self, dir: Path, command: str = "", target: str | None = None, seed: int | None = None):
         self.dir = Path(dir)
         self.command, self.target, self.seed = command, target, seed
-        self._started, self._others = time.monotonic(), threads.Others()
-        self._writes = progress.leads()
+        self._started, self._others = time.monotonic(), threads.OtherProcesses()
+        self._writes = progress.is_rank_zero()
         self._private = False  # whether it holds users' texts
         self._recipe: Any = None  # set until the run begins
         self._earlier = b""  # first metrics, from the resumed run
@@ -61,7 +61,7 @@ class Run:
         Raises SpecctlError if the directory cannot be written. Raises UsageError if it holds a run of another command,
         which this run could neither resume nor replace completely.
         """
-        private = holds_texts(command, recipe)
+        private = holds_user_texts(command, recipe)
         mode = PRIVATE_DIRECTORY if private else 0o777
         directory = Path(output_dir) if output_dir else _new_name(Path("runs"), command, mode)
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
@@ -74,27 +74,27 @@ class Run:
     @contextmanager
     def held(self) -> Iterator[None]:
         """Hold the directory's lock during the block. Raises UsageError if another process uses the directory."""
-        with lock.held(self.dir / lock.NAME, self.dir):
-            sweep(self.dir)
+        with lock.hold(self.dir / lock.NAME, self.dir):
+            remove_leftovers(self.dir)
             yield
 
     @property
-    def replaces(self) -> bool:
+    def replaces_earlier(self) -> bool:
         """Whether the directory holds an earlier run, and this run has not begun."""
         return self._recipe is not None and (self.dir / "run.json").exists()
 
-    def go_on(self, earlier: Path, size: int) -> None:
+    def resume_from(self, earlier: Path, size: int) -> None:
         """Resume the run in the directory `earlier`, which may be this one: keep its first metrics and its threads.
 
         `size`: bytes of its metrics.jsonl to keep, the `metrics_size` that was stored with its state. Later lines are
         dropped, because the resumed run writes them again.
         """
-        threads.keep(threads_of(earlier))
+        threads.resume_threads(threads_of(earlier))
         path = earlier / METRICS
         with suppress(OSError):  # without readable metrics the run starts with none
             if not self._writes or not path.is_file():
                 return
-            with regular.opened(path) as file:
+            with regular_files.open_regular(path) as file:
                 kept = file.read(min(size, path.stat().st_size))
             self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash may have cut the last line
 
@@ -107,7 +107,7 @@ class Run:
     def _begin(self) -> None:
         """Begin the run: write the resolved recipe and run.json, and delete an earlier run's result and metrics.
 
-        The metrics that `go_on` has read are kept.
+        The metrics that `resume_from` has read are kept.
         """
         recipe, self._recipe = self._recipe, None
         if recipe is None or not self._writes:
@@ -131,7 +131,7 @@ class Run:
         self._begin()
         if self._writes:
             path = self.dir / "run.json"
-            known = regular.document(path) if path.exists() else {}
+            known = regular_files.read_json(path) if path.exists() else {}
             self._write_json("run.json", without_passwords(known | fields))
 
     def metrics(self, **fields: Any) -> None:
@@ -141,7 +141,7 @@ class Run:
             line = to_json(without_passwords({"elapsed_s": round(self.elapsed_s, 3), **fields}))
             path = self.dir / METRICS
             options: dict[str, Any] = {"follow": False, "permissions": self._permissions}
-            with naming(path), regular.opened(path, "a", encoding="utf-8", **options) as file:
+            with path_in_errors(path), regular_files.open_regular(path, "a", encoding="utf-8", **options) as file:
                 file.write(line + "\n")
 
     def result(self, doc: dict[str, Any]) -> dict[str, Any]:
@@ -190,7 +190,7 @@ class Run:
         return PRIVATE if self._private else 0o666
 
 
-def holds_texts(command: str, recipe: Any) -> bool:
+def holds_user_texts(command: str, recipe: Any) -> bool:
     """Whether the run directory of a command holds users' texts: their requests, or prompts and answers."""
     traffic = getattr(recipe, "traffic", None)
     requests = recipe.log if command == "distill" else traffic is not None and (traffic.listen or traffic.log)
@@ -201,7 +201,7 @@ def _new_name(runs: Path, command: str, mode: int = 0o777) -> Path:
     """Make a new run directory with a unique name, because the jobs of an array start within one second."""
     while True:
         place = runs / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        if not progress.leads():  # the other ranks write nothing
+        if not progress.is_rank_zero():  # the other ranks write nothing
             return place
         make_dir(runs)
         with suppress(FileExistsError):
@@ -215,18 +215,18 @@ def check_same_command(directory: Path, command: str) -> None:
     A run of `command` could neither resume it nor replace it completely.
     """
     try:
-        there = regular.document(directory / "run.json")["command"]
+        there = regular_files.read_json(directory / "run.json")["command"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # no run, or one without the name of its command
     if there != command:
-        hint = f"--resume and --overwrite are for one of specctl {command}: choose another --output-dir, or delete it"
+        hint = f"--resume and --overwrite need a run of specctl {command}: choose another --output-dir, or delete it"
         raise UsageError(f"{directory} holds a run of specctl {there}", hint)
 
 
 def threads_of(directory: Path) -> int | None:
     """Return the number of threads of the run in a directory, or None if it is not recorded."""
     try:
-        count = regular.document(directory / "run.json")["hardware"]["threads"]
+        count = regular_files.read_json(directory / "run.json")["hardware"]["threads"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return count if type(count) is int and 0 < count <= MOST_THREADS else None
@@ -265,7 +265,7 @@ def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o66
     # A new file with an unguessable name: a link that another user has put there would redirect the content.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with regular.created(temporary, permissions=permissions) as file:
+        with regular_files.create_file(temporary, permissions=permissions) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -277,13 +277,13 @@ def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o66
         temporary.unlink(missing_ok=True)
 
 
-def sweep(directory: Path, name: str = "") -> None:
+def remove_leftovers(directory: Path, name: str = "") -> None:
     """Remove temporary files and directories that killed processes have left in a directory.
 
     They come from `atomic_write` and `drafters.checkpoint.staged`. `name`: only the leftovers of this output; empty =
     of all outputs. The caller must hold the lock on the output. Under torchrun only rank 0 removes anything.
     """
-    if not progress.leads() or not directory.is_dir():
+    if not progress.is_rank_zero() or not directory.is_dir():
         return
     for path in directory.iterdir():
         left = _LEFT.fullmatch(path.name)
@@ -307,7 +307,7 @@ def _alive(pid: int) -> bool:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def path_in_errors(path: Path) -> Iterator[None]:
     """Name `path` in an OSError of the block if the operating system names no file, as on a full disk."""
     try:
         yield
@@ -344,7 +344,7 @@ def environment(seed: int | None) -> dict[str, Any]:
 
 def sha256(path: Path) -> str:
     """Return the SHA-256 digest of a file, 64 hex digits."""
-    with regular.opened(path) as file:
+    with regular_files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # IO lacks readinto
 
 

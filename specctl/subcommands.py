@@ -17,7 +17,7 @@ class Subcommand:
         cli: its module in `specctl.cli`, with a function `register(app)`.
         recipe: path of its recipe class, or None for a command without a recipe and without runs.
         function: path of the function of (recipe, run) that `api` calls, or None.
-        smaller: recipe keys that the hint names, to lower or to set, when memory runs out.
+        memory_keys: recipe keys that the hint names, to lower or to set, when memory runs out.
         report: its module in `specctl.reporting.commands`, with `contents(runs, looks)`, or None to report its results
             as tables only.
     """
@@ -25,7 +25,7 @@ class Subcommand:
     cli: str
     recipe: str | None
     function: str | None
-    smaller: tuple[str, ...]
+    memory_keys: tuple[str, ...]
     report: str | None
 
 

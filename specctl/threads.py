@@ -20,15 +20,15 @@ from pathlib import Path, PurePosixPath
 
 from specctl import progress
 
-ENOUGH_FLOPS = 40e6
+FLOPS_PER_THREAD = 40e6
 """FLOPs of a step per thread. Measured: at 17e6 (the built-in target, one text) a second thread gains nothing."""
-WATCHED_S = 0.25
+WATCH_SECONDS = 0.25
 """Seconds for which other processes are watched before a command starts: 25 ticks of the kernel clock per core."""
 ROOT = Path("/")
 
 
 @dataclass(frozen=True)
-class Facts:
+class CpuFacts:
     """Facts about the cores that a process may use.
 
     default: number of threads that PyTorch would use, by cores and affinity, or the number that a caller has set.
@@ -47,7 +47,7 @@ class Facts:
     asked: int | None = None
 
 
-def free(facts: Facts) -> int:
+def free_threads(facts: CpuFacts) -> int:
     """Return the number of threads that need not wait for a core, at least 1. The user's number wins.
 
     The processes of one command keep each other busy while they start, so for several only quota and affinity count.
@@ -59,13 +59,13 @@ def free(facts: Facts) -> int:
     return max(1, min(facts.default, int(cores)))
 
 
-def paying(flops: float) -> int:
+def useful_threads(flops: float) -> int:
     """Return the number of threads that a step of `flops` FLOPs keeps busy between two barriers."""
-    return 1 + int(flops / ENOUGH_FLOPS)
+    return 1 + int(flops / FLOPS_PER_THREAD)
 
 
 @contextmanager
-def chosen(asked: int | None) -> Iterator[None]:
+def command_threads(asked: int | None) -> Iterator[None]:
     """Within the block compute with the free threads, or with the recipe's `asked`; then restore the number before."""
     import torch
 
@@ -73,10 +73,11 @@ def chosen(asked: int | None) -> Iterator[None]:
     before, outer = torch.get_num_threads(), _asked
     _asked = asked
     try:
-        facts = read(before, asked)
-        count = free(facts)
+        facts = read_cpu_facts(before, asked)
+        count = free_threads(facts)
         if count < before and facts.asked is None:
-            progress.log(f"{counted(count, 'thread')} of {before}: {why(facts)} (OMP_NUM_THREADS={before} takes all)")
+            reason = reason_for_fewer(facts)
+            progress.log(f"using {counted(count, 'thread')} of {before}: {reason} (all: OMP_NUM_THREADS={before})")
         torch.set_num_threads(count)
         yield
     finally:
@@ -88,7 +89,7 @@ _asked: int | None = None  # number of threads that the recipe of the running co
 
 
 @contextmanager
-def suited(flops: float) -> Iterator[None]:
+def step_threads(flops: float) -> Iterator[None]:
     """Within the block compute with as many of the command's threads as steps of `flops` FLOPs keep busy.
 
     Of nested blocks only the innermost counts. A number that the user asked for does not change.
@@ -101,7 +102,7 @@ def suited(flops: float) -> Iterator[None]:
         yield
         return
     _available = outer or before
-    torch.set_num_threads(min(_available, paying(flops)))
+    torch.set_num_threads(min(_available, useful_threads(flops)))
     try:
         yield
     finally:
@@ -109,43 +110,45 @@ def suited(flops: float) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_available: int | None = None  # number of threads outside of the outermost `suited`
+_available: int | None = None  # number of threads outside of the outermost `step_threads`
 
 
-def keep(count: int | None) -> None:
+def resume_threads(count: int | None) -> None:
     """Use the number of threads of a resumed run, if it is known and the user asks for no number."""
     import torch
 
     if count and not _settled() and count != torch.get_num_threads():
-        progress.log(f"goes on with {counted(count, 'thread')}, as it began: another number rounds differently")
+        progress.log(f"continuing with {counted(count, 'thread')}, as before: another number would round differently")
         torch.set_num_threads(count)
 
 
 def _settled() -> bool:
     """Whether the user has asked for a number of threads, which then holds for everything."""
-    return (_asked or asked_by(os.environ)) is not None
+    return (_asked or requested_threads(os.environ)) is not None
 
 
-def read(default: int, asked: int | None = None, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Facts:
+def read_cpu_facts(
+    default: int, asked: int | None = None, environ: Mapping[str, str] = os.environ, root: Path = ROOT
+) -> CpuFacts:
     """Collect the facts of this process. Other processes are watched only if that can change the result."""
     allowed = usable_cpus()
-    asked = asked or asked_by(environ)
+    asked = asked or requested_threads(environ)
     processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    facts = Facts(default, len(allowed), quota(root), 0.0, processes, asked)
-    if free(facts) == 1 or asked is not None or processes > 1:
+    facts = CpuFacts(default, len(allowed), quota(root), 0.0, processes, asked)
+    if free_threads(facts) == 1 or asked is not None or processes > 1:
         return facts
-    others = Others(allowed, root)
-    time.sleep(WATCHED_S)
-    return Facts(default, len(allowed), facts.quota, others.busy() or 0.0)
+    others = OtherProcesses(allowed, root)
+    time.sleep(WATCH_SECONDS)
+    return CpuFacts(default, len(allowed), facts.quota, others.busy() or 0.0)
 
 
-def why(facts: Facts) -> str:
+def reason_for_fewer(facts: CpuFacts) -> str:
     """Return the reason for fewer threads than PyTorch's default, in words."""
     if facts.processes > 1:
         return f"{facts.processes} processes share the cores"
     if facts.quota < facts.allowed - round(facts.busy):
         return f"the container may use {facts.quota:g} cores"
-    return f"others keep {facts.busy:.1f} of {counted(facts.allowed, 'core')} busy"
+    return f"other processes keep {facts.busy:.1f} of {counted(facts.allowed, 'core')} busy"
 
 
 def counted(count: int, thing: str) -> str:
@@ -153,7 +156,7 @@ def counted(count: int, thing: str) -> str:
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def asked_by(environ: Mapping[str, str]) -> int | None:
+def requested_threads(environ: Mapping[str, str]) -> int | None:
     """Return the first number of the list in OMP_NUM_THREADS, or None if it is no number (OpenMP ignores that, too)."""
     first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
@@ -214,7 +217,7 @@ def _limit(group: Path) -> float:
         return math.inf
 
 
-class Others:
+class OtherProcesses:
     """Measures the CPU time that other processes use from construction on.
 
     The load average would not do: it covers the last minute, in which this process or the command before it has worked.

@@ -19,7 +19,7 @@ LEAVES = [
     "progress",
     "recipe",
     "redaction",
-    "regular",
+    "regular_files",
     "runs",
     "subcommands",
     "threads",
@@ -47,12 +47,12 @@ ALLOWED: dict[str, set[str]] = {
     "subcommands": set(),
     "processes": {"errors"},
     "progress": {"errors", "processes", "redaction"},
-    "lock": {"errors", "progress", "regular"},
+    "lock": {"errors", "progress", "regular_files"},
     "redaction": set(),
-    "regular": set(),
-    "runs": {"errors", "lock", "progress", "redaction", "regular", "threads"},
+    "regular_files": set(),
+    "runs": {"errors", "lock", "progress", "redaction", "regular_files", "threads"},
     "threads": {"progress"},
-    "recipe": {"errors", "families", "formats.registry", "subcommands", "recipes", "redaction", "regular"},
+    "recipe": {"errors", "families", "formats.registry", "subcommands", "recipes", "redaction", "regular_files"},
     "recipes": set(),
     "data_prep": {"errors"},
     "kernels": set(),
@@ -83,8 +83,8 @@ def imported(source: str, package: list[str]) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """`decoding.loop` → `decoding`, of files with a rule of their own the file; a name that is no room (`from specctl
-    import __version__`) belongs to the root."""
+    """`decoding.offline` → `decoding`, of files with a rule of their own the file; a name that is no room (`from
+    specctl import __version__`) belongs to the root."""
     return next((room for room in (".".join(module.split(".")[:2]), module.split(".")[0]) if room in ALLOWED), "")
 
 

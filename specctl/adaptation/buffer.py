@@ -20,7 +20,7 @@ from specctl.decoding.records import Label
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import SlotBatch
-from specctl.drafters.feature.layer import own_features
+from specctl.drafters.feature.layer import select_taps
 from specctl.drafters.lm.model import LMBatch
 from specctl.training.example import Example
 from specctl.training.feature_files import Features
@@ -30,7 +30,7 @@ ID_BYTES = 8
 
 
 @dataclass
-class _Open:
+class _UnfinishedText:
     """A text that is being decoded. `rejected` lists the tokens at which a draft was rejected, counted from the second
     token of the response; `end` is the length up to which the text was read."""
 
@@ -45,31 +45,32 @@ class BufferedText:
 
     Attributes:
         rejected: indices, among the response tokens after the first one, at which a draft was rejected.
-        drawn: whether `best` of its features holds committed tokens instead of the target's most probable ones.
+        sampled: whether `best` of its features holds committed tokens instead of the target's most probable ones.
     """
 
     example: Example
     rejected: list[int]
-    drawn: bool = False
+    sampled: bool = False
 
-    def facts(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The text as JSON-able values."""
         example = {name: getattr(self.example, name) for name in Example.__slots__}
-        return example | {"rejected": self.rejected, "drawn": self.drawn}
+        return example | {"rejected": self.rejected, "drawn": self.sampled}
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> BufferedText:
-        """Build a text from its `facts`."""
+    def from_json(cls, facts: Mapping[str, Any]) -> BufferedText:
+        """Build a text from its `to_json`."""
         fields = dict(facts)
         rejected, drawn = fields.pop("rejected"), fields.pop("drawn", False)
         return cls(Example(**fields), rejected, drawn)
 
 
 class ReplayBuffer(FeatureStore):
-    """Finished texts with their features, usable as a trainee's `store`; the oldest make room for new ones.
+    """Finished texts with their features, usable as the `store` of a `TrainableDrafter`; the oldest make room for new
+    ones.
 
-    Pass `observe` to the decoding loop as `on_commit`, with the other options of `listening`. A text enters when it
-    ends; if its decoding is interrupted, nothing of it is kept.
+    Pass `observe` to the decoding loop as `on_commit`, with the other options of `decode_options`. A text enters when
+    it ends; if its decoding is interrupted, nothing of it is kept.
 
     Attributes:
         texts: finished texts by the index of their examples, oldest first.
@@ -108,15 +109,15 @@ class ReplayBuffer(FeatureStore):
         return [text.example for text in self.texts.values() if text.rejected or only == "all"]
 
     @property
-    def listening(self) -> dict[str, Any]:
+    def decode_options(self) -> dict[str, Any]:
         """Options of `decode` that make it fill the buffer."""
-        return {"on_commit": self.observe, "keeps": self.feedback == "verdict"}
+        return {"on_commit": self.observe, "keeps_hidden": self.feedback == "verdict"}
 
     def observe(self, state: DecodeState) -> None:
         """Take in the tokens that a round has committed. To be called after every commit of a decoding."""
-        memory: PerText[_Open] | None = state.memory.get(self)
+        memory: PerText[_UnfinishedText] | None = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(_Open, state.batch)
+            memory = state.memory[self] = PerText(_UnfinishedText, state.batch)
         counts = []
         for text, row in zip(memory.rows, state.rows, strict=True):
             counts.append(len(row.ids) - (text.end or row.prompt_length + 1))  # the prefill's token belongs to no round
@@ -129,29 +130,29 @@ class ReplayBuffer(FeatureStore):
                 text.rejected.append(len(row.ids) - row.prompt_length - 2)  # the last token is the target's own
             if row.stop is not None:
                 self._add(state, b, text)
-                memory.rows[b] = _Open(end=len(row.ids))
+                memory.rows[b] = _UnfinishedText(end=len(row.ids))
 
-    def _add(self, state: DecodeState, b: int, text: _Open) -> None:
+    def _add(self, state: DecodeState, b: int, text: _UnfinishedText) -> None:
         row = state.rows[b]
         label = row.request.label or Label(str(row.index))
         example = Example(self._next, label.query, list(row.ids), row.prompt_length)
         self._next += 1
         features, drawn = None, False
         if self.feedback == "verdict" and self.size(example) <= self.max_bytes:
-            assert state.hidden is not None, "the loop keeps no states: pass it `listening`"
+            assert state.hidden is not None, "the decoding loop keeps no hidden states: pass it `listening`"
             teacher = state.hidden[b, row.prompt_length : len(row.ids) - 1]
             slots = len(row.ids) - 2
             taps = teacher.new_empty(slots, 0)
             if self.taps:
-                assert state.features is not None, "the loop retains no features: pass it the drafter's taps"
-                taps = own_features(state.features[b, :slots], state.taps, self.taps)
+                assert state.features is not None, "the decoding loop keeps no features: pass it the drafter's taps"
+                taps = select_taps(state.features[b, :slots], state.taps, self.taps)
             committed = torch.tensor(row.ids[row.prompt_length + 1 :], dtype=torch.int32, device=teacher.device)
             features = Features(taps, teacher, best=committed)
             sampling = row.request.sampling
             drawn = sampling.temperature > 0 or sampling.repetition_penalty != 1
-        self.take(BufferedText(example, text.rejected, drawn), features)
+        self.add(BufferedText(example, text.rejected, drawn), features)
 
-    def take(self, text: BufferedText, features: Features | None) -> None:
+    def add(self, text: BufferedText, features: Features | None) -> None:
         """Take in a finished text; the oldest texts make room. `features` is None if the target is to be run again."""
         index, size = text.example.index, self.size(text.example)
         if size > self.max_bytes:
@@ -208,12 +209,12 @@ class ReplayBuffer(FeatureStore):
         """Features with the target's most probable tokens in `best`. They are computed only here, because most texts
         are never learnt from."""
         text = self.texts.get(example.index)
-        if text is None or not text.drawn:
+        if text is None or not text.sampled:
             return features
         return replace(features, best=kernels.argmax(self.target.model.logits(features.teacher)).int())
 
     def only_rejected(self, batch: Any, examples: list[Example]) -> Any:
-        """Restrict a trainee's batch of `examples` to the tokens at which a draft was rejected, at every draft depth
+        """Restrict a training batch of `examples` to the tokens at which a draft was rejected, at every draft depth
         (Liu et al. 2024, Online Speculative Decoding). Fully accepted rounds teach nothing. Heads must learn from
         distributions (any objective except "ce"). Raises KeyError if a text was dropped."""
         masks = []
@@ -222,10 +223,10 @@ class ReplayBuffer(FeatureStore):
             counted[self.texts[example.index].rejected] = True
             masks.append(counted)
         if isinstance(batch, SlotBatch):
-            inside = batch.inside.clone()
+            inside = batch.in_draft_vocab.clone()
             rows = torch.cat(masks).to(inside.device)
             inside[: len(rows)] &= rows
-            return replace(batch, inside=inside)
+            return replace(batch, in_draft_vocab=inside)
         assert isinstance(batch, LMBatch)
         mask = torch.zeros_like(batch.mask)
         for row, example, counted in zip(mask, examples, masks, strict=True):
@@ -235,7 +236,7 @@ class ReplayBuffer(FeatureStore):
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(JSON-able facts, tensors) that `restore` needs."""
-        texts = [text.facts() for text in self.texts.values()]
+        texts = [text.to_json() for text in self.texts.values()]
         tensors = {f"{i}.{name}": x for i, features in self.kept.items() for name, x in vars(features).items()}
         return {"next": self._next, "dropped": self.dropped, "texts": texts}, tensors
 
@@ -243,7 +244,7 @@ class ReplayBuffer(FeatureStore):
         """Restore a `state`."""
         self.clear()
         self._next, self.dropped = facts["next"], facts["dropped"]
-        for text in map(BufferedText.of, facts["texts"]):
+        for text in map(BufferedText.from_json, facts["texts"]):
             example = text.example
             self.texts[example.index] = text
             self.bytes += self.size(example)

@@ -12,9 +12,9 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
 from specctl.recipe import DraftingRecipe
 
-LONGEST = 15  # K, if a drafter names none
-MEMORY = 0.98  # decay of rates and times, per round
-TRY_EVERY = 16  # rounds after which an unused drafter gets a trial
+DEFAULT_MAX_LENGTH = 15  # K, if a drafter names none
+DECAY = 0.98  # decay of rates and times, per round
+TRIAL_EVERY = 16  # rounds after which an unused drafter gets a trial
 
 
 def tokens_per_cost(a: float, k: int, alpha: float) -> float:
@@ -61,7 +61,7 @@ class AutoLength(Controller):
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on; it has new weights, not another family."""
         self.drafter, self._shaped = drafter, {}
-        self.longest: int = getattr(getattr(drafter, "shape", None), "depth", None) or LONGEST
+        self.longest: int = getattr(getattr(drafter, "shape", None), "depth", None) or DEFAULT_MAX_LENGTH
 
     _shaped: dict[int, Drafter]
 
@@ -75,7 +75,7 @@ class AutoLength(Controller):
 
     def length(self) -> int:
         """k of the next round: the longest until a draft was verified. While drafting does not pay, 0, with a trial of
-        one token in every `TRY_EVERY`-th round."""
+        one token in every `TRIAL_EVERY`-th round."""
         if not self.verified:
             return self.longest
         k = best_length(self.accepted / self.verified, self.alpha, self.longest)
@@ -83,7 +83,7 @@ class AutoLength(Controller):
             self.unused = 0
             return k
         self.unused += 1
-        return 1 if self.unused % TRY_EVERY == 0 else 0
+        return 1 if self.unused % TRIAL_EVERY == 0 else 0
 
     def begin(self, text: Text) -> None:
         self.texts.add(text)
@@ -113,18 +113,18 @@ class AutoLength(Controller):
         return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        self.step_s = MEMORY * self.step_s + time.perf_counter() - self._drafted
-        self.steps = MEMORY * self.steps + 1
+        self.step_s = DECAY * self.step_s + time.perf_counter() - self._drafted
+        self.steps = DECAY * self.steps + 1
         rows = [(row, *before) for row, before in zip(state.rows, self._before, strict=True) if row in self.texts]
         accepted = sum(row.accepted - before for row, before, _ in rows)
         rejected = sum(row.rejections - before for row, _, before in rows)
         if self._k:
-            self.draft_s = MEMORY * self.draft_s + self._seconds
-            self.draft_tokens = MEMORY * self.draft_tokens + max(verdict.depths)  # a drafter may stop early
-            self.accepted = MEMORY * self.accepted + accepted
-            self.verified = MEMORY * self.verified + accepted + rejected
+            self.draft_s = DECAY * self.draft_s + self._seconds
+            self.draft_tokens = DECAY * self.draft_tokens + max(verdict.depths)  # a drafter may stop early
+            self.accepted = DECAY * self.accepted + accepted
+            self.verified = DECAY * self.verified + accepted + rejected
 
-    def take_mean(self) -> float | None:
+    def pop_mean_length(self) -> float | None:
         """Mean k of the rounds since the last call, or None without rounds."""
         rounds = sum(self.rounds.values())
         mean = sum(k * count for k, count in self.rounds.items()) / rounds if rounds else None

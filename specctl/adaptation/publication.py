@@ -17,25 +17,34 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from specctl import progress
-from specctl.adaptation.student import gained
+from specctl.adaptation.skewed_t_test import mean_gain_is_significant
 from specctl.adaptation.traffic import ServedText
 from specctl.adaptation.updates.watchdog import Acceptance
-from specctl.engines.records import Answer, Ask, Drafting, EngineError, Loaded, Refusal
+from specctl.engines.records import (
+    DraftCounters,
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    LoadedDrafter,
+    Refusal,
+)
 from specctl.recipe import PublicationRecipe
 from specctl.training.checkpoint import discard
 
 VERSIONS = "versions"
-SILENT_HINT = "start vLLM with --per-request-spec-decode-metrics summary; publication.probes=0 trusts the learner alone"
+SILENT_HINT = (
+    "start vLLM with --per-request-spec-decode-metrics summary, or trust the learner with publication.probes=0"
+)
 
 
 class Engines(Protocol):
     """The part of `engines.client.Client` that publishing needs."""
 
-    def answers(self, asks: Sequence[Ask]) -> Iterator[tuple[int, Answer | Refusal]]: ...
+    def answers(self, asks: Sequence[GenerationRequest]) -> Iterator[tuple[int, GenerationResult | Refusal]]: ...
 
     def publish(self, directory: Path, version: str) -> None: ...
 
-    def loaded(self) -> list[Loaded]: ...
+    def loaded(self) -> list[LoadedDrafter]: ...
 
 
 @dataclass(frozen=True)
@@ -67,10 +76,12 @@ class Publisher:
     options: PublicationRecipe
     version: str = ""
     restored: int = 0
-    _told: list[Loaded] = field(default_factory=list)  # the engines' report on the present version
+    _reported: list[LoadedDrafter] = field(default_factory=list)  # the engines' report on the present version
     _number: int = 0
-    _probes: list[Ask] = field(default_factory=list)
-    _proof: list[Drafting] = field(default_factory=list)  # counters of the probes with the present version
+    _probes: list[GenerationRequest] = field(default_factory=list)
+    _probe_counters: list[DraftCounters] = field(
+        default_factory=list
+    )  # counters of the probes with the present version
 
     def begin(self, drafter: Path) -> None:
         """Publish the drafter that learning starts from. Raises EngineError if the engines refuse it."""
@@ -82,33 +93,33 @@ class Publisher:
         self._probes = [
             probe(text, self.options.tokens) for text in newest[max(0, len(newest) - self.options.probes) :]
         ]
-        before = self._asked()
+        before = self._run_probes()
         if self.restore_if_replaced(suspected=False):  # the measurement was of another drafter
-            before = self._asked()
+            before = self._run_probes()
         self._exchange(drafter)
         version = self.version
         try:
-            after = self._asked()
+            after = self._run_probes()
         except BaseException:  # an untested version must not stay
             self._publish(previous)
             raise
         verdict: Literal["published", "rolled back"] = "published"
-        if worse(before, after, self.options.level):
+        if accepts_less(before, after, self.options.level):
             verdict = "rolled back"
             self._publish(previous)
-        self._proof = after if verdict == "published" else before
-        self._forget()
-        mat_before, mat_after = Drafting.total(before).mat, Drafting.total(after).mat
+        self._probe_counters = after if verdict == "published" else before
+        self._delete_old_versions()
+        mat_before, mat_after = DraftCounters.total(before).mat, DraftCounters.total(after).mat
         return Publication(version, verdict, mat_before, mat_after, time.perf_counter() - began)
 
     def restore_if_replaced(self, suspected: bool) -> bool:
         """Publish the present version again if the engines draft with something else, and return whether they did. The
         engines' own report decides; on a suspicion, so do the counters of the probes' drafts."""
-        replaced = self.engines.loaded() != self._told
+        replaced = self.engines.loaded() != self._reported
         if not replaced and suspected and self._probes:
-            replaced = worse(self._proof, self._asked(), self.options.level)
+            replaced = accepts_less(self._probe_counters, self._run_probes(), self.options.level)
         if replaced:
-            progress.warn(f"the engines drafted with something else than {self.version}: it is published again")
+            progress.warn(f"the engines did not draft with {self.version}: it is published again")
             self._publish(self.version)
             self.restored += 1
         return replaced
@@ -121,24 +132,24 @@ class Publisher:
 
     def _publish(self, version: str) -> None:
         self.engines.publish(self._directory(version), version)
-        self.version, self._told = version, self.engines.loaded()
+        self.version, self._reported = version, self.engines.loaded()
 
-    def _asked(self) -> list[Drafting]:
+    def _run_probes(self) -> list[DraftCounters]:
         """Request every probe; return the counters of its drafts. Raises EngineError if the engine reports none."""
-        found: dict[int, Drafting] = {}
+        found: dict[int, DraftCounters] = {}
         for place, answer in self.engines.answers(self._probes):
-            if not isinstance(answer, Answer):
+            if not isinstance(answer, GenerationResult):
                 continue  # refused before and after alike
             if answer.drafting is None:
-                raise EngineError("the engine says nothing about the drafts of a request", SILENT_HINT)
+                raise EngineError("the engine does not report the draft counts of a request", SILENT_HINT)
             found[place] = answer.drafting
         progress.interrupts.check()
-        return [found.get(place, Drafting()) for place in range(len(self._probes))]
+        return [found.get(place, DraftCounters()) for place in range(len(self._probes))]
 
     def _directory(self, version: str) -> Path:
         return (self.place / version).absolute()
 
-    def _forget(self) -> None:
+    def _delete_old_versions(self) -> None:
         """Delete versions beyond the number in the recipe, but never the present and the previous version."""
         versions = sorted(path for path in self.place.iterdir() if path.name.startswith("v") and path.is_dir())
         for path in versions[: -max(2, self.options.keep)]:
@@ -147,30 +158,30 @@ class Publisher:
 
     def state(self) -> dict[str, Any]:
         """JSON-able facts that `restore` needs."""
-        probes, proof = ([asdict(one) for one in some] for some in (self._probes, self._proof))
+        probes, proof = ([asdict(one) for one in some] for some in (self._probes, self._probe_counters))
         return {"version": self.version, "number": self._number, "probes": probes, "proof": proof}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restore a `state`, and publish its version again."""
         self._number = state["number"]
-        self._probes = [Ask(**probe) for probe in state["probes"]]
-        self._proof = [Drafting(**drafting) for drafting in state["proof"]]
+        self._probes = [GenerationRequest(**probe) for probe in state["probes"]]
+        self._probe_counters = [DraftCounters(**drafting) for drafting in state["proof"]]
         self._publish(state["version"])
 
 
-def probe(text: ServedText, tokens: int) -> Ask:
+def probe(text: ServedText, tokens: int) -> GenerationRequest:
     """Greedy request that writes the beginning of a text again."""
-    return Ask(text.prompt_ids, min(tokens, len(text.output_ids)))
+    return GenerationRequest(text.prompt_ids, min(tokens, len(text.output_ids)))
 
 
-def worse(before: Sequence[Drafting], after: Sequence[Drafting], level: float) -> bool:
+def accepts_less(before: Sequence[DraftCounters], after: Sequence[DraftCounters], level: float) -> bool:
     """Whether the same texts now have fewer tokens per round (paired, one-sided test).
 
     `level`: probability of saying so although nothing has changed. The test needs at least two texts.
     """
     pairs = [(one.mat, other.mat) for one, other in zip(before, after, strict=True)]
     losses = [then - now for then, now in pairs if then is not None and now is not None]
-    return len(losses) > 1 and bool(gained(np.array([losses]), level)[0])
+    return len(losses) > 1 and bool(mean_gain_is_significant(np.array([losses]), level)[0])
 
 
 def acceptance(texts: Sequence[ServedText], since: float = 0.0) -> Acceptance:
@@ -180,6 +191,6 @@ def acceptance(texts: Sequence[ServedText], since: float = 0.0) -> Acceptance:
     return Acceptance.of((one.accepted, one.accepted + _rejections(one)) for one in told)
 
 
-def _rejections(drafting: Drafting) -> int:
+def _rejections(drafting: DraftCounters) -> int:
     """Number of rounds in which a draft token was rejected: all rounds except the fully accepted ones."""
     return drafting.rounds - (drafting.accepted_at[-1] if drafting.accepted_at else 0)

@@ -23,7 +23,7 @@ from specctl.errors import RecipeError
 Item = TypeVar("Item")
 
 # Timeout of a sum. The decoder notices a worker that died, and all may be stopped for hours while other contenders run.
-PATIENCE = timedelta(days=365)
+TIMEOUT = timedelta(days=365)
 
 
 class Group:
@@ -40,7 +40,7 @@ class Group:
         return x
 
 
-ALONE = Group()
+SINGLE_PROCESS = Group()
 
 
 class Ranks(Group):
@@ -49,8 +49,8 @@ class Ranks(Group):
     They meet through a file, because another program could take a port in the meantime.
     """
 
-    def __init__(self, rank: int, devices: Sequence[str], meeting: Path):
-        """Wait for the other ranks. `devices` are the devices of all ranks; `meeting` is their private directory."""
+    def __init__(self, rank: int, devices: Sequence[str], rendezvous: Path):
+        """Wait for the other ranks. `devices` are the devices of all ranks; `rendezvous` is their private directory."""
         self.rank, self.size, self.device = rank, len(devices), torch.device(devices[rank])
         gpu = self.device.type == "cuda"
         if gpu:
@@ -60,10 +60,10 @@ class Ranks(Group):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo listens on the address of the host name
         dist.init_process_group(
             "nccl" if gpu else "gloo",
-            store=dist.FileStore(str(meeting / "ranks"), self.size),
+            store=dist.FileStore(str(rendezvous / "ranks"), self.size),
             rank=rank,
             world_size=self.size,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             device_id=self.device if gpu else None,
         )
 
@@ -78,4 +78,4 @@ def check(devices: Sequence[str]) -> None:
     count = torch.cuda.device_count()
     for name in devices:
         if name.startswith("cuda") and (torch.device(name).index or 0) >= count:
-            raise RecipeError(f"learner_device: there is no {name}, this machine has {count} GPU(s)")
+            raise RecipeError(f"learner_device: {name} does not exist, this machine has {count} GPU(s)")

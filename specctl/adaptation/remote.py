@@ -37,18 +37,18 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
-from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Ready, State, WorkerPlace
+from specctl.adaptation.worker import Chunk, Failed, LearnerResult, PackedTensors, Ready, State, WorkerPlacement
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
 from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
-PATIENCE_S = 600.0  # timeout for the last chunks of a stream, and for starting the processes
+TIMEOUT_S = 600.0  # timeout for the last chunks of a stream, and for starting the processes
 
 
-class RemoteOnlineDrafter(OnlineDrafter):
+class AsyncOnlineDrafter(OnlineDrafter):
     """An `OnlineDrafter` with its learner in other processes. This process has the buffer that feeds the learner, and
     the drafter with its newest weights.
 
@@ -63,18 +63,18 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self._threads = max(1, torch.get_num_threads() // 2)
         each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
-        self._meeting, self._kept = meeting_place()
+        self._meeting, self._kept = rendezvous_directory()
         inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
         self._inbox = inboxes[0]
         self._processes = []
         for rank in range(len(self._devices)):
-            place = WorkerPlace(rank, self._devices, each, Path(self._meeting.name))
+            place = WorkerPlacement(rank, self._devices, each, Path(self._meeting.name))
             arguments = (place, recipe, algo, seed, start, inboxes, self._outbox)
-            self._processes.append(context.Process(target=worker.live, args=arguments, daemon=True))
+            self._processes.append(context.Process(target=worker.run_worker, args=arguments, daemon=True))
         self._algo = algo
-        self._last: Learnt | None = None
-        self._fresh: list[Lesson] = []  # lessons that no chunk's row has reported yet
-        self._known: State = super().state()  # the learner's newest state
+        self._last: LearnerResult | None = None
+        self._unreported: list[Lesson] = []  # lessons that no chunk's row has reported yet
+        self._learner_state: State = super().state()  # the learner's newest state
         self.sent: list[Chunk] = []  # chunks that the learner has at the moment
         self.waiting: list[Chunk] = []  # chunks to send next
         self._vector: Tensor | None = None  # [P] the newest weights, or None before the first update
@@ -82,18 +82,18 @@ class RemoteOnlineDrafter(OnlineDrafter):
         atexit.register(self.close)  # multiprocessing would wait for workers, which ignore SIGTERM
         try:
             self._start()
-            until = time.monotonic() + PATIENCE_S
+            until = time.monotonic() + TIMEOUT_S
             while not isinstance(self.receive(1.0), Ready):
                 interrupts.check()
                 if time.monotonic() > until:
-                    raise SpecctlError(f"the process that learns has not started within {PATIENCE_S:.0f} s")
+                    raise SpecctlError(f"the learner process did not start within {TIMEOUT_S:.0f} s")
         except BaseException:
             self.close()
             raise
 
     def _start(self) -> None:
         """Block signals before starting the workers: they inherit the mask."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.UNHEARD)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.IGNORED_SIGNALS)
         try:
             for process in self._processes:
                 process.start()
@@ -101,7 +101,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Context in which the workers run. They stop while other contenders decode, and leave them all threads."""
         threads = torch.get_num_threads()
         if self.target.device.type == "cpu":
@@ -120,11 +120,11 @@ class RemoteOnlineDrafter(OnlineDrafter):
         """Number of chunks that were answered and are not learnt from yet."""
         return len(self.sent) + len(self.waiting)
 
-    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+    def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Hand over the chunk that was just answered. The lesson that is returned is the newest known one."""
         began = time.perf_counter()
         self._hand_over(acceptance)
-        fresh, self._fresh = self._fresh, []
+        fresh, self._unreported = self._unreported, []
         lesson = Lesson("keep", UpdateOutcome("pending"), 0, 0, 0, (), 0.0) if self._last is None else self._last.lesson
         if any(earlier.ruling == "rollback" for earlier in fresh):
             lesson = replace(lesson, ruling="rollback")
@@ -137,7 +137,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
             dropped=lesson.dropped + self.buffer.dropped,
             learn_s=time.perf_counter() - began,
             swap_s=spent,
-            behind=self.pending,
+            lag_chunks=self.pending,
         )
 
     def _hand_over(self, acceptance: Acceptance) -> None:
@@ -166,14 +166,14 @@ class RemoteOnlineDrafter(OnlineDrafter):
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"{self._algo}: the learner is slower than the stream, and what waits for it has no room in "
-                    "buffer.max_mb: the oldest chunks are dropped (their texts are counted as `dropped`)"
+                    f"{self._algo}: the learner is slower than the stream, and the chunks that wait for it exceed "
+                    "buffer.max_mb: the oldest chunks are dropped (their sequences are counted as `dropped`)"
                 )
 
     def finish(self) -> None:
         """Wait until the learner has finished the chunks handed over, and take its weights."""
-        with self.awake():
-            until = time.monotonic() + PATIENCE_S
+        with self.active():
+            until = time.monotonic() + TIMEOUT_S
             while self.pending and time.monotonic() < until:
                 interrupts.check()
                 self.receive(1.0)
@@ -199,10 +199,10 @@ class RemoteOnlineDrafter(OnlineDrafter):
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """The learner's state after the last chunk known to be learnt from, and the chunks that still wait."""
-        facts, tensors = self._known
+        facts, tensors = self._learner_state
         waiting = [chunk.state() for chunk in [*self.sent, *self.waiting]]
         for place, (_, features) in enumerate(waiting):
-            tensors = tensors | prefixed(f"waiting{place}.", features)
+            tensors = tensors | add_prefix(f"waiting{place}.", features)
         # Texts are numbered in this process. A number that is used twice would replace a text that the learner replays.
         numbered = facts["buffer"] | {"next": self.buffer.state()[0]["next"]}
         unlearnt = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}
@@ -212,10 +212,10 @@ class RemoteOnlineDrafter(OnlineDrafter):
         super().restore(facts, tensors)
         self.buffer.clear()  # the learner replays them from its own buffer
         self.buffer.dropped = facts.get("dropped_here", 0)  # missing in the state of an `OnlineDrafter`
-        self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
-        self._inbox.put((facts, Parcel.of(self._known[1])))
+        self._learner_state = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
+        self._inbox.put((facts, PackedTensors.of(self._learner_state[1])))
         for place, chunk in enumerate(facts.get("waiting", [])):
-            self.waiting.append(Chunk.restored(chunk, under(f"waiting{place}.", tensors)))
+            self.waiting.append(Chunk.restored(chunk, strip_prefix(f"waiting{place}.", tensors)))
         self._send()
 
     def _take(self) -> None:
@@ -232,34 +232,34 @@ class RemoteOnlineDrafter(OnlineDrafter):
         synchronise(self.target.device)
         self._swap_s += time.perf_counter() - began
 
-    def receive(self, seconds: float) -> Ready | Learnt | None:
+    def receive(self, seconds: float) -> Ready | LearnerResult | None:
         """The next message of the workers, or None. Raises SpecctlError if a worker has failed."""
         try:
             message = self._outbox.get(timeout=seconds) if seconds else self._outbox.get_nowait()
         except queue.Empty:
-            self._mourn()
+            self._check_alive()
             return None
         except (OSError, EOFError) as error:  # the worker died while its tensors were fetched
-            self._mourn()
-            raise SpecctlError(f"the process that learns did not finish what it said: {error}") from error
+            self._check_alive()
+            raise SpecctlError(f"the learner process ended while it sent a message: {error}") from error
         if isinstance(message, Failed):
             for process in self._processes:  # when one is killed, the others fail before its exit code is known
                 process.join(1.0)
-            self._mourn()
-            raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
-        if isinstance(message, Learnt):
+            self._check_alive()
+            raise SpecctlError(f"the learner process failed: {message.message}", hint="try it without --async")
+        if isinstance(message, LearnerResult):
             self._last, self.sent = message, []
-            self._fresh.append(message.lesson)
-            self._known = message.facts, message.state.tensors()
+            self._unreported.append(message.lesson)
+            self._learner_state = message.facts, message.state.tensors()
             self._vector = message.played.to(self.target.device)
             self._send()
         return message
 
-    def _mourn(self) -> None:
+    def _check_alive(self) -> None:
         """Raise SpecctlError if a worker was killed. (One that fails says so, and ends with code 0.)"""
         for process, device in zip(self._processes, self._devices, strict=True):
             if process.exitcode:
-                raise SpecctlError(f"the process that learns on {device} ended with code {process.exitcode}")
+                raise SpecctlError(f"the learner process on {device} ended with code {process.exitcode}")
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -267,7 +267,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
                 os.kill(process.pid, number)
 
 
-def meeting_place() -> tuple[TemporaryDirectory[str], int | None]:
+def rendezvous_directory() -> tuple[TemporaryDirectory[str], int | None]:
     """A new directory that only this process and its workers know, and the file descriptor that holds a lock on it
     (None on file systems without locks). Unlocked directories are left over from killed runs and removed."""
     for left in Path(tempfile.gettempdir()).glob("specctl-learner-*"):

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from specctl.recipe.stream import Kind
 
 
-def order(counts: list[int], kind: Kind, seed: int) -> NDArray[np.int64]:
+def interleave(counts: list[int], kind: Kind, seed: int) -> NDArray[np.int64]:
     """[Σ counts] the segment of every prompt; segment i comes `counts[i]` times, with any kind of mixing.
 
     abrupt: one segment after the other. mix: shuffled. drift: around every change from one segment to the next, the

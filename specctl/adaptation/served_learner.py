@@ -19,7 +19,7 @@ from specctl.adaptation.traffic import ServedText
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance, fell
 from specctl.drafters import checkpoint
-from specctl.engines.records import Drafting, EngineError
+from specctl.engines.records import DraftCounters, EngineError
 from specctl.errors import SpecctlError
 from specctl.recipe import OnlineRecipe
 from specctl.redaction import redacted
@@ -63,13 +63,13 @@ class ServedChunk:
 class ServedLearner:
     """Learns chunk by chunk from the texts that engines write, and publishes its drafter to these engines."""
 
-    def __init__(self, recipe: OnlineRecipe, pupil: OnlineDrafter, publisher: Publisher, place: Path):
+    def __init__(self, recipe: OnlineRecipe, online_drafter: OnlineDrafter, publisher: Publisher, place: Path):
         """`place`: directory that the learnt drafter is saved in."""
-        self.recipe, self.pupil, self.publisher, self.place = recipe, pupil, publisher, place
+        self.recipe, self.online_drafter, self.publisher, self.place = recipe, online_drafter, publisher, place
         self._before = Acceptance()  # acceptance in the chunk before
         self._since = 0.0  # time at which the present version was published, in seconds since 1970
         self._count = 0  # number of texts seen: the index of the next one
-        self._harmed = 0  # chunks in a row with a harmful update
+        self._failures_in_a_row = 0  # chunks in a row with a harmful update
         self._ended = False
 
     @property
@@ -96,21 +96,21 @@ class ServedLearner:
         first = self._count
         for text in chunk:
             example = Example(self._count, text.id, [*text.prompt_ids, *text.output_ids], len(text.prompt_ids))
-            self.pupil.buffer.take(BufferedText(example, []), None)
+            self.online_drafter.buffer.add(BufferedText(example, []), None)
             self._count += 1
-        before, played = self.pupil.state(), self.pupil.played()
-        lesson = ENDED if self._ended else self.pupil.learn(accepted)
+        before, played = self.online_drafter.state(), self.online_drafter.played()
+        lesson = ENDED if self._ended else self.online_drafter.learn(accepted)
         self._before = accepted
         publication = None
-        if self.publishes and not torch.equal(played, self.pupil.played()):
-            judges = [chunk[index - first] for index in self.pupil.judges if index >= first]
+        if self.publishes and not torch.equal(played, self.online_drafter.played()):
+            judges = [chunk[index - first] for index in self.online_drafter.held_out if index >= first]
             publication = self._proposed(judges or chunk)
             self._since = time.time()
             self._before = Acceptance()  # the next chunk has another version
             if publication.verdict != "published":
-                self.pupil.restore(*before)
+                self.online_drafter.restore(*before)
             if publication.verdict == "rolled back":
-                self.pupil.learner.slow(self.recipe.learner.backoff)
+                self.online_drafter.learner.slow(self.recipe.learner.backoff)
         self._watch(lesson, publication)
         return ServedChunk(
             chunk=number,
@@ -139,7 +139,7 @@ class ServedLearner:
         except EngineError as error:
             if self.recipe.traffic.listen is None:
                 raise
-            progress.warn(f"nothing is published: {error.message}")
+            progress.warn(f"the drafter is not published: {error.message}")
             return Publication(self.publisher.version, "failed", None, None, time.perf_counter() - began)
 
     def _replaced(self, suspected: bool) -> bool:
@@ -149,7 +149,7 @@ class ServedLearner:
         except EngineError as error:
             if self.recipe.traffic.listen is None:
                 raise
-            progress.warn(f"the engines do not tell what they draft with: {error.message}")
+            progress.warn(f"the engines do not report their drafter: {error.message}")
             return False
 
     def _watch(self, lesson: Lesson, publication: Publication | None) -> None:
@@ -157,39 +157,41 @@ class ServedLearner:
         back = publication is not None and publication.verdict == "rolled back"
         if back and publication is not None:
             progress.warn(
-                f"{publication.version} had {publication.mat_after:.2f} tokens a round where {self.publisher.version} "
+                f"{publication.version} had {publication.mat_after:.2f} tokens per round, but {self.publisher.version} "
                 f"had {publication.mat_before:.2f}: rolled back"
             )
         failed = publication is not None and publication.verdict != "published"
-        self._harmed = self._harmed + 1 if failed or lesson.outcome.status == "refused" else 0
-        if self._harmed == GIVE_UP:
-            problem = f"nothing was learnt from {GIVE_UP} chunks in a row: updates do harm, are not finite or not taken"
+        self._failures_in_a_row = self._failures_in_a_row + 1 if failed or lesson.outcome.status == "refused" else 0
+        if self._failures_in_a_row == GIVE_UP:
+            problem = (
+                f"nothing was learned from {GIVE_UP} chunks in a row: updates are harmful, not finite or not accepted"
+            )
             hint = "lower learner.lr, or set learner.clip"
             if self.recipe.traffic.listen is None:
                 raise SpecctlError(problem, hint=hint)
             self._ended = True
-            progress.warn(f"{problem} ({hint}): learning ends here, requests are passed on")
+            progress.warn(f"{problem} ({hint}): learning ends, but requests are still forwarded")
 
     def _saved(self) -> Path:
-        return self.pupil.save(self.place, {"mat": {}})
+        return self.online_drafter.save(self.place, {"mat": {}})
 
     def save(self, start: Path) -> Path:
         """Write the learnt drafter as a drafter directory."""
         learnt = f"{self.recipe.algo[0]} from texts of {', '.join(redacted(self.recipe.server.urls))}, from {start}"
-        return self.pupil.save(self.place, {**checkpoint.read_info(start), "learnt": learnt, "mat": {}})
+        return self.online_drafter.save(self.place, {**checkpoint.read_info(start), "learnt": learnt, "mat": {}})
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
         """(JSON-able facts, tensors) that `restore` needs, between two chunks."""
-        facts, tensors = self.pupil.state()
+        facts, tensors = self.online_drafter.state()
         return {"pupil": facts, "publisher": self.publisher.state(), "texts": self._count}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         """Restore a `state`, and publish its version again."""
-        self.pupil.restore(facts["pupil"], tensors)
+        self.online_drafter.restore(facts["pupil"], tensors)
         self._count = facts["texts"]
         if self.publishes:
             self.publisher.restore(facts["publisher"])
 
 
-def _mat(parts: Sequence[Drafting | None]) -> float | None:
-    return Drafting.total([part for part in parts if part is not None]).mat
+def _mat(parts: Sequence[DraftCounters | None]) -> float | None:
+    return DraftCounters.total([part for part in parts if part is not None]).mat

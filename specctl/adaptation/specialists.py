@@ -27,15 +27,15 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
-from specctl.families import learning
+from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
+from specctl.selection.arm import Arm
 from specctl.selection.arms import named
 from specctl.selection.assembly import make_selector, plain_step
 from specctl.selection.controller import RoundLine, Selector
-from specctl.selection.game.rules import overruled
-from specctl.selection.guarded import Guarded
+from specctl.selection.game.rules import overridden_options
 from specctl.selection.policies import registry
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 from specctl.training.feature_files import Features
 
 
@@ -45,7 +45,7 @@ class Specialists(StreamLearner):
     A specialist wins a text if its rounds committed more of the tokens than any other arm's.
 
     Attributes:
-        pupils: online drafters, by name.
+        online_drafters: online drafters, by name.
         learns: False for a pool that does not change.
         lessons: lessons of the last chunk, for the specialists that had won a text.
     """
@@ -56,24 +56,24 @@ class Specialists(StreamLearner):
         self._pool = recipe.pool
         paths = named([str(path) for path in pool.find_pool(recipe.pool)])
         self.recipe, self.target, self.seed = recipe, target, seed
-        self.pupils: dict[str, OnlineDrafter] = {}
+        self.online_drafters: dict[str, OnlineDrafter] = {}
         self.fixed: dict[str, Drafter] = {}
         for path, name in paths.items():
-            if checkpoint.family(Path(path)) in learning():
-                self.pupils[name] = OnlineDrafter(recipe, algo, target, seed, Path(path))
+            if checkpoint.family(Path(path)) in online_families():
+                self.online_drafters[name] = OnlineDrafter(recipe, algo, target, seed, Path(path))
             else:
                 self.fixed[name] = pool.load_drafter(path, target, recipe.drafting)
         taps = {tap for drafter in self._drafters().values() for tap in drafter.taps}
         self._taps = tuple(sorted(taps))
         self.buffer = self._new_buffer()
-        self.learns = recipe.rule_of(algo).algo != "static"
+        self.learns = recipe.learner_of(algo).algo != "static"
         self.chunks = 0
         self.lessons: dict[str, Lesson] = {}
         self.rounds: Counter[str] = Counter()  # rounds of the chunk, by arm
         self._won: dict[str, Counter[str]] = defaultdict(Counter)  # committed tokens, by query and arm
         self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # accepted draft tokens, by arm and query
         self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # verified positions, by arm and query
-        for line in overruled([recipe.policy.name], recipe.game):
+        for line in overridden_options([recipe.policy.name], recipe.game):
             progress.log(line)
         self._selector = self._select()
 
@@ -81,8 +81,8 @@ class Specialists(StreamLearner):
         """Draft for, and learn from, another target from now on. Raises CheckpointError if a drafter does not fit."""
         self.target = target
         vars(self).pop("_step", None)
-        for pupil in self.pupils.values():
-            pupil.retarget(target)
+        for online_drafter in self.online_drafters.values():
+            online_drafter.retarget(target)
         paths = {name: path for path, name in named([str(path) for path in pool.find_pool(self._pool)]).items()}
         self.fixed = {name: pool.load_drafter(paths[name], target, self.recipe.drafting) for name in self.fixed}
         self.buffer = self._new_buffer()
@@ -92,7 +92,7 @@ class Specialists(StreamLearner):
         return new_buffer(self.recipe, self.target, self._taps)
 
     def _drafters(self) -> dict[str, Drafter]:
-        return {name: pupil.drafter for name, pupil in self.pupils.items()} | self.fixed
+        return {name: online_drafter.drafter for name, online_drafter in self.online_drafters.items()} | self.fixed
 
     @cached_property
     def _step(self) -> float:
@@ -103,7 +103,7 @@ class Specialists(StreamLearner):
         policy = self.recipe.policy
         return make_selector(
             self.target,
-            [Guarded(name, drafter) for name, drafter in self._drafters().items()],
+            [Arm(name, drafter) for name, drafter in self._drafters().items()],
             policy.name,
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
@@ -121,10 +121,10 @@ class Specialists(StreamLearner):
         self._verified[entry.arm][entry.query] += min(entry.accepted + 1, entry.drafted)
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def warming_up(self) -> Iterator[None]:
         """Context in which answers leave no trace. To be entered between two chunks, while nothing is counted yet."""
         try:
-            with super().rehearsing():
+            with super().warming_up():
                 yield
         finally:
             for counts in (self.rounds, self._won, self._accepted, self._verified):
@@ -137,9 +137,9 @@ class Specialists(StreamLearner):
         if self.recipe.policy.reset != "query":
             labels = [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
         options: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
-        return options | self.buffer.listening if self.learns else options
+        return options | self.buffer.decode_options if self.learns else options
 
-    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+    def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Let every specialist learn from the texts of the chunk it has won. The rounds of a specialist judge its
         update, and its share of all rounds is its share of the seconds."""
         total = max(1, self.rounds.total())
@@ -147,14 +147,14 @@ class Specialists(StreamLearner):
         for index, text in self.buffer.texts.items():
             played = self._won[text.example.prompt_id]
             winner = max(played, key=lambda arm: played[arm]) if played else ""
-            if winner in self.pupils:
+            if winner in self.online_drafters:
                 winners.add(winner)
-                buffer = self.pupils[winner].buffer
-                buffer.take(text, self._own(self.buffer.kept.get(index), buffer.taps))
+                buffer = self.online_drafters[winner].buffer
+                buffer.add(text, self._features_for(self.buffer.kept.get(index), buffer.taps))
         self.buffer.clear()
         self.lessons = {
-            name: pupil.sit(self._acceptance(name), decode_s * self.rounds[name] / total)
-            for name, pupil in self.pupils.items()
+            name: online_drafter.learn_chunk(self._acceptance(name), decode_s * self.rounds[name] / total)
+            for name, online_drafter in self.online_drafters.items()
             if name in winners
         }
         for counts in (self._won, self._accepted, self._verified):
@@ -162,14 +162,14 @@ class Specialists(StreamLearner):
         self.chunks += 1
         began = time.perf_counter()
         self._selector = self._select()
-        lesson = self._together(acceptance)
+        lesson = self._combined(acceptance)
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
 
     def _acceptance(self, arm: str) -> Acceptance:
         """Acceptance in the rounds that an arm drafted, by query."""
         return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
 
-    def _own(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
+    def _features_for(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
         """The states that one specialist reads, cut out of the states that the pool retains."""
         if features is None or taps == self.buffer.taps:
             return features
@@ -177,7 +177,7 @@ class Specialists(StreamLearner):
         states = features.taps.unflatten(-1, (len(self.buffer.taps), -1))[:, places].flatten(1)
         return replace(features, taps=states)
 
-    def _together(self, acceptance: Acceptance) -> Lesson:
+    def _combined(self, acceptance: Acceptance) -> Lesson:
         """Combine the lessons of all specialists into one: sums, the mean loss per token, and the arms' shares of the
         rounds in place of members' weights."""
         lessons = list(self.lessons.values())
@@ -199,32 +199,33 @@ class Specialists(StreamLearner):
             outcome,
             sum(lesson.texts for lesson in lessons),
             sum(lesson.tokens for lesson in lessons),
-            self.buffer.dropped + sum(pupil.buffer.dropped for pupil in self.pupils.values()),
-            tuple(rate for pupil in self.pupils.values() for rate in pupil.learner.rates),
+            self.buffer.dropped
+            + sum(online_drafter.buffer.dropped for online_drafter in self.online_drafters.values()),
+            tuple(rate for online_drafter in self.online_drafters.values() for rate in online_drafter.learner.rates),
             sum(lesson.learn_s for lesson in lessons),
             sum(lesson.swap_s for lesson in lessons),
         )
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
         """Write every specialist as a drafter directory below `directory`, which is a pool again."""
-        for name, pupil in self.pupils.items():
-            start = checkpoint.read_info(pupil.start)
-            pupil.save(directory / name, {**info, "domain": start.get("domain", []), "mat": {}})
+        for name, online_drafter in self.online_drafters.items():
+            start = checkpoint.read_info(online_drafter.start)
+            online_drafter.save(directory / name, {**info, "domain": start.get("domain", []), "mat": {}})
         return directory
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """(JSON-able facts, tensors) that `restore` needs, between two chunks."""
         facts: dict[str, Any] = {"chunks": self.chunks, "buffer": self.buffer.state()[0], "pupils": {}}
         tensors: dict[str, Tensor] = {}
-        for name, pupil in self.pupils.items():
-            facts["pupils"][name], found = pupil.state()
-            tensors |= prefixed(f"{name}/", found)
+        for name, online_drafter in self.online_drafters.items():
+            facts["pupils"][name], found = online_drafter.state()
+            tensors |= add_prefix(f"{name}/", found)
         return facts, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         """Restore a `state`."""
         self.chunks = facts["chunks"]
         self.buffer.restore(facts["buffer"], {})  # no texts, but their numbering goes on
-        for name, pupil in self.pupils.items():
-            pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
+        for name, online_drafter in self.online_drafters.items():
+            online_drafter.restore(facts["pupils"][name], strip_prefix(f"{name}/", tensors))
         self._selector = self._select()

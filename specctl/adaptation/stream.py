@@ -15,7 +15,7 @@ from operator import index
 from typing import Any
 
 from specctl import data_prep
-from specctl.adaptation.segments import order
+from specctl.adaptation.segments import interleave
 from specctl.decoding.target import Target
 from specctl.distillation.plan import render
 from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts
@@ -23,11 +23,11 @@ from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts, warn
 from specctl.recipe import DataRecipe, LearningRecipe, StreamRecipe
 
-JUDGED = 100  # lines after which the share of rejected lines is judged
+MIN_LINES_TO_JUDGE = 100  # lines after which the share of rejected lines is judged
 
 
 @dataclass(frozen=True)
-class Arrival:
+class EncodedPrompt:
     """A prompt and its token ids."""
 
     prompt: Prompt
@@ -42,7 +42,7 @@ class Position:
     prompts: int = 0
     digest: str = ""
 
-    def after(self, chunk: Iterable[Arrival]) -> Position:
+    def after(self, chunk: Iterable[EncodedPrompt]) -> Position:
         """The position after this chunk."""
         prompts, digest = self.prompts, self.digest
         for arrival in chunk:
@@ -82,7 +82,7 @@ class PromptStream:
         """
         segments: list[tuple[str, int | None]] = [*recipe.segments]
         if segments and data.limit is not None:
-            raise UsageError("a schedule says how many prompts come: leave data.limit out")
+            raise UsageError("a schedule determines the number of prompts: leave out data.limit")
         segments = segments or [(domain, data.limit) for domain in data.domain]
         self.data = data.model_copy(update={"domain": list(dict.fromkeys(domain for domain, _ in segments))})
         check_files(self.data)
@@ -119,8 +119,8 @@ class PromptStream:
         """
         if self.stdin and rewind:
             raise UsageError(
-                f"stdin cannot be rewound to behind its first {position['prompts']} prompts",
-                "name the file with --prompts, or continue with the lines that come",
+                f"stdin cannot be rewound to the position after its first {position['prompts']} prompts",
+                "name the file with --prompts, or continue with new lines from stdin",
             )
         self._at = Position(index(position["chunks"]), index(position["prompts"]), position["digest"])
         if not rewind:
@@ -128,18 +128,18 @@ class PromptStream:
         reached = Position().after(islice(self._left, self._at.prompts))
         if (reached.prompts, reached.digest) != (self._at.prompts, self._at.digest):
             raise DataError(
-                f"the stream does not begin with the {self._at.prompts} prompts that this run has answered",
-                hint="resume with the prompts, schedule and seed it was started with, or start again",
+                f"the stream does not begin with the {self._at.prompts} prompts that this run has already answered",
+                hint="resume with the original prompts, schedule and seed, or start again",
             )
 
-    def chunks(self) -> Iterator[list[Arrival]]:
+    def chunks(self) -> Iterator[list[EncodedPrompt]]:
         """The remaining chunks.
 
         Raises:
             DataError: no prompts at all, or too many rejected.
             Interrupted: SIGTERM or SIGUSR1, between two prompts.
         """
-        chunk: list[Arrival] = []
+        chunk: list[EncodedPrompt] = []
         try:
             for arrival in self._left:
                 chunk.append(arrival)
@@ -148,25 +148,25 @@ class PromptStream:
                     chunk = []
         except Interrupted:
             if self.stdin:
-                warn(f"what came from stdin behind the first {self._at.prompts} prompts is not answered: send it again")
+                warn(f"stdin lines after the first {self._at.prompts} prompts are not answered: send them again")
             raise
         if chunk:
             yield self._close(chunk)
-        if not self._at.prompts or self.rejections.seen >= JUDGED:
+        if not self._at.prompts or self.rejections.seen >= MIN_LINES_TO_JUDGE:
             self.rejections.check()
-        self.rejections.tell()  # a few bad lines do not void the answers to the others
+        self.rejections.report()  # a few bad lines do not void the answers to the others
         if not self._at.prompts:
             raise no_prompts(", ".join(self.data.prompts_of(domain) or domain for domain in self.data.domain))
         if self.recipe.schedule and self._at.prompts < (self.total or 0):
-            warn(f"the schedule asks for {self.total} prompts, {self._at.prompts} came that the target can answer")
+            warn(f"the schedule asks for {self.total} prompts, but only {self._at.prompts} prompts could be answered")
 
-    def _close(self, chunk: list[Arrival]) -> list[Arrival]:
+    def _close(self, chunk: list[EncodedPrompt]) -> list[EncodedPrompt]:
         self._at = self._at.after(chunk)
-        if self.rejections.seen >= JUDGED:
+        if self.rejections.seen >= MIN_LINES_TO_JUDGE:
             self.rejections.check()
         return chunk
 
-    def _arrivals(self) -> Iterator[Arrival]:
+    def _arrivals(self) -> Iterator[EncodedPrompt]:
         """All prompts, in the order of the schedule."""
         needed: dict[str, int | None] = {}
         for domain, count in self.segments:
@@ -179,9 +179,9 @@ class PromptStream:
         if self.recipe.kind == "abrupt" or self.total is None:
             return self.segments
         counts = [count or 0 for _, count in self.segments]
-        return ((self.segments[at][0], 1) for at in order(counts, self.recipe.kind, self.data.seed).tolist())
+        return ((self.segments[at][0], 1) for at in interleave(counts, self.recipe.kind, self.data.seed).tolist())
 
-    def _source(self, domain: str, needed: int | None) -> Iterator[Arrival]:
+    def _source(self, domain: str, needed: int | None) -> Iterator[EncodedPrompt]:
         """The prompts of one domain that can be answered."""
         rejections = self.rejections
         lines = Rejections(None, 1) if self.counted else rejections  # counting has already reported bad lines
@@ -189,8 +189,8 @@ class PromptStream:
             rejections.seen += not self.counted
             ids = None if prompt is None else render(self.target, prompt, rejections, self.options)
             if prompt is not None and ids is not None:
-                yield Arrival(prompt, ids)
-            elif rejections.seen >= JUDGED and rejections.too_many:
+                yield EncodedPrompt(prompt, ids)
+            elif rejections.seen >= MIN_LINES_TO_JUDGE and rejections.too_many:
                 rejections.check()
             interrupts.check()
 
@@ -213,7 +213,7 @@ class PromptStream:
                     break
             self.rejections.check()
             if there < (wanted if wanted and self.recipe.schedule else 1):
-                asked = f", the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""
+                asked = f", but the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""
                 raise DataError(
                     f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}",
                     "ask for fewer with --schedule" if asked else f"expected {EXPECTED}",

@@ -31,7 +31,7 @@ class Lesson:
     rates: tuple[float, ...]  # η of the members after the update
     learn_s: float
     swap_s: float = 0.0  # building a drafter with the new weights
-    behind: int = 0  # lag: answered chunks not learnt from yet
+    lag_chunks: int = 0  # lag: answered chunks not learnt from yet
 
 
 def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
@@ -54,7 +54,7 @@ class StreamLearner(ABC):
         """Options of `decode` for texts with these labels."""
 
     @abstractmethod
-    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+    def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Learn from the chunk that was just answered in `decode_s` seconds, and draft with the new weights."""
 
     @abstractmethod
@@ -82,7 +82,7 @@ class StreamLearner(ABC):
         """An empty buffer for the present target."""
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
+    def warming_up(self) -> Iterator[None]:
         """Context in which answers leave no trace: they are not learnt from, and displace no buffered text."""
         kept, self.buffer = self.buffer, self._new_buffer()
         try:
@@ -91,7 +91,7 @@ class StreamLearner(ABC):
             self.buffer = kept
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
+    def active(self) -> Iterator[None]:
         """Context for this contender's turn to draft."""
         yield
 

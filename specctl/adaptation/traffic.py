@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specctl import progress, regular
-from specctl.adaptation.stream import Arrival, PromptStream
+from specctl import progress, regular_files
+from specctl.adaptation.stream import EncodedPrompt, PromptStream
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import logs
 from specctl.distillation.prompts import Rejections, json_object
 from specctl.engines.client import Client
-from specctl.engines.records import Answer, Ask, Drafting
+from specctl.engines.records import DraftCounters, GenerationRequest, GenerationResult
 from specctl.errors import DataError
 from specctl.recipe import OnlineRecipe
 
 POLL_S = 0.2
-BACKLOG = 4  # chunks of texts that may wait; beyond that the oldest texts are passed over
+MAX_BACKLOG_CHUNKS = 4  # chunks of texts that may wait; beyond that the oldest texts are passed over
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class ServedText:
     domain: str
     prompt_ids: list[int]
     output_ids: list[int]
-    drafting: Drafting | None = None
-    baseline: Drafting | None = None
+    drafting: DraftCounters | None = None
+    baseline: DraftCounters | None = None
     began: float = 0.0
 
 
-def text_of(row: Mapping[str, Any], target: TargetText, options: dict[str, Any]) -> ServedText:
+def parse_served_text(row: Mapping[str, Any], target: TargetText, options: dict[str, Any]) -> ServedText:
     """Read the text in a line of a log: the ids that the engine reports, or the ids that the target's template makes.
 
     Raises ValueError if the line has no text to learn from.
@@ -52,15 +52,15 @@ def text_of(row: Mapping[str, Any], target: TargetText, options: dict[str, Any])
     kept = logs.record(turn, "traffic", target, options)
     prompt, output = kept["prompt_ids"], kept["response_ids"]
     if len(output) < 2:
-        raise ValueError("is too short to learn from")
-    drafting = turn.given.answer.drafting if turn.given else None
+        raise ValueError("has a response that is too short to learn from")
+    drafting = turn.engine_ids.answer.drafting if turn.engine_ids else None
     began = row.get("began")
     began = float(began) if isinstance(began, (int, float)) else 0.0
     return ServedText(kept["prompt_id"], "traffic", prompt, output, drafting, began=began)
 
 
 @dataclass(frozen=True)
-class LogPlace:
+class LogPosition:
     """A place in a log: the inode of the file, and the number of bytes read."""
 
     inode: int = 0
@@ -72,15 +72,15 @@ class Tail:
 
     def __init__(self, path: Path):
         self.path = path
-        self.place = LogPlace()
+        self.place = LogPosition()
         self._file: Any = None
         self._rest = b""
 
-    def seek(self, place: LogPlace) -> None:
+    def seek(self, place: LogPosition) -> None:
         """Go to an earlier `place`, in this file or in the rotated file PATH.1."""
         for path in (self.path, self.path.with_name(self.path.name + ".1")):
             if path.exists() and path.stat().st_ino == place.inode and path.stat().st_size >= place.offset:
-                self._file = regular.opened(path)
+                self._file = regular_files.open_regular(path)
                 self._file.seek(place.offset)
                 self.place = place
 
@@ -94,7 +94,7 @@ class Tail:
                     self._rest += line
                     continue
                 line, self._rest = self._rest + line, b""
-                self.place = LogPlace(self.place.inode, self.place.offset + len(line))
+                self.place = LogPosition(self.place.inode, self.place.offset + len(line))
                 yield line
             if self._same():
                 return
@@ -103,8 +103,8 @@ class Tail:
     def _begin(self) -> bool:
         if not self.path.exists():
             return False
-        self._file, self._rest = regular.opened(self.path), b""
-        self.place = LogPlace(os.fstat(self._file.fileno()).st_ino, 0)
+        self._file, self._rest = regular_files.open_regular(self.path), b""
+        self.place = LogPosition(os.fstat(self._file.fileno()).st_ino, 0)
         return True
 
     def _same(self) -> bool:
@@ -146,7 +146,7 @@ class LogTraffic:
     passed_over: int = 0
     stdin: bool = False
     _count: int = 0
-    _place: LogPlace = field(default_factory=LogPlace)
+    _place: LogPosition = field(default_factory=LogPosition)
 
     @property
     def total(self) -> int | None:
@@ -160,13 +160,13 @@ class LogTraffic:
     def resume(self, position: Mapping[str, Any]) -> None:
         """Go on after a `position`, if the log still has it."""
         self._count, self.passed_over = position["prompts"], position["passed_over"]
-        self._place = LogPlace(**position["place"])
+        self._place = LogPosition(**position["place"])
 
     def chunks(self) -> Iterator[list[ServedText]]:
         """The chunks, each one when it is full. Raises Interrupted, or DataError (no texts, or too many bad lines)."""
         tail = Tail(self.path)
         tail.seek(self._place)
-        waiting: deque[tuple[ServedText, LogPlace]] = deque()
+        waiting: deque[tuple[ServedText, LogPosition]] = deque()
         try:
             while True:
                 self._read(tail, waiting)
@@ -189,26 +189,26 @@ class LogTraffic:
         finally:
             tail.close()
 
-    def _read(self, tail: Tail, waiting: deque[tuple[ServedText, LogPlace]]) -> None:
+    def _read(self, tail: Tail, waiting: deque[tuple[ServedText, LogPosition]]) -> None:
         """Take the new texts, up to the number that may wait."""
         for line in tail.lines():
             if not line.strip():
                 continue
             self.rejections.seen += 1
             try:
-                waiting.append((text_of(json_object(line), self.target, self.options), tail.place))
+                waiting.append((parse_served_text(json_object(line), self.target, self.options), tail.place))
             except ValueError as error:
                 where = f"{self.path}, byte {tail.place.offset - len(line)}"
                 self.rejections.add(where, str(error), line.decode("utf-8", "replace"))
-            full = len(waiting) >= BACKLOG * self.size
+            full = len(waiting) >= MAX_BACKLOG_CHUNKS * self.size
             if full and not self.follow:
                 return  # a file that does not grow is read whole, piece by piece
-            if len(waiting) > BACKLOG * self.size:
+            if len(waiting) > MAX_BACKLOG_CHUNKS * self.size:
                 waiting.popleft()
                 self.passed_over += 1
 
 
-class AskedTraffic:
+class RequestedTraffic:
     """Chunks of the texts that engines write for the prompts of a stream, on request.
 
     Attributes:
@@ -251,17 +251,17 @@ class AskedTraffic:
                 if place in answers and len(answers[place].output_ids) > 1
             ]
 
-    def _ask(self, arrival: Arrival) -> Ask:
+    def _ask(self, arrival: EncodedPrompt) -> GenerationRequest:
         sampling, target = self.recipe.sampling, self.stream.target
         room = min(sampling.max_new_tokens, target.context_length - len(arrival.ids))
         seed = self.recipe.seeds[0]
-        return Ask(arrival.ids, room, sampling.temperature, sampling.top_k, sampling.top_p, seed)
+        return GenerationRequest(arrival.ids, room, sampling.temperature, sampling.top_k, sampling.top_p, seed)
 
-    def _answers(self, client: Client, asks: Sequence[Ask]) -> dict[int, Answer]:
+    def _answers(self, client: Client, asks: Sequence[GenerationRequest]) -> dict[int, GenerationResult]:
         """The answers, by index of the request. Refused requests are reported and left out."""
-        found: dict[int, Answer] = {}
+        found: dict[int, GenerationResult] = {}
         for place, answer in client.answers(asks):
-            if isinstance(answer, Answer):
+            if isinstance(answer, GenerationResult):
                 found[place] = answer
             else:
                 self.stream.rejections.add(f"prompt {place + 1} of the chunk", answer.reason)

@@ -34,7 +34,7 @@ Quiet = Annotated[
         "-q",
         "--quiet",
         metavar=options.SWITCH,
-        help="No progress; only the result's path or name.",
+        help="Hide progress; print only the path or name of the result.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -62,7 +62,7 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
             output.configure(json, quiet, verbose)
             function(**arguments)
 
-        _sign(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
+        _set_signature(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
         app.command(name, epilog=f"Example: {example}" if example else None)(wrapper)
         return function
 
@@ -90,7 +90,7 @@ def recipe_command(
         overrides = "Overrides of recipe keys, such as target.dtype=fp32."
         help = f"{meaning} {overrides}" if operand else overrides
         operands = Annotated[list[str] | None, typer.Argument(metavar=metavar, help=help, show_default=False)]
-        _sign(
+        _set_signature(
             run,
             [
                 _option("operands", operands, None),
@@ -105,7 +105,7 @@ def recipe_command(
     return register
 
 
-def carry_out(
+def run_or_plan(
     name: str, recipe: Any, dry_run: bool, steps: Callable[[], list[str]], show: Callable[[Any], Any], brief: str
 ) -> None:
     """Run a recipe and print its result document, or only show the plan for --dry-run.
@@ -116,10 +116,10 @@ def carry_out(
         brief: field of the document that --quiet prints.
     """
     from specctl import api
-    from specctl.cli import plan
+    from specctl.cli import checks
 
     if dry_run:
-        return plan.show(name, recipe, steps())
+        return checks.show(name, recipe, steps())
     with library_output():
         _, document = api.execute(name, recipe)
     output.result(document, show, brief=document[brief])
@@ -151,10 +151,10 @@ def _resolve(
     overrides = [text for text in operands if OVERRIDE.fullmatch(text)]
     plain = [text for text in operands if not OVERRIDE.fullmatch(text)]
     if len(plain) > (operand is not None):
-        raise UsageError(f"unexpected argument {plain[-1]!r}", hint="overrides are written key.sub=value")
+        raise UsageError(f"unexpected argument {plain[-1]!r}", hint="write overrides as key.sub=value")
     flags = [Setting((operand,), text, operand.upper()) for text in plain if operand]
     resolved = resolve(name, recipe, overrides, flags + options.settings(given, name))
-    progress.interrupts.install()
+    progress.interrupts.remember_signals()
     return resolved
 
 
@@ -167,7 +167,7 @@ def _parameters(function: Callable[..., None]) -> list[inspect.Parameter]:
     return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in signature.parameters.values()]
 
 
-def _sign(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
+def _set_signature(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
     """Give a function the signature and the annotations from which Typer reads the options."""
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}

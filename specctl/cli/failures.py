@@ -57,25 +57,27 @@ def _explain(error: BaseException, command: str | None) -> Failure:
     if isinstance(error, SpecctlError):
         return Failure(type(error).__name__, error.message, error.hint, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return Failure("Interrupted", "stopped by SIGINT", "commands with --resume can go on", 130)
+        return Failure("Interrupted", "stopped by SIGINT", "commands with --resume can continue", 130)
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # Typer's error: the command line is wrong
         message = error.format_message().rstrip(".") or "the command is missing"  # without a message, help was shown
         return Failure("UsageError", message, _usage_hint(error, command), error.exit_code)
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "make room where --output-dir is, or choose another" if full else None
+        hint = "free space on the disk of --output-dir, or choose another one" if full else None
         code = 2 if error.errno == errno.ENAMETOOLONG else 1  # no file can have such a name, so the user has given it
         return Failure(type(error).__name__, f"{where}{error.strerror}", hint, code)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if _out_of_memory(error):
         row = SUBCOMMANDS.get(command or "")
-        hint = f"lower or set {', '.join(row.smaller)}" if row and row.smaller else None
+        hint = f"lower or set {', '.join(row.memory_keys)}" if row and row.memory_keys else None
         return Failure(
             "MemoryError", f"out of memory: {first_line.partition('err == 0. ')[2] or first_line}".rstrip(": "), hint, 1
         )
     if isinstance(error, ValueError) and not _is_address(endpoint := os.environ.get(ENDPOINT, "")):
-        return Failure("UsageError", f"{ENDPOINT} is no address: {endpoint}", "unset it, or https://HOST[:PORT]", 2)
+        return Failure(
+            "UsageError", f"{ENDPOINT} is not an address: {endpoint}", "unset it, or set it to https://HOST[:PORT]", 2
+        )
     hint = "specctl -v … shows the traceback"
     return Failure(type(error).__name__, f"unexpected {type(error).__name__}: {first_line}".rstrip(": "), hint, 1)
 

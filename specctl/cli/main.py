@@ -51,7 +51,7 @@ def run(argv: list[str]) -> int:
     output.reset(argv)
     try:
         if sys.flags.optimize > 1:
-            raise UsageError("transformers reads the docstrings that PYTHONOPTIMIZE=2 (python -OO) strips")
+            raise UsageError("transformers needs docstrings, which PYTHONOPTIMIZE=2 (python -OO) strips: unset it")
         code = app(argv, prog_name="specctl", standalone_mode=False)
         if code == 130:  # Typer has caught Ctrl-C without a message
             raise KeyboardInterrupt
@@ -63,7 +63,7 @@ def run(argv: list[str]) -> int:
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         command = next((word for word in argv if not word.startswith("-")), None)
-        failure = explain(progress.interrupts.source_of(error), command)
+        failure = explain(progress.interrupts.signal_error(error), command)
         if output.verbose:
             print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         with suppress(SpecctlError):  # the failure may be stdout itself

@@ -12,13 +12,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-def shown(matrix: dict[str, Any]) -> list[RenderableType]:
+def render(matrix: dict[str, Any]) -> list[RenderableType]:
     """Render drafters above baselines, by domain and macro average, then the test of the diagonal and the verdict.
 
     The best drafter of a column is bold and has a star.
     """
     diagonal = [_diagonal(matrix["diagonal"])] if matrix["diagonal"] else []
-    return [_cells(matrix), *diagonal, cell(matrix["verdict"]), *_outdone(matrix)]
+    return [_cells(matrix), *diagonal, cell(matrix["verdict"]), *_baseline_wins(matrix)]
 
 
 def _cells(matrix: dict[str, Any]) -> Table:
@@ -44,7 +44,7 @@ def _value(value: float | None, best: bool) -> Text:
     return Text(cell(value) + ("*" if best else " "), style="bold" if best else "")
 
 
-def _outdone(matrix: dict[str, Any]) -> list[str]:
+def _baseline_wins(matrix: dict[str, Any]) -> list[str]:
     """Return a line with the domains in which a baseline beats every trained drafter, which the stars do not show."""
     count = len(matrix["drafters"])
     outdone = []

@@ -41,7 +41,7 @@ class Output:
         self, document: dict[str, Any], show: Callable[[dict[str, Any]], RenderableType], brief: str = ""
     ) -> None:
         """Print one result: the document (--json), `brief` (-q), or the rendering of the document by `show`."""
-        if not progress.leads():
+        if not progress.is_rank_zero():
             return
         if self.json:
             self._print_json(document)
@@ -57,7 +57,7 @@ class Output:
         if hint:
             hint = ("\n" if "\n" in failure.message else " ") + hint
         print(f"error: {failure.message}{hint}", file=sys.stderr, flush=True)
-        if self.json and progress.leads():
+        if self.json and progress.is_rank_zero():
             self._print_json({"error": {"type": failure.type, "message": failure.message, "hint": failure.hint}})
 
     @staticmethod

@@ -13,11 +13,11 @@ from specctl.cli.output import cell, fields, output
 
 Runs = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[RUN]...", help="Run directories; without any the newest in ./runs.", show_default=False),
+    typer.Argument(metavar="[RUN]...", help="Run directories; default: the newest in ./runs.", show_default=False),
 ]
 OutputDir = Annotated[
     Path | None,
-    typer.Option("--output-dir", help="Default: RUN/report, of several runs ./runs/report-<time>-<id>."),
+    typer.Option("--output-dir", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."),
 ]
 Csv = Annotated[bool, typer.Option("--csv", help="Also write every table as a CSV file.")]
 

@@ -23,9 +23,9 @@ COLUMNS = {
 def steps(recipe: SelectRecipe) -> list[str]:
     """Return the plan in words. No server is asked."""
     return [
-        f"check that {', '.join(recipe.server.urls)} serve one model",
-        f"take requests at {recipe.listen}, and route each to the server that {recipe.algo[0]} chooses by what became "
-        "of drafts so far",
+        f"check that {', '.join(recipe.server.urls)} serve the same model",
+        f"accept requests at {recipe.listen}, and route each to the server that {recipe.algo[0]} chooses by the "
+        "acceptance of earlier drafts",
     ]
 
 
@@ -38,7 +38,7 @@ def show(document: dict[str, Any]) -> Any:
     return Group(
         table(*COLUMNS.values(), rows=rows),
         f"{document['requests']} texts routed by {document['algo']}, mat {cell(document['mat'])}"
-        + (f", {decided / 1000:.2f} ms a choice" if decided is not None else ""),
+        + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         f"run: {cell(document['run_dir'])}",
     )
 

@@ -53,7 +53,7 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
     Raises DataError, CheckpointError as `specctl eval` does for prompts, target and drafters; UsageError if a shape
     does not fit into free memory.
     """
-    shapes.check_room(recipe)
+    shapes.check_memory(recipe)
     device = pick_device(recipe.target.device)
     kernels: list[KernelRow] = []
     steps: list[StepRow] = []

@@ -26,13 +26,13 @@ def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts
         CheckpointError: the drafter is damaged, or was collected with another tokenizer than the target's.
         EngineError: a server does not take the corpus.
     """
-    if recipe.to not in corpus.DRAFTED:
-        raise UsageError(f"retrieval drafters cannot be written for {recipe.to}", hint="--to vllm, sglang")
+    if recipe.to not in corpus.DEFAULT_DRAFT_TOKENS:
+        raise UsageError(f"retrieval drafters cannot be written for {recipe.to}", hint="use --to vllm or --to sglang")
     for option in ("tune", "check"):
         if getattr(recipe, option):
-            raise UsageError(f"--{option} is about heads, and {recipe.drafter} is a datastore", f"leave --{option} out")
-    store = cast(Datastore, pool.sound(drafter))
-    tokens = recipe.tokens if "tokens" in recipe.model_fields_set else corpus.DRAFTED[recipe.to]
+            raise UsageError(f"--{option} is for heads, but {recipe.drafter} is a datastore", f"leave --{option} out")
+    store = cast(Datastore, pool.restore_module(drafter))
+    tokens = recipe.tokens if "tokens" in recipe.model_fields_set else corpus.DEFAULT_DRAFT_TOKENS[recipe.to]
     place, published = recipe.source.absolute(), []
     if recipe.to == "vllm":
         serving = corpus.serving("vllm", place, facts, tokens)
@@ -74,7 +74,7 @@ def target_of(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: Targe
     said = drafter.config["target"].get("vocab_hash")
     if said != target.identity["vocab_hash"]:
         raise CheckpointError(
-            f"{recipe.drafter} was collected with another tokenizer than that of {facts.name}", "name its own: --target"
+            f"{recipe.drafter} was collected with another tokenizer than {facts.name} has", "name its target: --target"
         )
     return target
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.decoding import metrics
-from specctl.decoding.device.rooms import Rooms
-from specctl.decoding.loop import decode
+from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.state import DecodeState
@@ -16,7 +16,7 @@ from specctl.distillation.prompts import prompt_id
 from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.measuring import lossless
-from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS, filters
+from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS, sampling_of
 from specctl.measuring.records import Record, write_outputs
 from specctl.recipe import GenerateRecipe
 from specctl.runs import Run
@@ -47,7 +47,7 @@ class GenerateResult:
     tokens_per_s: float | None
     vanilla_tokens_per_s: float | None
     speedup: float | None
-    unusable: str | None  # why the speed-up cannot be used (`metrics.unusable`)
+    unusable: str | None  # why the speed-up cannot be used (`metrics.why_unusable`)
     identical: bool | None
     agreement: lossless.Agreement | None
     prefill_s: float
@@ -102,19 +102,19 @@ def _decode(
     target: Target, recipe: GenerateRecipe, ids: list[int], drafter: Drafter | None
 ) -> tuple[Decoded, list[bool]]:
     """Decode after a short warm-up; return the answer, and for each of its tokens whether it was drafted."""
-    sampling, rooms = recipe.sampling, Rooms()
+    sampling, kept_caches = recipe.sampling, KeptCaches()
     for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
         accepted = AcceptedTokens()
         (decoded,) = decode(
             target,
             [ids],
-            sampling=filters(sampling),
+            sampling=sampling_of(sampling),
             max_new_tokens=tokens,
             seeds=[sampling.seed],
             drafter=drafter,
             exact=sampling.exact,
             on_commit=accepted,  # `on_round` would keep rounds off the GPU
-            rooms=rooms,
+            kept_caches=kept_caches,
         )
     return decoded, accepted.flags
 
@@ -138,7 +138,7 @@ def _result(
         tokens_per_s=metrics.tokens_per_s([decoded]),
         vanilla_tokens_per_s=metrics.tokens_per_s([plain]),
         speedup=speedup,
-        unusable=metrics.unusable(speedup, None, mat),
+        unusable=metrics.why_unusable(speedup, None, mat),
         identical=decoded.output_ids == plain.output_ids if drafter is not None else None,
         agreement=agreement,
         prefill_s=decoded.prefill_s,

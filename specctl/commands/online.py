@@ -14,20 +14,20 @@ from specctl.decoding import metrics
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint, pool
 from specctl.measuring.contenders import VANILLA
-from specctl.measuring.drafter_rows import compared
+from specctl.measuring.drafter_rows import with_agreement
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.online_contenders import ChunkRow, OnlineContenders
 from specctl.measuring.online_journal import Journal
-from specctl.measuring.online_rows import DomainRow, LearnerRow, Passes, SeedRow
+from specctl.measuring.online_rows import DomainRow, LearnerRow, OnlineResults, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
 from specctl.recipe import OnlineRecipe, ReasonRecipe
-from specctl.recipe.stream import counted
+from specctl.recipe.stream import parse_schedule
 from specctl.runs import Run
 
 if TYPE_CHECKING:
     from specctl.commands.online_served import ServedOnlineResult
 
-OWN = (
+TOP_FIELDS = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
     *("over_lookup_with_training", "unusable"),
 )
@@ -94,7 +94,7 @@ def online(
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
     journal.start()
-    for seed, stream in journal.passes(target):
+    for seed, stream in journal.remaining_passes(target):
         _pass(recipe, target, seed, stream, journal)
     journal.begin(target)  # in case every pass was finished already
     records = journal.records()
@@ -102,7 +102,7 @@ def online(
     if recipe.save_outputs:
         with journal.writing():
             write_outputs(run.dir, records, target.tokenizer)
-    drafters = {name: str(journal.place(name, recipe.seeds[0])) for name in recipe.algo}
+    drafters = {name: str(journal.drafter_dir(name, recipe.seeds[0])) for name in recipe.algo}
     return _result(recipe, records, journal.rows(), drafters, journal.rejected)
 
 
@@ -110,7 +110,7 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
     """Paths of the drafters that learners start from."""
     if recipe.pool is not None:
         return pool.find_pool(recipe.pool)
-    return [recipe.start_of(family) for family in recipe.families]
+    return [recipe.initial_drafter(family) for family in recipe.families]
 
 
 def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
@@ -120,13 +120,13 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
     try:
         if mark.stage is not None:
             with journal.restoring():
-                name, known = mark.stage["target"], {name for name, _ in counted(recipe.target_schedule)}
+                name, known = mark.stage["target"], {name for name, _ in parse_schedule(recipe.target_schedule)}
                 if known and name not in known:  # a saved state must not decide which model is loaded
-                    raise ValueError(f"target {name!r:.100} is none of target_schedule")
+                    raise ValueError(f"target {name!r:.100} is not in target_schedule")
                 _use_target(recipe, stage, name)
                 stage.restore(mark.stage, journal.tensors)
         journal.begin(target, stream.rejections)
-        with journal.following(seed, stream) as bar:
+        with journal.tracking(seed, stream) as bar:
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:
@@ -135,19 +135,19 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
 
             for chunk in stream.chunks():
                 _use_target(
-                    recipe, stage, recipe.target_at(journal.answered), f"from prompt {journal.answered + 1} on "
+                    recipe, stage, recipe.target_at(journal.answered), f"from prompt {journal.answered + 1} on, "
                 )
                 records = stage.answer(chunk, done)
                 rows = stage.learn(chunk, records)
-                records, _ = compared(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
+                records, _ = with_agreement(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
                 journal.keep(records, rows)
                 journal.advance(stream, *stage.state())
             stage.finish()
     finally:
         stage.close()
     for name in recipe.algo:
-        _save(recipe, stage, name, journal.place(name, seed))
-    journal.passed()
+        _save(recipe, stage, name, journal.drafter_dir(name, seed))
+    journal.finish_pass()
 
 
 def _use_target(recipe: OnlineRecipe, stage: OnlineContenders, name: str, since: str = "") -> None:
@@ -159,18 +159,18 @@ def _use_target(recipe: OnlineRecipe, stage: OnlineContenders, name: str, since:
 
 def _save(recipe: OnlineRecipe, stage: OnlineContenders, name: str, place: Path) -> None:
     """Write a learner's drafter in its state after the stream."""
-    start = recipe.pool or recipe.start_of(recipe.family_of(name))
+    start = recipe.pool or recipe.initial_drafter(recipe.family_of(name))
     info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
     if recipe.pool is None:
         domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
         info = {**checkpoint.read_info(start), "domain": list(domains), **info}
-    stage.pupils[name].save(place, info)
+    stage.learners[name].save(place, info)
 
 
 def _result(
     recipe: OnlineRecipe, records: Sequence[Record], chunks: Sequence[ChunkRow], drafters: dict[str, str], rejected: int
 ) -> OnlineResult:
-    passes = Passes(recipe, records, chunks)
+    passes = OnlineResults(recipe, records, chunks)
     others = [name for name in passes.by_name if name not in recipe.algo]
     learners = [passes.row(name) for name in [*recipe.algo, *others]]
     first = learners[0]
@@ -181,7 +181,7 @@ def _result(
             counts.add(record.agreement)
     domains = dict.fromkeys(record.domain for record in records)
     return OnlineResult(
-        **{name: getattr(first, name) for name in OWN},
+        **{name: getattr(first, name) for name in TOP_FIELDS},
         beside=recipe.companion,
         chunks=len(chunks) // len(recipe.algo),
         prompts=sum(row.prompts for row in chunks if row.algo == first.algo),

@@ -90,7 +90,7 @@ def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> R
     draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))
     journal = ReasoningJournal(recipe, run, stamp)
     journal.start()
-    for seed, stream in journal.passes(target):
+    for seed, stream in journal.remaining_passes(target):
         _pass(recipe, seed, target, draft, judge, journal, stream)
     journal.begin(target)  # in case every pass was finished already
     return _result(recipe, journal)
@@ -99,7 +99,7 @@ def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> R
 def _fingerprints(recipe: ReasonRecipe) -> dict[str, str | None]:
     """Fingerprints of the models in drafter directories. Raises CheckpointError if the domain has no draft LM."""
     if recipe.reasoning.draft is None:
-        checkpoint.present(Path(recipe.draft))
+        checkpoint.existing_directory(Path(recipe.draft))
     named = [name for name in (recipe.draft, recipe.reasoning.drafter) if name is not None]
     return {name: checkpoint.fingerprint(place) if (place := _directory(name)) else None for name in named}
 
@@ -128,29 +128,36 @@ def _pass(
         with journal.restoring():
             reasoning.restore(journal.tensors, mark.stage["chunks"])
     journal.begin(target, stream.rejections)
-    with journal.following(seed, stream) as bar:
+    with journal.tracking(seed, stream) as bar:
         for arrivals in stream.chunks():
-            before = _counts(reasoning)
+            before = _judge_counts(reasoning)
             record = reasoning.chunk(arrivals, bar.update)
-            judged = {mode: _less(now, before[mode]) for mode, now in _counts(reasoning).items()}
+            judged = {mode: _difference(now, before[mode]) for mode, now in _judge_counts(reasoning).items()}
             rows = chunk_rows(record, seed, judged)
             bar.update(0, chunk=record.chunk, accepted=rows[-1].step_acceptance)
             for mode, lesson in record.lessons.items():
                 if lesson.refused:
-                    progress.warn(f"{mode}: chunk {record.chunk} taught what is not finite; it is as it was before")
+                    progress.warn(f"{mode}: a loss or weight was not finite, so chunk {record.chunk} changed nothing")
             journal.keep(record, rows)
             tensors = {name: value.cpu() for name, value in reasoning.state().items()}  # on the host until saved
             journal.advance(stream, {"chunks": reasoning.chunks}, tensors)
     for mode, learner in reasoning.learners.items():
-        _save(recipe, journal.place(mode, seed), learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
-    journal.passed()
+        _save(
+            recipe,
+            journal.drafter_dir(mode, seed),
+            learner.played(),
+            draft,
+            target,
+            f"{mode}, {reasoning.chunks} chunks",
+        )
+    journal.finish_pass()
 
 
-def _counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
+def _judge_counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
     return {mode: judge.tally.counts() for mode, judge in reasoning.judges.items()}
 
 
-def _less(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def _difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in now.items()}
 
 
@@ -168,7 +175,7 @@ def _save(
     domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
     info = {**checkpoint.read_info(start), "domain": list(domains), "mat": {}}
     info["learnt"] = f"{learnt}, from {draft.name}"
-    config, tensors = lm.config(module, target.identity), lm.published(module.state_dict())
+    config, tensors = lm.checkpoint_config(module, target.identity), lm.stored_state(module.state_dict())
     checkpoint.save(place, config=config, tensors=tensors, info=info, overwrite=True)
 
 
@@ -204,7 +211,7 @@ def _result(recipe: ReasonRecipe, journal: ReasoningJournal) -> ReasoningResult:
         per_chunk=[chunk for chunk in chunks if chunk.seed == recipe.seeds[0]],
         per_seed=[_seed_row(rated(mode, [seed]), seed) for seed in recipe.seeds for mode in modes],
         judges={mode: dict(counts) for mode, counts in judged.items()},
-        drafters={mode: str(journal.place(mode, recipe.seeds[0])) for mode in learners},
+        drafters={mode: str(journal.drafter_dir(mode, recipe.seeds[0])) for mode in learners},
         rejected=journal.rejected,
     )
 

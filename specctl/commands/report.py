@@ -72,8 +72,8 @@ def _contents(command: str, runs: list[RunRecord], looks: Looks) -> Contents:
         made = commands.contents(command, runs, looks)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         where = ", ".join(str(run.dir) for run in runs)
-        hint = "a run of another version? repeat it, or leave it out"
-        raise SpecctlError(f"{where}: these are not the files that {command} writes ({error!r})", hint) from error
+        hint = "the run may be of another version: repeat it, or leave it out"
+        raise SpecctlError(f"{where}: unexpected content in the files of {command} ({error!r})", hint) from error
     unequal = differing(runs) if len(runs) > 1 else None
     return Contents(made.headline, made.pictures, made.filled + ([unequal] if unequal else []))
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from specctl import progress, regular
+from specctl import progress, regular_files
 from specctl.commands.select_router import router_of, save_router
 from specctl.commands.select_tables import PoolSize, Replayed, record_table, replay_table
 from specctl.decoding.protocols import Drafter
@@ -15,24 +15,34 @@ from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
 from specctl.drafters import pool
 from specctl.measuring.contenders import VANILLA, prepare
-from specctl.measuring.drafter_rows import Row, answers, compared, summarise
+from specctl.measuring.drafter_rows import Row, drafter_row, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
-from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
+from specctl.measuring.policy_rows import ArmReward, PolicyRow, StreamAnswers
 from specctl.measuring.records import Record, fingerprints, write_outputs, write_records
-from specctl.measuring.select_contenders import SelectContenders, companion_of, sessions
+from specctl.measuring.select_contenders import SelectContenders, companion_of, make_sessions
 from specctl.recipe import SelectRecipe
 from specctl.runs import Run
-from specctl.selection.arms import load_pool, members, named, trained_on
-from specctl.selection.game.rules import overruled
+from specctl.selection.arms import load_pool, named, pool_paths, trained_on
+from specctl.selection.game.rules import overridden_options
 from specctl.selection.recorded import hindsight
-from specctl.selection.recorded.pieces import check_free
+from specctl.selection.recorded.recording import check_free
 from specctl.selection.routing.labels import RouterReport
 
 if TYPE_CHECKING:
     from specctl.commands.select_served import ServedSelectResult
 
 ROUNDS = "rounds.jsonl"
-OWN = ("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls", "decide_us_p50", "score_ms_p50")
+TOP_FIELDS = (
+    "algo",
+    "rounds",
+    "mat",
+    "tokens_per_s",
+    "regret",
+    "best_arm_ratio",
+    "pulls",
+    "decide_us_p50",
+    "score_ms_p50",
+)
 """Fields of the first policy's row that are repeated at the top of the document."""
 
 
@@ -121,19 +131,19 @@ def select(
         from specctl.commands.select_served import select_served
 
         return select_served(recipe, run)
-    for line in overruled(recipe.algo, recipe.game):
+    for line in overridden_options(recipe.algo, recipe.game):
         progress.log(line)
     if recipe.replay is not None and not recipe.train_router:
         return _replayed(recipe, replay_table(recipe))
     rejections, unlabelled = (
-        Rejections(run.dir / name, recipe.data.max_rejected, hold=run.replaces)
+        Rejections(run.dir / name, recipe.data.max_rejected, hold=run.replaces_earlier)
         for name in ("rejected.jsonl", "router-rejected.jsonl")
     )
     data = recipe.data.model_copy(update={"limit": recipe.limit})
     prompts = read_domains(data, rejections, split=recipe.split, sample=True)
-    paths = members(recipe) if drafters is None else []
+    paths = pool_paths(recipe) if drafters is None else []
     target = target or load_target(**recipe.target.loading)
-    stream = sessions(prepare(recipe, target, prompts, rejections), recipe)
+    stream = make_sessions(prepare(recipe, target, prompts, rejections), recipe)
     companion = companion_of(recipe, target)
     if drafters is None:
         drafters = load_pool(recipe, target, paths, companion)
@@ -153,7 +163,7 @@ def select(
         check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
         if not recipe.resume:  # if resumed, the recording must be compared first
             begin()
-        _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places), kinds)
+        _, failures = record_table(recipe, target, stream, drafters, _pool_stamp(recipe, places), kinds)
         begin()
         return replace(_recorded(recipe, failures), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places, unlabelled)
@@ -174,9 +184,9 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
             run.dir, [replace(record, session=stage.session_of[record.question[:2]]) for record in records], stamp={}
         )
 
-    with regular.created(run.dir / ROUNDS, "x", encoding="utf-8") as file:
+    with regular_files.create_file(run.dir / ROUNDS, "x", encoding="utf-8") as file:
         records = stage.play(file, keep)
-    records, agreement = compared(recipe, target, records, {record.drafter for record in records} - {VANILLA})
+    records, agreement = with_agreement(recipe, target, records, {record.drafter for record in records} - {VANILLA})
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
@@ -190,8 +200,8 @@ def _decoded(
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
     questions = [record.question for record in records if record.drafter == first]
-    by_name = {name: answers(records, name) for name in names}
-    stream = Stream(
+    by_name = {name: records_by_question(records, name) for name in names}
+    stream = StreamAnswers(
         {name: [by_question[question].decoded for question in questions] for name, by_question in by_name.items()},
         [stage.session_of[domain, id] for domain, id, _ in questions],
         [stage.game_of(*question) for question in questions],
@@ -202,7 +212,7 @@ def _decoded(
     )
     policies = [stage.row(stream, name) for name in [*recipe.algo, *(n for n in names if n not in recipe.algo)]]
     return SelectResult(
-        **_own(policies[0]),
+        **_top_fields(policies[0]),
         mode="live",
         arms=[arm.name for arm in stage.arms],
         reset=recipe.reset,
@@ -213,9 +223,9 @@ def _decoded(
         queries=len(questions),
         sessions=len(stage.stream),
         oracle_mat=stream.oracle_mat,
-        per_domain=[summarise(first, domain, records) for domain in recipe.data.domain],
+        per_domain=[drafter_row(first, domain, records) for domain in recipe.data.domain],
         policies=policies,
-        curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.judged else {},
+        curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.has_regret else {},
         rewards=stage.rewards(),
         pool_size=[],
         lossless=agreement,
@@ -235,11 +245,11 @@ def rounds_on(records: Sequence[Record]) -> Literal["host", "device", "both"]:
     return "device" if all(ahead == rounds for ahead, rounds in ran) else "both"
 
 
-def _own(row: PolicyRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in OWN}
+def _top_fields(row: PolicyRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in TOP_FIELDS}
 
 
-def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
+def _pool_stamp(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
     """The part of a table's stamp that describes drafters and drafting options."""
     return {"drafters": fingerprints(places), "drafting": recipe.drafting.model_dump()}
 
@@ -256,9 +266,9 @@ def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
     shown = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
     unit = {"query": "queries", "session": "sessions", "stream": "streams"}[recipe.reset]
-    overheads = ", reading up and scoring" if done.table.overheads else " alone"
+    overheads = ", catching up and scoring" if done.table.overheads else " alone"
     return SelectResult(
-        **_own(shown),
+        **_top_fields(shown),
         mode="replay",
         arms=done.table.arms,
         reset=recipe.reset,

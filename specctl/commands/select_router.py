@@ -69,5 +69,5 @@ def examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections
 
 def _table(recipe: SelectRecipe) -> Path:
     if recipe.replay is None:
-        raise UsageError("labels of hindsight come from a recorded table", hint="replay=TABLE, or router.labels=domain")
+        raise UsageError("router.labels=hindsight needs a recorded table", hint="replay=TABLE, or router.labels=domain")
     return recipe.replay

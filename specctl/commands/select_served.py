@@ -18,12 +18,12 @@ from specctl.recipe import SelectRecipe
 from specctl.redaction import without_passwords
 from specctl.runs import Run
 from specctl.selection import dispatch
-from specctl.selection.dispatch import Dispatcher, Routed
+from specctl.selection.dispatch import Dispatcher, RoutedText
 
 REQUESTS = "requests.jsonl"
 """File with one line per text: time, server, tokens and passes, but no words of the text."""
-MOST_BYTES = 2**26  # limit of that file; at the limit it is rotated, with one old file kept
-DECISIONS = 10_000  # latest decisions that the median is taken over
+MAX_LOG_BYTES = 2**26  # limit of that file; at the limit it is rotated, with one old file kept
+MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
 POLL_S = 0.1  # longest delay of a signal
 
 
@@ -71,7 +71,7 @@ class PassTotals:
     tokens: int = 0
     passes: int = 0
 
-    def add(self, one: Routed) -> None:
+    def add(self, one: RoutedText) -> None:
         """Count one more text."""
         self.texts, self.tokens, self.passes = self.texts + 1, self.tokens + one.tokens, self.passes + one.passes
 
@@ -98,14 +98,14 @@ def select_served(recipe: SelectRecipe, run: Run) -> ServedSelectResult:
         run.target = client.servers[0].model
     assert recipe.listen is not None
     total, by_server = PassTotals(), {url: PassTotals() for url in kinds}
-    decisions: deque[float] = deque(maxlen=DECISIONS)
+    decisions: deque[float] = deque(maxlen=MEDIAN_WINDOW)
     with proxy.listening(recipe.listen) as (place, address):
         run.annotate()
         (run.dir / REQUESTS).unlink(missing_ok=True)
-        log = proxy.opened(run.dir / REQUESTS, MOST_BYTES)
+        log = proxy.opened(run.dir / REQUESTS, MAX_LOG_BYTES)
         with progress.track(f"requests to {address}", unit="requests") as bar:
 
-            def note(one: Routed) -> None:
+            def note(one: RoutedText) -> None:
                 total.add(one)
                 by_server[one.url].add(one)
                 decisions.append(one.decide_us)
@@ -114,7 +114,7 @@ def select_served(recipe: SelectRecipe, run: Run) -> ServedSelectResult:
 
             dispatcher = Dispatcher([*kinds], recipe.algo[0], recipe.policy, recipe.seeds[0], note)
             through = proxy.Proxy(kinds, None, dispatcher)
-            progress.log(f"requests that go to {address} are routed among {', '.join(kinds)}; Ctrl-C ends it")
+            progress.log(f"requests that go to {address} are routed among {', '.join(kinds)}; Ctrl-C ends the run")
             started = time.monotonic()
             with suppress(KeyboardInterrupt):  # the normal end of such a run
                 proxy.serve(place, through, until_stopped)

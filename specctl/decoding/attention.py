@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.errors import UsageError
-from specctl.kernels import trial
+from specctl.kernels import self_check
 
 CHOICES = ("kernel", "sdpa")
 _refused: set[torch.device] = set()  # GPUs on which the kernels do not run on Triton
@@ -28,7 +28,7 @@ def by_kernel(device: torch.device | str) -> bool:
     chosen = os.environ.get("SPECCTL_ATTENTION")
     if chosen:
         if chosen not in CHOICES:
-            raise UsageError(f"SPECCTL_ATTENTION={chosen!r} is no attention", f"one of {', '.join(CHOICES)}")
+            raise UsageError(f"SPECCTL_ATTENTION={chosen!r} is not a valid value", f"use one of {', '.join(CHOICES)}")
         return chosen == "kernel"
     device = torch.device(device)
     return device.type == "cuda" and kernels.backend("cuda") == "triton" and device not in _refused
@@ -54,12 +54,14 @@ def _answers(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int
 def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
     """Try the kernel once for these heads. If it fails, warn once; models with these heads then use PyTorch's
     attention. Other head shapes on this device keep the kernel."""
-    if device.type == "cuda" and kernels.chosen(device) != "triton":  # `kernels.chosen` has already warned
+    if (
+        device.type == "cuda" and kernels.select_backend(device) != "triton"
+    ):  # `kernels.select_backend` has already warned
         _refused.add(device)
         return False
-    reason = trial.attention_shortcoming(kernels.attention, device, dtype, heads, kv_heads, dim)
+    reason = self_check.attention_mismatch(kernels.attention, device, dtype, heads, kv_heads, dim)
     if reason is not None:
-        warnings.warn(f"attention on {device} is PyTorch's: {reason}", stacklevel=2)
+        warnings.warn(f"attention on {device} runs in PyTorch: {reason}", stacklevel=2)
     return reason is None
 
 
@@ -67,9 +69,9 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
 def serves_pages(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
     """Whether the kernel reads pages as the reference does. It is tried once per model shape, with one warning if it
     fails."""
-    if kernels.chosen(device) != "triton":  # `kernels.chosen` has already warned
+    if kernels.select_backend(device) != "triton":  # `kernels.select_backend` has already warned
         return False
-    reason = trial.attention_shortcoming(kernels.attention, device, dtype, heads, kv_heads, dim, paged=True)
+    reason = self_check.attention_mismatch(kernels.attention, device, dtype, heads, kv_heads, dim, paged=True)
     if reason is not None:
-        warnings.warn(f"keys and values on {device} are contiguous: {reason}", stacklevel=2)
+        warnings.warn(f"KV caches on {device} are contiguous, not paged: {reason}", stacklevel=2)
     return reason is None

@@ -11,7 +11,7 @@ import copy
 import torch
 from torch import Tensor
 
-from specctl.decoding.plan import NOTHING, Plan
+from specctl.decoding.plan import EMPTY_RANGE, Plan
 from specctl.decoding.rope import Rope
 
 
@@ -20,7 +20,8 @@ class KVCache:
 
     The two lie side by side because a layer's projection yields them so: one copy stores both. `rope` is the model's
     rotary table for these positions. A graph over this cache keeps reading that table, even if the model has made a
-    longer one since. `skipped` are the slots that each sequence leaves out (catch_up.py); `Plan.without` masks them.
+    longer one since. `skipped` are the slots that each sequence leaves out (catch_up.py); `Plan.without_slots` masks
+    them.
     """
 
     rope: Rope | None = None
@@ -40,7 +41,7 @@ class KVCache:
         self._sequences = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
 
     @property
-    def place(self) -> Tensor:
+    def captured_tensor(self) -> Tensor:
         """The tensor that a graph over this cache has captured. If it is the same object, the cache has not moved."""
         return self.store
 
@@ -48,27 +49,27 @@ class KVCache:
     def nbytes(self) -> int:
         return self.store.nbytes
 
-    def fitting(self, texts: list[int]) -> int:
+    def count_fitting(self, texts: list[int]) -> int:
         """Number of sequences, from the first on, that can be admitted; `texts` are their largest numbers of slots.
         Here all of them: this cache can grow."""
         return len(texts)
 
-    def holds(self, slots: int) -> bool:
+    def could_hold(self, slots: int) -> bool:
         """Whether a sequence with this many slots could be admitted at all."""
         return True
 
-    def let(self, b: int, most: int, names: list[bytes]) -> None:
+    def admit(self, b: int, most: int, names: list[bytes]) -> None:
         """Assign row b to a new sequence with at most `most` slots. `names` are the pages that `share` will ask for."""
 
-    def lacks(self, b: int, slots: int) -> bool:
-        """Whether sequence b lacks memory for this many slots, within the `most` of `let`."""
+    def needs_room(self, b: int, slots: int) -> bool:
+        """Whether sequence b lacks memory for this many slots, within the `most` of `admit`."""
         return False
 
     def ensure(self, b: int, slots: int) -> None:
-        """Make room for this many slots of sequence b, within the `most` of `let`."""
+        """Make room for this many slots of sequence b, within the `most` of `admit`."""
 
     def share(self, b: int, names: list[bytes]) -> int:
-        """Take over pages with these `names` (`pages.beginnings`) that other sequences have filled. Returns the number
+        """Take over pages with these `names` (`pages.page_names`) that other sequences have filled. Returns the number
         of slots, from the first on, that sequence b gets this way."""
         return 0
 
@@ -101,11 +102,11 @@ class KVCache:
         """Keys and values [B, Hkv, span or more, D] of at least the first `span` slots."""
         return self.keys[layer], self.values[layer]
 
-    def held(self, sequence: int, count: int) -> Tensor:
+    def first_rows(self, sequence: int, count: int) -> Tensor:
         """The first `count` rows of a sequence [L, count, 2·Hkv, D]."""
         return self.store[:, sequence, :count]
 
-    def put(self, sequence: int, rows: Tensor) -> None:
+    def set_first_rows(self, sequence: int, rows: Tensor) -> None:
         """Overwrite the first n rows of a sequence with `rows` [L, n, 2·Hkv, D]."""
         self.store[:, sequence, : rows.shape[1]] = rows
 
@@ -129,9 +130,9 @@ class KVCache:
 
     def sequence(self, index: int) -> KVCache:
         """The cache of one sequence, over the same memory."""
-        return self.part(index, index + 1)
+        return self.sub_batch(index, index + 1)
 
-    def part(self, start: int, stop: int) -> KVCache:
+    def sub_batch(self, start: int, stop: int) -> KVCache:
         """The cache of the sequences `start` to `stop` − 1, over the same memory."""
         some = copy.copy(self)
         some.store = self.store[:, start:stop]
@@ -150,9 +151,9 @@ class KVCache:
         self.store = self.store.index_select(1, index)
         # If no slots are skipped, avoid reading `index` back from the device.
         some = any(self.skipped)
-        self.skipped = [self.skipped[b] for b in index.tolist()] if some else [NOTHING] * len(index)
+        self.skipped = [self.skipped[b] for b in index.tolist()] if some else [EMPTY_RANGE] * len(index)
         self._views()
 
-    def filled(self, starts: list[int]) -> None:
+    def mark_written(self, starts: list[int]) -> None:
         """Mark the slots from `starts` on to the end of each sequence as written, or about to be."""
         self.skipped = [range(s.start, min(s.stop, start)) for s, start in zip(self.skipped, starts, strict=True)]

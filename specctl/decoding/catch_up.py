@@ -47,7 +47,7 @@ class CatchUp:
             found.append(first)
         return found
 
-    def again(self, cache: KVCache, asked: list[int], ends: list[int]) -> int:
+    def slots_to_reread(self, cache: KVCache, asked: list[int], ends: list[int]) -> int:
         """Number of trailing slots to read again so that every sequence has its slots from `asked` on, and a window
         before them; 0 if none of these slots was skipped."""
         places = zip(cache.skipped, asked, ends, strict=True)

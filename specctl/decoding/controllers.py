@@ -14,11 +14,11 @@ from specctl.decoding.state import DecodeState
 class Fixed(Controller):
     """Controller with a single drafter."""
 
-    late = True
+    accepts_late_counts = True
 
     def __init__(self, drafter: Proposer, owner: Controller | None = None):
-        """`owner`: the controller under which `Rooms` (device/rooms.py) keeps these caches. The default is the
-        drafter."""
+        """`owner`: the controller under which `KeptCaches` (device/kept_caches.py) keeps these caches. The default is
+        the drafter."""
         self.drafter, self.owner = drafter, owner or drafter
 
     def choose(self, state: DecodeState) -> Proposer:

@@ -72,7 +72,7 @@ def speedup(decoded: Sequence[Decoded], baseline: Sequence[Decoded]) -> float | 
     return None if ours is None or theirs is None else ratio(ours, theirs)
 
 
-def unusable(speedup: float | None, interval: Interval | None, mat: float | None = None) -> str | None:
+def why_unusable(speedup: float | None, interval: Interval | None, mat: float | None = None) -> str | None:
     """Explain why a speed-up over plain decoding is meaningless, or return None if it can be used.
 
     A round costs at least as much as one pass of plain decoding and yields `mat` tokens. So speed-up ≤ mat, with

@@ -26,10 +26,10 @@ from specctl.kernels import PAGE
 GIB = 1 << 30
 SHARE = 0.5  # fraction of a GPU's free memory; the rest is for activations, drafter memory, graphs and learning
 CPU_BYTES = GIB  # on a CPU, which commits only memory that is written
-IDLE = 0  # the page that rows without a sequence write to; it also pads the table after a sequence's pages
+SCRATCH_PAGE = 0  # the page that rows without a sequence write to; it also pads the table after a sequence's pages
 
 
-class Form(NamedTuple):
+class PoolLayout(NamedTuple):
     """Sizes that determine the layout of a pool."""
 
     layers: int
@@ -48,7 +48,7 @@ def pages_for(slots: int) -> int:
     return -(-slots // PAGE)
 
 
-def beginnings(ids: list[int]) -> list[bytes]:
+def page_names(ids: list[int]) -> list[bytes]:
     """Names of the full pages of a text. Two names are equal if all ids up to the end of the page are equal."""
     names, name = [], b""
     for end in range(PAGE, len(ids) + 1, PAGE):
@@ -69,7 +69,7 @@ def budget(device: torch.device) -> int:
         except ValueError:
             size = 0.0
         if not 0 < size < float("inf"):
-            raise UsageError(f"SPECCTL_KV_GIB={asked!r} is no size", "GiB for keys and values, such as 20")
+            raise UsageError(f"SPECCTL_KV_GIB={asked!r} is not a size", "give the GiB for KV caches, such as 20")
         return int(size * GIB)
     if device.type != "cuda":
         return CPU_BYTES
@@ -84,16 +84,16 @@ class PagePool:
         store: the memory, zero at first. Attention multiplies the values of masked slots by zero, so they must be
             finite.
         rows: a view [S, 2·Hkv, D] of `store` per layer.
-        size: number of pages for sequences (page `IDLE` not counted).
+        size: number of pages for sequences (page `SCRATCH_PAGE` not counted).
         promised: number of free pages that are promised to sequences that will grow.
     """
 
-    def __init__(self, form: Form, pages: int):
+    def __init__(self, form: PoolLayout, pages: int):
         """UsageError if the memory holds not even one page."""
         if pages < 1:
             raise UsageError(
-                f"no room for keys and values on {form.device}: {PAGE} tokens of a text take {form.page_bytes:,} bytes",
-                "free memory, or set SPECCTL_KV_GIB",
+                f"no memory for KV caches on {form.device}: a page of {PAGE} tokens takes {form.page_bytes:,} bytes",
+                "free memory, or set SPECCTL_KV_GIB (GiB for KV caches)",
             )
         self.form, self.size, self.promised = form, pages, 0
         shape = form.layers, (1 + pages) * PAGE, 2 * form.heads, form.dim
@@ -115,9 +115,9 @@ class PagePool:
         """Promise a sequence this many pages. DataError if fewer are available."""
         if pages > self.available:
             raise DataError(
-                f"a text may need {pages} pages of {PAGE} tokens for its keys and values, and {self.available} of "
-                f"{self.size} are there",
-                "fewer texts at once, shorter ones, or SPECCTL_KV_GIB",
+                f"a sequence may need {pages} KV cache pages of {PAGE} tokens, but only {self.available} of "
+                f"{self.size} are free",
+                "run fewer or shorter sequences at once, or raise SPECCTL_KV_GIB",
             )
         self.promised += pages
         return Lease(self, pages)
@@ -130,7 +130,7 @@ class PagePool:
         self._texts[page] = 1
         return page
 
-    def named(self, name: bytes) -> int | None:
+    def acquire(self, name: bytes) -> int | None:
         """Return the page with this name and count one more user, or return None if no page has it."""
         page = self._named.get(name)
         if page is not None:
@@ -151,14 +151,14 @@ class PagePool:
                 (self._kept if page in self._names else self._free)[page] = None
 
     def wipe(self, pages: list[int]) -> None:
-        """Zero the pages of a failed sequence, as their values may not be finite. Page `IDLE` is zeroed, too: padding
-        after its prompt was written there. A page that other sequences use stays: if it is not finite, they fail as
-        well, and the last of them zeroes it."""
+        """Zero the pages of a failed sequence, as their values may not be finite. Page `SCRATCH_PAGE` is zeroed, too:
+        padding after its prompt was written there. A page that other sequences use stays: if it is not finite, they
+        fail as well, and the last of them zeroes it."""
         for page in pages:
             self._forget(page)
         alone = [page for page in pages if self._texts[page] == 1]
         whole = self.store.unflatten(1, (-1, PAGE))
-        whole[:, torch.tensor([IDLE, *alone], device=whole.device)] = 0
+        whole[:, torch.tensor([SCRATCH_PAGE, *alone], device=whole.device)] = 0
 
     def _forget(self, page: int) -> None:
         name = self._names.pop(page, None)
@@ -183,7 +183,7 @@ class Lease:
         """Replace the sequence's first pages by the shared pages with these names, up to the first name that no page
         has. Returns the number of shared pages."""
         for place, name in enumerate(names):
-            page = self.pool.named(name)
+            page = self.pool.acquire(name)
             if page is None:
                 return place
             if place < len(self.pages):
@@ -208,4 +208,4 @@ def new_table(batch: int, capacity: int, device: torch.device) -> Tensor:
     """A table [B, W] for `batch` sequences without pages. W is even, so that rows are 16-byte aligned and one compiled
     kernel reads all tables."""
     width = pages_for(capacity)
-    return torch.full((batch, width + width % 2), IDLE, dtype=torch.long, device=device)
+    return torch.full((batch, width + width % 2), SCRATCH_PAGE, dtype=torch.long, device=device)

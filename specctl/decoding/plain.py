@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
@@ -16,7 +16,7 @@ class NoDraft:
     """Plain decoding: the empty draft."""
 
     taps: tuple[int, ...] = ()
-    even = True
+    fixed_shape = True
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         return empty_draft(state.batch, state.device)
@@ -28,7 +28,7 @@ class NoDraft:
         """Scores without any proposal."""
         return [Score(span, tokens=torch.empty(1, len(span), 0, dtype=torch.long)) for span in spans]
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
@@ -53,11 +53,11 @@ class PlainRounds:
         """Always true: there is no memory."""
         return True
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         nothing = sequences.ids[:, :0]
         return DraftTree(nothing, nothing)
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
         """No-op: there is no memory."""
 
     def store(self, state: DecodeState) -> None:
@@ -67,6 +67,6 @@ class PlainRounds:
 PLAIN = NoDraft()
 
 
-def drafter(drafting: DraftingRecipe) -> NoDraft:
+def make_drafter(drafting: DraftingRecipe) -> NoDraft:
     """The drafter `none`."""
     return NoDraft()

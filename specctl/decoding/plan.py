@@ -16,7 +16,7 @@ PADDED = 64  # padding slots that cost a CPU as much as the overhead of one more
 
 
 BITS = 64  # most rows after the committed ones that an ancestry can distinguish
-NOTHING = range(0)
+EMPTY_RANGE = range(0)
 
 
 Block = tuple[int, Tensor | None, range]
@@ -63,7 +63,9 @@ class Plan:
         """
         if groups not in self._blocks:
             alone = len(self.skipped) == 1 or self._wasteful()
-            self._blocks[groups] = self._alone(groups) if alone else [(self.span, _repeat(self.mask, groups), NOTHING)]
+            self._blocks[groups] = (
+                self._alone(groups) if alone else [(self.span, _repeat(self.mask, groups), EMPTY_RANGE)]
+            )
         return self._blocks[groups]
 
     def _wasteful(self) -> bool:
@@ -76,10 +78,12 @@ class Plan:
         assert self.mask is not None
         rows = self.positions.shape[1]
         ends = [start + rows for start in self.base]
-        gaps = self.skipped or [NOTHING] * len(ends)
+        gaps = self.skipped or [EMPTY_RANGE] * len(ends)
         if rows == 1 and self.contiguous:
             return [(end, None, gap) for end, gap in zip(ends, gaps, strict=True)]
-        masks = [seen(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))]
+        masks = [
+            unskipped(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))
+        ]
         return [(end, _repeat(mask, groups), gap) for end, mask, gap in zip(ends, masks, gaps, strict=True)]
 
     def masked(self, dtype: torch.dtype) -> Plan:
@@ -101,7 +105,7 @@ class Plan:
         mask = self.mask.gather(2, index.view(-1, 1, 1, 1).expand(-1, 1, 1, self.span))
         return replace(self, positions=positions, mask=mask)
 
-    def within(self, window: int | None, dtype: torch.dtype) -> Plan:
+    def with_window(self, window: int | None, dtype: torch.dtype) -> Plan:
         """This plan with a sliding window: a row attends its own position and the window − 1 before it (None = no
         window).
 
@@ -121,11 +125,11 @@ class Plan:
         # Not contiguous: otherwise `_alone` would give a single row no mask.
         return replace(self, mask=mask.masked_fill(far.unsqueeze(1), MINUS_INF), causal=False, contiguous=False)
 
-    def without(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
+    def without_slots(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
         """This plan with the `skipped` slots of each sequence masked."""
         if not any(skipped):
             return self
-        assert not self.causal, "rows that begin at slot 0 have skipped nothing"
+        assert not self.causal, "a plan with rows from slot 0 on has no skipped slots"
         plan = self.masked(dtype)
         shape = (len(skipped), 1, self.positions.shape[1], self.span)
         mask = torch.zeros(shape, dtype=dtype, device=self.positions.device)
@@ -136,7 +140,7 @@ class Plan:
         return replace(plan, mask=mask, skipped=skipped)
 
 
-def seen(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
+def unskipped(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
     """The first `span` slots of x along dimension `dim`, without the skipped ones."""
     if not skipped:
         return x.narrow(dim, 0, span)
@@ -181,7 +185,7 @@ def plan_rows(
     prefill = not fixed and not ragged and visible is None and base[0] == 0 and rows > 1
     if not prefill and by_kernel(device) and (visible is None or rows <= BITS):
         at = torch.full((batch,), base[0], device=device) if starts is None else starts
-        ancestry = Ancestry(at, rows, None if visible is None else packed(visible), fixed=fixed)
+        ancestry = Ancestry(at, rows, None if visible is None else packed(visible), fixed_order=fixed)
         return Plan(base, positions, width, None, False, contiguous, ancestry=ancestry)
     if not fixed and not ragged and visible is None:
         if rows == 1:

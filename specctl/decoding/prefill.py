@@ -7,7 +7,7 @@ from torch import Tensor
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.model import Model
-from specctl.decoding.pages import beginnings
+from specctl.decoding.pages import page_names
 from specctl.decoding.plan import plan_rows
 
 # Rows of one forward, padding included. A few hundred rows keep an H100 busy. With an 8B target, 8,192 rows take about
@@ -58,7 +58,7 @@ def prefill(
         for row, place in enumerate(places):
             tokens[row, : lengths[place] - begin] = torch.tensor(prompts[place][begin:])
         tokens = tokens.to(model.device)
-        part = cache.part(slots[places.start], slots[places.stop - 1] + 1)
+        part = cache.sub_batch(slots[places.start], slots[places.stop - 1] + 1)
         step = max(ROWS // len(places), 1)
         for start in range(begin, max(within), step):
             rows = tokens[:, start - begin : start - begin + step]
@@ -95,7 +95,7 @@ def prefill_shared(model: Model, prompts: list[list[int]], cache: KVCache, slots
     """Prefill without the full pages of common prefixes that are already cached, from earlier calls or from this one.
     Among prompts with the same beginning, the first runs before the others. Returns the logits [n, V] of each prompt's
     last token, which always runs."""
-    names = [beginnings(prompt[:-1]) for prompt in prompts]
+    names = [page_names(prompt[:-1]) for prompt in prompts]
     ahead = {own[0]: place for place, own in reversed([*enumerate(names)]) if own}
     first = [place for place, own in enumerate(names) if not own or ahead[own[0]] == place]
     others = [place for place in range(len(prompts)) if place not in first]

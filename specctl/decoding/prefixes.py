@@ -20,7 +20,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 
 
-class Line(NamedTuple):
+class CachedText(NamedTuple):
     """A cached text: its ids, its cache rows [L, n, 2·Hkv, D] and tapped features [n, F]."""
 
     ids: list[int]
@@ -36,7 +36,7 @@ class Prefixes:
     """
 
     def __init__(self, lines: int):
-        self.lines: deque[Line] = deque(maxlen=lines)
+        self.lines: deque[CachedText] = deque(maxlen=lines)
         self.read = 0
 
     @torch.inference_mode()
@@ -49,13 +49,13 @@ class Prefixes:
         Prompts run one at a time. Each starts after the longest prefix it shares with a cached text or an earlier
         prompt.
         """
-        here: list[Line] = []
+        here: list[CachedText] = []
         logits = []
         for prompt, slot in zip(prompts, slots, strict=True):
             alone = cache.sequence(slot)
             start, line = self._longest(prompt, [*self.lines, *here], bool(taps))
             if line is not None:
-                alone.put(0, line.rows[:, :start])
+                alone.set_first_rows(0, line.rows[:, :start])
             plan = plan_rows([start], len(prompt) - start, device=target.device, dtype=target.dtype)
             tokens = torch.tensor([prompt[start:]], device=target.device)
             hidden, tapped = target.model.forward(tokens, alone, plan, taps)
@@ -65,7 +65,7 @@ class Prefixes:
                 features = (
                     tapped[0] if line is None or line.tapped is None else torch.cat((line.tapped[:start], tapped[0]))
                 )
-            here.append(Line(prompt, alone.held(0, len(prompt)), features))
+            here.append(CachedText(prompt, alone.first_rows(0, len(prompt)), features))
             logits.append(target.model.logits(hidden[:, -1]))
         kept = [line.tapped for line in here if line.tapped is not None]
         return torch.cat(logits), pad_sequence(kept, batch_first=True) if kept else None
@@ -77,13 +77,13 @@ class Prefixes:
             count = len(row.ids) - 1
             if all(line.ids != row.ids[:count] for line in self.lines):
                 features = None if state.features is None else state.features[b, :count].clone()
-                self.lines.append(Line(row.ids[:count], state.cache.held(b, count).clone(), features))
+                self.lines.append(CachedText(row.ids[:count], state.cache.first_rows(b, count).clone(), features))
 
     @staticmethod
-    def _longest(prompt: list[int], lines: list[Line], tapped: bool) -> tuple[int, Line | None]:
+    def _longest(prompt: list[int], lines: list[CachedText], tapped: bool) -> tuple[int, CachedText | None]:
         """Length of the longest shared prefix, and the cached text that has it. The prompt's last token never counts:
         it must run, as its logits are needed."""
-        best: tuple[int, Line | None] = (0, None)
+        best: tuple[int, CachedText | None] = (0, None)
         for line in lines:
             if tapped and line.tapped is None:
                 continue

@@ -36,7 +36,7 @@ def _projection(size: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kinds:
+class PromptClusters:
     """Clusters of prompts, each with a mean feature vector.
 
     Attributes:
@@ -50,11 +50,11 @@ class Kinds:
     taps: tuple[int, ...] = ()
 
     @classmethod
-    def none(cls) -> Kinds:
+    def none(cls) -> PromptClusters:
         return cls(np.zeros((0, 0)), np.zeros(0))
 
     @classmethod
-    def of(cls, kinds: Iterable[tuple[Sequence[float], float]], taps: tuple[int, ...] = ()) -> Kinds:
+    def of(cls, kinds: Iterable[tuple[Sequence[float], float]], taps: tuple[int, ...] = ()) -> PromptClusters:
         """Build kinds from (mean, error) pairs."""
         pairs = list(kinds)
         if not pairs:
@@ -69,7 +69,7 @@ class Kinds:
 
 
 @torch.inference_mode()
-def kind_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...]) -> tuple[Features, float]:
+def cluster_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...]) -> tuple[Features, float]:
     """Mean [D] of the features of prompts and its standard error, from the target's states at layers `taps`.
 
     With tensor parallelism, all ranks of the target must call this.

@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
-from specctl.decoding.records import DraftTree, HeardRound, Score, Sequence, Verdict
+from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.records import DeviceRoundResult, DraftTree, Score, Sequence, Verdict
 from specctl.decoding.state import DecodeState
 
 OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
@@ -45,7 +45,7 @@ class Drafter(Proposer, Protocol):
         """
         ...
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         """The drafter's lag: for every sequence, the number of tokens that the next `advance` has to read. This is the
         cost of switching to the drafter."""
         ...
@@ -76,11 +76,11 @@ class DeviceDraft(Protocol):
         """Whether that memory is still at the addresses it had when it was first taken over."""
         ...
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         """Draft with one shape for all rounds, with padding if a sequence has no room for it."""
         ...
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
         """Consume the tokens committed after the first `before` [B] tokens."""
         ...
 
@@ -93,10 +93,10 @@ class DeviceDraft(Protocol):
 class OnDevice(Protocol):
     """A drafter that can draft entirely on the device.
 
-    `even`: its drafts have one shape for any text; otherwise each round asks the host.
+    `fixed_shape`: its drafts have one shape for any text; otherwise each round asks the host.
     """
 
-    even: bool
+    fixed_shape: bool
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """The drafter's part in rounds with at most `budget` nodes per sequence, or None if its drafts or its model do
@@ -114,28 +114,30 @@ class Controller(ABC):
     A state may also hold idle slots and sequences of other controllers.
 
     Attributes:
-        late: the controller needs only counts of each round, and may get them one round late: it chooses the next round
-            before it is told the result of the last one (`heard`). Rounds can then run on the device
-            (device/rounds.py). Otherwise every round goes through `observe`.
-        keeps: `late` holds only if the state keeps the target's hidden states (`DecodeState.hidden`).
+        accepts_late_counts: the controller needs only counts of each round, and may get them one round late: it chooses
+            the next round before it is told the result of the last one (`observe_device_round`). Rounds can then run on
+            the device (device/rounds.py). Otherwise every round goes through `observe`.
+        keeps_hidden: `accepts_late_counts` holds only if the state keeps the target's hidden states
+            (`DecodeState.hidden`).
     """
 
-    late: bool = False
-    keeps: bool = False
+    accepts_late_counts: bool = False
+    keeps_hidden: bool = False
 
     def begin(self, text: Sequence) -> None:  # noqa: B027 - most have nothing to do
         """Prepare for a sequence that is about to be prefilled. An exception raised here ends the sequence."""
 
-    def waits(self, state: DecodeState) -> bool:
-        """Whether all pending rounds must be reported before the next choice. Only for `late` controllers."""
+    def must_wait(self, state: DecodeState) -> bool:
+        """Whether all pending rounds must be reported before the next choice. Only for `accepts_late_counts`
+        controllers."""
         return False
 
     @abstractmethod
     def choose(self, state: DecodeState) -> Proposer:
         """Choose the drafter of the next round. At least one sequence of this controller is live. If the controller is
-        `late`, the state may lag by one round."""
+        `accepts_late_counts`, the state may lag by one round."""
 
-    def ready(self, state: DecodeState) -> None:  # noqa: B027
+    def prepare_round(self, state: DecodeState) -> None:  # noqa: B027
         """Prepare for a round of the chosen drafter, when the state is complete. It is not called between two device
         rounds of one drafter, and may be called twice for a round."""
 
@@ -143,15 +145,15 @@ class Controller(ABC):
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> Any:
         """Learn from a committed round."""
 
-    def heard(self, state: DecodeState, round: HeardRound) -> None:  # noqa: B027
+    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:  # noqa: B027
         """Learn from a round that ran on the device: the oldest choice not reported yet. If a sequence had ended before
         the round, the choice made for it was not played."""
 
-    def settled(self, state: DecodeState) -> None:  # noqa: B027
+    def on_drained(self, state: DecodeState) -> None:  # noqa: B027
         """Do work that is impossible while a device round is pending; none is pending now. If sequences have just
         ended, their rows still exist."""
 
-    def unplayed(self, state: DecodeState) -> None:  # noqa: B027
+    def withdraw_choice(self, state: DecodeState) -> None:  # noqa: B027
         """Take back the last choice: no draft could be made."""
 
     def end(self, text: Sequence) -> None:  # noqa: B027

@@ -65,8 +65,8 @@ class Sequence:
     eos_ids: frozenset[int]
     stop: str | None = None  # "eos", "length", "cancelled" or "failed" once finished
     error: Exception | None = None  # the reason, if `stop` is "failed"
-    begun: bool = False  # the controller's `begin` has run
-    told: int = 0  # tokens already reported in events, prompt included
+    controller_begun: bool = False  # the controller's `begin` has run
+    reported: int = 0  # tokens already reported in events, prompt included
     target_passes: int = 0
     accepted: int = 0
     rejections: int = 0
@@ -79,12 +79,12 @@ class Sequence:
         """The initial sequence of a request, for a target with this context length and these end-of-sequence ids."""
         size, ends = len(request.prompt), eos_ids | request.ends
         limit = min(size + request.max_new_tokens, context_length)
-        return cls(index, request, list(request.prompt), size, limit, ends, told=size)
+        return cls(index, request, list(request.prompt), size, limit, ends, reported=size)
 
     @classmethod
     def idle(cls, eos_ids: frozenset[int]) -> Sequence:
         """Placeholder for an idle row of the batch: a sequence that ended after its first token, without any round."""
-        return cls(-1, Request([0], GREEDY, 1), [0, 0], 1, 2, eos_ids, "cancelled", told=2)
+        return cls(-1, Request([0], GREEDY, 1), [0, 0], 1, 2, eos_ids, "cancelled", reported=2)
 
     def fail(self, error: Exception) -> None:
         """End the sequence with an error."""
@@ -95,7 +95,7 @@ class Sequence:
         return self.ids[self.prompt_length :]
 
     @property
-    def room(self) -> int:
+    def draft_room(self) -> int:
         """Number of draft tokens that can still be committed: the target adds one more, and a finished sequence takes
         0."""
         return 0 if self.stop is not None else max(0, self.limit - len(self.ids) - 1)
@@ -122,16 +122,16 @@ class ChainRows:
     Attributes:
         logits: one tensor [R, Vd] per depth.
         ids: [Vd] the target id of every draft token. Without it, the draft vocabulary is the target's.
-        places: for each sequence, its row index (0 … R−1) at each depth. Without it, sequence b has row b and R = B.
+        row_index: for each sequence, its row index (0 … R−1) at each depth. Without it, sequence b has row b and R = B.
     """
 
     logits: Many[Tensor]
     ids: Tensor | None = None
-    places: Many[Many[int]] | None = None
+    row_index: Many[Many[int]] | None = None
 
     def of(self, b: int, depth: int) -> Tensor:
         """[depth, Vd] the rows of sequence b."""
-        places = [b] * depth if self.places is None else self.places[b][:depth]
+        places = [b] * depth if self.row_index is None else self.row_index[b][:depth]
         return torch.stack([rows[place] for rows, place in zip(self.logits[:depth], places, strict=True)])
 
 
@@ -252,7 +252,7 @@ class Verdict:
         """Rows of `states` [B, 1 + n, ·] (logits or hidden) that predicted the first `counts[b]` committed tokens of
         each sequence b: one tensor [counts[b], ·] per sequence."""
         pairs = zip(counts, self.paths, strict=True)
-        assert all(0 <= count <= len(path) + 1 for count, path in pairs), "a round was not kept"
+        assert all(0 <= count <= len(path) + 1 for count, path in pairs), "the records of a round are missing"
         width = states.shape[1]
         places = [
             b * width + node
@@ -269,17 +269,17 @@ class Counts(NamedTuple):
         committed: tokens by which the sequence has grown.
         accepted: number of draft tokens among them.
         depth: depth of the draft.
-        whole: nothing was cut off at the end of the sequence.
+        untrimmed: nothing was cut off at the end of the sequence.
     """
 
     committed: int
     accepted: int
     depth: int
-    whole: bool
+    untrimmed: bool
 
 
 @dataclass(frozen=True)
-class HeardRound:
+class DeviceRoundResult:
     """Result of a round that ran on the device ahead of the host, reported once the host has read it.
 
     Attributes:

@@ -33,7 +33,7 @@ class Draws:
         self.samplings, self.device = samplings, device
         self.greedy = all(sampling.temperature == 0 for sampling in samplings)
         self.seeds = torch.tensor(seeds, dtype=torch.int64)
-        self.own_seeds = self.seeds.to(device)
+        self.device_seeds = self.seeds.to(device)
         self.temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device)
         self.top_k = torch.tensor([s.top_k for s in samplings], device=device)
         self.top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device)
@@ -50,7 +50,7 @@ class Draws:
     def uniform(self, positions: Tensor, stream: int) -> Tensor:
         """Uniforms [B, T] for the tokens at absolute `positions` [B, T]. They are computed on the device of
         `positions`."""
-        seeds = self.own_seeds if positions.device.type == self.device.type else self.seeds
+        seeds = self.device_seeds if positions.device.type == self.device.type else self.seeds
         return kernels.uniform(seeds, positions, stream).to(self.device)
 
     def uniform_of_round(self, start: Tensor, depths: int) -> Tensor:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.pages import beginnings
+from specctl.decoding.pages import page_names
 from specctl.decoding.records import Request, Sequence, Verdict
 from specctl.decoding.sampling import Draws
 from specctl.decoding.target import Target
 
 T = TypeVar("T")
-APART = 16  # missed rows; a round commits fewer
-ROOM = 512  # new tokens for which a sequence gets memory at once
+READ_ALONE_ROWS = 16  # missed rows; a round commits fewer
+GROWTH = 512  # new tokens for which a sequence gets memory at once
 
 
 class Memory(Protocol):
@@ -34,10 +34,10 @@ class Memory(Protocol):
         """Reset slot b for a new sequence."""
 
 
-def far_behind(missing: list[int], device: torch.device) -> list[int]:
+def lagging_sequences(missing: list[int], device: torch.device) -> list[int]:
     """Sequences that should be read alone because they miss many rows: padding all others to their length would cost
     more. On a GPU, if most of the batch lags this far, as at its start, the batch is read at once."""
-    far = [b for b, count in enumerate(missing) if count > APART]
+    far = [b for b, count in enumerate(missing) if count > READ_ALONE_ROWS]
     return far if len(missing) > 1 and (device.type == "cpu" or 2 * len(far) <= len(missing)) else []
 
 
@@ -65,11 +65,11 @@ class DecodeState:
         rows: the sequences, in batch order. Finished ones may stay for a while as idle rows.
         cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
         features: [B, capacity, F] tapped target states of the cached positions (None without taps).
-        hidden: with `keeps`, [B, capacity, H] the target's last hidden states at the positions from the first new token
-            on, for the labels of online learners; otherwise None.
+        hidden: with `keeps_hidden`, [B, capacity, H] the target's last hidden states at the positions from the first
+            new token on, for the labels of online learners; otherwise None.
         memory: each drafter's memory of these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
-        sampled: at least one request, decoded or waiting, is not greedy.
+        any_sampled: at least one request, decoded or waiting, is not greedy.
         rounds, ahead, replays: counts of rounds: all; rounds run on the device, ahead of the host; replays of a CUDA
             graph.
         spare: cache rows beyond the longest text, for draft nodes.
@@ -89,16 +89,16 @@ class DecodeState:
         exact_rows: int = 0,
         catch_up: CatchUp = RECOMPUTE,
         capacity: int = 0,
-        keeps: bool = False,
+        keeps_hidden: bool = False,
     ):
         """`capacity`: initial number of cache rows per sequence; it grows if a text needs more."""
         self.target, self.device, self.dtype = target, target.device, target.dtype
         self.taps, self.spare, self.exact_rows, self.catch_up = taps, spare, exact_rows, catch_up
         self.capacity = capacity
-        self.keeps = keeps
+        self.keeps_hidden = keeps_hidden
         # exact mode needs contiguous rows: `discard` overwrites a failed row with a copy of a sound one
         self.pool = None if exact_rows else target.pool()
-        self.sampled = False
+        self.any_sampled = False
         self.rounds = self.ahead = self.replays = 0
         self.clear()
 
@@ -135,7 +135,7 @@ class DecodeState:
         """The initial sequence of a request."""
         return Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
 
-    def place(self, sequences: list[Sequence], share: bool = False) -> list[int]:
+    def assign_slots(self, sequences: list[Sequence], share: bool = False) -> list[int]:
         """Give each sequence a slot, new or taken from a finished one. Returns the slots, which must be prefilled next;
         `share`: with `prefill_shared`."""
         before = self.batch
@@ -146,28 +146,28 @@ class DecodeState:
         slots += range(before, self.batch)
         idle = range(self.batch, self.width(self.batch))
         self.rows += [Sequence.idle(self.target.eos_ids) for _ in idle]
-        self.sampled = self.sampled or any(row.request.sampling.temperature > 0 for row in sequences)
-        if self._needed(ROOM) > self.capacity:
-            self._make_room(ROOM)
+        self.any_sampled = self.any_sampled or any(row.request.sampling.temperature > 0 for row in sequences)
+        if self._needed(GROWTH) > self.capacity:
+            self._make_room(GROWTH)
         if not before:
             self.cache = self._new_cache(self.batch)
         elif self.batch > before:  # a new slot starts as a copy of slot 0, until its prompt is prefilled
             self._select([*range(before), *[0] * (self.batch - before)])
         for b in slots:
-            names = beginnings(self.rows[b].ids[:-1]) if share else []
-            self.cache.let(b, self._slots(self.rows[b]), names)
-            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
+            names = page_names(self.rows[b].ids[:-1]) if share else []
+            self.cache.admit(b, self._slots(self.rows[b]), names)
+            self.cache.ensure(b, self._slots(self.rows[b], GROWTH))
         for memory in self.memory.values():
             for b in (*slots, *idle):
                 memory.renew(b)
         self._draw_for_rows()
         return slots
 
-    def lacks(self, ahead: int) -> bool:
+    def needs_room(self, ahead: int) -> bool:
         """Whether some sequence lacks memory for `ahead` more tokens (or fewer, up to its limit)."""
         if self._needed(ahead) > self.capacity:
             return True
-        return any(self.cache.lacks(b, self._slots(self.rows[b], ahead)) for b in self.live)
+        return any(self.cache.needs_room(b, self._slots(self.rows[b], ahead)) for b in self.live)
 
     def _needed(self, ahead: int) -> int:
         return max((self._slots(row, ahead) for row in self.rows), default=1 + self.spare)
@@ -177,13 +177,13 @@ class DecodeState:
         have."""
         return 1 + self.spare + (row.limit if ahead is None else min(len(row.ids) + ahead, row.limit))
 
-    def fitting(self, texts: list[Sequence]) -> int:
+    def count_fitting(self, texts: list[Sequence]) -> int:
         """Number of these sequences, from the first on, that fit into memory."""
-        return self.cache.fitting([self._slots(text) for text in texts])
+        return self.cache.count_fitting([self._slots(text) for text in texts])
 
-    def holds(self, text: Sequence) -> bool:
+    def could_hold(self, text: Sequence) -> bool:
         """Whether this sequence would fit into memory alone."""
-        return self.cache.holds(self._slots(text))
+        return self.cache.could_hold(self._slots(text))
 
     def release(self, slots: list[int]) -> None:
         """Free the cache memory of sequences that have ended."""
@@ -195,13 +195,13 @@ class DecodeState:
         if self._needed(ahead) > self.capacity:
             self._make_room(ahead)
         for b in self.live:
-            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
+            self.cache.ensure(b, self._slots(self.rows[b], GROWTH))
 
     def _make_room(self, ahead: int) -> None:
         longest = 1 + self.spare + max(row.limit for row in self.rows)
         wanted = max(self._needed(ahead), min(2 * self.capacity, longest))
         # On a GPU graphs are made for one capacity; rounding up lets slightly longer texts reuse them.
-        grain = ROOM if self.device.type == "cuda" else 1
+        grain = GROWTH if self.device.type == "cuda" else 1
         self.capacity = -(-wanted // grain) * grain
         if self.cache.batch:
             self.cache = self.cache.moved_to(self._new_cache(self.cache.batch))
@@ -210,7 +210,7 @@ class DecodeState:
             setattr(self, name, torch.cat((kept, room), 1))
 
     @property
-    def thin(self) -> bool:
+    def mostly_idle(self) -> bool:
         """Whether at least a quarter of the rows are finished; they cost as much as live ones. With pages: whether the
         live sequences fit into a smaller power of two."""
         if self.pool is not None:
@@ -266,7 +266,7 @@ class DecodeState:
         requests = [row.request for row in self.rows]
         self.draws = Draws([one.sampling for one in requests], [one.seed for one in requests], self.device)
 
-    def alone(self, b: int) -> DecodeState:
+    def single(self, b: int) -> DecodeState:
         """A state of sequence b only, over the same memory, in which drafters have no memory yet."""
         alone = copy.copy(self)
         alone.rows, alone.memory = [self.rows[b]], {}
@@ -285,7 +285,7 @@ class DecodeState:
                 if self.pool is not None:
                     self.features.zero_()  # drafters also read the features of idle rows
             self.features[torch.tensor(slots, device=tapped.device), : tapped.shape[1]] = tapped
-        if self.keeps and self.hidden is None:
+        if self.keeps_hidden and self.hidden is None:
             shape = self.batch, self.capacity, self.target.hidden_size
             self.hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
         for slot, token in zip(slots, first, strict=True):
@@ -294,7 +294,7 @@ class DecodeState:
     def commit(self, verdict: Verdict) -> None:
         """Append the committed tokens; keep only the cache rows and features of the accepted paths."""
         if self.hidden is not None:
-            self._keep_said(verdict)
+            self._keep_hidden(verdict)
         for b, row in enumerate(self.rows):
             if row.stop is not None:
                 continue
@@ -327,7 +327,7 @@ class DecodeState:
             kept = torch.tensor([0, *(node + 1 for node in path)], device=self.device)
             self.features[b, start : start + len(path) + 1] = tapped[kept]
 
-    def _keep_said(self, verdict: Verdict) -> None:
+    def _keep_hidden(self, verdict: Verdict) -> None:
         """Keep the target's hidden states along the accepted paths."""
         assert self.hidden is not None
         kept = [b for b in self.live if b not in verdict.failed]

@@ -12,8 +12,8 @@ from torch import Tensor
 from specctl import processes
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
-from specctl.decoding.models.ends import Ends, load_ends
 from specctl.decoding.models.identity import weights_digest
+from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     keep_freed_memory,
     load_config,
@@ -24,7 +24,7 @@ from specctl.decoding.models.loading import (
 )
 from specctl.decoding.models.model import Model
 from specctl.decoding.models.parallel import WHOLE, Slice, load_slice
-from specctl.decoding.models.supported import unusable, why_unusable
+from specctl.decoding.models.supported import unsupported_error, unsupported_reason
 from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill, prefill_shared
@@ -41,7 +41,8 @@ class Target(TargetText):
     """A loaded target and its tokenizer.
 
     Attributes:
-        model: runs the steps (`LeanModel` or `HFModel`). Unless the target is `whole`, it is an `Ends`, without layers.
+        model: runs the steps (`LeanModel` or `HFModel`). Unless the target is `whole`, it is an `LayerlessModel`,
+            without layers.
         row_flops: floating-point operations of one row's products with all loaded weights. Attention is not counted; in
             a mixture, all experts are.
         squash: maps products with the vocabulary head to logits.
@@ -63,9 +64,9 @@ class Target(TargetText):
         whole: bool = True,
         part: Slice = WHOLE,
     ):
-        reason = lean.why_not(model.config)
+        reason = lean.unsupported_reason(model.config)
         if not type(model).__module__.startswith("transformers.models."):
-            reason = reason or "the model brings code of its own"
+            reason = reason or "the model has custom code"
         if len({parameter.device for parameter in model.parameters()}) > 1:
             reason = reason or "its layers are on several devices"
         if path == "lean" and reason:
@@ -89,9 +90,9 @@ class Target(TargetText):
         if self.path == "lean":
             own: LeanModel | HFModel = lean.LeanModel(model, consume, part)
         else:
-            own = _tried(name, model, whole)
+            own = _checked_hf_model(name, model, whole)
         self.whole = whole
-        self.model: Model = own if whole else Ends(own)
+        self.model: Model = own if whole else LayerlessModel(own)
         self.device, self.dtype = self.model.device, self.model.dtype
         self._pool: weakref.ref[PagePool] | None = None
         self.part, self._head = part, head.detach().to(self.device)
@@ -115,7 +116,7 @@ class Target(TargetText):
         pool = None if self._pool is None else self._pool()
         if pool is None:
             form = self.model.form
-            pool = PagePool(form, budget(form.device) // form.page_bytes - 1)  # minus the page `IDLE`
+            pool = PagePool(form, budget(form.device) // form.page_bytes - 1)  # minus the page `SCRATCH_PAGE`
             self._pool = weakref.ref(pool)
         return pool
 
@@ -172,7 +173,8 @@ def _check_finite(name: str, model, head_weight: Tensor) -> None:
     for key, weight in (("model.norm.weight", norm), ("lm_head.weight", head_weight[0])):
         if weight is not None and not weight.isfinite().all():
             raise CheckpointError(
-                f"target {name}: {key} holds values that are not finite: its weights are damaged", "copy them again"
+                f"target {name}: {key} contains values that are not finite: its weights are damaged",
+                "copy the weights again",
             )
 
 
@@ -186,22 +188,22 @@ def _norm_weight(norm) -> Tensor | None:
     return weight + 1 if round(added) == 1 else weight
 
 
-def _tried(name: str, model, whole: bool) -> HFModel:
+def _checked_hf_model(name: str, model, whole: bool) -> HFModel:
     """Wrap a model with its own `transformers` forward. If it is whole, a trial checks whether drafts can be verified
     on it. CheckpointError if not."""
     from specctl.decoding.models.hf import HFModel
     from specctl.decoding.models.self_check import trial
 
-    reason = why_unusable(model.config, type(model))
+    reason = unsupported_reason(model.config, type(model))
     if reason is None:
         try:
             wrapped = HFModel(model)
         except Exception as error:  # the code of an unknown architecture may raise anything
-            reason = f"its code does not take a cache from outside ({type(error).__name__}: {error})"
+            reason = f"its code does not accept an external cache ({type(error).__name__}: {error})"
         else:
             reason = trial(wrapped) if whole else None
     if reason is not None:
-        raise unusable(name, reason)
+        raise unsupported_error(name, reason)
     return wrapped
 
 
@@ -234,15 +236,17 @@ def load_target(
     if whole and tensor_parallel > 1:
         config = load_config(name, **options)
         if path == "transformers":
-            raise UsageError("transformers' forward has no slices", "use the path 'auto' or 'lean'")
+            raise UsageError(
+                "the path 'transformers' does not support tensor parallelism", "use the path 'auto' or 'lean'"
+            )
         lean.check_slices(name, config, tensor_parallel)
-        part = Slice(processes.join(tensor_parallel, where), tensor_parallel)
+        part = Slice(processes.join_group(tensor_parallel, where), tensor_parallel)
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
         spread = {"device_map": device_map, "max_memory": max_memory}
         model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, **spread)
     else:
-        model = load_ends(name, device=where, dtype=pick_dtype(dtype, where), **options)
+        model = load_layerless(name, device=where, dtype=pick_dtype(dtype, where), **options)
     tokenizer = load_tokenizer(name, **options)
     weights = weights_digest(name, revision)
     target = Target(

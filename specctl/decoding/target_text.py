@@ -85,15 +85,15 @@ class TargetText:
         if len(messages) > 1 and messages[-1]["role"] == "user" and not self.holds(ids, messages[-1]["content"]):
             raise ChatTemplateError(
                 f"the chat template of target {self.name} leaves out the last of {len(messages)} messages",
-                "a template that goes through all of `messages`",
+                "use a template that goes through all `messages`",
             )
         return ids
 
     def holds(self, ids: list[int], text: str) -> bool:
         """Whether these ids contain `text`, whitespace aside."""
-        return self.squeezed(text) in self.characters(ids)
+        return self.normalized(text) in self.characters(ids)
 
-    def squeezed(self, text: str) -> str:
+    def normalized(self, text: str) -> str:
         """A text without whitespace after a round trip through the tokenizer, which may change letters (NFC, lower
         case)."""
         return self.characters(self.tokenizer.encode(text, add_special_tokens=False))
@@ -103,7 +103,7 @@ class TargetText:
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return "".join(text.split())
 
-    def opening(self) -> list[int]:
+    def document_start(self) -> list[int]:
         """Ids at the beginning of every document: the chat template's tokens before a user's first words, or else the
         token that begins every text. After these ids the target writes freely (Magpie, Xu et al. 2024).
 
@@ -118,8 +118,8 @@ class TargetText:
         begin = self.end_id if begin is None else begin
         if begin is None:
             raise DataError(
-                f"target {self.name} names no token that a document begins with",
-                "bos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json",
+                f"target {self.name} defines no token that begins a document",
+                "set bos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json",
             )
         return [begin]
 

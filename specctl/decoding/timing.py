@@ -47,7 +47,7 @@ def cold_medians(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
+def work_clock(device: torch.device) -> Callable[[], float]:
     """A clock, in seconds, for the work that this thread gives a device. On a CPU it is the thread's CPU time, which
     other processes on the core do not affect. A GPU's work takes no CPU time, so there it is wall-clock time."""
     return time.thread_time if device.type == "cpu" else time.perf_counter

@@ -35,7 +35,7 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     texts = [row.ids for row in state.rows]
     discouraged = state.draws.penalise(logits, texts, parents, draft.tokens)
     path, accepted, bonus = judge(state.draws, draft, discouraged, plan.positions[:, :rows] + 1)
-    failed = unusable(target, last_rows(logits, path, accepted))
+    failed = nonfinite_rows(target, last_rows(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]
     stops = []
@@ -45,13 +45,13 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain, failed)
 
 
-def unusable(target: Target, logits: Tensor) -> dict[int, Exception]:
+def nonfinite_rows(target: Target, logits: Tensor) -> dict[int, Exception]:
     """Find the sequences with NaN or infinite logits in their row of `logits` [B, V], from which a token was drawn.
     Returns a CheckpointError for each."""
-    return {b: not_finite(target) for b, fine in enumerate(usable(logits).tolist()) if not fine}
+    return {b: not_finite(target) for b, fine in enumerate(finite_rows(logits).tolist()) if not fine}
 
 
-def usable(logits: Tensor) -> Tensor:
+def finite_rows(logits: Tensor) -> Tensor:
     """[B] whether a row of `logits` [B, V] is a distribution. The maximum propagates NaN; −inf only excludes a
     token."""
     return logits.float().amax(-1).isfinite()
@@ -60,7 +60,7 @@ def usable(logits: Tensor) -> Tensor:
 def not_finite(target: Target) -> CheckpointError:
     return CheckpointError(
         f"the logits of target {target.name} are not finite in {str(target.dtype).removeprefix('torch.')}",
-        "an overflow of fp16 is none in bf16 or fp32 (--dtype); otherwise its weights are damaged",
+        "if fp16 overflows, use --dtype bf16 or fp32; otherwise its weights are damaged",
     )
 
 
@@ -79,7 +79,7 @@ def _plan(state: DecodeState, draft: DraftTree, parents: list[list[int]]) -> tup
     rows = draft.size + 1
     padded = max(rows, state.exact_rows)
     if state.exact_rows and rows > state.exact_rows:
-        raise ValueError(f"exact mode has {state.exact_rows} rows a step, the draft needs {rows}")
+        raise ValueError(f"exact mode has {state.exact_rows} rows per step, but the draft needs {rows}")
     span = state.capacity if state.exact_rows else None
     options = dict(device=state.device, dtype=state.dtype, span=span)
     if draft.chain:

@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from specctl.distillation import shards, store
-from specctl.distillation.prepare import LeftOut
 from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import LOOP, decisions
+from specctl.distillation.select_prompts import LeftOut
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.redaction import redacted
@@ -38,7 +38,10 @@ def write(
     `prompts`: how many prompts this run has read, and how many it has kept. DataError if every response was dropped.
     """
     if not store.exists(directory):
-        raise DataError(f"no response in {directory} was kept", hint="its filtered-*.jsonl says why: see filters.*")
+        raise DataError(
+            f"all responses in {directory} were filtered out",
+            hint="its filtered-*.jsonl gives the reasons: adjust filters.*",
+        )
     there = store.summary(directory)
     if not there.complete:
         return

@@ -15,19 +15,19 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import processes, progress
-from specctl.decoding.loop import stream
+from specctl.decoding.offline import stream
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card
 from specctl.distillation.collect import collect
 from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
-from specctl.distillation.prepare import LeftOut, prepare
 from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
+from specctl.distillation.select_prompts import LeftOut, prepare
 from specctl.distillation.store import ShardWriter, check_free
-from specctl.engines.records import Ask, Refusal
+from specctl.engines.records import GenerationRequest, Refusal
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 WINDOW = 8  # batches that are decoded in one stream, through the same slots
 HELD_JOBS, HELD_TOKENS = 8192, 2 << 20  # most jobs and prompt tokens in memory at once; two such lists take 150 MB
-BYTES_A_TOKEN = 9  # in a shard: its id and its text in JSON, measured
+BYTES_PER_TOKEN = 9  # in a shard: its id and its text in JSON, measured
 FLUSH_S = 5.0  # longest time that a finished text waits before it is written
 
 
@@ -101,15 +101,15 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
         counts = {key: dict(getattr(prompts, key)) for key in ("licenses", "languages")}
         card.write(output, recipe, left_out, rejections, {"read": prompts.read, "kept": len(prompts), **counts})
         if before:
-            progress.log(f"{before} responses were there already, {len(store.done) - before} are new")
+            progress.log(f"{before} responses already existed, {len(store.done) - before} are new")
         if client is not None and client.failures:
-            progress.log(f"{client.failures} requests failed and were sent again")
-        there = Counter(owed.prompt for owed in planned.owed() if owed.id in store.done)
+            progress.log(f"{client.failures} failed requests were sent again")
+        there = Counter(owed.prompt for owed in planned.planned() if owed.id in store.done)
         return DistillResult(
             domain=domain,
             prompts=len(there),
             responses=there.total(),
-            response_tokens=sum(store.done.get(owed.id, 0) for owed in planned.owed()),
+            response_tokens=sum(store.done.get(owed.id, 0) for owed in planned.planned()),
             tokens_per_s=tokens / seconds if tokens else 0.0,
             rejected=rejections.count,
             left_out=left_out.counts.total(),
@@ -164,15 +164,15 @@ def _generate(
     budget = recipe.max_response_tokens  # counted in the order of the plan, also after a resume
     ordered = budget is not None or not recipe.server.urls
     done = ChainMap(store.done, responses.dropped)
-    there = [done.get(owed.id) for owed in planned.owed()]
+    there = [done.get(owed.id) for owed in planned.planned()]
     total, pending = sum(length or 0 for length in there), there.count(None)
     generated, started = 0, time.perf_counter()
     progress.log(estimate(recipe, planned, pending))
     with progress.track(f"distil {domain}", total=pending, unit="responses") as bar:
-        for jobs in _held(planned.jobs(done)):
+        for jobs in _bounded_lists(planned.jobs(done)):
             for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
                 answered_now = len(rows)
-                rows = within(responses.keep(rows), None if budget is None else budget - total)
+                rows = up_to_budget(responses.keep(rows), None if budget is None else budget - total)
                 store.append(rows)
                 new = sum(len(row["response_ids"]) for row in rows)
                 total, generated = total + new, generated + new
@@ -191,14 +191,14 @@ def estimate(recipe: DistillRecipe, planned: ResponsePlan, pending: int) -> str:
     tokens = pending * recipe.sampling.max_new_tokens
     if recipe.max_response_tokens is not None:
         tokens = min(tokens, recipe.max_response_tokens)
-    size = BYTES_A_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
+    size = BYTES_PER_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
     return (
         f"{pending} responses to {len(planned)} prompts of {planned.prompt_tokens} tokens: "
         f"up to {tokens} tokens, {size / 1e6:,.1f} MB in {recipe.output}"
     )
 
 
-def _held(jobs: Iterator[Job]) -> Iterator[list[Job]]:
+def _bounded_lists(jobs: Iterator[Job]) -> Iterator[list[Job]]:
     """Split jobs into lists that fit in memory. A list is answered completely before the next one starts, so lists are
     long."""
     held: list[Job] = []
@@ -230,26 +230,29 @@ def _records(
             if response is not None:
                 rows.append(record(jobs[following], response, target))
             following += 1
-        stopping, late = progress.interrupts.requested(), processes.agree(time.monotonic() - written > FLUSH_S)
+        stopping, late = (
+            progress.interrupts.requested(),
+            processes.broadcast_value(time.monotonic() - written > FLUSH_S),
+        )
         if stopping and not ordered:
-            rows += _left(early, jobs, target)
+            rows += _waiting_records(early, jobs, target)
         if len(rows) >= size or (rows and (late or stopping)):
             yield rows
             rows, written = [], time.monotonic()
     if not ordered:
-        rows += _left(early, jobs, target)
+        rows += _waiting_records(early, jobs, target)
     if rows:
         yield rows
 
 
-def _left(early: dict[int, Response | None], jobs: list[Job], target: TargetText) -> list[dict[str, Any]]:
+def _waiting_records(early: dict[int, Response | None], jobs: list[Job], target: TargetText) -> list[dict[str, Any]]:
     """Records of the answers that wait for earlier jobs; empties `early`."""
     there = [(jobs[place], response) for place, response in sorted(early.items()) if response is not None]
     early.clear()
     return [record(job, response, target) for job, response in there]
 
 
-def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any]]:
+def up_to_budget(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any]]:
     """The first rows, until `budget` response tokens are reached. So the end of a run does not depend on batches."""
     if budget is None:
         return rows
@@ -292,7 +295,9 @@ def _served(
     """Get the responses from servers; yield (position in `jobs`, response). A refused prompt gives None and a
     rejection."""
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
-    asks = [Ask(job.prompt_ids, job.max_new_tokens, job.temperature, top_k, top_p, job.seed) for job in jobs]
+    asks = [
+        GenerationRequest(job.prompt_ids, job.max_new_tokens, job.temperature, top_k, top_p, job.seed) for job in jobs
+    ]
     for index, answer in client.answers(asks):
         if isinstance(answer, Refusal):
             prompt = jobs[index].prompt

@@ -26,32 +26,32 @@ from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import Rejections, conversation, ends_with_question, lines, open_prompts, prompt_id
 from specctl.distillation.prompts import json_object as parsed
 from specctl.engines import sglang, vllm
-from specctl.engines.records import Answer, Ask, Malformed
+from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse
 from specctl.errors import ChatTemplateError
 
 EXPECTED = (
-    'one JSON object a line, {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
+    'one JSON object per line: {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
 )
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 UNKNOWN = -1.0  # temperature of a response if the log has none
-ENDED = ("stop", "eos", "eos_token")
-CUT = ("length", "max_tokens", "stop_sequence", None)  # None: the server or a gateway was interrupted
-CALLS = ("tool_calls", "function_call")
-CALLS_TOOLS = "calls tools, which no template of ours represents"
+ENDED_REASONS = ("stop", "eos", "eos_token")
+CUT_REASONS = ("length", "max_tokens", "stop_sequence", None)  # None: the server or a gateway was interrupted
+TOOL_CALL_REASONS = ("tool_calls", "function_call")
+CALLS_TOOLS = "calls tools, which is not supported"
 THINK_MARK = re.compile(r"<[^<>\s]*think[^<>\s]*>", re.IGNORECASE)
 _OPENING = r"<(?!/|\|?end)[^<>\s]*think[^<>\s]*>\s*"
 THINK_START = re.compile(rf"^\s*{_OPENING}", re.IGNORECASE)
 THINK_OPENED = re.compile(rf"{_OPENING}$", re.IGNORECASE)
 
 
-class Given(NamedTuple):
+class EngineIds(NamedTuple):
     """A response as token ids that an engine has read and written."""
 
     prompt_ids: list[int]
-    answer: Answer
+    answer: GenerationResult
 
 
-class Turn(NamedTuple):
+class LoggedTurn(NamedTuple):
     """A response and the conversation before it. The conversation is empty if only the engine's ids contain it, as with
     tools."""
 
@@ -59,23 +59,23 @@ class Turn(NamedTuple):
     answer: str
     cut: bool = False  # ended before its end token: by length, stop string or interruption
     temperature: float = UNKNOWN
-    given: Given | None = None
+    engine_ids: EngineIds | None = None
     thinking: str = ""  # thinking before the answer, if the log has it separately
 
     @property
     def id(self) -> str:
         """Stable id: 32 hex digits over conversation and answer, so a response has the same id in every file."""
-        said = self.answer if self.messages or self.given is None else str(self.given)
+        said = self.answer if self.messages or self.engine_ids is None else str(self.engine_ids)
         said = f"{self.thinking}\0{said}" if self.thinking else said
         return hashlib.sha256(f"{prompt_id(self.messages)}/{said}".encode()).hexdigest()[:32]
 
 
-def turns(row: dict[str, Any]) -> list[Turn]:
+def turns(row: dict[str, Any]) -> list[LoggedTurn]:
     """The assistant's turns in a line. ValueError says why there are none."""
     if "response" in row and "prompt" not in row:
-        return [_logged(_body(row, "request"), _body(row, "response"))]
+        return [_turn_from_exchange(_body(row, "request"), _body(row, "response"))]
     if "conversations" in row:
-        return _turns([_spoken(part) for part in _list(row, "conversations")])
+        return _turns([_from_conversation(part) for part in _list(row, "conversations")])
     if "messages" in row:
         return _turns(_list(row, "messages"))
     if "instruction" in row:
@@ -86,7 +86,7 @@ def turns(row: dict[str, Any]) -> list[Turn]:
     raise ValueError("has none of `response`, `messages`, `conversations`, `instruction`, `prompt`")
 
 
-def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
+def read(file: str, rejections: Rejections) -> Iterator[tuple[str, LoggedTurn]]:
     """Yield the turns of a file with their places, line by line. Lines without a turn go to `rejections`."""
     label = "<stdin>" if file == "-" else file
     with open_prompts(file) as opened:
@@ -104,23 +104,23 @@ def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
                 yield where, turn
 
 
-def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
+def record(turn: LoggedTurn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
     """A turn as a stored record, with the engine's ids or the ids of the target's chat template. ValueError if the
     template refuses the turn, the vocabulary lacks a token, or the context is too short."""
     messages, cut = turn.messages, turn.cut
-    if turn.given is not None:
-        prompt, ids = turn.given.prompt_ids, turn.given.answer.output_ids
+    if turn.engine_ids is not None:
+        prompt, ids = turn.engine_ids.prompt_ids, turn.engine_ids.answer.output_ids
         if not all(type(token) is int and 0 <= token < target.vocab_size for token in [*prompt, *ids]):
-            raise ValueError(f"has tokens that the target's vocabulary of {target.vocab_size} does not")
+            raise ValueError(f"has tokens outside the target's vocabulary of {target.vocab_size}")
         cut = cut and not (ids and ids[-1] in target.eos_ids)
         messages = messages or [{"role": "user", "content": target.tokenizer.decode(prompt)}]
     else:
         try:
-            prompt, ids = laid_out(turn, target, options)
+            prompt, ids = rendered_turn(turn, target, options)
         except ChatTemplateError as error:
             raise ValueError(error.message) from None
     if len(prompt) + len(ids) > target.context_length:
-        raise ValueError(f"{len(prompt) + len(ids)} tokens, the target's context has {target.context_length}")
+        raise ValueError(f"has {len(prompt) + len(ids)} tokens, but the target's context is {target.context_length}")
     return {
         "id": turn.id,
         "prompt_id": prompt_id(messages),
@@ -136,7 +136,7 @@ def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any])
     }
 
 
-def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+def rendered_turn(turn: LoggedTurn, target: TargetText, options: dict[str, Any]) -> tuple[list[int], list[int]]:
     """Prompt ids and response ids of a turn, by the target's chat template.
 
     The response is the part of the rendered conversation that holds the answer, up to the token that ends it. Text that
@@ -160,23 +160,25 @@ def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[l
             return prompt + lead, ids
         if turn.thinking:
             raise ValueError(
-                f"has thinking apart from its content, which the chat template of target {target.name} does not lay out"
+                f"has thinking outside its content, which the chat template of target {target.name} does not render"
             )
     else:  # the answer continues the thinking that the prompt opened; a template would add an empty think block
         if not turn.cut and not THINK_MARK.search(answer):
-            raise ValueError(f"has no thinking, but the prompt of target {target.name} opens it")
+            raise ValueError(f"has no thinking, but the prompt of target {target.name} ends with an opening think tag")
         answer = THINK_START.sub("", answer)
-    return prompt, _ended(target.tokenizer.encode(answer, add_special_tokens=False), turn.cut, end, target)
+    return prompt, _up_to_end(target.tokenizer.encode(answer, add_special_tokens=False), turn.cut, end, target)
 
 
-def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -> tuple[list[int], list[int]] | None:
+def _rendered(
+    ids: list[int], turn: LoggedTurn, end: int | None, target: TargetText
+) -> tuple[list[int], list[int]] | None:
     """Divide the ids that a template renders after a prompt into ids that belong to the prompt, and the response.
     Returns None if they do not contain the answer and its thinking. The comparison ignores whitespace, because
     templates change it."""
     ends = [place for place, token in enumerate(ids) if token in target.eos_ids]
     body = ids[: ends[-1]] if ends else ids
-    text, wanted = target.characters(body), target.squeezed(turn.answer)
-    rest = text.partition(target.squeezed(turn.thinking))[2] if turn.thinking else text
+    text, wanted = target.characters(body), target.normalized(turn.answer)
+    rest = text.partition(target.normalized(turn.thinking))[2] if turn.thinking else text
     if wanted not in rest:
         return None
     start = 0
@@ -191,11 +193,11 @@ def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -
         stop = start + bisect_left(sizes, True, key=lambda size: wanted in target.characters(ids[start:size]))
     else:
         stop = len(ids)
-    response = _ended(ids[start:stop], turn.cut, end, target)
+    response = _up_to_end(ids[start:stop], turn.cut, end, target)
     return ([], ids[:start] + response) if turn.thinking else (ids[:start], response)
 
 
-def _ended(ids: list[int], cut: bool, end: int | None, target: TargetText) -> list[int]:
+def _up_to_end(ids: list[int], cut: bool, end: int | None, target: TargetText) -> list[int]:
     """Ids up to their first end token; if they have none and are not cut, `end` is added. ValueError if `end` is
     None."""
     place = next((place for place, token in enumerate(ids) if token in target.eos_ids), None)
@@ -204,21 +206,23 @@ def _ended(ids: list[int], cut: bool, end: int | None, target: TargetText) -> li
     if cut:
         return ids
     if end is None:
-        raise ValueError(f"has no end token: target {target.name} names none (eos_token_id in generation_config.json)")
+        raise ValueError(
+            f"has no end token: target {target.name} does not define one (eos_token_id in generation_config.json)"
+        )
     return [*ids, end]
 
 
-def _logged(request: dict[str, Any], response: dict[str, Any]) -> Turn:
-    given = _given(request, response)
+def _turn_from_exchange(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:
+    given = _engine_ids(request, response)
     if given is None:
-        return _said(request, response)
+        return _turn_from_messages(request, response)
     try:
-        return _said(request, response)._replace(given=given)
+        return _turn_from_messages(request, response)._replace(engine_ids=given)
     except ValueError:  # the ids contain more than messages can express
-        return Turn([], "", given.answer.stop == "length", _temperature(request), given)
+        return LoggedTurn([], "", given.answer.stop == "length", _temperature(request), given)
 
 
-def _given(request: dict[str, Any], response: dict[str, Any]) -> Given | None:
+def _engine_ids(request: dict[str, Any], response: dict[str, Any]) -> EngineIds | None:
     """The ids of an engine's answer, or None if there are none. ValueError if they are not valid."""
     boundless = 2**62
     try:
@@ -227,20 +231,22 @@ def _given(request: dict[str, Any], response: dict[str, Any]) -> Given | None:
             ended = about["finish_reason"] or {"type": None}
             stop = _stop({"finish_reason": ended["type"], "matched_stop": ended.get("matched")}, request)
             given = response | {"meta_info": about | {"finish_reason": ended | {"type": stop}}}
-            return Given(prompt, _whole(sglang.answer(given, Ask(prompt, boundless))))
+            return EngineIds(prompt, _whole(sglang.parse_answer(given, GenerationRequest(prompt, boundless))))
         choice = response["choices"][0] if response.get("choices") else {}
         prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
         if not isinstance(prompt, list) or not prompt or not choice.get("token_ids"):
             return None
         only = choice | {"finish_reason": _stop(choice, request, calls=True)}
-        return Given(prompt, _whole(vllm.answer(response | {"choices": [only]}, Ask(prompt, boundless))))
-    except (Malformed, AttributeError, TypeError, LookupError) as error:
-        raise ValueError(f"its response is no text: {error}") from None
+        return EngineIds(
+            prompt, _whole(vllm.parse_answer(response | {"choices": [only]}, GenerationRequest(prompt, boundless)))
+        )
+    except (MalformedResponse, AttributeError, TypeError, LookupError) as error:
+        raise ValueError(f"its response is not text: {error}") from None
 
 
-def _whole(answer: Answer) -> Answer:
+def _whole(answer: GenerationResult) -> GenerationResult:
     if not isinstance(answer.output_ids, list):
-        raise Malformed("its token ids are no list")
+        raise MalformedResponse("its token ids are not a list")
     return answer
 
 
@@ -252,12 +258,12 @@ def _stop(choice: dict[str, Any], request: dict[str, Any], *, calls: bool = Fals
     incomplete, or may not come from the target. With `calls`, a tool call is accepted as an end that the target wrote.
     """
     ended = choice.get("finish_reason")
-    if ended in CALLS and not calls:
+    if ended in TOOL_CALL_REASONS and not calls:
         raise ValueError(CALLS_TOOLS)
-    if ended in CUT:
+    if ended in CUT_REASONS:
         return "length"
-    if ended not in ENDED and ended not in CALLS:
-        raise ValueError(f"its text ended with {ended!r:.40}")
+    if ended not in ENDED_REASONS and ended not in TOOL_CALL_REASONS:
+        raise ValueError(f"has the unknown finish reason {ended!r:.40}")
     said = [choice[name] for name in ("stop_reason", "matched_stop") if name in choice]
     if not said:
         return "length" if request.get("stop") else "stop"
@@ -271,7 +277,7 @@ def _temperature(request: dict[str, Any]) -> float:
     return float(said) if isinstance(said, (int, float)) else UNKNOWN
 
 
-def _said(request: dict[str, Any], response: dict[str, Any]) -> Turn:
+def _turn_from_messages(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:
     """A turn from the messages of request and response. ValueError if they have none."""
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
@@ -279,25 +285,27 @@ def _said(request: dict[str, Any], response: dict[str, Any]) -> Turn:
     message = choices[0].get("message")
     if not isinstance(message, dict):
         raise ValueError("its response has no message")
-    messages = ends_with_question(conversation([_plain(part) for part in _list(request, "messages")]))
-    answer = conversation([_plain({**message, "role": "assistant"})])[0]
+    messages = ends_with_question(conversation([_joined_content(part) for part in _list(request, "messages")]))
+    answer = conversation([_joined_content({**message, "role": "assistant"})])[0]
     cut = _stop(choices[0], request) == "length"
-    return Turn(messages, answer["content"], cut, _temperature(request), thinking=answer.get("reasoning_content", ""))
+    return LoggedTurn(
+        messages, answer["content"], cut, _temperature(request), thinking=answer.get("reasoning_content", "")
+    )
 
 
-def _turns(messages: list[Any]) -> list[Turn]:
-    checked = conversation([_plain(message) for message in messages])
+def _turns(messages: list[Any]) -> list[LoggedTurn]:
+    checked = conversation([_joined_content(message) for message in messages])
     found = [
-        Turn(checked[:place], message["content"], thinking=message.get("reasoning_content", ""))
+        LoggedTurn(checked[:place], message["content"], thinking=message.get("reasoning_content", ""))
         for place, message in enumerate(checked)
         if message["role"] == "assistant" and place and checked[place - 1]["role"] in ("user", "tool")
     ]
     if not found:
-        raise ValueError("the assistant answers nothing in it")
+        raise ValueError("has no answer from the assistant")
     return found
 
 
-def _plain(message: Any) -> Any:
+def _joined_content(message: Any) -> Any:
     """A message with its content parts joined to one text. ValueError if it contains anything except text."""
     if not isinstance(message, dict):
         return message
@@ -306,18 +314,18 @@ def _plain(message: Any) -> Any:
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise ValueError("has content that is no text")
+            raise ValueError("has content that is not text")
         return message | {"content": "".join(part["text"] for part in content)}
     return message
 
 
-def _spoken(part: Any) -> Any:
+def _from_conversation(part: Any) -> Any:
     """A message of `conversations`, in either form, as a message with `role` and `content`."""
     for speaker, text in (("from", "value"), ("role", "content")):
         if isinstance(part, dict) and {speaker, text} <= part.keys():
             name = str(part[speaker])
             if speaker == "from" and name not in SPEAKERS:
-                raise ValueError(f"somebody called {name[:40]!r} speaks, expected {', '.join(SPEAKERS)}")
+                raise ValueError(f"has the unknown speaker {name[:40]!r}, expected one of {', '.join(SPEAKERS)}")
             return part | {"role": SPEAKERS.get(name, name), "content": part[text]}
     raise ValueError("each of `conversations` needs `from` and `value`, or `role` and `content`")
 
@@ -332,7 +340,7 @@ def _body(row: dict[str, Any], key: str) -> dict[str, Any]:
         try:
             body = json.loads(body)
         except (ValueError, RecursionError):
-            raise ValueError(f"`{key}` is a string, but no JSON") from None
+            raise ValueError(f"`{key}` is a string that is not JSON") from None
     if isinstance(body, dict) and isinstance(body.get("body"), dict):
         body = body["body"]
     if not isinstance(body, dict):

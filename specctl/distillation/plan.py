@@ -13,8 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prepare import Prompts
 from specctl.distillation.prompts import Prompt, Rejections
+from specctl.distillation.select_prompts import Prompts
 from specctl.distillation.spool import Spool
 from specctl.errors import ChatTemplateError, DataError
 from specctl.recipe import DistillRecipe
@@ -41,7 +41,7 @@ def parse_shard(shard: str) -> tuple[int, int]:
     return index, count
 
 
-class Owed(NamedTuple):
+class PlannedResponse(NamedTuple):
     """A planned response, without its prompt."""
 
     id: str
@@ -75,7 +75,7 @@ class ResponsePlan:
     def prompt_id(self, place: int) -> str:
         return self._prompt_ids[16 * place : 16 * place + 16].hex()
 
-    def owed(self) -> Iterator[Owed]:
+    def planned(self) -> Iterator[PlannedResponse]:
         """Yield the planned responses, prompt by prompt. Temperatures cycle over prompts and repeats."""
         cycle = self.recipe.temperatures
         for place, number in enumerate(self._numbers):
@@ -85,7 +85,7 @@ class ResponsePlan:
                     continue  # would repeat the greedy response
                 seed = self.recipe.sampling.seed
                 id = response_id(self.prompt_id(place), temperature, seed, repeat, self.identity)
-                yield Owed(id, place, temperature)
+                yield PlannedResponse(id, place, temperature)
 
     def jobs(self, done: Container[str]) -> Iterator[Job]:
         """Yield the responses that are not done yet, in the order of generation.
@@ -94,14 +94,14 @@ class ResponsePlan:
         shuffled, so that stopping early does not favour short prompts.
         """
         size = self.recipe.batch_size
-        for number, window in enumerate(batched(self.owed(), WINDOW_BATCHES * size)):
+        for number, window in enumerate(batched(self.planned(), WINDOW_BATCHES * size)):
             dense = sorted(window, key=lambda owed: (self._lengths[owed.prompt], owed.id))
             batches = list(batched(dense, size))
             ragged = [batches.pop()] if len(batches[-1]) < size else []  # stays last: all other batches are full
             random.Random(number * WINDOW_BATCHES * size).shuffle(batches)
             yield from (self._job(owed) for batch in batches + ragged for owed in batch if owed.id not in done)
 
-    def _job(self, owed: Owed) -> Job:
+    def _job(self, owed: PlannedResponse) -> Job:
         tokens = array("i", self._tokens[owed.prompt]).tolist()
         prompt = self.prompts[self._numbers[owed.prompt]]
         room = min(self.recipe.sampling.max_new_tokens, self.context_length - len(tokens))
@@ -112,7 +112,7 @@ def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections
     """Plan this writer's part of the prompts. DataError if too many prompts, or all, cannot be answered."""
     index, count = parse_shard(recipe.shard)
     made = ResponsePlan(recipe, target.identity, target.context_length, prompts)
-    with progress.track("lay out prompts", total=len(prompts), unit="prompts") as bar:
+    with progress.track("render prompts", total=len(prompts), unit="prompts") as bar:
         for number, prompt in enumerate(prompts):
             progress.interrupts.check()
             bar.update(1)
@@ -125,7 +125,7 @@ def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections
     if not len(made):
         raise DataError(
             f"none of the {len(prompts)} prompts can be answered by target {target.identity['name']}",
-            hint="; ".join(rejections.reasons) or f"--shard {recipe.shard} holds no prompt: use fewer shards",
+            hint="; ".join(rejections.reasons) or f"--shard {recipe.shard} contains no prompt: use fewer shards",
         )
     return made
 
@@ -134,7 +134,7 @@ def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: 
     """Render a prompt to ids with the chat template and its `options`. Returns None and adds a rejection if the
     template refuses the messages, or if they leave no room for an answer."""
     if not prompt.messages:
-        return target.opening()
+        return target.document_start()
     try:
         ids = target.render(prompt.messages, **options)
     except ChatTemplateError as error:

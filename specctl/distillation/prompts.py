@@ -28,7 +28,7 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 
-from specctl import progress, regular
+from specctl import progress, regular_files
 from specctl.errors import DataError, UsageError
 from specctl.recipe import DataRecipe
 from specctl.runs import PRIVATE
@@ -43,9 +43,10 @@ CHECKED_LINES = 1000  # first lines of a file, checked before anything loads: on
 POLL_S = 0.2  # seconds that a signal may wait while stdin is silent
 SAMPLE_SLACK = 4  # most prompts in memory while a file is sampled, as a multiple of the limit
 EXPECTED = (
-    'one JSON object a line, {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…", "…"]}'
+    'one JSON object per line: {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or '
+    '{"turns": ["…", "…"]}'
 )
-ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a line of its own"
+ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a separate line"
 HUB = "hub:"
 """Prefix of prompts that `datasets` loads: `hub:ID` or `hub:ID:CONFIG`."""
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
@@ -61,10 +62,10 @@ class Prompt:
     domain: str
     where: str  # "file:line" (or the generator), for error messages
     reference: str | None = None  # answer that the source contains, if any
-    later: tuple[str, ...] = ()  # the user's later turns, one after each answer of the target
+    later_turns: tuple[str, ...] = ()  # the user's later turns, one after each answer of the target
     license: str | None = None  # of the row, if given
     language: str | None = None
-    begun: str | None = None  # for a later turn: id of the conversation's first turn
+    first_turn_id: str | None = None  # for a later turn: id of the conversation's first turn
 
 
 class Rejections:
@@ -95,7 +96,9 @@ class Rejections:
         if self._held is not None:
             self._held.write(line)
         elif self.path is not None:
-            with regular.opened(self.path, "a", encoding="utf-8", follow=False, permissions=PRIVATE) as file:
+            with regular_files.open_regular(
+                self.path, "a", encoding="utf-8", follow=False, permissions=PRIVATE
+            ) as file:
                 file.write(line)
 
     def release(self) -> None:
@@ -108,7 +111,7 @@ class Rejections:
             if self.path is not None:
                 self.path.unlink(missing_ok=True)
                 if self.count:
-                    with regular.created(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
+                    with regular_files.create_file(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
                         shutil.copyfileobj(held, file)
 
     @property
@@ -121,12 +124,12 @@ class Rejections:
         one line."""
         kept = f"all of them are in {self.path}" if self.path and self._held is None else ""
         if self.too_many:
-            share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
+            share = f"{self.count} of {self.seen} prompts rejected, more than data.max_rejected={self.allowed:g} allows"
             hint = f"expected {self.expected}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
+    def report(self) -> None:
         """Report in one line all rejections, if there are new ones since the last report."""
         kept = f"all of them are in {self.path}" if self.path else ""
         if self.count > self._reported:
@@ -144,18 +147,21 @@ def check_files(data: DataRecipe) -> None:
         return
     files = {domain: str(data.prompts_of(domain)) for domain in data.domain}
     if len(set(files.values())) < len(files):
-        hint = f"name one of {', '.join(files)} with --domain, or a file for each with {{domain}} in its name"
-        raise UsageError(f"a prompts file is one domain, {data.prompts} would be {len(files)}", hint=hint)
+        hint = f"name one of {', '.join(files)} with --domain, or give one file per domain with {{domain}} in the name"
+        raise UsageError(
+            f"a prompts file belongs to one domain, but {data.prompts} is used for {len(files)}", hint=hint
+        )
     files = {domain: file for domain, file in files.items() if file != "-" and not file.startswith(HUB)}
     missing = [f"{file} ({domain})" for domain, file in files.items() if not Path(file).exists()]
     if missing:
         raise DataError(
-            f"no prompts file {', '.join(missing)}", hint="JSONL with `prompt` or `messages`, or - for stdin"
+            f"no prompts file {', '.join(missing)}",
+            hint="give a JSONL file with `prompt` or `messages`, or - for stdin",
         )
     for domain, file in files.items():
         if not Path(file).is_file():
             kind = "a directory" if Path(file).is_dir() else "a pipe or a device"
-            raise DataError(f"prompts {file} are {kind}, not a file", hint="a JSONL file, or - for stdin")
+            raise DataError(f"prompts {file} are {kind}, not a file", hint="give a JSONL file, or - for stdin")
         _check_beginning(file, domain, data.max_rejected)
 
 
@@ -226,7 +232,7 @@ def read_prompts(
     if not prompts:
         raise no_prompts(str(data.prompts_of(domain) or domain))
     if repeated:
-        progress.log(f"{repeated} repeated prompts of {domain} are kept once")
+        progress.log(f"{repeated} repeated prompts of {domain} left out: one copy of each is kept")
     return list(prompts.values())
 
 
@@ -307,7 +313,9 @@ def _from_hub(name: str, domain: str, rejections: Rejections, suite: bool) -> It
     from specctl.data_prep.public import load_rows
 
     id, _, config = name.removeprefix(HUB).partition(":")
-    rows = load_rows(id, config or None, hint="a set on the hub needs a network once; a JSONL file of it needs none")
+    rows = load_rows(
+        id, config or None, hint="a data set on the hub needs network access the first time; a JSONL file does not"
+    )
     for number, row in enumerate(rows, 1):
         where = f"{name}:{number}"
         try:
@@ -334,7 +342,7 @@ def open_prompts(name: str) -> IO[bytes]:
         return _stdin()
     try:
         if stat.S_ISREG(os.stat(name).st_mode):
-            return regular.opened(name)
+            return regular_files.open_regular(name)
         return _stream(name)
     except OSError as error:
         raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint=f"expected {EXPECTED}") from error
@@ -353,8 +361,8 @@ def _stream(name: str) -> IO[bytes]:
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
         return io.BufferedReader(_Interruptible(descriptor, owned=True))
     os.close(descriptor)
-    regular.check(name)
-    raise OSError(errno.EINVAL, "it was exchanged while it was opened", name)
+    regular_files.check(name)
+    raise OSError(errno.EINVAL, "the file was replaced while it was opened", name)
 
 
 class _Interruptible(io.RawIOBase):
@@ -400,26 +408,26 @@ def parse_line(line: bytes | None, domain: str, where: str = "", *, suite: bool 
 def parse_row(row: dict[str, Any], domain: str, where: str = "", *, suite: bool = False) -> Prompt:
     """Convert a row to a prompt; `suite` as in `read_prompts`. ValueError says why it is not a prompt."""
     if "turns" in row and not row.keys() & {"prompt", "messages"}:
-        return _question(row, domain, where, suite)
+        return _suite_row(row, domain, where, suite)
     messages, reference = _row(row)
     license, language = (value if isinstance(value := row.get(key), str) else None for key in ("license", "language"))
     return Prompt(prompt_id(messages), messages, domain, where, reference, (), license, language)
 
 
-def _question(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prompt:
+def _suite_row(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prompt:
     """Convert a row of Spec-Bench, MT-Bench or SPEED-Bench. The id covers all turns of the user."""
     turns, category = row["turns"], row.get("category")
     if not isinstance(turns, list) or not turns:
         raise ValueError("`turns` must be a non-empty list")
     messages = conversation([{"role": "user", "content": turn} for turn in turns])
     if any(PLACEHOLDER in message["content"] for message in messages):
-        raise ValueError("a placeholder: SPEED-Bench's own script has to fetch the text of this row first")
+        raise ValueError("contains a placeholder: fetch the text of this row with SPEED-Bench's script first")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise ValueError(f"`category` must be a name, got {category!r:.40}")
     if len(turns) > 1 and not suite:
-        raise ValueError(f"has {len(turns)} turns; only `specctl eval` asks one after the other")
+        raise ValueError(f"has {len(turns)} turns; only `specctl eval` supports several turns")
     name = category if suite and category else domain
-    return Prompt(prompt_id(messages), messages[:1], name, where, later=tuple(turns[1:]))
+    return Prompt(prompt_id(messages), messages[:1], name, where, later_turns=tuple(turns[1:]))
 
 
 def json_object(line: bytes | None) -> dict[str, Any]:
@@ -429,14 +437,14 @@ def json_object(line: bytes | None) -> dict[str, Any]:
     if line.startswith(b"\x1f\x8b"):
         raise ValueError("compressed with gzip: `gunzip` the file, or pipe `gunzip -c` of it into `-`")
     if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError("UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` turns one into the other")
+        raise ValueError("UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` converts it")
     try:
         row = json.loads(line.decode("utf-8-sig"))  # skips the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         if line.strip() == b"[":
-            raise ValueError(f"not JSON by itself; {ARRAY}") from None
+            raise ValueError(f"the line alone is not JSON; {ARRAY}") from None
         raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
@@ -469,7 +477,7 @@ def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
 def ends_with_question(messages: list[dict[str, str]]) -> list[dict[str, str]]:
     """Return the messages unchanged. ValueError if they do not end with something to answer."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError("`messages` has no user message to answer at its end")
+        raise ValueError("`messages` does not end with a user message to answer")
     return messages
 
 
@@ -493,7 +501,7 @@ def conversation(messages: list[Any]) -> list[dict[str, str]]:
             if "\0" in text:
                 raise ValueError("contains a NUL character")
             if any("\ud800" <= char <= "\udfff" for char in text):
-                raise ValueError("contains half of a surrogate pair, which is no text")
+                raise ValueError("contains half of a surrogate pair, which is not valid text")
         if not content.strip():
             raise ValueError("empty prompt" if role == "user" else f"empty {role} message")
         checked.append({"role": role, "content": content})

@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.near import NearIndex
+from specctl.distillation.near_duplicates import NearDuplicateIndex
 from specctl.distillation.shards import Record, Writer, files, records, writer_of
 from specctl.distillation.store import drop_torn_line
 from specctl.recipe import DistillRecipe, FilterRecipe
@@ -26,7 +26,7 @@ REPEATS, SHORTEST = 4, 32  # least repeats and least tokens of a loop
 KEPT_REPEATS = 2  # repeats that a cut loop keeps
 
 
-def loop(ids: list[int]) -> tuple[int, int] | None:
+def find_loop(ids: list[int]) -> tuple[int, int] | None:
     """(start, period) of the n-gram that repeats until the end, with the shortest period, or None without a loop."""
     for period in range(1, min(LONGEST_PERIOD, len(ids) // REPEATS) + 1):
         start = len(ids) - period
@@ -40,9 +40,9 @@ def loop(ids: list[int]) -> tuple[int, int] | None:
 def decisions(path: Path) -> dict[str, dict[str, str]]:
     """Decisions in a file, by response id: {"id", "prompt_id", "reason", "action"}. A torn last line is left out."""
     found = {}
-    for line in regular.content(path).splitlines(keepends=True) if path.exists() else ():
+    for line in regular_files.read_bytes(path).splitlines(keepends=True) if path.exists() else ():
         if line.endswith(b"\n"):
-            row = regular.parsed(line)
+            row = regular_files.parse_json(line)
             found[row["id"]] = row
     return found
 
@@ -67,7 +67,7 @@ class ResponseFilter:
         self.dropped = {id: 0 for id, row in known.items() if row["action"] == "drop" == action[row["reason"]]}
         if path.exists():
             drop_torn_line(path)
-        self._near = None if filters.near_responses is None else NearIndex(filters.near_responses)
+        self._near = None if filters.near_responses is None else NearDuplicateIndex(filters.near_responses)
         if self._near is not None:
             for record in stored:
                 self._near.add(record["text"])
@@ -93,7 +93,7 @@ class ResponseFilter:
             else:
                 kept.append(row)
         if decided:
-            with regular.opened(self.path, "a", encoding="utf-8", follow=False) as file:
+            with regular_files.open_regular(self.path, "a", encoding="utf-8", follow=False) as file:
                 file.writelines(json.dumps(decision) + "\n" for decision in decided)
         return kept
 
@@ -101,7 +101,7 @@ class ResponseFilter:
         """Return the row in its stored form, the reason for the decision, and the action."""
         reason, action = "", "keep"
         if row["stop"] == "length":
-            found = loop(row["response_ids"])
+            found = find_loop(row["response_ids"])
             if found is not None:
                 reason, action = LOOP, self.filters.loops
                 row = row if action != "cut" else row | self._cut(row["response_ids"], *found)

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import DataError, one_line
 from specctl.runs import sha256
 
@@ -69,7 +69,7 @@ def load_manifest(path: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged", hint="delete it and run `specctl distill --resume`: the shards are kept")
     # A manifest may only name shards in its own directory: no path leads elsewhere.
     if not all(_NAME.fullmatch(entry["file"]) for entry in entries):
-        raise DataError(f"{path} names a file that is no shard of its directory")
+        raise DataError(f"{path} names a file that is not a shard in its directory")
     return manifest
 
 
@@ -83,7 +83,7 @@ def _is_entry(entry: Any) -> bool:
 def load_json(path: Path) -> dict[str, Any]:
     """Load the JSON object in a file. DataError if there is none."""
     try:
-        document = regular.document(path)
+        document = regular_files.read_json(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{path} cannot be read: {why}", hint="restore it or distil again with --overwrite") from error
@@ -99,7 +99,7 @@ def verify(directory: Path, entry: dict[str, Any]) -> Path:
     if not path.is_file():
         raise DataError(f"{path} is missing", hint="run `specctl distill --resume` to generate its responses again")
     if sha256(path) != entry["sha256"]:
-        raise DataError(f"{path} is corrupted: its SHA-256 is not the one in the manifest", hint=REPAIR)
+        raise DataError(f"{path} is corrupted: its SHA-256 differs from the manifest's", hint=REPAIR)
     return path
 
 
@@ -109,12 +109,12 @@ def records(path: Path) -> Iterator[Record]:
 
 
 def _from_jsonl(path: Path) -> Iterator[Record]:
-    with regular.opened(path) as file:
+    with regular_files.open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield _checked(regular.parsed(line))
+                yield _checked(regular_files.parse_json(line))
             except ValueError as error:
                 raise DataError(f"{path}:{number}: {error}", hint=REPAIR) from error
 
@@ -124,10 +124,10 @@ def _checked(record: Any) -> Record:
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     for name, kind in FIELDS.items():
         if not isinstance(record.get(name), kind):
-            raise ValueError(f"`{name}` is missing or of the wrong type")
+            raise ValueError(f"`{name}` is missing or has the wrong type")
     for name in ("prompt_ids", "response_ids"):
         if not all(type(token) is int and 0 <= token < 2**31 for token in record[name]):
-            raise ValueError(f"`{name}` holds what is no token id")
+            raise ValueError(f"`{name}` contains values that are not token ids")
     if not record["prompt_ids"]:
         raise ValueError("`prompt_ids` is empty")
     return record
@@ -138,7 +138,7 @@ def _from_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
-        regular.check(path)
+        regular_files.check(path)
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=ROW_GROUP):
             yield from map(_checked, batch.to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:

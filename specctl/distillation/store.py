@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from specctl import progress, regular
-from specctl.decoding.models.identity import with_weights
+from specctl import progress, regular_files
+from specctl.decoding.models.identity import with_weights_digest
 from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
 from specctl.lock import Lock
-from specctl.runs import PRIVATE, PRIVATE_DIRECTORY, atomic_write, make_dir, sha256, sweep
+from specctl.runs import PRIVATE, PRIVATE_DIRECTORY, atomic_write, make_dir, remove_leftovers, sha256
 
 META = "meta.json"
 BUSY = "wait for it, or give each job its own --shard i/n"
@@ -81,7 +81,8 @@ def check_free(
     there = [path for path in present if shards.writer_of(path) == writer] + _of_other_splits(present, writer)
     if there and not (resume or overwrite):
         raise UsageError(
-            f"{directory} holds distilled data already", hint="--resume continues, --overwrite replaces it"
+            f"{directory} already contains distilled data",
+            hint="continue with --resume, or replace it with --overwrite",
         )
     return there
 
@@ -115,10 +116,10 @@ class ShardWriter:
         self._rows: list[int] = []  # response tokens of each record in the open shard
         self._file: IO[bytes] | None = None
         try:
-            sweep(self.dir, shards.manifest_path(self.dir, writer).name)
+            remove_leftovers(self.dir, shards.manifest_path(self.dir, writer).name)
             wanted = json.loads(json.dumps({"version": 1, "format": format, **meta}, default=str))
-            self._clear_the_way(wanted, resume, overwrite)
-            self._agree(wanted)
+            self._check_existing(wanted, resume, overwrite)
+            self._write_meta(wanted)
             self._open()
         except BaseException:
             self.close()
@@ -164,7 +165,7 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _clear_the_way(self, meta: dict[str, Any], resume: bool, overwrite: bool) -> None:
+    def _check_existing(self, meta: dict[str, Any], resume: bool, overwrite: bool) -> None:
         """Check that existing files may be continued or replaced, and remove files that are replaced."""
         there = check_free(self.dir, self.writer, resume=resume, overwrite=overwrite)
         for lock in _of_other_splits(shards.files(self.dir, "writer"), self.writer):
@@ -178,7 +179,7 @@ class ShardWriter:
             if not others:
                 (self.dir / META).unlink(missing_ok=True)
 
-    def _agree(self, meta: dict[str, Any]) -> None:
+    def _write_meta(self, meta: dict[str, Any]) -> None:
         """Write meta.json, or check that the existing one is the same."""
         path = self.dir / META
         wanted = json.dumps(meta, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
@@ -195,16 +196,16 @@ class ShardWriter:
 
     def _check(self, meta: dict[str, Any]) -> None:
         """Raise DataError if meta.json differs from `meta`."""
-        there = with_weights(_meta(self.dir), meta)
+        there = with_weights_digest(_meta(self.dir), meta)
         if different := _differences(there, meta):
             raise DataError(
                 f"{self.dir} was distilled with other settings: " + "; ".join(different),
-                hint="repeat those settings, choose another --output-dir, or --overwrite",
+                hint="use those settings again, choose another --output-dir, or add --overwrite",
             )
 
     def _open(self) -> None:
         """Find the responses that are done, repair the damage of a crash, and continue the open shard."""
-        self._manifest = self._sound_manifest()
+        self._manifest = self._verified_manifest()
         sealed = {entry["file"] for entry in self._manifest["shards"]}
         stems = {Path(name).stem for name in sealed}
         for path in self._own_shards():
@@ -212,7 +213,7 @@ class ShardWriter:
                 path.unlink()  # a crash came between sealing as Parquet and deleting the original
         unsealed = sorted({path.stem for path in self._own_shards()} - stems)
         for stem in unsealed:
-            self._adopt(self.dir / f"{stem}.jsonl", last=stem == unsealed[-1])
+            self._take_over_shard(self.dir / f"{stem}.jsonl", last=stem == unsealed[-1])
         relevant = [*self._own_shards(), *_of_other_splits(shards.files(self.dir, "shard"), self.writer)]
         self.done: dict[str, int] = {
             record["id"]: len(record["response_ids"]) for path in relevant for record in shards.records(path)
@@ -221,7 +222,7 @@ class ShardWriter:
     def _own_shards(self) -> list[Path]:
         return [path for path in shards.files(self.dir, "shard") if shards.writer_of(path) == self.writer]
 
-    def _sound_manifest(self) -> dict[str, Any]:
+    def _verified_manifest(self) -> dict[str, Any]:
         """This writer's manifest, with every checksum verified, without shards that were deleted."""
         manifest = shards.load_manifest(shards.manifest_path(self.dir, self.writer))
         kept = [entry for entry in manifest["shards"] if (self.dir / entry["file"]).exists()]
@@ -229,10 +230,10 @@ class ShardWriter:
             shards.verify(self.dir, entry)
         for entry in manifest["shards"]:
             if entry not in kept:
-                progress.log(f"{self.dir / entry['file']} is gone: its responses will be generated again")
+                progress.log(f"{self.dir / entry['file']} is missing: its responses will be generated again")
         return manifest | {"shards": kept, "complete": manifest["complete"] and kept == manifest["shards"]}
 
-    def _adopt(self, path: Path, last: bool) -> None:
+    def _take_over_shard(self, path: Path, last: bool) -> None:
         """Continue or seal a shard that no manifest lists; a torn last line is dropped."""
         sealed = path.with_suffix(".parquet")
         if path.exists():
@@ -253,7 +254,7 @@ class ShardWriter:
             self._path = self._next_shard()
         if self._file is None:
             how: dict[str, Any] = {"buffering": 0, "follow": False, "permissions": self._permissions}
-            self._file = regular.opened(self._path, "ab", **how)
+            self._file = regular_files.open_regular(self._path, "ab", **how)
         try:
             view = memoryview(data)
             while view:
@@ -261,7 +262,8 @@ class ShardWriter:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise SpecctlError(
-                f"cannot write {self._path}: {error.strerror}", hint="what was finished is kept; make room and --resume"
+                f"cannot write {self._path}: {error.strerror}",
+                hint="finished responses are kept; free space and continue with --resume",
             ) from error
 
     def _next_shard(self) -> Path:
@@ -279,7 +281,7 @@ class ShardWriter:
         if self.format == "parquet" and original.suffix == ".jsonl":
             sealed = original.with_suffix(".parquet")
             aside = original.with_name(f".{original.stem}.tmp")
-            with regular.created(aside, permissions=self._permissions) as file:
+            with regular_files.create_file(aside, permissions=self._permissions) as file:
                 shards.to_parquet(shards.records(original), file)
             os.replace(aside, sealed)
         entry = {
@@ -307,14 +309,16 @@ def _meta(directory: Path) -> dict[str, Any]:
     """The settings that all responses share, from meta.json. DataError if they cannot be read."""
     meta = shards.load_json(directory / META)
     if not isinstance(meta.get("target", {}), dict):
-        raise DataError(f"{directory / META} is damaged: target is no object", "distil again with --overwrite")
+        raise DataError(f"{directory / META} is damaged: target is not an object", "distil again with --overwrite")
     return meta
 
 
 def _readable(directory: str | Path) -> Path:
     directory = Path(directory)
     if not exists(directory):
-        raise DataError(f"no distilled data in {directory}", hint=f"specctl distill --output-dir {directory}")
+        raise DataError(
+            f"no distilled data in {directory}", hint=f"create it with `specctl distill --output-dir {directory}`"
+        )
     return directory
 
 
@@ -337,7 +341,7 @@ def _unsealed(directory: Path) -> list[Path]:
 
 def drop_torn_line(path: Path) -> None:
     """Truncate an incomplete last line, left by a kill."""
-    with regular.opened(path, "rb+", follow=False) as file:
+    with regular_files.open_regular(path, "rb+", follow=False) as file:
         whole = sum(len(line) for line in file if line.endswith(b"\n"))
         if whole < os.fstat(file.fileno()).st_size:
             progress.log(f"{path}: dropping the half-written last line")
@@ -352,5 +356,5 @@ def _differences(there: dict[str, Any], now: dict[str, Any], prefix: str = "") -
         if isinstance(old, dict) and isinstance(new, dict):
             differences += _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            differences.append(f"{prefix}{key} is {json.dumps(old)} there and {json.dumps(new)} now")
+            differences.append(f"{prefix}{key} was {json.dumps(old)} and is {json.dumps(new)} now")
     return differences

@@ -3,7 +3,7 @@
 config.json is validated by a schema. The module is first built on the `meta` device, without memory, and compared with
 the weights; only then is it really built.
 
-Error messages begin with the name of the file. A caller that knows the directory puts it in front (`located`).
+Error messages begin with the name of the file. A caller that knows the directory puts it in front (`prefix_errors`).
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from specctl.drafters.checkpoint import AGAIN, CONFIG, WEIGHTS
+from specctl.drafters.checkpoint import CONFIG, RECOPY_HINT, WEIGHTS
 from specctl.errors import CheckpointError
 
-TABLES = 1 << 30  # bytes of buffers that a module may compute for itself, in addition to its weights
+MAX_BUFFER_BYTES = 1 << 30  # bytes of buffers that a module may compute for itself, in addition to its weights
 SHOWN = 60  # characters of a value in a message
 
 Count = Annotated[int, Field(strict=True, gt=0, le=1 << 10)]  # number of layers, heads or taps
 Size = Annotated[int, Field(strict=True, gt=0, le=1 << 24)]  # hidden size or vocabulary size
 Length = Annotated[int, Field(strict=True, gt=0, le=1 << 31)]  # in tokens
-Place = Annotated[int, Field(strict=True, ge=0, le=1 << 10)]  # index of a layer
+LayerIndex = Annotated[int, Field(strict=True, ge=0, le=1 << 10)]  # index of a layer
 
 Shape = TypeVar("Shape")
 Made = TypeVar("Made")
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def misfit(file: str, key: str, why: str) -> CheckpointError:
+def config_error(file: str, key: str, why: str) -> CheckpointError:
     """Build the error for a drafter with a wrong value for `key` in its `file`."""
-    return CheckpointError(f"{file}: {key}: {why}", AGAIN)
+    return CheckpointError(f"{file}: {key}: {why}", RECOPY_HINT)
 
 
 @contextmanager
-def located(directory: Path) -> Iterator[None]:
+def prefix_errors(directory: Path) -> Iterator[None]:
     """Prefix the message of a CheckpointError raised inside the block with the directory."""
     try:
         yield
@@ -62,28 +62,30 @@ def read(shape: type[Shape], values: Any, place: str = "architecture") -> Shape:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, (place, *first["loc"])))
         why = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] in ("missing", "value_error") else f", it is {shown(first['input'])}"
-        raise misfit(CONFIG, key, why + given) from error
+        given = "" if first["type"] in ("missing", "value_error") else f", got {shortened_repr(first['input'])}"
+        raise config_error(CONFIG, key, why + given) from error
 
 
-def filled(make: Callable[[], Module], tensors: Mapping[str, Tensor]) -> Module:
+def build_with_weights(make: Callable[[], Module], tensors: Mapping[str, Tensor]) -> Module:
     """Build a module with `make` and load `tensors` as its state.
 
     `make` runs twice. The first run is on the `meta` device, where a matrix of any size costs nothing, and it stops
     once the module has more layers than `tensors` could fill. Raises CheckpointError if tensor names, shapes or kinds
     of dtype differ.
     """
-    outline = guarded(lambda: _outline(make, len(tensors)))
-    compare(outline.state_dict(), tensors)
+    outline = build_or_raise(lambda: _outline(make, len(tensors)))
+    check_tensors(outline.state_dict(), tensors)
     beside = sum(buffer.nbytes for buffer in outline.buffers())
-    if beside > TABLES + sum(tensor.nbytes for tensor in tensors.values()):
-        raise misfit(CONFIG, "architecture", f"calls for tables of {beside >> 20:,} MiB beside the weights")
-    module = guarded(make)
+    if beside > MAX_BUFFER_BYTES + sum(tensor.nbytes for tensor in tensors.values()):
+        raise config_error(
+            CONFIG, "architecture", f"requires tables of {beside >> 20:,} MiB in addition to the weights"
+        )
+    module = build_or_raise(make)
     module.load_state_dict(dict(tensors))
     return module
 
 
-def guarded(make: Callable[[], Made]) -> Made:
+def build_or_raise(make: Callable[[], Made]) -> Made:
     """Call `make`, which builds something from config.json, and turn any exception into a CheckpointError."""
     try:
         return make()
@@ -91,25 +93,31 @@ def guarded(make: Callable[[], Made]) -> Made:
         raise
     except Exception as error:  # any exception that a model class raises for untested sizes
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise misfit(CONFIG, "architecture", f"describes nothing that can be made ({said})") from error
+        raise config_error(CONFIG, "architecture", f"describes a module that cannot be built ({said})") from error
 
 
-def compare(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError for the first tensor that is missing, unexpected, or of a wrong shape or kind of dtype."""
     for name, tensor in wanted.items():
         if name not in found:
-            raise misfit(WEIGHTS, name, f"is missing, {CONFIG} calls for {list(tensor.shape)}: they do not fit")
+            raise config_error(
+                WEIGHTS, name, f"is missing, but {CONFIG} requires {list(tensor.shape)}: the files do not match"
+            )
     for name, tensor in found.items():
         if name not in wanted:
-            raise misfit(WEIGHTS, shown(name), f"has no place in what {CONFIG} describes: they do not fit")
+            raise config_error(
+                WEIGHTS,
+                shortened_repr(name),
+                f"is not part of the module that {CONFIG} describes: the files do not match",
+            )
         if tensor.shape != wanted[name].shape:
-            shapes = f"has shape {list(tensor.shape)}, {CONFIG} calls for {list(wanted[name].shape)}"
-            raise misfit(WEIGHTS, name, f"{shapes}: they do not fit")
+            shapes = f"has shape {list(tensor.shape)}, but {CONFIG} requires {list(wanted[name].shape)}"
+            raise config_error(WEIGHTS, name, f"{shapes}: the files do not match")
         if tensor.is_floating_point() != wanted[name].is_floating_point() or tensor.is_complex():
-            raise misfit(WEIGHTS, name, f"holds {tensor.dtype}, it should hold {wanted[name].dtype}")
+            raise config_error(WEIGHTS, name, f"has dtype {tensor.dtype}, but should have {wanted[name].dtype}")
 
 
-def shown(value: Any) -> str:
+def shortened_repr(value: Any) -> str:
     """Format a value for a message: its repr, cut to SHOWN characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
@@ -132,7 +140,9 @@ def _at_most(parameters: int, modules: int) -> Iterator[None]:
         def count(*_: Any) -> None:
             left[kind] -= 1
             if left[kind] < 0:
-                raise misfit(CONFIG, "architecture", f"calls for more layers than {WEIGHTS} has: they do not fit")
+                raise config_error(
+                    CONFIG, "architecture", f"requires more layers than {WEIGHTS} has: the files do not match"
+                )
 
         return count
 

@@ -14,7 +14,7 @@ def model_card(name: str, config: dict[str, Any], info: dict[str, Any]) -> str:
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items() if value)
     lengths = {
         "mat": "Tokens per target pass (mat)",
-        "expected_mat": "Tokens per target pass that held-out responses let expect, not measured (expected mat)",
+        "expected_mat": "Tokens per target pass, estimated from held-out responses and not measured (expected mat)",
     }
     apart = {*lengths, "prompts"}  # "prompts" is left out: it holds hundreds of numbers
     facts = "".join(f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key not in apart)

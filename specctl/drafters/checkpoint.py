@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.target import Target
 from specctl.drafters.card import model_card
 from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
@@ -33,7 +33,7 @@ PROMPTS = "prompts"  # key of drafter.json: statistics of the training prompts (
 REQUIRED = (CONFIG, WEIGHTS, INFO)
 TRAINING = ".checkpoints"  # suffix of the directory next to a drafter that holds its training checkpoints
 FORMAT = 1
-AGAIN = "copy it again or train it again with --overwrite"
+RECOPY_HINT = "copy it again or train it again with --overwrite"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def save(
     place = Path(directory).absolute()
     check_free(place, overwrite)
     with staged(place) as draft:
-        write_tensors(draft / WEIGHTS, separate(tensors))
+        write_tensors(draft / WEIGHTS, untied_cpu_copies(tensors))
         sync(draft / WEIGHTS)
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
@@ -106,38 +106,40 @@ def load(directory: str | Path) -> Checkpoint:
         CheckpointError: the directory is missing or not in our format, or a file is missing, changed, truncated or
             outside the directory. The message names the file.
     """
-    path = present(Path(directory))
+    path = existing_directory(Path(directory))
     verify(path)
     try:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path / WEIGHTS} is not a safetensors file: {error}", hint=AGAIN) from error
+        raise CheckpointError(f"{path / WEIGHTS} is not a safetensors file: {error}", hint=RECOPY_HINT) from error
     config = read_json(path / CONFIG)
     if not isinstance(config.get("family"), str) or not isinstance(config.get("target"), dict):
-        raise CheckpointError(f'{path / CONFIG} lacks "family" or "target"', hint="it has to be written by specctl")
+        raise CheckpointError(
+            f'{path / CONFIG} lacks "family" or "target"', hint="use a drafter that specctl has written"
+        )
     return Checkpoint(config, tensors, read_json(path / INFO), path)
 
 
 def read_info(directory: str | Path) -> dict[str, Any]:
     """Read a drafter's description, drafter.json, without its weights. Raises CheckpointError."""
-    return read_json(present(Path(directory)) / INFO)
+    return read_json(existing_directory(Path(directory)) / INFO)
 
 
 def fingerprint(directory: str | Path) -> str:
     """Return the sha256 of the manifest; it changes with any file of the drafter, as the manifest lists all digests."""
-    return sha256(_inside(present(Path(directory)), MANIFEST))
+    return sha256(_inside(existing_directory(Path(directory)), MANIFEST))
 
 
 def verify(directory: str | Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the first one that differs."""
     root = Path(directory)
     if not os.path.lexists(root / MANIFEST):
-        raise CheckpointError(f"{root / MANIFEST} is missing: not a whole specctl drafter", hint=AGAIN)
+        raise CheckpointError(f"{root / MANIFEST} is missing: not a complete specctl drafter", hint=RECOPY_HINT)
     manifest = read_json(root / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
         raise CheckpointError(
-            f"{root / MANIFEST} is not of format {FORMAT}", hint="use the specctl version that wrote it"
+            f"{root / MANIFEST} does not have format {FORMAT}", hint="use the specctl version that wrote it"
         )
     check_files(root, files, REQUIRED, MANIFEST)
 
@@ -146,15 +148,15 @@ def check_files(root: Path, files: dict[str, Any], required: Sequence[str], reco
     """Compare the files of a directory with their `digests`, stored in its file `record`. Raises CheckpointError."""
     for name in required:
         if name not in files:
-            raise CheckpointError(f"{root / record} does not list {name}", hint=AGAIN)
+            raise CheckpointError(f"{root / record} does not list {name}", hint=RECOPY_HINT)
     for name, expected in files.items():
         path = _inside(root, name)
         size = path.stat().st_size
         if not isinstance(expected, dict) or size != expected.get("bytes"):
             wanted = expected.get("bytes") if isinstance(expected, dict) else None
-            raise CheckpointError(f"{path} has {size} bytes, its manifest says {wanted}", hint=AGAIN)
+            raise CheckpointError(f"{path} has {size} bytes, but its manifest says {wanted}", hint=RECOPY_HINT)
         if sha256(path) != expected.get("sha256"):
-            raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=AGAIN)
+            raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=RECOPY_HINT)
 
 
 def check_target(config: dict[str, Any], target: Target, name: str = "", what: str = "drafter") -> None:
@@ -168,7 +170,7 @@ def check_target(config: dict[str, Any], target: Target, name: str = "", what: s
     if wrong:
         differences = ", ".join(f"{key} {made_for.get(key)} ≠ {given[key]}" for key in wrong)
         raise CheckpointError(
-            f"{what} {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is "
+            f"{what} {name or config.get('family')} was made for {made_for.get('name')}, but target {given['name']} is "
             f"another model ({differences})",
             hint=f"use --target {made_for.get('name')}, or train a {what} for {given['name']}",
         )
@@ -178,7 +180,7 @@ def family(directory: Path) -> str:
     """Family recorded in a drafter's config.json. Raises CheckpointError if it is missing."""
     name = read_json(directory / CONFIG).get("family")
     if not isinstance(name, str):
-        raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="it has to be written by specctl")
+        raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="use a drafter that specctl has written")
     return name
 
 
@@ -194,7 +196,7 @@ def weights_digest(directory: Path) -> str:
     try:
         return str(read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=AGAIN) from error
+        raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=RECOPY_HINT) from error
 
 
 def is_drafter(path: Path) -> bool:
@@ -202,7 +204,7 @@ def is_drafter(path: Path) -> bool:
     return any(os.path.isfile(path / name) for name in (MANIFEST, INFO))  # isfile is False for an impossible path
 
 
-def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def untied_cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return contiguous CPU copies of the tensors, with tied weights duplicated.
 
     safetensors refuses to store two names that share memory.
@@ -221,7 +223,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
 
     The safetensors library makes its files readable for their owner alone, but an engine often runs as another user.
     """
-    with regular.created(path) as file:
+    with regular_files.create_file(path) as file:
         mode = os.fstat(file.fileno()).st_mode
     save_file(dict(tensors), path, metadata)
     path.chmod(mode)
@@ -234,7 +236,7 @@ def check_free(place: Path, overwrite: bool) -> None:
     if not place.is_dir() or place.is_symlink() or (any(place.iterdir()) and not is_drafter(place)):
         raise UsageError(f"{place} exists and is not a drafter directory", hint="choose another --output-dir")
     if any(place.iterdir()) and not overwrite:
-        raise UsageError(f"{place} holds a drafter already", hint="--overwrite replaces it")
+        raise UsageError(f"{place} already contains a drafter", hint="--overwrite replaces it")
 
 
 def _backup(place: Path) -> Path:
@@ -244,7 +246,7 @@ def _backup(place: Path) -> Path:
 def _move_into_place(draft: Path, place: Path) -> None:
     """Replace `place` by two renames, as no system call replaces a non-empty directory.
 
-    `present` finds the old directory if a crash happens between the two.
+    `existing_directory` finds the old directory if a crash happens between the two.
     """
     backup = _backup(place)
     if place.exists():
@@ -260,7 +262,7 @@ def _move_into_place(draft: Path, place: Path) -> None:
     shutil.rmtree(backup, ignore_errors=True)
 
 
-def present(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
+def existing_directory(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
     """Return the directory, or its backup if a crash hit between the two renames of its replacement."""
     place = directory.absolute()
     if os.path.isdir(place):  # False, without an error, if the name is too long
@@ -280,25 +282,26 @@ def _inside(root: Path, name: str) -> Path:
         plain = Path(name).name == name and name.isprintable() and path.resolve().is_relative_to(root.resolve())
         if not plain:
             raise CheckpointError(
-                f"{root}: its file {brief(name)!r} leads out of this directory", hint="a drafter is made of plain files"
+                f"{root}: its file {brief(name)!r} points outside this directory",
+                hint="a drafter consists of plain files",
             )
-        regular.check(path)
+        regular_files.check(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", hint=AGAIN) from error
+        raise CheckpointError(f"{path} is missing", hint=RECOPY_HINT) from error
     except (OSError, RuntimeError, ValueError) as error:  # name too long, circular links, a NUL
         why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{root}: its file {brief(name)!r} cannot be read: {why}", hint=AGAIN) from error
+        raise CheckpointError(f"{root}: its file {brief(name)!r} cannot be read: {why}", hint=RECOPY_HINT) from error
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a checkpoint directory. Raises CheckpointError."""
     try:
-        document = regular.document(_inside(path.parent, path.name))
+        document = regular_files.read_json(_inside(path.parent, path.name))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", hint=AGAIN) from error
+        raise CheckpointError(f"{path} is not JSON: {error}", hint=RECOPY_HINT) from error
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", hint=AGAIN)
+        raise CheckpointError(f"{path} does not contain a JSON object", hint=RECOPY_HINT)
     return document
 
 
@@ -317,7 +320,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def generalist(places: list[Path], family: str, target: str, output: Path) -> Path | None:
+def find_generalist(places: list[Path], family: str, target: str, output: Path) -> Path | None:
     """Return the most general drafter of a family and target among the direct children of `places`.
 
     It is the drafter trained on the most domains, at least two; ties go to the one trained on the most tokens. Adapters

@@ -16,11 +16,11 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specctl.decoding.models.linear import Linear
-from specctl.drafters.blueprint import CONFIG, WEIGHTS, misfit, read, shown
+from specctl.drafters.blueprint import CONFIG, WEIGHTS, config_error, read, shortened_repr
 from specctl.errors import RecipeError
 from specctl.recipe import LoraRecipe
 
-Part = tuple[str, int]
+FusedPart = tuple[str, int]
 """Projection inside a fused linear product: (module name, number of outputs)."""
 
 Product = tuple[Tensor, Tensor, Tensor | None]
@@ -38,7 +38,7 @@ class LowRank:
 
 
 @dataclass(frozen=True)
-class Origin:
+class LoraBase:
     """Base drafter of an adapter: its path relative to the adapter, and the digest of its weights."""
 
     path: Annotated[str, Field(max_length=1024)]
@@ -46,15 +46,15 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Update:
+class LoraConfig:
     """Section "lora" in an adapter's config.json; the rest of the file is its base's."""
 
     rank: Annotated[int, Field(strict=True, gt=0, le=1 << 16)]
     alpha: Annotated[float, Field(strict=True, gt=0, le=1e6)]
-    base: Origin | None = None
+    base: LoraBase | None = None
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> Update:
+    def of(cls, config: dict[str, Any]) -> LoraConfig:
         """Parse the section. CheckpointError names the key that is wrong."""
         return read(cls, config["lora"], "lora")
 
@@ -68,15 +68,17 @@ class Adapter:
     @classmethod
     def of(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Adapter:
         """Read the adapter from the contents of a checkpoint. Raises CheckpointError if they are not an adapter's."""
-        shape = Update.of(config)
+        shape = LoraConfig.of(config)
         for name, tensor in tensors.items():
             half, other = (UP, DOWN) if name.endswith(UP) else (DOWN, UP)
             if not name.endswith(half):
-                raise misfit(WEIGHTS, shown(name), "is no half of a LoRA update")
+                raise config_error(WEIGHTS, shortened_repr(name), "is not a matrix of a LoRA update")
             if name.removesuffix(half) + other not in tensors:
-                raise misfit(WEIGHTS, shown(name), "has no other half")
+                raise config_error(WEIGHTS, shortened_repr(name), "lacks the other matrix of its LoRA update")
             if tensor.dim() != 2 or shape.rank not in tensor.shape:
-                raise misfit(WEIGHTS, name, f"has shape {list(tensor.shape)}, {CONFIG} says rank {shape.rank}")
+                raise config_error(
+                    WEIGHTS, name, f"has shape {list(tensor.shape)}, but {CONFIG} says rank {shape.rank}"
+                )
         downs = {name.removesuffix(DOWN): tensor for name, tensor in tensors.items() if name.endswith(DOWN)}
         scale = shape.alpha / shape.rank
         return cls({name: (down, tensors[name + UP] * scale) for name, down in downs.items()})
@@ -86,12 +88,12 @@ class Adapter:
         for name, (down, up) in self.pairs.items():
             weight = base.get(f"{name}.weight")
             if weight is None:
-                raise misfit(WEIGHTS, name, "updates a matrix that its base does not have")
+                raise config_error(WEIGHTS, name, "updates a matrix that its base does not have")
             if (len(up), down.shape[1]) != tuple(weight.shape) or up.shape[1] != len(down):
                 sizes = f"A {list(down.shape)} and B {list(up.shape)}"
-                raise misfit(WEIGHTS, name, f"{sizes} are no update of its base's {list(weight.shape)}")
+                raise config_error(WEIGHTS, name, f"{sizes} do not fit the matrix of the base, {list(weight.shape)}")
 
-    def on(self, linear: Linear, parts: Sequence[Part], device: torch.device) -> Linear | LowRank:
+    def on(self, linear: Linear, parts: Sequence[FusedPart], device: torch.device) -> Linear | LowRank:
         """Return `linear`, a fused product of `parts`, with this adapter's updates; unchanged if no part is adapted."""
         found = [(name, size, *self.pairs[name]) for name, size in parts if name in self.pairs]
         if not found:
@@ -125,14 +127,14 @@ def inject(module: nn.Module, recipe: LoraRecipe, adaptable: Sequence[str]) -> N
     wanted = recipe.modules or list(adaptable)
     unknown = [name for name in wanted if name not in adaptable]
     if unknown:
-        raise RecipeError(f"lora.modules: no {', '.join(unknown)}", f"some of {', '.join(adaptable)}")
+        raise RecipeError(f"lora.modules: unknown {', '.join(unknown)}", f"use some of {', '.join(adaptable)}")
     import peft
 
     config = peft.LoraConfig(r=recipe.rank, lora_alpha=recipe.alpha, target_modules=wanted)  # type: ignore[arg-type]
     peft.inject_adapter_in_model(config, module)
 
 
-def product_of(layer: Any, x: Tensor) -> Product:
+def as_single_product(layer: Any, x: Tensor) -> Product:
     """Return a linear layer as one product (x, W, b), even if `inject` has adapted the layer.
 
     W x + s·B A x equals the matrix [W, s·B] times the input concatenated with A x, so callers need no separate case.

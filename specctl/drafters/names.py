@@ -9,16 +9,21 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from specctl.families import NAMED
+from specctl.families import WEIGHTLESS_DRAFTERS
 
 HYBRIDS = (
-    "a hybrid is a trained drafter and a text drafter: drafters/sql-eagle3+lookup, …+suffix, …+drafters/sql-retrieval"
+    "a hybrid combines a trained drafter with a text drafter: drafters/sql-eagle3+lookup, …+suffix, "
+    "…+drafters/sql-retrieval"
 )
 
 
 def parts_of(path_or_name: str) -> list[str]:
     """Split a name into its drafters: two for a hybrid `a+b`, one if a directory has exactly that name."""
-    if path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser()) or "+" not in path_or_name:
+    if (
+        path_or_name in WEIGHTLESS_DRAFTERS
+        or os.path.lexists(Path(path_or_name).expanduser())
+        or "+" not in path_or_name
+    ):
         return [path_or_name]
     first, _, second = path_or_name.rpartition("+")
     # A path may itself contain a plus, as in drafters/sql-eagle3+stores/sql+math.
@@ -29,7 +34,7 @@ def parts_of(path_or_name: str) -> list[str]:
 
 
 def _is_there(path_or_name: str) -> bool:
-    return path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser())
+    return path_or_name in WEIGHTLESS_DRAFTERS or os.path.lexists(Path(path_or_name).expanduser())
 
 
 def name_of(path_or_name: str) -> str:
@@ -37,7 +42,7 @@ def name_of(path_or_name: str) -> str:
     return "+".join(Path(part).name for part in parts_of(path_or_name))
 
 
-def named(paths: Iterable[str]) -> dict[str, str]:
+def labels(paths: Iterable[str]) -> dict[str, str]:
     """Map each path to its short name, or to the full path if two drafters share the short name."""
     names = {path: name_of(path) for path in paths}
     return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}

@@ -15,7 +15,7 @@ from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
 
-Pays = Callable[[list[float]], bool]
+WorthLevel = Callable[[list[float]], bool]
 """Decides whether to draft one more level, given each sequence's highest joint log probability in the last level."""
 
 
@@ -23,12 +23,12 @@ class ProposedTree(NamedTuple):
     """Draft tree that a drafter proposes after a text.
 
     `tokens` lists parents before children. `parents` holds the index of each node's parent (−1 = the end of the text).
-    `odds` holds each node's probability given its parent.
+    `probabilities` holds each node's probability given its parent.
     """
 
     tokens: list[int]
     parents: list[int]
-    odds: list[float]
+    probabilities: list[float]
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,12 @@ class TreeShape:
         return replace(self, nodes=budget, width=min(self.width, max(1, budget // self.depth)))
 
     @property
-    def floor(self) -> float:
+    def log_stop_below(self) -> float:
         """`stop_below` as a log probability."""
         return math.log(self.stop_below) if self.stop_below > 0 else -math.inf
 
     @property
-    def least(self) -> float:
+    def log_keep_above(self) -> float:
         """`keep_above` as a log probability."""
         return math.log(self.keep_above) if self.keep_above > 0 else -math.inf
 
@@ -96,7 +96,7 @@ def shape_for(drafting: DraftingRecipe, default: TreeShape) -> TreeShape:
     return TreeShape(**{**vars(default), **given})
 
 
-class Shaped:
+class TreeDrafter:
     """Base class of drafters that draft dynamic trees.
 
     Attributes:
@@ -112,7 +112,7 @@ class Shaped:
         return twin
 
     @property
-    def even(self) -> bool:
+    def fixed_shape(self) -> bool:
         """Whether all drafts have the same number of nodes, because none ends early."""
         return self.shape.stop_below <= 0 and self.shape.keep_above <= 0
 
@@ -123,7 +123,7 @@ class Shaped:
         return (self.shape.children,) * min(self.shape.depth, self.shape.nodes)
 
 
-class GrowingTree:
+class TreeBuilder:
     """Draft tree of one sequence while it grows: parallel lists over the candidates, in the order they were added."""
 
     def __init__(self) -> None:
@@ -178,7 +178,7 @@ class GrowingTree:
 
 
 def best(
-    growing: list[GrowingTree], rooms: list[int], shape: TreeShape, device: torch.device, q: ChainRows
+    growing: list[TreeBuilder], rooms: list[int], shape: TreeShape, device: torch.device, q: ChainRows
 ) -> DraftTree:
     """Build the draft of a batch from the candidates of highest joint probability that the shape keeps.
 
@@ -191,7 +191,7 @@ def best(
     tokens, parents = [], []
     for tree, room in zip(growing, rooms, strict=True):
         ranked = sorted(tree.within(room), key=lambda node: -tree.joint[node])[: shape.nodes]
-        kept = sorted(ranked[:1] + [node for node in ranked[1:] if tree.joint[node] >= shape.least])
+        kept = sorted(ranked[:1] + [node for node in ranked[1:] if tree.joint[node] >= shape.log_keep_above])
         place = {node: i for i, node in enumerate(kept)} | {-1: -1}
         tokens.append([tree.tokens[node] for node in kept])
         parents.append([place[tree.parents[node]] for node in kept])
@@ -202,7 +202,7 @@ def best(
     return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False, q=q)
 
 
-def chain_rows(growing: list[GrowingTree], rows: list[Tensor], ids: Tensor | None) -> ChainRows:
+def chain_rows(growing: list[TreeBuilder], rows: list[Tensor], ids: Tensor | None) -> ChainRows:
     """Collect the draft logits from which the first chain of every sequence was chosen.
 
     Args:
@@ -212,7 +212,7 @@ def chain_rows(growing: list[GrowingTree], rows: list[Tensor], ids: Tensor | Non
     return ChainRows(rows, ids, [_chain_places(tree, b, rows) for b, tree in enumerate(growing)])
 
 
-def _chain_places(tree: GrowingTree, b: int, rows: list[Tensor]) -> list[int]:
+def _chain_places(tree: TreeBuilder, b: int, rows: list[Tensor]) -> list[int]:
     """Index in each of `rows` from which the first chain of sequence b was chosen, up to its last expanded node."""
     places = [b]
     for node, later in zip(first_chain(tree.parents), rows[1:], strict=False):

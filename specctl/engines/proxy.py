@@ -2,9 +2,9 @@
 
 Next to an online learner it runs in its own process, so that learning does not slow it down. Requests and answers pass
 unchanged, with one exception: a request also asks for token ids and draft counters, which are removed from the answer
-again (`exchanges`). Every complete answer to a request for one text becomes a line of the log: {"began": seconds since
-1970, "request": {…}, "response": {…}}. `specctl distill --from-log` reads these lines too. A `Dispatch` learns from the
-same answers which server should write such texts.
+again (`proxy_messages`). Every complete answer to a request for one text becomes a line of the log: {"began": seconds
+since 1970, "request": {…}, "response": {…}}. `specctl distill --from-log` reads these lines too. A `Dispatch` learns
+from the same answers which server should write such texts.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from specctl import progress, regular
-from specctl.engines import exchanges
-from specctl.engines.pools import Pools
+from specctl import progress, regular_files
+from specctl.engines import proxy_messages
+from specctl.engines.http_pools import HttpPools
 from specctl.errors import UsageError
 from specctl.runs import PRIVATE
 
@@ -45,15 +45,15 @@ CONNECT_S = 10.0
 CONNECTIONS = 256  # to the engines, approximately
 LAST_REQUESTS_S = 30  # for requests that are still being answered at shutdown
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization"}
-REMADE = {"host", "content-length", "accept-encoding", "content-encoding"}
-FAILING = {429, 500, 502, 503, 504}  # statuses after which another server is tried
+REBUILT_HEADERS = {"host", "content-length", "accept-encoding", "content-encoding"}
+RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 
 Done = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Rest:
+class Backoff:
     """Back-off of a server that failed: other servers are tried first for `seconds`, until the time `until`.
 
     Each failure in a row doubles the seconds, up to a limit.
@@ -63,13 +63,13 @@ class Rest:
     until: float
 
     @classmethod
-    def after(cls, earlier: Rest | None) -> Self:
+    def after(cls, earlier: Backoff | None) -> Self:
         seconds = min(2 * earlier.seconds, LONGEST_REST_S) if earlier else FIRST_REST_S
         return cls(seconds, time.monotonic() + seconds)
 
 
 @dataclass(frozen=True)
-class ServerOrder:
+class ServerChoice:
     """Addresses to try for a request, in order, until one answers."""
 
     order: Sequence[str]
@@ -78,11 +78,11 @@ class ServerOrder:
 class Dispatch(Protocol):
     """A rule that selects the server for a text, and learns from the answer."""
 
-    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerOrder:
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerChoice:
         """Order the servers for a request for one text, given the number of requests in flight per address."""
         ...
 
-    def answered(self, choice: ServerOrder, url: str, counts: exchanges.TextCounts) -> None:
+    def learn(self, choice: ServerChoice, url: str, counts: proxy_messages.TextCounts) -> None:
         """Learn from a text that `url` has written completely."""
         ...
 
@@ -90,15 +90,15 @@ class Dispatch(Protocol):
 class LeastBusy:
     """Dispatch that puts the server with the fewest requests in flight first."""
 
-    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerOrder:
-        return ServerOrder(sorted(in_flight, key=lambda one: in_flight[one]))
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerChoice:
+        return ServerChoice(sorted(in_flight, key=lambda one: in_flight[one]))
 
-    def answered(self, choice: ServerOrder, url: str, counts: exchanges.TextCounts) -> None:
+    def learn(self, choice: ServerChoice, url: str, counts: proxy_messages.TextCounts) -> None:
         """Learn nothing: an idle server says nothing about the quality of its text."""
 
 
 @dataclass(frozen=True)
-class Passage:
+class ForwardedRequest:
     """A request on its way to a server.
 
     Attributes:
@@ -108,11 +108,11 @@ class Passage:
     request: Request
     content: bytes
     body: dict[str, Any] | None
-    choice: ServerOrder
+    choice: ServerChoice
     began: float
 
 
-class Relay(StreamingResponse):
+class StreamRelay(StreamingResponse):
     """A stream that is passed on. `done` is called at its end, even if the client left before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], status: int, headers: dict[str, str], done: Done):
@@ -140,38 +140,43 @@ class Proxy:
         self.servers, self.log, self.dispatch = servers, log, dispatch
         self.in_flight = dict.fromkeys(servers, 0)
         self.failures = dict.fromkeys(servers, 0)
-        self._rests: dict[str, Rest] = {}  # servers that have failed recently
+        self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         checked = any(url.startswith("https:") for url in servers)
-        self.pools = Pools(CONNECTIONS, verify=checked, timeout=httpx.Timeout(None, connect=CONNECT_S))
+        self.pools = HttpPools(CONNECTIONS, verify=checked, timeout=httpx.Timeout(None, connect=CONNECT_S))
 
-    async def pass_on(self, request: Request) -> Response:
+    async def forward(self, request: Request) -> Response:
         """Return an engine's answer: 404 for paths closed to clients, 502 if no engine answers."""
         path = request.url.path
-        if not exchanges.is_open(path):
-            return JSONResponse({"error": f"{path} is not passed on"}, 404)
+        if not proxy_messages.is_open(path):
+            return JSONResponse({"error": f"the proxy does not forward {path}"}, 404)
         try:
             content = await request.body()
         except ClientDisconnect:
             return Response(status_code=499)
         body = _json(content) if request.method == "POST" else None
-        text = body if any(exchanges.recorded(one, path, body) for one in set(self.servers.values())) else None
+        text = (
+            body if any(proxy_messages.is_recordable(one, path, body) for one in set(self.servers.values())) else None
+        )
         rule = LeastBusy() if text is None or self.dispatch is None else self.dispatch
         choice = rule.choose(text or {}, self.in_flight)
-        passage = Passage(request, content, text, choice, time.time())
-        answer: Response = JSONResponse({"error": "no engine answers"}, 502)
+        passage = ForwardedRequest(request, content, text, choice, time.time())
+        answer: Response = JSONResponse({"error": "no engine responds"}, 502)
         for url in sorted(choice.order, key=self._resting):
             self.in_flight[url] += 1
             try:
-                answer = await self._asked(url, passage)
-                failed = answer.status_code in FAILING
+                answer = await self._forward_to(url, passage)
+                failed = answer.status_code in RETRY_STATUSES
             except httpx.ConnectError:
                 failed = True
             except httpx.TransportError as error:
-                answer, failed = JSONResponse({"error": f"the engine broke off: {type(error).__name__}"}, 502), True
+                answer, failed = (
+                    JSONResponse({"error": f"the engine closed the connection: {type(error).__name__}"}, 502),
+                    True,
+                )
             except BaseException:
                 self.in_flight[url] -= 1
                 raise
-            if isinstance(answer, Relay):  # it counts as in flight until its end
+            if isinstance(answer, StreamRelay):  # it counts as in flight until its end
                 return answer
             self.in_flight[url] -= 1
             if not failed:
@@ -182,27 +187,27 @@ class Proxy:
 
     def _failed(self, url: str) -> None:
         self.failures[url] += 1
-        self._rests[url] = Rest.after(self._rests.get(url))
+        self._rests[url] = Backoff.after(self._rests.get(url))
 
     def _resting(self, url: str) -> bool:
         rest = self._rests.get(url)
         return rest is not None and rest.until > time.monotonic()
 
-    async def _asked(self, url: str, passage: Passage) -> Response:
+    async def _forward_to(self, url: str, passage: ForwardedRequest) -> Response:
         """The answer of one engine. Raises httpx.TransportError."""
         request, body = passage.request, passage.body
         engine, path, content = self.servers[url], request.url.path, passage.content
         added: frozenset[str] = frozenset()
-        kept = exchanges.recorded(engine, path, body)
+        kept = proxy_messages.is_recordable(engine, path, body)
         if kept and body is not None:
-            asked, added = exchanges.asking(engine, body, ids=self.log is not None)
+            asked, added = proxy_messages.with_counters(engine, body, ids=self.log is not None)
             content = json.dumps(asked).encode()
-        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP | REMADE]
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP | REBUILT_HEADERS]
         query = f"?{request.url.query}" if request.url.query else ""
         http = self.pools.http
         onward = http.build_request(request.method, url + path + query, headers=headers, content=content)
         answer = await http.send(onward, stream=True)
-        shown = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP | REMADE}
+        shown = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP | REBUILT_HEADERS}
         kept = kept and answer.status_code == 200
         if "text/event-stream" in answer.headers.get("content-type", ""):
 
@@ -211,51 +216,53 @@ class Proxy:
                 await answer.aclose()
 
             events = self._streamed(url, answer, added, passage if kept else None)
-            return Relay(events, answer.status_code, shown, done)
+            return StreamRelay(events, answer.status_code, shown, done)
         try:
             content = await answer.aread()
         finally:
             await answer.aclose()
         document = _json(content)
         if kept and isinstance(document, dict):
-            self._keep(passage, url, document, document)
-            content = json.dumps(exchanges.restored(document, added), ensure_ascii=False).encode()
+            self._record(passage, url, document, document)
+            content = json.dumps(proxy_messages.without_added_fields(document, added), ensure_ascii=False).encode()
         return Response(content, answer.status_code, shown)
 
     async def _streamed(
-        self, url: str, answer: httpx.Response, added: frozenset[str], passage: Passage | None
+        self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest | None
     ) -> AsyncIterator[bytes]:
         """The events of a stream, one at a time. If the client leaves, the engine's work ends too."""
         pieces: list[Any] = []
         said: dict[str, Any] = {}
         try:
-            async for event in exchanges.events(answer.aiter_bytes()):
-                piece = exchanges.piece_of(event) if passage is not None else None
+            async for event in proxy_messages.events(answer.aiter_bytes()):
+                piece = proxy_messages.piece_of(event) if passage is not None else None
                 if piece is not None:
-                    said |= exchanges.counters(piece)
+                    said |= proxy_messages.counters(piece)
                     if self.log is not None:
                         pieces.append(piece)
-                if shown := exchanges.restored_event(event, piece, added):
+                if shown := proxy_messages.restored_event(event, piece, added):
                     yield shown
         except httpx.TransportError:  # the client has a part already, so no other server can continue
             self._failed(url)
             raise
         self._rests.pop(url, None)
         if passage is not None:
-            self._keep(passage, url, pieces, said)
+            self._record(passage, url, pieces, said)
 
-    def _keep(self, passage: Passage, url: str, wrote: dict[str, Any] | list[Any], said: Mapping[str, Any]) -> None:
+    def _record(
+        self, passage: ForwardedRequest, url: str, wrote: dict[str, Any] | list[Any], said: Mapping[str, Any]
+    ) -> None:
         """Log an answer or the pieces of a stream. Report the draft counters, `said`, to the dispatch."""
         ended = time.time()
         if self.log is not None:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                response = wrote if isinstance(wrote, dict) else exchanges.joined(wrote)
+                response = wrote if isinstance(wrote, dict) else proxy_messages.joined(wrote)
                 row = {"began": passage.began, "request": passage.body, "ended": ended, "response": response}
                 self.log.info(json.dumps(row))
         if self.dispatch is not None:
-            counts = exchanges.text_counts(self.servers[url], passage.request.url.path, said)
+            counts = proxy_messages.text_counts(self.servers[url], passage.request.url.path, said)
             if counts is not None:
-                self.dispatch.answered(passage.choice, url, counts)
+                self.dispatch.learn(passage.choice, url, counts)
 
 
 def _json(content: bytes) -> Any:
@@ -276,10 +283,10 @@ class PrivateLog(RotatingFileHandler):
     refused = False
 
     def _open(self) -> TextIOWrapper:
-        file = regular.opened(self.baseFilename, "a", follow=False, permissions=PRIVATE, encoding="utf-8")
+        file = regular_files.open_regular(self.baseFilename, "a", follow=False, permissions=PRIVATE, encoding="utf-8")
         try:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
-                raise PermissionError(errno.EPERM, "another user's file", self.baseFilename)
+                raise PermissionError(errno.EPERM, "file of another user", self.baseFilename)
             os.fchmod(file.fileno(), PRIVATE)  # an existing file may have had other permissions
         except OSError:
             file.close()
@@ -295,7 +302,7 @@ class PrivateLog(RotatingFileHandler):
         error = sys.exception()
         if not self.refused:
             why = getattr(error, "strerror", None) or type(error).__name__
-            progress.warn(f"cannot write {self.baseFilename}: {why}; lines are lost while this lasts")
+            progress.warn(f"cannot write {self.baseFilename}: {why}; log lines are lost until this is fixed")
         self.refused = True
 
 
@@ -317,7 +324,7 @@ def close(log: logging.Logger) -> None:
 def serve(place: socket.socket, proxy: Proxy, wait: Callable[[], object]) -> None:
     """Serve on an open socket until `wait` returns; a thread calls it. Then answer the requests still in flight."""
     methods = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
-    app = Starlette(routes=[Route("/{path:path}", proxy.pass_on, methods=methods)])
+    app = Starlette(routes=[Route("/{path:path}", proxy.forward, methods=methods)])
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_REQUESTS_S, lifespan="off"
     )
@@ -345,7 +352,9 @@ def listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
             place.bind((host.strip("[]"), int(port)))
         except (OSError, OverflowError) as error:  # OverflowError: ports beyond 65535
             why = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"cannot listen on {listen}: {why}", "--listen 127.0.0.1:8100") from error
+            raise UsageError(
+                f"cannot listen on {listen}: {why}", "use an address such as --listen 127.0.0.1:8100"
+            ) from error
         place.listen(2048)
         yield place, f"http://{host}:{place.getsockname()[1]}"
 

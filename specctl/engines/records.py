@@ -8,34 +8,34 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specctl.engines.drafter_form import DrafterForm
+from specctl.engines.drafter_layout import DrafterLayout
 from specctl.errors import SpecctlError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST = 2**53  # limit of a counter; larger values are not believed
+MAX_COUNTER = 2**53  # limit of a counter; larger values are not believed
 
 
 class EngineError(SpecctlError):
     """A server is missing, unsuitable, or keeps failing."""
 
 
-class Untouched(EngineError):
+class DrafterRejected(EngineError):
     """A server refused a drafter before it changed anything."""
 
 
-class Lost(EngineError):
+class NoResponse(EngineError):
     """A request got no answer: the server may have carried it out or not."""
 
 
-class Malformed(Exception):
+class MalformedResponse(Exception):
     """A response that does not answer the request. Another try may succeed."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class GenerationRequest:
     """A request to continue one text.
 
     Attributes:
@@ -51,11 +51,11 @@ class Ask:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
+    return type(value) is int and 0 <= value < MAX_COUNTER
 
 
 @dataclass(frozen=True)
-class Drafting:
+class DraftCounters:
     """Counters of speculative decoding, for one text or since an engine was started.
 
     Attributes:
@@ -70,7 +70,7 @@ class Drafting:
     accepted_at: list[int] = field(default_factory=list)
 
     @classmethod
-    def of_histogram(cls, histogram: Any, drafted: Any) -> Drafting | None:
+    def of_histogram(cls, histogram: Any, drafted: Any) -> DraftCounters | None:
         """Counters from `histogram[k]`, the number of rounds that accepted k tokens.
 
         Returns None if the values are not counts. The engine wrote them, and JSON may hold NaN and numbers of 400
@@ -82,7 +82,7 @@ class Drafting:
         return cls(sum(histogram), drafted, sum(at), at)
 
     @classmethod
-    def total(cls, parts: Sequence[Drafting]) -> Drafting:
+    def total(cls, parts: Sequence[DraftCounters]) -> DraftCounters:
         """The sum of several counters."""
         depth = max((len(part.accepted_at) for part in parts), default=0)
         return cls(
@@ -98,14 +98,14 @@ class Drafting:
         return 1 + self.accepted / self.rounds if self.rounds else None
 
     @property
-    def shares(self) -> list[float]:
+    def acceptance_by_position(self) -> list[float]:
         """Share of rounds that accepted the token at each draft position."""
         return [count / self.rounds for count in self.accepted_at] if self.rounds else []
 
-    def since(self, before: Drafting) -> Drafting:
+    def since(self, before: DraftCounters) -> DraftCounters:
         """The increase since `before`."""
         earlier = before.accepted_at + [0] * (len(self.accepted_at) - len(before.accepted_at))
-        return Drafting(
+        return DraftCounters(
             self.rounds - before.rounds,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
@@ -114,7 +114,7 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GenerationResult:
     """The continuation of a prompt.
 
     Attributes:
@@ -128,7 +128,7 @@ class Answer:
 
     output_ids: list[int]
     stop: str
-    drafting: Drafting | None = None
+    drafting: DraftCounters | None = None
     seconds: float = 0.0
     first_s: float | None = None
     tries: int = 1
@@ -142,7 +142,7 @@ class Refusal:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HiddenStatesSpec:
     """The hidden states of a target that a drafter trains on.
 
     Attributes:
@@ -158,7 +158,7 @@ class Wanted:
     width: int
 
     @property
-    def place(self) -> str:
+    def target_arguments(self) -> str:
         """The target and its revision as command-line arguments, which both engines spell alike."""
         return shlex.quote(self.target) + (f" --revision {shlex.quote(self.revision)}" if self.revision else "")
 
@@ -183,52 +183,55 @@ class Dialect(Protocol):
 
     NAME: str
     GENERATE: str  # path
-    NORMED: bool  # whether states of the last layer are taken after the final norm
-    UNCACHED: str  # option that turns the prefix cache off, which could hide the states of a text's beginning
+    HIDDEN_STATES_NORMED: bool  # whether states of the last layer are taken after the final norm
+    NO_PREFIX_CACHE_FLAG: (
+        str  # option that turns the prefix cache off, which could hide the states of a text's beginning
+    )
 
-    def body(self, ask: Ask, model: str) -> dict[str, Any]:
+    def request_body(self, ask: GenerationRequest, model: str) -> dict[str, Any]:
         """Body of a request to continue a text."""
 
-    def answer(self, document: Any, ask: Ask) -> Answer:
-        """Parse the answer in a response. Raises Malformed."""
+    def parse_answer(self, document: Any, ask: GenerationRequest) -> GenerationResult:
+        """Parse the answer in a response. Raises MalformedResponse."""
 
-    def streamed(self, body: dict[str, Any]) -> dict[str, Any]:
+    def with_streaming(self, body: dict[str, Any]) -> dict[str, Any]:
         """Make a request's body ask for a streamed answer."""
 
-    def begun(self, piece: Any) -> bool:
+    def has_token(self, piece: Any) -> bool:
         """Whether a piece of a stream holds a token."""
 
-    def joined(self, pieces: list[Any]) -> Any:
-        """Join the pieces of a stream into one response. Raises Malformed."""
+    def join_stream(self, pieces: list[Any]) -> Any:
+        """Join the pieces of a stream into one response. Raises MalformedResponse."""
 
-    def probe(self, ids: list[int], model: str) -> dict[str, Any]:
+    def logprobs_request(self, ids: list[int], model: str) -> dict[str, Any]:
         """Body of a request for the log probabilities of a prompt's own tokens."""
 
-    def logprobs(self, document: Any) -> list[float]:
-        """Log probabilities of a prompt's tokens except the first, from the response to `probe`. Raises Malformed."""
+    def parse_logprobs(self, document: Any) -> list[float]:
+        """Log probabilities of a prompt's tokens except the first, from the response to `logprobs_request`. Raises
+        MalformedResponse."""
 
-    def drafting(self, metrics: str) -> Drafting | None:
+    def parse_draft_counters(self, metrics: str) -> DraftCounters | None:
         """The draft counters in a page of metrics, or None if the engine does not draft or does not report them."""
 
-    def capturing(self, wanted: Wanted) -> str | None:
+    def capture_command(self, wanted: HiddenStatesSpec) -> str | None:
         """Command that starts a server which outputs hidden states, or None if the engine cannot."""
 
-    def capture(self, ids: list[int], model: str) -> dict[str, Any]:
+    def hidden_states_request(self, ids: list[int], model: str) -> dict[str, Any]:
         """Body of a request for a text's hidden states."""
 
-    def captured(self, document: Any, sent: int) -> str | list[Any] | None:
-        """Hidden states of a text of `sent` tokens, from the response to `capture`.
+    def parse_hidden_states(self, document: Any, sent: int) -> str | list[Any] | None:
+        """Hidden states of a text of `sent` tokens, from the response to `hidden_states_request`.
 
-        Returns a path on the server's machine, or rows, or None if the response has no states. Raises Malformed,
-        EngineError.
+        Returns a path on the server's machine, or rows, or None if the response has no states. Raises
+        MalformedResponse, EngineError.
         """
 
-    def keeps_prefixes(self, metrics: str) -> bool:
+    def has_prefix_cache(self, metrics: str) -> bool:
         """Whether a page of metrics says that a prefix cache is on."""
 
 
 @dataclass(frozen=True)
-class Call:
+class AdminCall:
     """A request to an engine's administration: GET without a body, otherwise POST.
 
     Attributes:
@@ -238,12 +241,12 @@ class Call:
 
     path: str
     body: dict[str, Any] | None = None
-    after: Call | None = None
+    after: AdminCall | None = None
     changes: bool = False
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedDrafter:
     """A drafter as `specctl export` wrote it, to be published.
 
     Attributes:
@@ -253,12 +256,12 @@ class Exported:
 
     directory: Path
     fingerprint: str
-    outline: DrafterForm
+    outline: DrafterLayout
     tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedDrafter:
     """The drafter that a server uses, as far as the server tells.
 
     Attributes:
@@ -278,34 +281,36 @@ class Loaded:
     ranks: int = 1
 
 
-class PublishingDialect(Protocol):
+class WeightUpdateDialect(Protocol):
     """The calls that give a running engine other draft weights. Every function is pure."""
 
-    SENDS: bool  # whether weights are sent over the wire; otherwise the engine reads the directory itself
-    LOADED: tuple[Call, ...]  # calls that ask for the loaded drafter
+    SENDS_WEIGHTS: bool  # whether weights are sent over the wire; otherwise the engine reads the directory itself
+    LOADED_CALLS: tuple[AdminCall, ...]  # calls that ask for the loaded drafter
 
-    def loaded(self, documents: list[Any]) -> Loaded:
-        """Parse the loaded drafter from the answers to `LOADED`.
+    def parse_loaded(self, documents: list[Any]) -> LoadedDrafter:
+        """Parse the loaded drafter from the answers to `LOADED_CALLS`.
 
-        Raises EngineError if this engine's drafter cannot be replaced; Malformed.
+        Raises EngineError if this engine's drafter cannot be replaced; MalformedResponse.
         """
 
-    def fits(self, drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
+    def compatibility_calls(
+        self, drafter: ExportedDrafter, first: ExportedDrafter | None, now: LoadedDrafter
+    ) -> list[AdminCall]:
         """Calls that ask whether the drafter fits, before anything changes.
 
-        `taken` raises the refusals in their answers. `first` is the drafter that the engine was started with, if it is
-        on this machine. Raises Untouched if the drafter is already known not to fit.
+        `check_response` raises the refusals in their answers. `first` is the drafter that the engine was started with,
+        if it is on this machine. Raises DrafterRejected if the drafter is already known not to fit.
         """
 
-    def swap(self, drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
+    def swap_calls(self, drafter: ExportedDrafter, version: str | None, now: LoadedDrafter) -> list[AdminCall]:
         """Calls that replace the weights. Version None means the drafter that the engine was started with."""
 
-    def taken(self, call: Call, document: Any) -> float | None:
-        """Check the answer to a call of `fits` or `swap`.
+    def check_response(self, call: AdminCall, document: Any) -> float | None:
+        """Check the answer to a call of `compatibility_calls` or `swap_calls`.
 
-        Returns the seconds that the engine stood still, or None if it does not report them. Raises Untouched or
-        EngineError if the engine refused; Malformed.
+        Returns the seconds that the engine stood still, or None if it does not report them. Raises DrafterRejected or
+        EngineError if the engine refused; MalformedResponse.
         """
 
-    def unable(self, call: Call, status: int, said: str) -> EngineError:
+    def error_for_status(self, call: AdminCall, status: int, said: str) -> EngineError:
         """The error that a status other than 200 means."""

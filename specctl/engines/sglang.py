@@ -12,16 +12,16 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specctl.engines.records import (
-    Answer,
-    Ask,
-    Call,
-    Drafting,
+    AdminCall,
+    DraftCounters,
+    DrafterRejected,
     EngineError,
-    Exported,
-    Loaded,
-    Malformed,
-    Untouched,
-    Wanted,
+    ExportedDrafter,
+    GenerationRequest,
+    GenerationResult,
+    HiddenStatesSpec,
+    LoadedDrafter,
+    MalformedResponse,
 )
 from specctl.engines.vllm_worker import differences
 
@@ -31,19 +31,19 @@ if TYPE_CHECKING:
 NAME = "sglang"
 VERSION = "SGLang 0.5.23"
 GENERATE = "/generate"
-NORMED = True
-UNCACHED = "--disable-radix-cache"
+HIDDEN_STATES_NORMED = True
+NO_PREFIX_CACHE_FLAG = "--disable-radix-cache"
 STOPS = {"stop": "eos", "length": "length"}
-SENDS = True
-LOADED = (Call("/server_info"), Call("/model_info"))
+SENDS_WEIGHTS = True
+LOADED_CALLS = (AdminCall("/server_info"), AdminCall("/model_info"))
 METHODS = ("EAGLE", "EAGLE3")
 UNNAMED = "default"  # version of weights that were never replaced
 MOST_BYTES = 2**28  # of tensors in one request
-RESUMED = Call("/continue_generation", {})
-CLOSED = Call("/end_weight_update", {})
+RESUME = AdminCall("/continue_generation", {})
+END_UPDATE = AdminCall("/end_weight_update", {})
 
 
-def body(ask: Ask, model: str) -> dict[str, Any]:
+def request_body(ask: GenerationRequest, model: str) -> dict[str, Any]:
     """Body of a generate request. `sampling_seed` has an effect only under --enable-deterministic-inference."""
     return {
         "input_ids": ask.prompt_ids,
@@ -57,45 +57,45 @@ def body(ask: Ask, model: str) -> dict[str, Any]:
     }
 
 
-def answer(document: Any, ask: Ask) -> Answer:
-    """Parse the text's token ids and draft counters. Raises Malformed."""
+def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
+    """Parse the text's token ids and draft counters. Raises MalformedResponse."""
     try:
         about, ids = document["meta_info"], document["output_ids"]
         reason, read = about["finish_reason"]["type"], about["prompt_tokens"]
         matched, written = about["finish_reason"].get("matched"), about["completion_tokens"]
     except (KeyError, TypeError) as error:
-        raise Malformed(f"no output_ids in its answer ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no output_ids in its answer ({type(error).__name__}: {error})") from error
     if read != len(ask.prompt_ids):
-        raise Malformed(f"it read {read} prompt tokens, {len(ask.prompt_ids)} were sent")
+        raise MalformedResponse(f"it read {read} prompt tokens, but {len(ask.prompt_ids)} were sent")
     if reason not in STOPS:
-        raise Malformed(f"the text ended with {reason!r}")
+        raise MalformedResponse(f"unexpected finish reason {reason!r}")
     if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
         ids = [*ids, matched]  # SGLang strips the token that ended the text: restore it
-    return Answer(ids, STOPS[reason], own_drafting(about))
+    return GenerationResult(ids, STOPS[reason], own_drafting(about))
 
 
-def own_drafting(about: Mapping[str, Any]) -> Drafting | None:
+def own_drafting(about: Mapping[str, Any]) -> DraftCounters | None:
     """The draft counters of one text, from its meta_info."""
     histogram = about.get("spec_correct_drafts_histogram")
     if not about.get("spec_verify_ct"):
         return None
-    return Drafting.of_histogram(histogram, about.get("spec_num_proposed_drafts") or 0)
+    return DraftCounters.of_histogram(histogram, about.get("spec_num_proposed_drafts") or 0)
 
 
-def streamed(body: dict[str, Any]) -> dict[str, Any]:
+def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
     """Make a request's body ask for a streamed answer."""
     return body | {"stream": True}
 
 
-def begun(piece: Any) -> bool:
+def has_token(piece: Any) -> bool:
     """Whether a piece of a stream holds a token."""
     return bool(piece.get("output_ids"))
 
 
-def joined(pieces: list[Any]) -> Any:
+def join_stream(pieces: list[Any]) -> Any:
     """Join pieces, which hold the whole output up to now, or only new tokens (--incremental-streaming-output).
 
-    Raises Malformed.
+    Raises MalformedResponse.
     """
     try:
         last, written = pieces[-1], pieces[-1]["meta_info"]["completion_tokens"]
@@ -103,15 +103,15 @@ def joined(pieces: list[Any]) -> Any:
             return last
         return last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
     except (KeyError, TypeError, IndexError) as error:
-        raise Malformed(f"no output_ids in its stream ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no output_ids in its stream ({type(error).__name__}: {error})") from error
 
 
-def drafting(page: str) -> Drafting | None:
+def parse_draft_counters(page: str) -> DraftCounters | None:
     """Return None: SGLang's metrics page has means, not counters. Each answer carries its own counters instead."""
     return None
 
 
-def probe(ids: list[int], model: str) -> dict[str, Any]:
+def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
     """Body of a request for the log probabilities of a prompt's own tokens."""
     return {
         "input_ids": ids,
@@ -121,15 +121,15 @@ def probe(ids: list[int], model: str) -> dict[str, Any]:
     }
 
 
-def logprobs(document: Any) -> list[float]:
-    """Log probabilities of the prompt's tokens except the first. Raises Malformed."""
+def parse_logprobs(document: Any) -> list[float]:
+    """Log probabilities of the prompt's tokens except the first. Raises MalformedResponse."""
     try:
         return [float(row[0]) for row in document["meta_info"]["input_token_logprobs"][1:]]
     except (KeyError, TypeError, IndexError) as error:
-        raise Malformed("no input_token_logprobs in its answer") from error
+        raise MalformedResponse("no input_token_logprobs in its answer") from error
 
 
-def capturing(wanted: Wanted) -> str | None:
+def capture_command(wanted: HiddenStatesSpec) -> str | None:
     """Command that starts a server which returns hidden states of the last layer, or None if other layers are wanted.
 
     With --enable-return-aux-hidden-states, states of other layers replace the last layer's states. A head that reads
@@ -137,10 +137,13 @@ def capturing(wanted: Wanted) -> str | None:
     """
     if len(wanted.ids) > 1:
         return None
-    return f"python -m sglang.launch_server --model-path {wanted.place} --enable-return-hidden-states {UNCACHED}"
+    return (
+        f"python -m sglang.launch_server --model-path {wanted.target_arguments} --enable-return-hidden-states "
+        f"{NO_PREFIX_CACHE_FLAG}"
+    )
 
 
-def capture(ids: list[int], model: str) -> dict[str, Any]:
+def hidden_states_request(ids: list[int], model: str) -> dict[str, Any]:
     """Body of a request for a text's hidden states. One new token is the minimum that SGLang generates."""
     return {
         "input_ids": ids,
@@ -149,22 +152,23 @@ def capture(ids: list[int], model: str) -> dict[str, Any]:
     }
 
 
-def captured(document: Any, sent: int) -> list[Any] | None:
+def parse_hidden_states(document: Any, sent: int) -> list[Any] | None:
     """Rows of numbers, flattened: SGLang sends a list of rows per prefill chunk, and single rows for generated tokens.
 
-    Raises Malformed, and EngineError if a part of the prompt came from the prefix cache, for which there are no states.
+    Raises MalformedResponse, and EngineError if a part of the prompt came from the prefix cache, for which there are no
+    states.
     """
     try:
         about = document["meta_info"]
         read, known = about["prompt_tokens"], about.get("cached_tokens")
     except (KeyError, TypeError, AttributeError) as error:
-        raise Malformed(f"no meta_info in its answer ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no meta_info in its answer ({type(error).__name__}: {error})") from error
     if read != sent:
-        raise Malformed(f"it read {read} prompt tokens, {sent} were sent")
+        raise MalformedResponse(f"it read {read} prompt tokens, but {sent} were sent")
     if known:
         raise EngineError(
-            f"the server took {known} of {sent} tokens from its prefix cache, and has no states of them",
-            f"start it with {UNCACHED}",
+            f"the server took {known} of {sent} tokens from its prefix cache and has no states of them",
+            f"start it with {NO_PREFIX_CACHE_FLAG}",
         )
     parts = about.get("hidden_states")
     if not isinstance(parts, list) or not parts:
@@ -175,79 +179,81 @@ def captured(document: Any, sent: int) -> list[Any] | None:
     return rows
 
 
-def keeps_prefixes(page: str) -> bool:
-    """Return False: SGLang's metrics do not tell. `captured` checks every answer instead."""
+def has_prefix_cache(page: str) -> bool:
+    """Return False: SGLang's metrics do not tell. `parse_hidden_states` checks every answer instead."""
     return False
 
 
-def loaded(documents: list[Any]) -> Loaded:
+def parse_loaded(documents: list[Any]) -> LoadedDrafter:
     """The drafter in use, as far as SGLang tells. A published version has no directory.
 
-    Raises EngineError, Malformed.
+    Raises EngineError, MalformedResponse.
     """
     try:
         started, version = documents[0], documents[1]["weight_version"]
         method, first = started["speculative_algorithm"], started["speculative_draft_model_path"]
         ranks = started["tp_size"]
     except (KeyError, TypeError) as error:
-        raise Malformed(f"no {error} in what it says of itself") from error
+        raise MalformedResponse(f"no {error} in its server info") from error
     if method is None:
         raise EngineError("this engine does not draft: it was started without --speculative-algorithm")
     if method not in METHODS:
-        raise EngineError(f"this engine drafts by {method}; heads of {', '.join(METHODS)} can be replaced")
+        raise EngineError(f"this engine drafts by {method}; only heads of {', '.join(METHODS)} can be replaced")
     version = None if version == UNNAMED else version
-    return Loaded(version, first if version is None else None, first, method=method, ranks=ranks)
+    return LoadedDrafter(version, first if version is None else None, first, method=method, ranks=ranks)
 
 
-def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
+def compatibility_calls(drafter: ExportedDrafter, first: ExportedDrafter | None, now: LoadedDrafter) -> list[AdminCall]:
     """Compare the drafter with `first` here: SGLang does not check the weights it gets.
 
-    Returns no calls. Raises Untouched.
+    Returns no calls. Raises DrafterRejected.
     """
     if first is None:
-        raise Untouched(
-            f"what fits is not known: {now.started}, which SGLang was started with, cannot be read here",
-            "publish from a machine that sees this directory",
+        raise DrafterRejected(
+            f"the form of the running drafter is unknown: {now.started}, which SGLang was started with, cannot "
+            "be read here",
+            "publish from a machine that can read this directory",
         )
     wrong = differences(drafter.outline, first.outline)
     if wrong:
-        raise Untouched(f"{drafter.directory} has another form than {now.started}: {'; '.join(wrong[:3])}")
+        raise DrafterRejected(f"{drafter.directory} differs in form from {now.started}: {'; '.join(wrong[:3])}")
     if "d2t" in drafter.tensors and not bool((drafter.tensors["d2t"] == first.tensors["d2t"]).all()):
-        raise Untouched(
-            f"{drafter.directory} drafts other tokens than {now.started} (d2t), which SGLang reads at its start only",
-            "train it with --init from the drafter that SGLang was started with, which keeps its tokens",
+        raise DrafterRejected(
+            f"{drafter.directory} has a different draft vocabulary (d2t) from {now.started}, and SGLang reads "
+            "it only when it starts",
+            "train it with --init from the drafter that SGLang was started with, to keep its draft vocabulary",
         )
     return []
 
 
-def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
+def swap_calls(drafter: ExportedDrafter, version: str | None, now: LoadedDrafter) -> list[AdminCall]:
     """Calls that pause generation in place, send the weights to every rank, and resume.
 
     Running requests keep their place, and resume even after a failure. Tensors shared with the target are not sent.
     """
-    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if _heads(drafter, now) else set())
+    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if _shares_lm_head(drafter, now) else set())
     own = {name: tensor for name, tensor in drafter.tensors.items() if name not in shared}
     options = {"selector": "draft", "flush_cache": False, "weight_version": version or UNNAMED}
     return [
-        Call("/pause_generation", {"mode": "in_place"}, after=RESUMED),
-        Call("/begin_weight_update", {"selector": "draft"}, after=CLOSED),
+        AdminCall("/pause_generation", {"mode": "in_place"}, after=RESUME),
+        AdminCall("/begin_weight_update", {"selector": "draft"}, after=END_UPDATE),
         *(
-            Call(
+            AdminCall(
                 "/update_weights_from_tensor",
                 options | {"serialized_named_tensors": [serialized(part)] * now.ranks},
                 changes=True,
             )
-            for part in parts(own, MOST_BYTES)
+            for part in grouped_by_size(own, MOST_BYTES)
         ),
     ]
 
 
-def _heads(drafter: Exported, now: Loaded) -> bool:
+def _shares_lm_head(drafter: ExportedDrafter, now: LoadedDrafter) -> bool:
     """Whether SGLang drafts with the target's lm_head. Loading a head's lm_head would then change the target."""
     return now.method == "EAGLE" or drafter.outline.config.get("draft_vocab_size") is None
 
 
-def parts(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+def grouped_by_size(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Group tensors, in order, by at most `most` bytes. A larger tensor forms a group alone."""
     group: list[tuple[str, Tensor]] = []
     for name, tensor in tensors.items():
@@ -267,24 +273,24 @@ def serialized(named: list[tuple[str, Tensor]]) -> str:
     return base64.b64encode(pickle.dumps([(name, tensor.contiguous().clone()) for name, tensor in named])).decode()
 
 
-def taken(call: Call, document: Any) -> float | None:
-    """Return None: SGLang reports no times. Raises EngineError if the call failed; Malformed."""
+def check_response(call: AdminCall, document: Any) -> float | None:
+    """Return None: SGLang reports no times. Raises EngineError if the call failed; MalformedResponse."""
     if call.path in ("/pause_generation", "/continue_generation"):
         return None  # their answers say nothing about success
     if not isinstance(document, dict) or not isinstance(document.get("success"), bool):
-        raise Malformed(f"{call.path} does not say whether it succeeded")
+        raise MalformedResponse(f"{call.path} does not say whether it succeeded")
     if not document["success"]:
-        raise unable(call, 200, str(document.get("message")))
+        raise error_for_status(call, 200, str(document.get("message")))
     return None
 
 
-def unable(call: Call, status: int, said: str) -> EngineError:
+def error_for_status(call: AdminCall, status: int, said: str) -> EngineError:
     """The error for a status other than 200, or for a reported failure."""
     if status == 404:
-        return EngineError(f"it has no {call.path}", f"{VERSION} has it")
+        return EngineError(f"it does not have {call.path}", f"{VERSION} has it")
     if "already open" in said:
         return EngineError(
-            "an update of its weights is under way already",
-            f"if whoever began it has died: POST {CLOSED.path}, then {RESUMED.path}",
+            "another update of its weights is in progress",
+            f"if the process that began it has died: POST {END_UPDATE.path}, then {RESUME.path}",
         )
     return EngineError(f"{call.path} failed (status {status}): {said}")

@@ -6,7 +6,7 @@
 
 vLLM loads this file in its own environment (`pip install --no-deps specctl`). With several drafters, each proposes a
 chain in every round, and the chain with the longest expected accepted length becomes the draft. The expectation comes
-from the probabilities that a drafter claims, corrected by how often such claims came true in this text (`Trust`).
+from the probabilities that a drafter claims, corrected by how often such claims came true in this text (`Calibration`).
 Proposals cost no forward, so in every round each drafter's claims are compared with the text.
 """
 
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from specctl.drafters import checkpoint
-from specctl.drafters.hybrid.candidates import Trust
+from specctl.drafters.hybrid.candidates import Calibration
 from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
@@ -41,14 +41,14 @@ class RequestText:
         text: [length] prompt and output up to now; `ids` holds the same tokens as a list.
         room: maximum number of draft tokens.
         trust: trust in the claims of each drafter.
-        offers: proposals of each drafter in the last round. They continue the text at length `end`.
+        proposals: proposals of each drafter in the last round. They continue the text at length `end`.
     """
 
     text: np.ndarray
-    room: int
-    trust: list[Trust]
+    draft_room: int
+    trust: list[Calibration]
     ids: list[int] = field(default_factory=list)
-    offers: list[ProposedTree] = field(default_factory=list)
+    proposals: list[ProposedTree] = field(default_factory=list)
     end: int = 0
     memory: dict[Any, Any] = field(default_factory=dict)
     batch: int = 1
@@ -59,21 +59,21 @@ class RequestText:
     def rows(self) -> list[RequestText]:
         return [self]
 
-    def goes_on_as(self, text: np.ndarray) -> bool:
+    def is_prefix_of(self, text: np.ndarray) -> bool:
         """Whether `text` begins with this text."""
         size = len(self.text)
         return size <= len(text) and text[size - 1] == self.text[-1] and np.array_equal(text[:size], self.text)
 
-    def read(self, text: np.ndarray, longest: int) -> None:
+    def extend(self, text: np.ndarray, longest: int) -> None:
         """Extend to `text`, which may grow to `longest` tokens, and record which claims of the last round came true."""
         self.ids += text[len(self.ids) :].tolist()
-        self.text, self.room = text.copy(), longest - len(text) - 1
-        for trust, offer in zip(self.trust, self.offers, strict=False):
-            for token, claim, said in zip(offer.tokens, offer.odds, self.ids[self.end :], strict=False):
+        self.text, self.draft_room = text.copy(), longest - len(text) - 1
+        for trust, offer in zip(self.trust, self.proposals, strict=False):
+            for token, claim, said in zip(offer.tokens, offer.probabilities, self.ids[self.end :], strict=False):
                 trust.learn(claim, token == said)
                 if token != said:
                     break
-        self.offers, self.end = [], len(self.ids)
+        self.proposals, self.end = [], len(self.ids)
 
 
 class TextProposer:
@@ -109,7 +109,7 @@ class TextProposer:
         for row, sampled in enumerate(sampled_token_ids):
             text = token_ids_cpu[row, : num_tokens_no_spec[row]]
             request = self._known(before, row, text)
-            request.read(text, self.longest)
+            request.extend(text, self.longest)
             self.requests.append(request)
             drafts.append(self._draft(request) if len(sampled) else [])
         return drafts
@@ -118,23 +118,23 @@ class TextProposer:
         """Take the request with this text out of `before`, where it is usually still in its old row; or create one."""
         for place in (row, *range(len(before))):
             request = before[place] if place < len(before) else None
-            if request is not None and request.goes_on_as(text):
+            if request is not None and request.is_prefix_of(text):
                 before[place] = None
                 return request
-        return RequestText(text[:0], 0, [Trust(drafter.came_true) for drafter in self.drafters])
+        return RequestText(text[:0], 0, [Calibration(drafter.calibration) for drafter in self.drafters])
 
     def _draft(self, request: RequestText) -> list[int]:
-        if request.room <= 0:
+        if request.draft_room <= 0:
             return []
-        request.offers = [drafter.offer(cast(Any, request), self.tokens)[0] for drafter in self.drafters]
-        offers = zip(request.trust, request.offers, strict=True)
-        return max(offers, key=lambda offer: expected(*offer))[1].tokens
+        request.proposals = [drafter.propose_trees(cast(Any, request), self.tokens)[0] for drafter in self.drafters]
+        offers = zip(request.trust, request.proposals, strict=True)
+        return max(offers, key=lambda offer: expected_accepted_length(*offer))[1].tokens
 
 
-def expected(trust: Trust, chain: ProposedTree) -> float:
+def expected_accepted_length(trust: Calibration, chain: ProposedTree) -> float:
     """Expected accepted length of a chain: Σ over its tokens of Π of the calibrated claims up to the token."""
     total, joint = 0.0, 1.0
-    for claim in chain.odds:
+    for claim in chain.probabilities:
         joint *= trust(claim)
         total += joint
     return total
@@ -147,7 +147,7 @@ def named_drafters(named: Any, vocab_size: int, tokens: int) -> list[Lookup | Su
     message.
     """
     if not isinstance(named, list) or not named or not all(isinstance(one, str) for one in named):
-        raise UsageError(f'{KEY} is {named!r}; it is a list, such as ["lookup", "drafters/D-retrieval"]')
+        raise UsageError(f'{KEY} is {named!r}; it must be a list, such as ["lookup", "drafters/D-retrieval"]')
     return [_drafter(one, vocab_size, tokens) for one in named]
 
 
@@ -157,11 +157,16 @@ def _drafter(name: str, vocab_size: int, tokens: int) -> Lookup | Suffix:
     if name == "suffix":
         return Suffix(depth=tokens)
     if not Path(name).expanduser().is_dir():
-        raise UsageError(f"no text drafter {name!r}; {KEY} has lookup, suffix and directories of datastores")
+        raise UsageError(f"no text drafter {name!r}; {KEY} may contain lookup, suffix and directories of datastores")
     found = checkpoint.load(Path(name).expanduser())
     family, size = found.config["family"], cast(Mapping[str, Any], found.config["target"]).get("vocab_size")
     if family != "retrieval":
-        raise UsageError(f"{name} is no datastore; specctl export {name} --to vllm prints the command for {family}")
+        raise UsageError(
+            f"{name} is not a datastore; `specctl export {name} --to vllm` prints the command for {family}"
+        )
     if size != vocab_size:
-        raise UsageError(f"{name} is of a target of {size} tokens, this model has {vocab_size}: collect its own")
+        raise UsageError(
+            f"{name} was made for a target of {size} tokens, but this model has {vocab_size}: collect a "
+            "datastore for it"
+        )
     return Suffix(depth=tokens, corpus=retrieval.restore(found.config, found.tensors))

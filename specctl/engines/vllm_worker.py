@@ -25,38 +25,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
-from specctl.engines.drafter_form import DrafterForm
+from specctl import regular_files
+from specctl.engines.drafter_layout import DrafterLayout
 
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
 """vLLM's speculative methods with heads that can be swapped."""
 MASK = "mask_embedding.pt"
 """File of a DFlash head that has a separate embedding for mask tokens."""
-NOTES = frozenset({"torch_dtype", "dtype", "transformers_version", "_name_or_path"})  # keys that modules ignore
-SHAPES = (
+IGNORED_CONFIG_KEYS = frozenset(
+    {"torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+)  # keys that modules ignore
+SHAPE_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "draft_vocab_size", "num_heads"),
 )
 """Keys of config.json that must match the model in memory too."""
-MOST = 3  # number of differences that a message names
+MAX_NAMED_DIFFERENCES = 3  # number of differences that a message names
 LONGEST_CONFIG, LONGEST_HEADER, LONGEST_MASK = 2**24, 10**8, 2**26  # bytes; LONGEST_HEADER is the limit of safetensors
 WIDEST = 8  # bytes per number in a tensor
 
 log = logging.getLogger("vllm.specctl")  # a child of vLLM's logger, so vLLM's handlers write it
 
 
-class Unfit(Exception):
+class DrafterMismatch(Exception):
     """A directory that cannot replace the running drafter, with the reason. The running drafter is unchanged."""
 
 
 @dataclass(frozen=True)
-class Running:
+class RunningDrafter:
     """The drafter in memory. `version` is None for the drafter that vLLM was started with."""
 
     version: str | None
     directory: str
     fingerprint: str
-    outline: DrafterForm
+    outline: DrafterLayout
 
 
 def fingerprint(contents: Mapping[str, bytes]) -> str:
@@ -71,36 +73,38 @@ def fingerprint(contents: Mapping[str, bytes]) -> str:
 def contents(directory: Path) -> dict[str, bytes]:
     """The files of an exported drafter: config.json, weights, and the mask embedding if any.
 
-    Raises Unfit if they cannot be read.
+    Raises DrafterMismatch if they cannot be read.
     """
     try:
         weights = sorted(directory.glob("*.safetensors"))
         most = {directory / "config.json": LONGEST_CONFIG, **dict.fromkeys(directory.glob(MASK), LONGEST_MASK)}
-        found = {file.name: regular.content(file, most.get(file)) for file in [*most, *weights]}
+        found = {file.name: regular_files.read_bytes(file, most.get(file)) for file in [*most, *weights]}
     except OSError as error:
-        raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
+        raise DrafterMismatch(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
     if not weights:
-        raise Unfit(f"{directory} holds no *.safetensors")
+        raise DrafterMismatch(f"{directory} contains no *.safetensors")
     return found
 
 
-def outline(directory: Path) -> DrafterForm:
-    """The form of a drafter, read from its config.json and the headers of its weight files. Raises Unfit."""
+def read_layout(directory: Path) -> DrafterLayout:
+    """The form of a drafter, read from its config.json and the headers of its weight files. Raises DrafterMismatch."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
-        config = regular.parsed(regular.content(directory / "config.json", LONGEST_CONFIG))
+        config = regular_files.parse_json(regular_files.read_bytes(directory / "config.json", LONGEST_CONFIG))
         for file in sorted(directory.glob("*.safetensors")):
             tensors |= _in_header(file)
         if (directory / MASK).exists():
-            regular.check(directory / MASK)
+            regular_files.check(directory / MASK)
             tensors[MASK] = ("real", ())  # its shape is not read: the embedding in the model defines it
     except OSError as error:
-        raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
+        raise DrafterMismatch(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # not quoted: it may hold file content
-        raise Unfit(f"{directory} holds no exported drafter: config.json or a *.safetensors is damaged") from error
+        raise DrafterMismatch(
+            f"{directory} is not an exported drafter: config.json or a *.safetensors is damaged"
+        ) from error
     if not tensors or not isinstance(config, dict):
-        raise Unfit(f"{directory} holds no exported drafter: config.json and *.safetensors")
-    return DrafterForm(config, tensors)
+        raise DrafterMismatch(f"{directory} is not an exported drafter: it needs config.json and *.safetensors")
+    return DrafterLayout(config, tensors)
 
 
 def _in_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -108,12 +112,12 @@ def _in_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     Raises OSError; ValueError, KeyError, TypeError, AttributeError if it is not a safetensors file.
     """
-    with regular.opened(file) as opened:
+    with regular_files.open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if length > min(size, LONGEST_HEADER):
-            raise ValueError("no header of a safetensors file")
-        header = regular.parsed(opened.read(length))
+            raise ValueError("not the header of a safetensors file")
+        header = regular_files.parse_json(opened.read(length))
     found = {}
     for name, about in header.items():
         if name != "__metadata__":
@@ -124,22 +128,22 @@ def _in_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     return found
 
 
-def differences(new: DrafterForm, running: DrafterForm) -> list[str]:
+def differences(new: DrafterLayout, running: DrafterLayout) -> list[str]:
     """All differences in form between a drafter and the running one, as phrases."""
     wrong = [
-        f"{key} is {_shown(new.config.get(key))} in its config.json, and {running.config.get(key)!s:.200} of the "
-        "drafter that runs"
-        for key in sorted((new.config.keys() | running.config.keys()) - NOTES)
+        f"{key} is {_shown(new.config.get(key))} in its config.json, but {running.config.get(key)!s:.200} in the "
+        "running drafter"
+        for key in sorted((new.config.keys() | running.config.keys()) - IGNORED_CONFIG_KEYS)
         if new.config.get(key) != running.config.get(key)
     ]
     for name in sorted(new.tensors.keys() | running.tensors.keys()):
         one, other = new.tensors.get(name), running.tensors.get(name)
         if one is None or other is None:
-            wrong.append(f"the tensor {name} is in {'the drafter that runs' if one is None else 'it'} only")
+            wrong.append(f"the tensor {name} is only in {'the running drafter' if one is None else 'the new drafter'}")
         elif one[1] != other[1]:
-            wrong.append(f"{name} is {list(one[1])}, and {list(other[1])} of the drafter that runs")
+            wrong.append(f"{name} has shape {list(one[1])}, but {list(other[1])} in the running drafter")
         elif one[0] != other[0]:
-            wrong.append(f"{name} holds numbers of another kind")
+            wrong.append(f"{name} has a different dtype")
     return wrong
 
 
@@ -172,7 +176,7 @@ class DrafterSwap:
             if self.get_draft_model() is None:
                 return {"drafts": False}
             running = _running(self)
-        except Unfit as error:
+        except DrafterMismatch as error:
             return refused(str(error))
         return {"version": running.version, "directory": running.directory, "fingerprint": running.fingerprint}
 
@@ -182,7 +186,7 @@ class DrafterSwap:
             return self.drafter_loaded()
         try:
             _fitting(self, Path(directory))
-        except Unfit as error:
+        except DrafterMismatch as error:
             return refused(str(error))
         return self.drafter_loaded()
 
@@ -197,31 +201,34 @@ class DrafterSwap:
         try:
             form, files = _fitting(self, Path(directory)), contents(Path(directory))
             if fingerprint(files) != expected:
-                raise Unfit(f"{directory} holds other files than those that were published, or was changed since")
+                raise DrafterMismatch(f"{directory} differs from the published files, or has changed since then")
             _load(self, _tensors(files, self.vllm_config.model_config.get_vocab_size()))
-        except Unfit as error:
+        except DrafterMismatch as error:
             return refused(str(error))
         except Exception as error:  # a model's loader may raise anything; the old weights are back by now
-            log.exception("the drafter in %s was not loaded, the one before it drafts on", directory)
+            log.exception("the drafter in %s was not loaded; the previous drafter stays active", directory)
             return refused(
-                f"vLLM failed to load {directory} ({type(error).__name__}: {str(error)[:300]}); what ran is back"
+                f"vLLM failed to load {directory} ({type(error).__name__}: {str(error)[:300]}); the previous "
+                "drafter is active again"
             )
-        _remember(self, Running(version, directory, expected, form))
+        _remember(self, RunningDrafter(version, directory, expected, form))
         seconds = time.perf_counter() - started
         log.info("drafting with %s, version %s, after %.2f s", directory, version, seconds)
         return self.drafter_loaded() | {"seconds": seconds}
 
 
 def _drafts(worker: Any) -> None:
-    """Raise Unfit if the engine does not draft, or drafts with a head that cannot be swapped."""
+    """Raise DrafterMismatch if the engine does not draft, or drafts with a head that cannot be swapped."""
     speculative = worker.vllm_config.speculative_config
     if speculative is None:
-        raise Unfit("this engine does not draft: it was started without --speculative-config")
+        raise DrafterMismatch("this engine does not draft: it was started without --speculative-config")
     if speculative.method not in METHODS:
-        raise Unfit(f"this engine drafts by {speculative.method!r}; heads of {', '.join(METHODS)} can be swapped")
+        raise DrafterMismatch(
+            f"this engine drafts by {speculative.method!r}; only heads of {', '.join(METHODS)} can be swapped"
+        )
 
 
-def _running(worker: Any) -> Running:
+def _running(worker: Any) -> RunningDrafter:
     found = getattr(worker, "_specctl_running", None)
     if found is None:
         config = worker.vllm_config.speculative_config.draft_model_config
@@ -232,34 +239,37 @@ def _running(worker: Any) -> Running:
             try:
                 place = Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
             except Exception as error:
-                raise Unfit(f"{config.model}, which vLLM was started with, is gone: what fits is not known") from error
-        found = Running(None, str(place), fingerprint(contents(place)), outline(place))
+                raise DrafterMismatch(
+                    f"{config.model}, which vLLM was started with, is gone: the form of the running drafter is unknown"
+                ) from error
+        found = RunningDrafter(None, str(place), fingerprint(contents(place)), read_layout(place))
         _remember(worker, found)
     return found
 
 
-def _remember(worker: Any, running: Running) -> None:
+def _remember(worker: Any, running: RunningDrafter) -> None:
     worker._specctl_running = running
 
 
-def _fitting(worker: Any, directory: Path) -> DrafterForm:
-    """The form of a drafter that may be swapped in. Raises Unfit."""
+def _fitting(worker: Any, directory: Path) -> DrafterLayout:
+    """The form of a drafter that may be swapped in. Raises DrafterMismatch."""
     _drafts(worker)
-    form = outline(directory)
+    form = read_layout(directory)
     wrong = differences(form, _running(worker).outline)
     config = worker.vllm_config.speculative_config.draft_model_config.hf_config
-    for key in SHAPES:
+    for key in SHAPE_KEYS:
         there, here = getattr(config, key, None), form.config.get(key)
         if there is not None and here is not None and there != here and not any(key in one for one in wrong):
-            wrong.append(f"{key} is {_shown(here)} in its config.json, and {there} of the model in memory")
+            wrong.append(f"{key} is {_shown(here)} in its config.json, but {there} in the loaded model")
     if wrong:
-        more = f" (and {len(wrong) - MOST} more)" if len(wrong) > MOST else ""
-        raise Unfit(f"{directory} has another form: {'; '.join(wrong[:MOST])}{more}")
+        more = f" (and {len(wrong) - MAX_NAMED_DIFFERENCES} more)" if len(wrong) > MAX_NAMED_DIFFERENCES else ""
+        raise DrafterMismatch(f"{directory} differs in form: {'; '.join(wrong[:MAX_NAMED_DIFFERENCES])}{more}")
     return form
 
 
 def _tensors(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
-    """The tensors of a drafter. Raises Unfit if a value is not finite or a draft token exceeds the vocabulary."""
+    """The tensors of a drafter. Raises DrafterMismatch if a value is not finite or a draft token exceeds the
+    vocabulary."""
     import torch
     from safetensors.torch import load
 
@@ -273,23 +283,23 @@ def _tensors(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
         found[MASK] = _mask(files[MASK])
     for name, tensor in found.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise Unfit(f"{name} holds values that are not finite")
+            raise DrafterMismatch(f"{name} contains values that are not finite")
     if "d2t" in found:
         ids = found["d2t"] + torch.arange(len(found["d2t"]))
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise Unfit(f"d2t names tokens beyond the target's {vocab_size}")
+            raise DrafterMismatch(f"d2t contains tokens outside the target's vocabulary of {vocab_size}")
     return found
 
 
 def _mask(data: bytes) -> Any:
-    """The mask embedding of a DFlash head, from its file. Raises Unfit."""
+    """The mask embedding of a DFlash head, from its file. Raises DrafterMismatch."""
     import torch
 
     try:
         held = torch.load(io.BytesIO(data), weights_only=True)
         return (held["embedding"] if isinstance(held, dict) else held).reshape(-1)
     except Exception as error:  # torch.load may raise anything for an invalid file
-        raise Unfit(f"{MASK} holds no embedding ({type(error).__name__})") from error
+        raise DrafterMismatch(f"{MASK} does not contain an embedding ({type(error).__name__})") from error
 
 
 def _load(worker: Any, tensors: dict[str, Any]) -> None:
@@ -300,20 +310,20 @@ def _load(worker: Any, tensors: dict[str, Any]) -> None:
 
     model = worker.get_draft_model()
     config = worker.vllm_config.speculative_config.draft_model_config
-    with set_current_vllm_config(worker.vllm_config), _apart(model, worker.get_model()) as shared:
+    with set_current_vllm_config(worker.vllm_config), _without_shared_modules(model, worker.get_model()) as shared:
         mask = tensors.pop(MASK, None)
         own = {name: tensor for name, tensor in tensors.items() if not _of_target(name, tensor, shared)}
-        kept = _kept(model)
+        kept = _snapshot(model)
         try:
             reload.initialize_layerwise_reload(model)
-            with _blockwise(model, mask):
+            with _dflash_loading(model, mask):
                 model.load_weights(iter(own.items()))
             reload.finalize_layerwise_reload(model, config)
-            _stack(model, own)
+            _rebuild_fused_buffers(model, own)
             if torch.accelerator.is_available():
                 torch.accelerator.synchronize()  # raise errors of asynchronous copies here, not in the next step
         except BaseException:
-            _put_back(kept)
+            _restore(kept)
             raise
 
 
@@ -321,7 +331,7 @@ STACK, READ_MASK = "_build_fused_kv_buffers", "_read_mask_embedding"  # methods 
 
 
 @contextmanager
-def _blockwise(model: Any, mask: Any) -> Iterator[None]:
+def _dflash_loading(model: Any, mask: Any) -> Iterator[None]:
     """Disable two methods of vLLM's DFlash models while their weights are loaded.
 
     vLLM would fuse the key and value weights at once, before they are in memory. It would also read the mask embedding
@@ -338,7 +348,7 @@ def _blockwise(model: Any, mask: Any) -> Iterator[None]:
             del vars(inner)[STACK], vars(model)[READ_MASK]
 
 
-def _stack(model: Any, tensors: Mapping[str, Any]) -> None:
+def _rebuild_fused_buffers(model: Any, tensors: Mapping[str, Any]) -> None:
     """Rebuild the fused weights that vLLM's DFlash models read the context with, in place.
 
     They stack the keys, values and key norms of all layers.
@@ -363,7 +373,7 @@ def _stack(model: Any, tensors: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _apart(model: Any, target: Any) -> Iterator[dict[str, Any]]:
+def _without_shared_modules(model: Any, target: Any) -> Iterator[dict[str, Any]]:
     """Detach the modules that the draft model shares with the target, so that nothing is loaded into them.
 
     Yields the detached modules by name.
@@ -388,7 +398,7 @@ def _apart(model: Any, target: Any) -> Iterator[dict[str, Any]]:
 def _of_target(name: str, tensor: Any, shared: Mapping[str, Any]) -> bool:
     """Whether a tensor belongs to a module shared with the target.
 
-    Raises Unfit if its values differ from the target's.
+    Raises DrafterMismatch if its values differ from the target's.
     """
     part = next((part for part in name.split(".") if part in shared), None)
     if part is None:
@@ -396,11 +406,13 @@ def _of_target(name: str, tensor: Any, shared: Mapping[str, Any]) -> bool:
     there = shared[part].weight
     rows = there[: len(tensor)].cpu()  # engines pad vocabularies
     if rows.shape != tensor.shape or not bool((rows == tensor.to(rows.dtype)).all()):
-        raise Unfit(f"it brings {name}, and this engine drafts with its target's: export it without")
+        raise DrafterMismatch(
+            f"it contains a different {name}, but this engine drafts with the target's: export it without {name}"
+        )
     return True
 
 
-def _kept(model: Any) -> list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]:
+def _snapshot(model: Any) -> list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]:
     """Attributes of each module, and copies of its tensors on the host.
 
     Attributes matter because on a CPU they do the multiplication. Tensors are copied because a captured CUDA graph
@@ -419,7 +431,7 @@ def _kept(model: Any) -> list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]
     return parts
 
 
-def _put_back(kept: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]) -> None:
+def _restore(kept: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module, attributes, tensors in kept:

@@ -18,12 +18,12 @@ from specctl.formats.head import Serving, TargetFacts
 FILE = "corpus.jsonl"
 """File for --speculative-ngram-external-corpus-path: one text per line, as a JSON string."""
 PROPOSER = "specctl.engines.vllm_proposer.TextProposer"
-DRAFTED = {"vllm": 7, "sglang": 15}
+DEFAULT_DRAFT_TOKENS = {"vllm": 7, "sglang": 15}
 """Default number of draft tokens per round: of a chain for vLLM, of a tree for SGLang."""
 MOST_TOKENS = 10_000_000  # of all corpora, unless --speculative-ngram-external-corpus-max-tokens says otherwise
 OWN_TEXT = (
-    "half of the tokens of a draft are for the corpus (--speculative-ngram-external-sam-budget), half for what the "
-    "server has written"
+    "half of the draft tokens come from the corpus (--speculative-ngram-external-sam-budget), the other half from text "
+    "that the server has generated"
 )
 
 
@@ -52,8 +52,8 @@ class CorpusTexts:
         if not self.changed:
             return []
         return [
-            f"{self.changed} of {len(self.texts)} responses are other tokens once their text is tokenized anew, as "
-            "SGLang does, and less use there"
+            f"{self.changed} of {len(self.texts)} responses get different tokens when SGLang tokenizes their "
+            "text again, so they are less useful there"
         ]
 
 
@@ -84,7 +84,7 @@ def serving(to: str, place: Path, facts: TargetFacts, tokens: int, corpus: Corpu
         command = (
             f"vllm serve {target} --additional-config {shlex.quote(named)} --speculative-config {shlex.quote(method)}"
         )
-        return Serving([command], ["vLLM needs specctl's files in its environment: pip install --no-deps specctl"])
+        return Serving([command], ["vLLM needs specctl in its environment: pip install --no-deps specctl"])
     assert corpus is not None
     nodes = tokens + 1  # including the root
     most = f" --speculative-ngram-external-corpus-max-tokens {corpus.tokens}" if corpus.tokens > MOST_TOKENS else ""

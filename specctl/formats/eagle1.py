@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from specctl.formats import engines, llama
-from specctl.formats.foreign import Foreign
+from specctl.formats import llama, serving_commands
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 METHODS = {"vllm": "eagle", "sglang": "EAGLE"}
 
@@ -30,21 +30,23 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     return Files(config, head.tensors | bias)
 
 
-def claims(found: Foreign) -> bool:
+def claims(found: HeadDirectory) -> bool:
     fc = found.tensors.get("fc.weight")
     return fc is not None and fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0]
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     """A published head. Raises CheckpointError if ours cannot represent it, for example a bias that is not zero."""
     shape = llama.read_config(found, found.config, facts)
     notes = llama.check_vocabulary(found, found.config["vocab_size"], facts)
     stripped = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
     copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head_weight}
-    found = llama.without_copies(found.renamed(stripped), facts, copies)
+    found = llama.without_copies(found.with_tensors(stripped), facts, copies)
     size = shape["hidden_size"]
     layer = llama.layer_shapes(shape, size)
-    tensors = llama.take(found, {"fc.weight": (size, 2 * size), **{f"layers.0.{name}": s for name, s in layer.items()}})
+    tensors = llama.take_exactly(
+        found, {"fc.weight": (size, 2 * size), **{f"layers.0.{name}": s for name, s in layer.items()}}
+    )
     whole = {"draft_vocab_size": facts.vocab_size, "taps": [facts.num_layers]}
     return Head("eagle", shape | whole, tensors, tuple(notes))
 
@@ -54,5 +56,5 @@ def serving(
 ) -> Serving:
     """The command line of an engine, or the line of Python for the reference repository."""
     if to == "eagle":
-        return engines.eagle_repository(place, facts, eagle3=False)
-    return engines.serving(to, METHODS[to], place, facts, tokens, schedule)
+        return serving_commands.eagle_repository(place, facts, eagle3=False)
+    return serving_commands.serving(to, METHODS[to], place, facts, tokens, schedule)

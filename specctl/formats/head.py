@@ -10,9 +10,9 @@ from typing import Any, cast
 from safetensors import safe_open
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models.gguf_target import is_gguf
-from specctl.decoding.models.loading import builtin_path, load_config, reading
+from specctl.decoding.models.loading import builtin_path, load_config, load_errors
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
 
@@ -32,8 +32,8 @@ class Head:
     tensors: dict[str, Tensor]
     notes: tuple[str, ...] = ()
 
-    def drafted(self, wanted: int) -> int:
-        """Number of tokens drafted per round if `wanted` are requested.
+    def draft_length(self, wanted: int) -> int:
+        """Number of tokens drafted per round if `needed_states` are requested.
 
         A family drafts at most one token per head or depth. A block has a fixed length.
         """
@@ -141,8 +141,8 @@ class TargetFacts:
         for key, found in (("hidden_size", text.hidden_size), ("num_layers", text.num_hidden_layers)):
             if identity[key] != found:
                 raise CheckpointError(
-                    f"the drafter was made for a target of {key} {identity[key]}, {name} has {found}",
-                    hint="name the target it was made for: --target",
+                    f"the drafter was made for a target with {key} {identity[key]}, but {name} has {found}",
+                    hint="name the target that it was made for with --target",
                 )
         return cls(
             name=served_name(name),
@@ -168,19 +168,19 @@ class TargetFacts:
             options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": self.revision}
             return cached_file(self.name, name, **options)
 
-        with reading(self.name):
+        with load_errors(self.name):
             index = place("model.safetensors.index.json")
-            parts = regular.document(index)["weight_map"] if index else {}
+            parts = regular_files.read_json(index)["weight_map"] if index else {}
             one = next((part for name, part in parts.items() if name.endswith(EMBEDDING)), "model.safetensors")
             if (file := place(one)) is not None:
-                regular.check(file)
+                regular_files.check(file)
                 with safe_open(file, framework="pt") as weights:
                     names = [name for name in weights.keys() if name.endswith(EMBEDDING)]  # noqa: SIM118  # no dict
                     if names:
                         return cast(Tensor, weights.get_tensor(names[0]))
         raise CheckpointError(
-            f"target {self.name} has no {EMBEDDING} in safetensors, of which the head's files need a copy",
-            hint="name a copy of the target that has: --target",
+            f"target {self.name} has no {EMBEDDING} in its safetensors files, and the head's files need a copy of it",
+            hint="name a copy of the target that has it with --target",
         )
 
     @property

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from specctl.formats.foreign import Foreign
     from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+    from specctl.formats.head_directory import HeadDirectory
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class Format:
 class FormatModule(Protocol):
     """The functions of a format's module."""
 
-    def claims(self, found: Foreign) -> bool:
+    def claims(self, found: HeadDirectory) -> bool:
         """Whether a directory has this format."""
         ...
 
-    def read(self, found: Foreign, facts: TargetFacts) -> Head:
+    def read(self, found: HeadDirectory, facts: TargetFacts) -> Head:
         """Read the head of a directory.
 
         Raises CheckpointError if our head cannot represent it, or it does not fit the target.
@@ -72,7 +72,7 @@ FORMATS: dict[str, Format] = {
     "hydra": Format("specctl.formats.hydra", ("hydra",), ("hydra",)),
     "medusa": Format("specctl.formats.medusa", ("medusa",), ("vllm", "medusa")),
     "peagle": Format("specctl.formats.peagle", ("peagle",), ("vllm",)),
-    "eagle3": Format("specctl.formats.eagle3_raw", ("eagle3",), ("vllm", "sglang", "eagle")),
+    "eagle3": Format("specctl.formats.eagle3", ("eagle3",), ("vllm", "sglang", "eagle")),
     "eagle": Format("specctl.formats.eagle1", ("eagle",), ("vllm", "sglang", "eagle")),
     "hf": Format("specctl.formats.hf", ("lm",), ("vllm", "sglang", "hf")),
 }
@@ -90,14 +90,14 @@ def load(name: str) -> FormatModule:
     return cast(FormatModule, importlib.import_module(FORMATS[name].module))
 
 
-def detect(found: Foreign) -> str:
+def detect(found: HeadDirectory) -> str:
     """Name of a directory's format. Raises CheckpointError if no format claims it."""
     for name in FORMATS:
         if load(name).claims(found):
             return name
     some = ", ".join(sorted(found.tensors)[:5])
     raise CheckpointError(
-        f"{found.file}: no known format of draft heads (tensors {some}, …)",
+        f"{found.file}: unknown format of draft heads (tensors {some}, …)",
         hint=f"formats: {', '.join(FORMATS)}; --format overrides the detection",
     )
 

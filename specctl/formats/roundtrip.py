@@ -38,25 +38,26 @@ def check(head: Head, back: Head, steps: int) -> float:
     found = difference(head, back, steps)
     if not found < TOLERANCE:
         raise CheckpointError(
-            f"read back, the drafter differs by {found:.3g} at draft steps 1 … {steps} (allowed: {TOLERANCE:g})",
-            hint="nothing was written; this is an error of specctl: report it with the drafter's config.json",
+            f"the exported drafter, read back, differs by {found:.3g} at draft steps 1 … {steps} (allowed: "
+            f"{TOLERANCE:g})",
+            hint="nothing was written; this is a bug in specctl: report it with the drafter's config.json",
         )
     return found
 
 
-def restore(head: Head) -> nn.Module:
+def build_module(head: Head) -> nn.Module:
     """The module of a head. Raises CheckpointError for an unknown family, or weights that do not fit."""
     if head.family not in FAMILIES:
         raise CheckpointError(
             f"a head of family {head.family!r} cannot draft here", hint=f"known families: {', '.join(FAMILIES)}"
         )
-    return pool.family(head.family).restore({"architecture": head.architecture}, head.tensors)
+    return pool.family_module(head.family).restore({"architecture": head.architecture}, head.tensors)
 
 
 @torch.no_grad()
 def _outputs(head: Head, steps: int) -> list[Tensor]:
     """The output of every leaf of the module, in the order of their calls, followed by the module's results."""
-    module: Any = restore(head).float().eval()
+    module: Any = build_module(head).float().eval()
     found: list[Tensor] = []
 
     def keep(part: nn.Module, inputs: Any, output: Any) -> None:
@@ -81,7 +82,7 @@ def _run(head: Head, module: Any, steps: int) -> tuple[Tensor, ...]:
     if FAMILIES[head.family].is_lm:
         module.model(input_ids=tokens[None], use_cache=False)
         return ()
-    if FAMILIES[head.family].unrolls:  # other families have one step per head, or one step that repeats
+    if FAMILIES[head.family].unrolls_steps:  # other families have one step per head, or one step that repeats
         module.steps = steps
     rows = torch.arange(SLOTS - QUERIES, SLOTS)
     layout = Layout([(0, SLOTS)], [(0, QUERIES)], rows.tolist())
@@ -93,9 +94,9 @@ def _run(head: Head, module: Any, steps: int) -> tuple[Tensor, ...]:
         query_rows=rows,
         later_rows=torch.arange(QUERIES),
         teacher=torch.randn(teachers, size, generator=random),
-        inside=torch.ones(teachers, dtype=torch.bool),
+        in_draft_vocab=torch.ones(teachers, dtype=torch.bool),
         labels=torch.zeros(teachers, dtype=torch.long),
-        left=torch.arange(QUERIES, 0, -1),
+        valid_steps=torch.arange(QUERIES, 0, -1),
         layout=layout,
         later_layout=layout,
     )

@@ -20,32 +20,32 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import reference
-from .paging import PAGE, gathered, slots_of
-from .reference import Ancestry, Panorama
-from .rows import COLDEST, DraftRows, Rows, nan_count, probabilities, token_probability
+from .paging import PAGE, gather_pages, slots_of
+from .reference import Ancestry, DrafterFeedback
+from .rows import GREEDY_BELOW, DraftRows, Rows, nan_count, probabilities, token_probability
 
 __all__ = [
-    "COLDEST",
+    "GREEDY_BELOW",
     "PAGE",
     "Ancestry",
     "DraftRows",
-    "Panorama",
+    "DrafterFeedback",
     "Rows",
     "accept_chain",
     "add_rms_norm",
     "argmax",
     "attention",
     "backend",
-    "chosen",
     "distill_rows",
+    "drafter_feedback",
     "expand_topk",
-    "gathered",
+    "gather_pages",
     "nan_count",
-    "panorama",
     "probabilities",
     "rope_and_cache",
     "row_params",
     "sample_rows",
+    "select_backend",
     "silu_and_mul",
     "slots_of",
     "span_attention",
@@ -79,29 +79,29 @@ def backend(device_type: str) -> str:
 
 
 @functools.cache
-def trusted(name: str, device: torch.device) -> str:
+def checked_backend(name: str, device: torch.device) -> str:
     """`name`, or "reference" with a warning if that backend fails on `device`."""
-    from . import trial
+    from . import self_check
 
-    reason = trial.shortcoming(_module(name), device)
+    reason = self_check.mismatch(_module(name), device)
     if reason is None:
         return name
     warnings.warn(f"kernels on {device} run in plain PyTorch: {name}: {reason}", stacklevel=2)
     return "reference"
 
 
-def chosen(device: torch.device) -> str:
+def select_backend(device: torch.device) -> str:
     """Name of the backend for `device`. Triton is tested once before its first use."""
     name = backend(device.type)
     if name == "triton" and "SPECCTL_KERNELS" not in os.environ:  # a user who names Triton sees its errors
-        name = trusted(name, device)
+        name = checked_backend(name, device)
     return name
 
 
 def _dispatched(specification: F) -> F:
     @functools.wraps(specification)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        module = _module(chosen(first.device))
+        module = _module(select_backend(first.device))
         return getattr(module, specification.__name__)(first, *args, **kwargs)
 
     return cast(F, call)
@@ -125,5 +125,5 @@ sample_rows = _dispatched(reference.sample_rows)
 walk_tree = _dispatched(reference.walk_tree)
 accept_chain = _dispatched(reference.accept_chain)
 expand_topk = _dispatched(reference.expand_topk)
-panorama = _dispatched(reference.panorama)
+drafter_feedback = _dispatched(reference.drafter_feedback)
 distill_rows = _dispatched(reference.distill_rows)

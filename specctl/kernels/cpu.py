@@ -19,8 +19,18 @@ from torch import Tensor
 
 from . import reference
 from .objectives import TINY
-from .reference import Panorama
-from .rows import BLOCK, COLDEST, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
+from .reference import DrafterFeedback
+from .rows import (
+    BLOCK,
+    GREEDY_BELOW,
+    DraftRows,
+    Rows,
+    inverse_cdf,
+    probabilities,
+    search,
+    to_working_precision,
+    without_nan,
+)
 
 CACHED = 2**18  # number of logits with fp32 work that fits the second-level cache of a core
 _IN_HAND = 2**19  # logits per chunk: its buffers fit the last-level cache, and smaller chunks cost more in calls
@@ -83,7 +93,7 @@ def _chunks(logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor, list[Te
     """
     rows, vocabulary = logits.shape
     step = max(1, min(rows, _IN_HAND // vocabulary))
-    buffers = _scratch.buffers(count, step, vocabulary, working(logits[:0]).dtype)
+    buffers = _scratch.buffers(count, step, vocabulary, to_working_precision(logits[:0]).dtype)
     for start in range(0, max(rows, 1), step):
         part = logits[start : start + step]
         yield slice(start, start + step), part, [buffer[: len(part)] for buffer in buffers]
@@ -91,8 +101,8 @@ def _chunks(logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor, list[Te
 
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
     logits = logits.detach()
-    is_greedy = temperature < COLDEST
-    inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
+    is_greedy = temperature < GREEDY_BELOW
+    inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(to_working_precision(logits[:0]).dtype)
     all_greedy, by_count, by_mass = bool(is_greedy.all()), bool((top_k > 0).any()), bool((top_p < 1).any())
     sums = inv_temp.new_zeros(len(logits), -(-logits.shape[1] // BLOCK))
     chunks = []
@@ -144,7 +154,7 @@ def _sum_blocks(weight: Tensor, out: Tensor) -> None:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    scores = working(logits.detach()).numpy()
+    scores = to_working_precision(logits.detach()).numpy()
     best = scores.argmax(-1)
     if np.isnan(np.take_along_axis(scores, best[..., None], -1)).any():  # NumPy takes a NaN for the maximum
         best = np.where(np.isnan(scores), -np.inf, scores).argmax(-1)
@@ -258,7 +268,7 @@ def _probability(rows: Rows, index: Tensor, token: Tensor) -> Tensor:
 
 def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Like the reference, except that ties come in any order if k > 1."""
-    logprob = working(logits.detach()).log_softmax(-1)
+    logprob = to_working_precision(logits.detach()).log_softmax(-1)
     best, index = logprob.topk(k, -1)
     if math.isnan(best[:, 0].sum().item()):  # one NaN makes its whole row NaN
         return expand_topk(without_nan(logits), k) if bool(logits.isnan().any()) else (best, index)
@@ -273,7 +283,7 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     return torch.cat([reference.distill_rows(*part, objective) for part in parts])
 
 
-def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
+def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> DrafterFeedback:
     of_target, of_drafts = [], []
     for at, part, (dense, log_p, *rest) in _chunks(p.logits.detach(), 5):
         x = tokens[at, None]
@@ -298,7 +308,7 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
         missed,
     ]
     fields = [field.masked_fill(cross.isnan(), torch.nan) for field in fields]
-    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in (*fields, entropy)))
+    return DrafterFeedback(*(field.masked_fill(~p.valid, torch.nan) for field in (*fields, entropy)))
 
 
 def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> Tensor:

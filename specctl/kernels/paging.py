@@ -16,7 +16,7 @@ def slots_of(table: Tensor, positions: Tensor) -> Tensor:
     return table.gather(1, positions // PAGE) * PAGE + positions % PAGE
 
 
-def gathered(rows: Tensor, table: Tensor, span: int) -> Tensor:
+def gather_pages(rows: Tensor, table: Tensor, span: int) -> Tensor:
     """The first `span` slots of each text [B, span, 2·Hkv, D], copied from the `rows` [S, 2·Hkv, D] of a pool."""
     pages = table[:, : -(-span // PAGE)]
     return rows.unflatten(0, (-1, PAGE))[pages].flatten(1, 2)[:, :span]

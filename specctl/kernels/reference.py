@@ -15,25 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .objectives import OBJECTIVES, TINY
-from .paging import gathered
+from .paging import gather_pages
 from .rows import (
-    COLDEST,
+    GREEDY_BELOW,
     DraftRows,
     Rows,
-    blocked,
     draft_ids,
     draft_scores,
+    in_blocks,
     inverse_cdf,
     probabilities,
+    to_working_precision,
     without_nan,
-    working,
 )
 
 _LOW = 0xFFFFFFFF
 
 
-class Panorama(NamedTuple):
-    """Statistics that `panorama` computes for N drafters on R rows, in the precision of the computation."""
+class DrafterFeedback(NamedTuple):
+    """Statistics that `drafter_feedback` computes for N drafters on R rows, in the precision of the computation."""
 
     accept: Tensor  # [N, R] Σ min(p, q) = 1 − TV: probability that the ratio rule accepts (Leviathan et al. 2023)
     p_minus_q: Tensor  # [N, R] Σ max(p − q, 0) = TV, summed separately: exact if p is close to q
@@ -50,34 +50,34 @@ class Panorama(NamedTuple):
 class Ancestry(NamedTuple):
     """The cache slots that each of the T rows of a step attends, as numbers on the device instead of a mask.
 
-    Slots before `base` are attended by all rows of a text. The next `reach` slots hold a draft, and the T rows of the
-    step are the last of these slots.
+    Slots before `base` are attended by all rows of a text. The next `draft_slots` slots hold a draft, and the T rows of
+    the step are the last of these slots.
     """
 
     base: Tensor  # [B] int64
-    reach: int
-    bits: Tensor | None = None  # [B, T] int64: bit i = the row attends slot base + i; without: up to its own
+    draft_slots: int
+    ancestor_bits: Tensor | None = None  # [B, T] int64: bit i = the row attends slot base + i; without: up to its own
     first: Tensor | None = None  # [B, T] int64: lowest slot that a row attends (sliding windows), 0 without
-    fixed: bool = False  # sums must have the same order at any position of the rows (exact mode)
+    fixed_order: bool = False  # sums must have the same order at any position of the rows (exact mode)
 
     def allowed(self, rows: int, span: int) -> Tensor:
         """[B, rows, span] bool: whether each row of a step with `rows` rows attends each of the first `span` slots."""
         slot = torch.arange(span, device=self.base.device)
         behind = slot - self.base[:, None, None]
-        if self.bits is None:
-            own = torch.arange(self.reach - rows, self.reach, device=slot.device)
+        if self.ancestor_bits is None:
+            own = torch.arange(self.draft_slots - rows, self.draft_slots, device=slot.device)
             allowed = behind <= own[:, None]
         else:
-            inside = (behind >= 0) & (behind < min(self.reach, 64))
-            allowed = (behind < 0) | inside & (self.bits[..., None] >> behind.clamp(0, 63) & 1 > 0)
+            inside = (behind >= 0) & (behind < min(self.draft_slots, 64))
+            allowed = (behind < 0) | inside & (self.ancestor_bits[..., None] >> behind.clamp(0, 63) & 1 > 0)
         return allowed if self.first is None else allowed & (slot >= self.first[..., None])
 
     def row(self, index: Tensor, rows: int) -> Ancestry:
         """Ancestry of a single row per text: row `index` [B] of the `rows` rows."""
         first = None if self.first is None else self.first.gather(1, index[:, None])
-        if self.bits is None:
-            return self._replace(base=self.base + (self.reach - rows) + index, reach=1, first=first)
-        return self._replace(bits=self.bits.gather(1, index[:, None]), first=first)
+        if self.ancestor_bits is None:
+            return self._replace(base=self.base + (self.draft_slots - rows) + index, draft_slots=1, first=first)
+        return self._replace(ancestor_bits=self.ancestor_bits.gather(1, index[:, None]), first=first)
 
 
 def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
@@ -111,13 +111,13 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
     """Rows of `logits` [R, V] under `temperature` [R], `top_k` [R] int64 (0 = off) and `top_p` [R] (1 = off).
 
-    Temperatures below COLDEST are greedy. Filters apply in the order of `transformers`: temperature, top-k, top-p (the
-    smallest set with a mass of top_p or more, at least one token). All ties at a cut are kept. NaN counts as −inf
+    Temperatures below GREEDY_BELOW are greedy. Filters apply in the order of `transformers`: temperature, top-k, top-p
+    (the smallest set with a mass of top_p or more, at least one token). All ties at a cut are kept. NaN counts as −inf
     (`nan_count` counts them). `Rows.valid` tells which rows are distributions.
     """
-    logits = working(logits)
+    logits = to_working_precision(logits)
     vocabulary = logits.shape[1]
-    is_greedy = temperature < COLDEST
+    is_greedy = temperature < GREEDY_BELOW
     inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(logits.dtype)
     scores = without_nan(logits * inv_temp[:, None])
     peak = scores.amax(-1)
@@ -131,7 +131,7 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     last = needed.sum(-1, keepdim=True).clamp(min=1) - 1
     cut = torch.where(top_p < 1, torch.maximum(cut, ordered.gather(1, last)[:, 0]), cut)
 
-    sums = blocked(torch.where(scores >= cut[:, None], (scores - peak[:, None]).exp(), 0.0)).sum(-1)
+    sums = in_blocks(torch.where(scores >= cut[:, None], (scores - peak[:, None]).exp(), 0.0)).sum(-1)
     total = sums.sum(-1, keepdim=True)
     return Rows(
         logits=logits,
@@ -259,17 +259,17 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
     Returns log-probabilities [R, k] and ids [R, k] int64. NaN counts as −inf. Ties are in the order of ids.
     """
-    scores = without_nan(working(logits))
+    scores = without_nan(to_working_precision(logits))
     logprob, index = scores.log_softmax(-1).sort(stable=True, dim=-1, descending=True)
     return logprob[:, :k], index[:, :k]
 
 
 def argmax(logits: Tensor) -> Tensor:
     """Greedy token of `logits` [..., V], int64 [...]: the lowest id of the maximum in fp32. NaN counts as −inf."""
-    return without_nan(working(logits)).argmax(-1)
+    return without_nan(to_working_precision(logits)).argmax(-1)
 
 
-def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
+def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> DrafterFeedback:
     """Compare each of N ≥ 0 drafters with the target's R rows `p`, and with the committed `tokens` x [R] int64.
 
     Logarithms are taken of probabilities clamped to TINY. So p log p is 0 if p = 0, a token that q cannot draw costs
@@ -304,7 +304,7 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
         ]
         fields.append(torch.stack(statistics).masked_fill(drafted.isnan().any(-1), torch.nan))
     table = torch.stack(fields, 1) if fields else p_dense.new_zeros(9, 0, rows)
-    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in (*table, entropy)))
+    return DrafterFeedback(*(field.masked_fill(~p.valid, torch.nan) for field in (*table, entropy)))
 
 
 def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str) -> Tensor:
@@ -313,8 +313,8 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     `teacher`: [n, Vd] probabilities, each row with sum 1; for "ce" the tokens [n] int64. `weight` [n] scales only
     the gradients. Objectives and their gradients: `kernels.objectives`.
     """
-    known = teacher if teacher.ndim == 1 else working(teacher)
-    losses, slope = OBJECTIVES[objective](working(logits), known)
+    known = teacher if teacher.ndim == 1 else to_working_precision(teacher)
+    losses, slope = OBJECTIVES[objective](to_working_precision(logits), known)
     logits.copy_(slope.mul_(weight.to(slope.dtype)[:, None]))
     return losses
 
@@ -330,7 +330,7 @@ def attention(
     slot gives 0.
     """
     batch, count, heads, dim = q.shape
-    cached = rows[:, :span] if table is None else gathered(rows, table, span)
+    cached = rows[:, :span] if table is None else gather_pages(rows, table, span)
     keys, values = cached.float().chunk(2, 2)
     folded = q.float().view(batch, count, keys.shape[2], -1, dim)
     scores = torch.einsum("bthgd,bshd->bhgts", folded, keys) * scale

@@ -10,7 +10,7 @@ from torch import Tensor
 BLOCK = 256  # vocabulary entries per partial sum: level one of the two-level inverse CDF
 
 
-COLDEST = 2.0**-17
+GREEDY_BELOW = 2.0**-17
 """Lower temperatures are greedy, as in vLLM (1e-5).
 
 They could sample differently only between exact ties, and fp32 gets these wrong: for two equal logits of 80 at 1e-6,
@@ -61,7 +61,7 @@ class DraftRows(NamedTuple):
 
 def draft_scores(draft: DraftRows) -> Tensor:
     """Scores [R, Vd] of q: their softmax is q."""
-    scores = without_nan(working(draft.logits.detach()))
+    scores = without_nan(to_working_precision(draft.logits.detach()))
     return scores if draft.inv_temp is None else scores * draft.inv_temp.to(scores.dtype)[:, None]
 
 
@@ -75,7 +75,7 @@ def nan_count(logits: Tensor) -> Tensor:
     return logits.isnan().sum(-1)
 
 
-def working(logits: Tensor) -> Tensor:
+def to_working_precision(logits: Tensor) -> Tensor:
     """Convert to the precision of the computation: fp64 stays, all else becomes fp32 (fp32 tensors are not copied)."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
@@ -104,7 +104,7 @@ def token_probability(rows: Rows, tokens: Tensor) -> Tensor:
     return torch.where(greedy >= 0, (greedy == tokens).to(p.dtype), p)
 
 
-def blocked(weight: Tensor) -> Tensor:
+def in_blocks(weight: Tensor) -> Tensor:
     """`weight` [R, V] as [R, ceil(V / BLOCK), min(V, BLOCK)], padded with zeros."""
     width = min(weight.shape[1], BLOCK)
     if missing := -weight.shape[1] % width:
@@ -114,7 +114,7 @@ def blocked(weight: Tensor) -> Tensor:
 
 def inverse_cdf(weight: Tensor, u: Tensor) -> Tensor:
     """Sample an index [R] from unnormalized `weight` [R, V] ≥ 0 at the uniforms `u` [R], by two-level sums."""
-    blocks = blocked(weight)
+    blocks = in_blocks(weight)
     cumulative = blocks.sum(-1).cumsum(-1)
     block, rest = search(cumulative, u.to(cumulative.dtype) * cumulative[:, -1])
     chosen = blocks[torch.arange(len(block), device=block.device), block]

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from specctl import progress
 from specctl.decoding import metrics
-from specctl.decoding.device.rooms import Rooms
-from specctl.decoding.loop import decode
+from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
@@ -28,7 +28,7 @@ from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import Prompt, Rejections
 from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record
-from specctl.measuring.transformers import PLAIN, load_generator
+from specctl.measuring.transformers_baseline import PLAIN, load_generator
 from specctl.recipe import BenchRecipe, EvalRecipe, SamplingRecipe, SelectRecipe
 
 VANILLA = "vanilla"
@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
     prompt: Prompt
     ids: list[int]
-    room: int  # limit of new tokens
+    max_new_tokens: int  # limit of new tokens
 
     def seed(self, repeat: int) -> int:
         """Seed of this prompt for one repeat.
@@ -55,9 +55,9 @@ class Case(NamedTuple):
         return self.prompt.domain, self.prompt.id, seed
 
 
-Turn = Sequence[Case]
+PromptBatch = Sequence[Case]
 """Prompts that are decoded together, as one batch."""
-Contender = Callable[[Turn, list[int]], list[dict[str, Decoded]]]
+Contender = Callable[[PromptBatch, list[int]], list[dict[str, Decoded]]]
 """Function that answers a turn: (turn, one seed per prompt) → per prompt, answers by contender name."""
 
 
@@ -74,7 +74,7 @@ def prepare(
     cases = []
     for prompt in prompts:
         progress.interrupts.check()
-        case = ready(recipe, target, prompt)
+        case = render_case(recipe, target, prompt)
         if isinstance(case, Case):
             cases.append(case)
         else:
@@ -85,7 +85,7 @@ def prepare(
     return cases
 
 
-def ready(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, prompt: Prompt) -> Case | str:
+def render_case(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, prompt: Prompt) -> Case | str:
     """Render one prompt to token ids, or say why it cannot be used: refused by the template, or too long."""
     try:
         ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
@@ -100,43 +100,44 @@ def contenders(
     recipe: EvalRecipe, target: Target, drafters: Mapping[str, Drafter], assistants: Mapping[str, PreTrainedModel]
 ) -> list[Contender]:
     """Contenders of `specctl eval`: plain decoding, each drafter, and `transformers` in all its modes."""
-    competing = [engine(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
-    competing += [engine(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
+    competing = [engine_contender(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
+    competing += [engine_contender(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
     if PLAIN in recipe.baselines:
-        generator = load_generator(recipe.target, target, filters(recipe.sampling), assistants)
+        generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), assistants)
         competing.append(
-            lambda turn, seeds: [generator.decode(c.ids, c.room, s) for c, s in zip(turn, seeds, strict=True)]
+            lambda turn, seeds: [generator.decode(c.ids, c.max_new_tokens, s) for c, s in zip(turn, seeds, strict=True)]
         )
     if not competing:
         raise UsageError("nothing to measure", hint="name a --drafter or a --pool, or keep the baselines")
     return competing
 
 
-def engine(
-    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, rooms: Rooms | None = None
+def engine_contender(
+    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, kept_caches: KeptCaches | None = None
 ) -> Contender:
     """Contender that runs specctl's decoding loop, with a drafter, or plainly for None.
 
-    Its rounds run on the device if they can. `rooms`: buffers and CUDA graphs of an earlier contender of the same name.
+    Its rounds run on the device if they can. `kept_caches`: buffers and CUDA graphs of an earlier contender of the same
+    name.
     """
 
-    options: dict[str, Any] = {"drafter": drafter, "rooms": rooms or Rooms()}
+    options: dict[str, Any] = {"drafter": drafter, "kept_caches": kept_caches or KeptCaches()}
 
-    def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: decoded} for decoded in decode_turn(target, sampling, turn, seeds, **options)]
+    def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
+        return [{name: decoded} for decoded in decode_batch(target, sampling, turn, seeds, **options)]
 
     return answer
 
 
-def decode_turn(
-    target: Target, sampling: SamplingRecipe, turn: Turn, seeds: list[int], **options: Any
+def decode_batch(
+    target: Target, sampling: SamplingRecipe, turn: PromptBatch, seeds: list[int], **options: Any
 ) -> list[Decoded]:
     """Decode a turn as one batch. Each answer gets an equal share of the seconds; `options` are passed to `decode`."""
     decoded = decode(
         target,
         [case.ids for case in turn],
-        sampling=filters(sampling),
-        max_new_tokens=[case.room for case in turn],
+        sampling=sampling_of(sampling),
+        max_new_tokens=[case.max_new_tokens for case in turn],
         seeds=seeds,
         exact=sampling.exact,
         **options,
@@ -145,19 +146,21 @@ def decode_turn(
     return [replace(text, prefill_s=share * text.prefill_s, decode_s=share * text.decode_s) for text in decoded]
 
 
-def filters(sampling: SamplingRecipe) -> Sampling:
+def sampling_of(sampling: SamplingRecipe) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-def warm_up(turns: Sequence[Turn], competing: Sequence[Contender]) -> None:
+def warm_up(turns: Sequence[PromptBatch], competing: Sequence[Contender]) -> None:
     """Run every contender on a few short answers before timing starts, because first calls are slow."""
     for turn, contender in itertools.product(turns[:WARMUP_PROMPTS], competing):
-        contender([case._replace(room=min(case.room, WARMUP_TOKENS)) for case in turn], [0] * len(turn))
+        contender(
+            [case._replace(max_new_tokens=min(case.max_new_tokens, WARMUP_TOKENS)) for case in turn], [0] * len(turn)
+        )
 
 
 def measure(
     recipe: EvalRecipe | SelectRecipe,
-    turns: Sequence[Turn],
+    turns: Sequence[PromptBatch],
     competing: Sequence[Contender],
     shown: set[str],
     keep: Callable[[Sequence[Record]], Path],
@@ -165,7 +168,7 @@ def measure(
     label: str = "eval",
     warm: bool = False,
     resumable: bool = True,
-    told: Callable[[Sequence[Record]], None] | None = None,
+    on_answers: Callable[[Sequence[Record]], None] | None = None,
 ) -> list[Record]:
     """Return every contender's answers to every turn and seed.
 
@@ -178,7 +181,7 @@ def measure(
             contenders of an uninterrupted run.
         warm: the caller has warmed up the contenders already.
         resumable: the caller can go on from the kept records, so an interrupted run hints at --resume.
-        told: called with the records of every turn.
+        on_answers: called with the records of every turn.
 
     Raises Interrupted, between two turns.
     """
@@ -196,9 +199,9 @@ def measure(
         with progress.track(label, total=total, unit="prompts") as bar:
             for number, seed, turn in todo:
                 progress.interrupts.check()
-                answered = ask(recipe.sampling, turn, seed, rotated(competing, number))
-                if told is not None:
-                    told(answered)
+                answered = answer_batch(recipe.sampling, turn, seed, rotated_order(competing, number))
+                if on_answers is not None:
+                    on_answers(answered)
                 records += answered
                 bar.update(
                     len(turn), mat=metrics.mat([record.decoded for record in records if record.drafter in shown])
@@ -209,7 +212,9 @@ def measure(
     except Interrupted as stop:
         done = len({record.question for record in records})
         place = keep(records)
-        hint = f"continue with --resume --output-dir {place.parent}" if resumable else f"what is done is in {place}"
+        hint = (
+            f"continue with --resume --output-dir {place.parent}" if resumable else f"finished prompts are in {place}"
+        )
         whole = len(recipe.seeds) * sum(len(turn) for turn in turns)
         raise Interrupted(f"{stop.message} after {done} of {whole} prompts", hint=hint) from None
     finally:
@@ -217,7 +222,9 @@ def measure(
     return records
 
 
-def ask(sampling: SamplingRecipe, turn: Turn, seed: int, competing: Sequence[Contender]) -> list[Record]:
+def answer_batch(
+    sampling: SamplingRecipe, turn: PromptBatch, seed: int, competing: Sequence[Contender]
+) -> list[Record]:
     """All contenders' answers to one turn."""
     seeds = [case.seed(sampling.seed + seed) for case in turn]
     return [
@@ -228,7 +235,7 @@ def ask(sampling: SamplingRecipe, turn: Turn, seed: int, competing: Sequence[Con
     ]
 
 
-def rotated(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
+def rotated_order(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
     """The contenders, in an order that rotates from turn to turn."""
     first = turn % len(competing)
     return [*competing[first:], *competing[:first]]

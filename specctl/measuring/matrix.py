@@ -9,7 +9,7 @@ from types import MappingProxyType
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Interval, Metric
 from specctl.measuring.contenders import VANILLA
-from specctl.measuring.drafter_rows import Row, answers
+from specctl.measuring.drafter_rows import Row, records_by_question
 from specctl.measuring.records import Record
 
 Value = float | None
@@ -57,7 +57,7 @@ def tabulate(
     rows: Sequence[Row],
     records: Sequence[Record],
     made_for: Mapping[str, Sequence[str]],
-    begun: Mapping[str, str] = MappingProxyType({}),
+    first_turn_ids: Mapping[str, str] = MappingProxyType({}),
 ) -> Matrix:
     """Build the matrix from measured rows.
 
@@ -65,7 +65,7 @@ def tabulate(
 
     Args:
         made_for: the competing drafters, with the domains each was made for.
-        begun: for each later turn of a conversation, the id of its first turn.
+        first_turn_ids: for each later turn of a conversation, the id of its first turn.
     """
     domains = list(dict.fromkeys(row.domain for row in rows))
     cells = {(row.drafter, row.domain): getattr(row, metric) for row in rows}
@@ -79,7 +79,7 @@ def tabulate(
         specialist
         for name, domain in specialists
         if domain in domains
-        and (specialist := _specialist(metric, name, domain, columns[domains.index(domain)], records, begun))
+        and (specialist := _specialist(metric, name, domain, columns[domains.index(domain)], records, first_turn_ids))
     ]
     return Matrix(
         metric=metric,
@@ -110,7 +110,7 @@ def mean(line: Sequence[Value]) -> Value:
 def verdict(diagonal: Sequence[Specialist]) -> str:
     """One-line summary of the diagonal."""
     if not diagonal:
-        return "diagonal: no specialist that could be compared with another drafter in its own domain"
+        return "diagonal: no specialist can be compared with another drafter in its own domain"
     leading = [specialist for specialist in diagonal if specialist.best]
     clear = sum(specialist.interval is not None and specialist.interval[0] > 0 for specialist in leading)
     noun = "specialist is" if len(diagonal) == 1 else "specialists are"
@@ -131,7 +131,7 @@ def _specialist(
     domain: str,
     column: Mapping[str, Value],
     records: Sequence[Record],
-    begun: Mapping[str, str],
+    first_turn_ids: Mapping[str, str],
 ) -> Specialist | None:
     """Compare a specialist with its rival in its domain. Returns None if either has no value."""
     rival = best({other: value for other, value in column.items() if other != name})
@@ -140,11 +140,11 @@ def _specialist(
         return None
     lead = score - (column[rival] or 0.0)
     here = [record for record in records if record.domain == domain]
-    ours, theirs, plain = (answers(here, who) for who in (name, rival, VANILLA))
+    ours, theirs, plain = (records_by_question(here, who) for who in (name, rival, VANILLA))
     questions = [question for question in ours if question in theirs]
     interval = metrics.difference_interval(
         metric,
-        [begun.get(prompt, prompt) for _, prompt, _ in questions],
+        [first_turn_ids.get(prompt, prompt) for _, prompt, _ in questions],
         [ours[question].decoded for question in questions],
         [theirs[question].decoded for question in questions],
         [plain[question].decoded for question in questions] if metric == "speedup" else [],

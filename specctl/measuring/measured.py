@@ -38,5 +38,5 @@ def speedup(units: Sequence[Hashable], decoded: Sequence[Decoded], baseline: Seq
 
 
 def unusable(speedup: Measured, mat: Measured | None = None) -> str | None:
-    """Reason why a speed-up cannot be used (`metrics.unusable`), or None."""
-    return metrics.unusable(speedup.value, speedup.interval, None if mat is None else mat.value)
+    """Reason why a speed-up cannot be used (`metrics.why_unusable`), or None."""
+    return metrics.why_unusable(speedup.value, speedup.interval, None if mat is None else mat.value)

@@ -17,7 +17,7 @@ import numpy as np
 
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Floats, Interval, ratio
-from specctl.families import GROWING, UNTRAINED
+from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
 from specctl.measuring.contenders import VANILLA
 from specctl.measuring.measured import Measured, columns, unusable
 from specctl.measuring.online_contenders import ChunkRow, static_name
@@ -64,7 +64,7 @@ class LearnerRow:
     rollbacks: int
     refused: int  # chunks that were not learnt from: a loss or gradient was not finite
     dropped: int  # texts that the replay buffer had no room for
-    unusable: str | None  # why the speed-up cannot be used (`metrics.unusable`)
+    unusable: str | None  # why the speed-up cannot be used (`metrics.why_unusable`)
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class SeedRow:
     over_static_with_training: float | None
 
 
-class Passes:
+class OnlineResults:
     """Answers of all contenders over all seeds, with the seconds that each of them spent on learning."""
 
     def __init__(self, recipe: OnlineRecipe, records: Sequence[Record], chunks: Sequence[ChunkRow]):
@@ -104,7 +104,7 @@ class Passes:
         for chunk in chunks:
             self.learn_s[chunk.algo][chunk.chunk] += chunk.learn_s + chunk.swap_s
             if chunk.algo == recipe.algo[0]:  # every learner's row repeats `store_s`
-                self.learn_s[GROWING][chunk.chunk] += chunk.store_s
+                self.learn_s[STREAM_RETRIEVAL][chunk.chunk] += chunk.store_s
 
     def row(self, name: str) -> LearnerRow:
         """Return the row of a contender."""
@@ -114,7 +114,7 @@ class Passes:
         static = self.static_of(name)
         decoded = [record.decoded for record in mine]
         decode_s, learn_s = sum(text.decode_s for text in decoded), sum(self.learn_s[name].values())
-        gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, net=True)
+        gross, net = self._speed(name, VANILLA), self._speed(name, VANILLA, with_training=True)
         mat = self._mats(name)
         last = max((unit_of(record) for record in mine), default=0)
         return LearnerRow(
@@ -137,8 +137,8 @@ class Passes:
                 speedup_with_training=net,
                 mat_over_static=self._mats(name, static),
                 over_static=self._speed(name, static),
-                over_static_with_training=self._speed(name, static, net=True),
-                over_lookup_with_training=self._speed(name, LOOKUP, net=True),
+                over_static_with_training=self._speed(name, static, with_training=True),
+                over_lookup_with_training=self._speed(name, LOOKUP, with_training=True),
             ),
         )
 
@@ -150,7 +150,7 @@ class Passes:
 
     def seed_row(self, name: str, seed: int) -> SeedRow:
         """Return the row of a learner on one pass."""
-        alone = Passes(
+        alone = OnlineResults(
             self.recipe,
             [record for records in self.by_name.values() for record in records if record.seed == seed],
             [chunk for chunk in self.chunks if chunk.seed == seed],
@@ -164,7 +164,9 @@ class Passes:
     def _kind(self, name: str) -> str:
         if name in self.recipe.algo:
             return "learner"
-        return "untrained" if name in (*UNTRAINED, GROWING) else "baseline" if name == VANILLA else "static"
+        return (
+            "untrained" if name in (*TEXT_DRAFTERS, STREAM_RETRIEVAL) else "baseline" if name == VANILLA else "static"
+        )
 
     def _mats(self, name: str, other: str | None = None, domain: str | None = None) -> Measured:
         """mat of a contender; with `other`, its ratio to the mat of that contender on the same prompts."""
@@ -173,10 +175,11 @@ class Passes:
             parts += [self._sums(other, "target_passes", domain), self._sums(other, "decoded_tokens", domain)]
         return _quotient(parts)
 
-    def _speed(self, name: str, other: str, net: bool = False) -> Measured:
-        """Tokens per second, relative to `other`. `net`: add the time of learning to the contender's seconds."""
+    def _speed(self, name: str, other: str, with_training: bool = False) -> Measured:
+        """Tokens per second, relative to `other`. `with_training`: add the time of learning to the contender's
+        seconds."""
         seconds, theirs = self._sums(name, "decode_s"), self._sums(other, "decode_s")
-        if net:
+        if with_training:
             seconds = {unit: value + self.learn_s[name][unit] for unit, value in seconds.items()}
         return _quotient([self._sums(name, "decoded_tokens"), seconds, theirs, self._sums(other, "decoded_tokens")])
 

@@ -23,7 +23,7 @@ from specctl.measuring.measured import Measured
 from specctl.selection.controller import Tally
 from specctl.selection.recorded.hindsight import Yardstick
 
-LONG_ENOUGH = 256  # tokens of a game after which a policy should have found the best arm
+LONG_GAME_TOKENS = 256  # tokens of a game after which a policy should have found the best arm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class PolicyRow:
     score_share: float | None  # share of scoring in the decode seconds
     failures: int = 0  # times that a drafter raised: in a round it drafts nothing, in a scoring it counts as silent
     dropped: int  # rewards and losses that were not finite
-    unusable: str | None = None  # why the speed-up cannot be used (`metrics.unusable`)
+    unusable: str | None = None  # why the speed-up cannot be used (`metrics.why_unusable`)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ArmReward:
     std: float
 
 
-class Stream:
+class StreamAnswers:
     """Answers of all contenders to one stream.
 
     Args:
@@ -87,8 +87,8 @@ class Stream:
         sessions, games: session number and game key of each answer.
         arms: contenders that play one arm throughout; empty if they were not measured.
         plain: the contender that decodes plainly, or None.
-        by: measure that decides the best arm of a game. Throughput is a measured time, so its best arm is in part the
-            luckiest one.
+        yardstick: measure that decides the best arm of a game. Throughput is a measured time, so its best arm is in
+            part the luckiest one.
         same_text: all contenders write the same text for a prompt, rounding aside, so their target passes are
             comparable.
     """
@@ -104,10 +104,10 @@ class Stream:
         by: Yardstick = "mat",
     ):
         self.answers, self.sessions, self.games, self.arms, self.plain = answers, sessions, games, arms, plain
-        self.by = by
+        self.yardstick = by
         self._measure = metrics.mat if by == "mat" else metrics.tokens_per_s
-        self.best = self._best()
-        self.judged = bool(self.best) and same_text and by == "mat"  # whether a regret is defined
+        self.best_arm_of = self._best()
+        self.has_regret = bool(self.best_arm_of) and same_text and by == "mat"  # whether a regret is defined
         fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
         self.fastest = max(fastest)[1] if fastest else None
 
@@ -126,11 +126,15 @@ class Stream:
     @cached_property
     def oracle(self) -> list[Decoded]:
         """Answers of the oracle: every game is played by its best arm."""
-        return [self.answers[self.best[game]][place] for place, game in enumerate(self.games)] if self.best else []
+        return (
+            [self.answers[self.best_arm_of[game]][place] for place, game in enumerate(self.games)]
+            if self.best_arm_of
+            else []
+        )
 
     def share_of_best(self, name: str, least: int = 0) -> Measured:
         """mat, or tokens per second, ÷ the oracle's, over the games with at least `least` tokens."""
-        if not self.best:
+        if not self.best_arm_of:
             return Measured()
         tokens: Counter[str] = Counter()
         for game, answer in zip(self.games, self.answers[name], strict=True):
@@ -151,10 +155,10 @@ class Stream:
         return Measured(value / yardstick, interval)
 
     def _paid(self, answer: Decoded) -> float:
-        return answer.target_passes if self.by == "mat" else answer.decode_s
+        return answer.target_passes if self.yardstick == "mat" else answer.decode_s
 
     def regret(self, name: str) -> list[float]:
-        """Cumulative target passes in excess of the oracle's, by prompt; defined only if `judged`."""
+        """Cumulative target passes in excess of the oracle's, by prompt; defined only if `has_regret`."""
         excess = [
             answer.target_passes - best.target_passes
             for answer, best in zip(self.answers[name], self.oracle, strict=True)
@@ -183,8 +187,8 @@ class Stream:
             algo=name,
             kind=kind,
             tokens_per_s=metrics.tokens_per_s(mine),
-            share_of_best_256=self.share_of_best(name, LONG_ENOUGH).value,
-            regret=int(self.regret(name)[-1]) if self.judged else None,
+            share_of_best_256=self.share_of_best(name, LONG_GAME_TOKENS).value,
+            regret=int(self.regret(name)[-1]) if self.has_regret else None,
             best_arm_ratio=best_arm_ratio,
             rounds=sum(answer.target_passes for answer in mine),
             pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},

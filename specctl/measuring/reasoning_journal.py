@@ -1,4 +1,4 @@
-"""Files of a lookahead-reasoning run, in addition to the checkpoints of `States`.
+"""Files of a lookahead-reasoning run, in addition to the checkpoints of `ResumableRun`.
 
 chunks.jsonl    one line per mode and chunk
 traces.jsonl    one line per mode and prompt: the text, and counts of its steps and passes
@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specctl.measuring.reasoning_rows import rows
-from specctl.measuring.records import Stamp, part_name
-from specctl.measuring.resumable import CHUNKS, States
+from specctl.measuring.records import Stamp, chunk_file_name
+from specctl.measuring.resumable_run import CHUNKS, ResumableRun
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
-from specctl.reasoning.preferences import PreferenceLesson, table
+from specctl.reasoning.preferences import PreferenceLesson, pairs_dataset
 from specctl.reasoning.writer import WritingWork
 from specctl.recipe import ReasonRecipe
 from specctl.recipe.lookahead import ReasoningMode
@@ -77,7 +77,7 @@ def chunk_rows(record: ChunkRecord, seed: int, judged: Mapping[str, dict[str, in
     return found
 
 
-class ReasoningJournal(States):
+class ReasoningJournal(ResumableRun):
     """States of a lookahead-reasoning run, with its chunks, traces and pairs."""
 
     def __init__(self, recipe: ReasonRecipe, run: Run, stamp: Stamp):
@@ -98,14 +98,14 @@ class ReasoningJournal(States):
         for mode, traces in record.traces.items():
             found = [one for trace in traces for one in trace.mismatches]
             if found:
-                columns = table(found, self._longest).to_dict()
+                columns = pairs_dataset(found, self._longest).to_dict()
                 count = len(columns["chosen"])
                 named = {"mode": [mode] * count, "seed": [seed] * count, "chunk": [record.chunk] * count}
                 tables.append(pa.table(named | columns))
         if tables:
             sink = pa.BufferOutputStream()
             pq.write_table(pa.concat_tables(tables), sink)
-            atomic_write(self.parts / part_name(self.number), sink.getvalue().to_pybytes())
+            atomic_write(self.chunk_dir / chunk_file_name(self.number), sink.getvalue().to_pybytes())
 
     def rows(self) -> list[ReasoningChunk]:
         """Rows of all chunks, in order."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specctl.decoding.metrics import bootstrap, ratio, ratio_of_sums
 from specctl.measuring.measured import Measured
-from specctl.reasoning.answers import same
+from specctl.reasoning.answers import equal_answers
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
 from specctl.recipe.lookahead import ReasoningMode
@@ -109,7 +109,7 @@ def acceptance_difference(ours: Sequence[ReasoningTrace], theirs: Sequence[Reaso
     """Step acceptance of one mode minus the acceptance of another mode on the same prompts, with a paired interval."""
     prompts = [trace.prompt_id for trace in ours]
     if prompts != [trace.prompt_id for trace in theirs]:
-        raise ValueError("the modes answered other prompts")
+        raise ValueError("the two modes answered different prompts")
     counts = [([t.accepted for t in traces], [t.accepted + t.rejected for t in traces]) for traces in (ours, theirs)]
     if not all(sum(judged) for _, judged in counts):
         return Measured()
@@ -123,7 +123,7 @@ def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] 
     if alone is None:
         return [None] * len(traces)
     pairs = zip(traces, alone, strict=True)
-    return [None if theirs.answer is None else same(mine.answer, theirs.answer) for mine, theirs in pairs]
+    return [None if theirs.answer is None else equal_answers(mine.answer, theirs.answer) for mine, theirs in pairs]
 
 
 def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Measured:

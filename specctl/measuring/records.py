@@ -15,21 +15,21 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specctl import regular
-from specctl.decoding.models.identity import with_weights
+from specctl import regular_files
+from specctl.decoding.models.identity import with_weights_digest
 from specctl.decoding.records import Decoded
 from specctl.drafters import checkpoint
 from specctl.drafters.names import parts_of
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
-from specctl.families import NAMED
+from specctl.families import WEIGHTLESS_DRAFTERS
 from specctl.measuring.lossless import Agreement
 from specctl.recipe import EvalRecipe, LearningRecipe
 from specctl.runs import atomic_write, to_json
 
 RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
 STAMP = b"specctl.stamp"
-VIEWS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
-VIEWS |= {"server", "publication", "traffic", "baseline_server", "concurrency", "mats"}  # servers: no records
+UNSTAMPED_KEYS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
+UNSTAMPED_KEYS |= {"server", "publication", "traffic", "baseline_server", "concurrency", "mats"}  # servers: no records
 """Recipe keys that change what is shown of the records, or where they are written, but not what is measured."""
 
 Question = tuple[str, str, int]
@@ -96,25 +96,25 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
     return directory / name
 
 
-def part_name(number: int) -> str:
+def chunk_file_name(number: int) -> str:
     """File name of a chunk."""
     return f"{number:08d}.parquet"
 
 
-def part_files(directory: Path) -> list[Path]:
+def chunk_files(directory: Path) -> list[Path]:
     """Chunk files in a directory, in order; other files are ignored."""
     return sorted(directory.glob("[0-9]" * 8 + ".parquet"))
 
 
-def read_parts(directory: Path) -> list[Record]:
+def read_chunk_records(directory: Path) -> list[Record]:
     """Records from the chunk files in `directory`, in order, without prompt ids.
 
     Raises CheckpointError if a file cannot be read.
     """
     records = []
-    for path in part_files(directory):
+    for path in chunk_files(directory):
         try:
-            regular.check(path)
+            regular_files.check(path)
             rows = pq.read_table(path).to_pylist()
             records += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
@@ -135,13 +135,15 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
 
 def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
     """Fingerprint of each drafter with weights, to detect that its directory now holds another drafter."""
-    weighty = {name: [part for part in parts_of(path) if part not in NAMED] for name, path in paths.items()}
+    weighty = {
+        name: [part for part in parts_of(path) if part not in WEIGHTLESS_DRAFTERS] for name, path in paths.items()
+    }
     return {name: "+".join(map(checkpoint.fingerprint, parts)) for name, parts in weighty.items() if parts}
 
 
 def recipe_stamp(recipe: EvalRecipe | LearningRecipe) -> Stamp:
     """The part of a stamp that the recipe determines."""
-    measured = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in VIEWS}
+    measured = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNSTAMPED_KEYS}
     return {"recipe": dict(_flat(measured))}
 
 
@@ -154,8 +156,8 @@ def check_stamp(directory: Path, stamp: Stamp) -> None:
     if not path.exists():
         return
     try:
-        regular.check(path)
-        kept = regular.parsed((pq.read_schema(path).metadata or {})[STAMP])
+        regular_files.check(path)
+        kept = regular_files.parse_json((pq.read_schema(path).metadata or {})[STAMP])
     except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
         raise SpecctlError(f"cannot continue from {path}: {error}", hint="--overwrite starts over") from error
     check_same(kept, stamp, str(path))
@@ -166,7 +168,7 @@ def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
 
     `what`: name of the kept file, for the message.
     """
-    kept = with_weights(kept, stamp)
+    kept = with_weights_digest(kept, stamp)
     differing = [
         f"{key} was {kept[part].get(key)}, is {now.get(key)}"
         for part, now in stamp.items()
@@ -175,7 +177,7 @@ def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
     ]
     if differing:
         hint = "resume with the recipe of that run; --overwrite or another --output-dir starts a new one"
-        raise UsageError(f"{what} was measured otherwise: {'; '.join(differing)}", hint=hint)
+        raise UsageError(f"{what} was measured with other settings: {'; '.join(differing)}", hint=hint)
 
 
 def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) -> Path:

@@ -25,15 +25,15 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import DataError
 from specctl.formats.head import LengthRange
 
-NEAR = 0.05
+NEAR_BEST = 0.05
 """Lengths that lose at most this share of the best tokens per second count as about as good."""
-ROUGH = 0.15
+WARN_ERROR = 0.15
 """Relative error of a modelled time above which the user is warned."""
-LARGEST = 1e18  # upper limit for numbers in a result document
+MAX_NUMBER = 1e18  # upper limit for numbers in a result document
 SWEEP = "specctl eval --server URL --baseline-server URL --concurrency 1,4,16,64"
 
 
@@ -144,7 +144,7 @@ class Tuning:
 
 
 @dataclass(frozen=True)
-class Worth:
+class DrafterSpeeds:
     """Speed of other drafters at a measured load, if their rounds take as long as the measured drafter's.
 
     Attributes:
@@ -164,13 +164,13 @@ class Worth:
     speedups: list[float]
 
 
-def worth(load: Load, mats: Sequence[float]) -> Worth:
+def predict_speeds(load: Load, mats: Sequence[float]) -> DrafterSpeeds:
     """Predict the speed of drafters with these `mats` at one load.
 
     A sequence decodes mat ÷ t(K, b) tokens per second with drafts, and 1 ÷ t(0, b) without. Both are equal at mat =
     t(K, b) ÷ t(0, b).
     """
-    return Worth(
+    return DrafterSpeeds(
         concurrency=load.concurrency,
         step_s=load.step_s,
         round_s=load.round_s,
@@ -182,7 +182,7 @@ def worth(load: Load, mats: Sequence[float]) -> Worth:
     )
 
 
-def conditional(shares: Sequence[float]) -> list[float]:
+def conditional_acceptance(shares: Sequence[float]) -> list[float]:
     """Conditional acceptance αᵢ, from the shares of rounds that accepted token i, and so every token before it."""
     before = [1.0, *shares]
     return [min(1.0, share / last) if last > 0 else 0.0 for share, last in zip(shares, before, strict=False)]
@@ -193,17 +193,17 @@ def expected_tokens(acceptance: Sequence[float], length: int) -> float:
     return 1.0 + sum(accumulate(acceptance[:length], mul))
 
 
-def text_rate(acceptance: Sequence[float], costs: RoundCosts, length: int, batch: float) -> float:
+def sequence_rate(acceptance: Sequence[float], costs: RoundCosts, length: int, batch: float) -> float:
     """Tokens per second of one sequence in a batch."""
     return expected_tokens(acceptance, length) / costs.seconds(length, batch)
 
 
 def best_length(acceptance: Sequence[float], costs: RoundCosts, batch: float, lengths: Sequence[int]) -> int:
     """The draft length with the most tokens per second; the shortest one in a tie."""
-    return max(lengths, key=lambda k: (text_rate(acceptance, costs, k, batch), -k))
+    return max(lengths, key=lambda k: (sequence_rate(acceptance, costs, k, batch), -k))
 
 
-def line(at: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+def fit_line(at: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
     """Coefficients a, c ≥ 0 that minimise Σ w (a + c·at − value)²; c is 0 if all `at` are equal."""
 
     def error(a: float, c: float) -> float:
@@ -224,18 +224,18 @@ def line(at: Sequence[float], values: Sequence[float], weights: Sequence[float])
     return min(possible, key=lambda pair: error(*pair))
 
 
-def fit(sweep: Sweep) -> RoundCosts:
+def fit_costs(sweep: Sweep) -> RoundCosts:
     """Fit the costs by least squares of the relative errors: first of plain steps, then of rounds."""
     loads = sweep.loads
-    step, step_per_text = line(
+    step, step_per_text = fit_line(
         [load.plain_batch for load in loads], [load.step_s for load in loads], [load.step_s**-2 for load in loads]
     )
     over = [(load.round_s - step - step_per_text * load.batch) / sweep.drafted for load in loads]
-    token, token_per_text = line([load.batch for load in loads], over, [load.round_s**-2 for load in loads])
+    token, token_per_text = fit_line([load.batch for load in loads], over, [load.round_s**-2 for load in loads])
     return RoundCosts(step, step_per_text, token, token_per_text)
 
 
-def ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[TunedRange]:
+def tuned_ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[TunedRange]:
     """Find the best of `lengths` for every batch size from 1 to the largest measured one, and join equal neighbours."""
     largest = max(1, round(max(load.batch for load in sweep.loads)))
     made = []
@@ -246,9 +246,9 @@ def ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[Tune
         ends = (batches[0], batches[-1])
 
         def rate(length: int, batch: int) -> float:
-            return text_rate(sweep.acceptance, costs, length, batch)
+            return sequence_rate(sweep.acceptance, costs, length, batch)
 
-        near = [k for k in lengths if all(rate(k, b) >= (1 - NEAR) * rate(tokens, b) for b in ends)]
+        near = [k for k in lengths if all(rate(k, b) >= (1 - NEAR_BEST) * rate(tokens, b) for b in ends)]
         made.append(
             TunedRange(
                 first=ends[0],
@@ -273,11 +273,11 @@ def tune(path: Path, *, whole: bool = False) -> Tuning:
     if len({round(load.batch) for load in sweep.loads}) < 2:
         there = ", ".join(f"{load.batch:.1f} of {load.concurrency}" for load in sweep.loads)
         raise DataError(
-            f"{path} has one load (in flight on the average: {there}): what a larger batch costs is not known",
-            f"measure several, with as many prompts at least: {SWEEP}",
+            f"{path} has only one load (average in flight: {there}), so the cost of larger batches is unknown",
+            f"measure several loads, each with at least as many prompts: {SWEEP}",
         )
-    costs = fit(sweep)
-    chosen = ranges(sweep, costs, [0, sweep.drafted] if whole else range(sweep.drafted + 1))
+    costs = fit_costs(sweep)
+    chosen = tuned_ranges(sweep, costs, [0, sweep.drafted] if whole else range(sweep.drafted + 1))
     fits = [
         Fit(
             load.concurrency,
@@ -290,27 +290,27 @@ def tune(path: Path, *, whole: bool = False) -> Tuning:
         for load in sweep.loads
     ]
     return Tuning(
-        str(path), chosen, sweep.acceptance, sweep.drafted, costs, fits, doubts(sweep, fits, chosen, whole=whole)
+        str(path), chosen, sweep.acceptance, sweep.drafted, costs, fits, caveats(sweep, fits, chosen, whole=whole)
     )
 
 
-def doubts(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, whole: bool) -> list[str]:
+def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, whole: bool) -> list[str]:
     """Caveats that a user should read before trusting the schedule."""
-    notes = [f"batches above {chosen[-1].last} were not measured: engines go on with the last range"]
+    notes = [f"batches above {chosen[-1].last} were not measured: engines use the last range for them"]
     guessed = [f"{one.first}–{one.last}" for one in chosen if not one.measured]
     if guessed:
-        notes.append(f"no load was measured at batches {', '.join(guessed)}: their lengths are the model's alone")
+        notes.append(f"no load was measured at batches {', '.join(guessed)}: their lengths are predicted")
     if not whole and any(0 < one.tokens < sweep.drafted for one in chosen):
-        notes.append(f"lengths between 0 and {sweep.drafted} were not measured: their times are taken from a line")
+        notes.append(f"lengths between 0 and {sweep.drafted} were not measured: their times are interpolated linearly")
     if any(one.tokens == sweep.drafted for one in chosen) and not whole:
-        notes.append(f"the longest drafts measured, {sweep.drafted}, pay: longer ones may, too")
-    rough = [f"{one.error:.0%} at {one.concurrency} in flight" for one in fits if one.error > ROUGH]
+        notes.append(f"the longest drafts measured, {sweep.drafted} tokens, pay off: longer ones may pay off, too")
+    rough = [f"{one.error:.0%} at {one.concurrency} in flight" for one in fits if one.error > WARN_ERROR]
     if rough:
-        notes.append(f"the model is off by {', '.join(rough)}: measure loads in between, or more prompts")
+        notes.append(f"the cost model is off by {', '.join(rough)}: measure loads in between, or more prompts")
     idle = [load for load in sweep.loads if load.batch < 0.75 * load.concurrency]
     if idle:
-        said = ", ".join(f"{load.concurrency} were {load.batch:.0f}" for load in idle)
-        notes.append(f"requests in flight on the average: {said}; more prompts (--limit) keep more there")
+        said = ", ".join(f"{load.batch:.0f} instead of {load.concurrency}" for load in idle)
+        notes.append(f"average requests in flight: {said}; more prompts (--limit) keep more in flight")
     return notes
 
 
@@ -318,11 +318,11 @@ def read_sweep(path: Path) -> Sweep:
     """Read a sweep from a result document of `eval --server`, or from its run directory. Raises DataError."""
     file = path / "result.json" if path.is_dir() else path
     try:
-        document = regular.document(file)
+        document = regular_files.read_json(file)
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}", f"the result.json of {SWEEP}") from error
+        raise DataError(f"cannot read {file}: {error.strerror}", f"name the result.json of {SWEEP}") from error
     except ValueError as error:
-        raise DataError(f"{file} is no JSON document", f"the result.json of {SWEEP}") from error
+        raise DataError(f"{file} is not JSON", f"name the result.json of {SWEEP}") from error
     try:
         for row in document["servers"]:
             _check_numbers(row)
@@ -330,15 +330,15 @@ def read_sweep(path: Path) -> Sweep:
     except DataError as error:
         raise DataError(f"{file}: {error.message}", error.hint) from error
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"{file} is no result of eval --server ({type(error).__name__}: {error})", SWEEP) from error
+        raise DataError(f"{file} is not a result of eval --server ({type(error).__name__}: {error})", SWEEP) from error
 
 
 def _check_numbers(row: Mapping[str, Any]) -> None:
     """Raise DataError for a number that cannot be a measurement: negative, not finite, or absurdly large."""
     for key, value in row.items():
         numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
-        if not all(0 <= one < LARGEST for one in numbers):
-            raise DataError(f"{key} of a row is no measurement", f"measure again: {SWEEP}")
+        if not all(0 <= one < MAX_NUMBER for one in numbers):
+            raise DataError(f"{key} of a row is not a measurement", f"measure again: {SWEEP}")
 
 
 def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
@@ -354,12 +354,12 @@ def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
             for name in ("server", "baseline")
         )
         if not plain:
-            raise DataError("it has no baseline, so what a plain step takes is not known", f"measure one: {SWEEP}")
+            raise DataError("it has no baseline, so the time of a plain step is unknown", f"measure one: {SWEEP}")
         untold = [row["domain"] for row in drafting if not row["mat"] or not row["acceptance_by_position"]]
         if untold:
             raise DataError(
-                f"the server does not say what it accepted of drafts ({', '.join(untold)})",
-                "it has to draft; SGLang tells it of requests, vLLM by /metrics",
+                f"the server reports no acceptance of drafts ({', '.join(untold)})",
+                "it must run with a drafter; SGLang reports acceptance per request, vLLM in /metrics",
             )
         if any(row["token_s"] is None for row in [*drafting, *plain]):
             raise DataError("answers of one token have no time between tokens", "raise --max-new-tokens")
@@ -384,7 +384,7 @@ def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
         sum(weight * one[place] for weight, one in zip(weights, shares, strict=True) if place < len(one)) / sum(weights)
         for place in range(drafted)
     ]
-    return Sweep(loads, drafted, conditional(pooled))
+    return Sweep(loads, drafted, conditional_acceptance(pooled))
 
 
 def in_flight(rows: Sequence[Mapping[str, Any]]) -> float:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specctl.decoding import metrics
-from specctl.engines.records import Answer, Drafting
+from specctl.engines.records import DraftCounters, GenerationResult
 from specctl.measuring.measured import Measured, columns
 
 SHORTEST = 512
@@ -22,14 +22,14 @@ class Reply:
     Attributes:
         conversation: id of its first prompt; the turns of a conversation are drawn together for intervals.
         turn: number of the turn, from 0.
-        base: the baseline's answer, or None without a baseline, and if its conversation has ended earlier.
+        baseline: the baseline's answer, or None without a baseline, and if its conversation has ended earlier.
     """
 
     conversation: str
     turn: int
     prompt_ids: list[int]
-    answer: Answer
-    base: Answer | None = None
+    answer: GenerationResult
+    baseline: GenerationResult | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +89,9 @@ class ServedLength(Figures):
     up_to: int
 
 
-def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = None) -> dict[str, Any]:
-    """Compute the fields of `Figures`. `told`: the engine's overall counters, for answers without counters."""
+def figures(replies: Sequence[Reply], baseline: bool, engine_counters: DraftCounters | None = None) -> dict[str, Any]:
+    """Compute the fields of `Figures`. `engine_counters`: the engine's overall counters, for answers without
+    counters."""
     tokens = [len(reply.answer.output_ids) for reply in replies]
     first = sorted(reply.answer.first_s for reply in replies if reply.answer.first_s is not None)
     between = [
@@ -99,9 +100,9 @@ def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = No
         if reply.answer.first_s is not None and len(reply.answer.output_ids) > 1
     ]
     own = [reply.answer.drafting for reply in replies if reply.answer.drafting is not None]
-    drafting, interval = told, None
+    drafting, interval = engine_counters, None
     if len(own) == len(replies):
-        drafting = Drafting.total(own)
+        drafting = DraftCounters.total(own)
         written = [one.rounds + one.accepted for one in own]
         names = [reply.conversation for reply in replies]
         interval = metrics.bootstrap(
@@ -117,10 +118,10 @@ def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = No
             token_s=statistics.median(between) if between else None,
             mat=drafting.mat if drafting else None,
             mat_interval=interval,
-            acceptance_by_position=drafting.shares if drafting else [],
+            acceptance_by_position=drafting.acceptance_by_position if drafting else [],
             **columns(speedup=speedup(replies)),
             same_texts=sum(
-                reply.base is not None and reply.answer.output_ids == reply.base.output_ids for reply in replies
+                reply.baseline is not None and reply.answer.output_ids == reply.baseline.output_ids for reply in replies
             )
             if baseline
             else None,
@@ -130,15 +131,15 @@ def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = No
 
 def speedup(replies: Sequence[Reply]) -> Measured:
     """Tokens per second of a request, relative to the baseline; paired by conversation and turn."""
-    pairs = [(reply.conversation, reply.answer, reply.base) for reply in replies if reply.base is not None]
+    pairs = [(reply.conversation, reply.answer, reply.baseline) for reply in replies if reply.baseline is not None]
     if not pairs:
         return Measured()
     names, ours, theirs = zip(*pairs, strict=True)
 
-    def rate(answers: Sequence[Answer]) -> metrics.Statistic:
+    def rate(answers: Sequence[GenerationResult]) -> metrics.Statistic:
         return metrics.ratio_of_sums(names, [len(a.output_ids) for a in answers], [a.seconds for a in answers])
 
-    def value(answers: Sequence[Answer]) -> float:
+    def value(answers: Sequence[GenerationResult]) -> float:
         return sum(len(answer.output_ids) for answer in answers) / sum(answer.seconds for answer in answers)
 
     one, other = rate(ours), rate(theirs)

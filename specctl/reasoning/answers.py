@@ -23,7 +23,7 @@ _BEYOND = re.compile(r"e[-+]?[\d_]{5,}", re.IGNORECASE)
 _UNITS = re.compile(r"(?:\\text\{[^{}]*\}|[$€£%°]|\\\$|\\%|\\[,;! ])")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
-_SAID = re.compile(
+_ANSWER_PHRASE = re.compile(
     r"answer(?:\s+is|\s*:)\s*(?:option\s+)?\**(\([A-Ja-j]\)|[A-J]\b|[-+$]?\$?[\d.,/]*\d%?)", re.IGNORECASE
 )
 _PROGRAM = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
@@ -50,7 +50,7 @@ def extract(text: str) -> str | None:
     if "####" in text:
         lines = text.rsplit("####", 1)[1].strip().splitlines()
         return lines[0].strip() or None if lines else None
-    said = _SAID.findall(text)
+    said = _ANSWER_PHRASE.findall(text)
     return said[-1] if said else None
 
 
@@ -92,7 +92,7 @@ def number(text: str) -> Fraction | None:
         return None
 
 
-def same(one: str | None, other: str | None) -> bool:
+def equal_answers(one: str | None, other: str | None) -> bool:
     """Whether two answers are equal; a missing answer equals nothing."""
     return one is not None and other is not None and normalise(one) == normalise(other)
 
@@ -105,12 +105,12 @@ def correct(response: str, reference: str | None, *, allow_code_execution: bool 
     if reference is None:
         return None
     if reference.lstrip().startswith("assert "):
-        return passes(response, reference, allowed=True) if allow_code_execution else None
+        return passes_tests(response, reference, allowed=True) if allow_code_execution else None
     wanted = reference_answer(reference)
-    return None if wanted is None else same(extract(response), wanted)
+    return None if wanted is None else equal_answers(extract(response), wanted)
 
 
-def passes(response: str, tests: str, *, allowed: bool) -> bool:
+def passes_tests(response: str, tests: str, *, allowed: bool) -> bool:
     """Whether the last program of a response passes `tests`, run in a separate process.
 
     The process is isolated from our environment, starts in an empty directory, and has limited time, memory and file
@@ -122,7 +122,10 @@ def passes(response: str, tests: str, *, allowed: bool) -> bool:
     Raises UsageError unless running programs of a model is explicitly `allowed`.
     """
     if not allowed:
-        raise UsageError("programs that a model wrote are not run", "say --allow-code-execution where that is safe")
+        raise UsageError(
+            "checking these answers means running programs that a model wrote",
+            "add --allow-code-execution if that is safe on this machine",
+        )
     programs = _PROGRAM.findall(response)
     program = programs[-1] if programs else response
     passed = secrets.token_hex(8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from specctl.adaptation.draft_length import MEMORY, TRY_EVERY, best_length
+from specctl.adaptation.draft_length import DECAY, TRIAL_EVERY, best_length
 
 TRIED = 8  # rounds at the start that alternate between zero and one drafted step
 
@@ -41,15 +41,15 @@ class AutoDepth:
         if self.rounds <= TRIED:
             return self.rounds % 2
         k = best_length(self.accepted / self.judged, self.alpha, self.longest)
-        if self.rounds % TRY_EVERY == 0:
+        if self.rounds % TRIAL_EVERY == 0:
             return 0 if k else 1
         return k
 
     def observe(self, drafted: int, accepted: int, judged: int, seconds: float) -> None:
         """Record a round: steps drafted, kept, judged (up to the first that differed), and its duration in seconds."""
         if not drafted:
-            self.alone_s, self.alone = MEMORY * self.alone_s + seconds, MEMORY * self.alone + 1
+            self.alone_s, self.alone = DECAY * self.alone_s + seconds, DECAY * self.alone + 1
             return
-        self.drafting_s, self.drafting = MEMORY * self.drafting_s + seconds, MEMORY * self.drafting + 1
-        self.drafted = MEMORY * self.drafted + drafted
-        self.accepted, self.judged = MEMORY * self.accepted + accepted, MEMORY * self.judged + judged
+        self.drafting_s, self.drafting = DECAY * self.drafting_s + seconds, DECAY * self.drafting + 1
+        self.drafted = DECAY * self.drafted + drafted
+        self.accepted, self.judged = DECAY * self.accepted + accepted, DECAY * self.judged + judged

@@ -20,9 +20,9 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 import torch
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models import tensors
 from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.errors import CheckpointError
@@ -31,7 +31,7 @@ from specctl.reasoning import answers
 from specctl.recipe import JudgeRecipe
 
 Pair = tuple[str, str]
-Ask = Callable[[list[Pair]], list[bool | None]]
+RulingFunction = Callable[[list[Pair]], list[bool | None]]
 """Function that rules on pairs that are not equal; a ruling is None if there was no answer."""
 
 QUESTION = """Two reasoning steps follow. Do they say the same thing?
@@ -77,7 +77,7 @@ class JudgeTally:
 class Judge:
     """Rules on pairs of steps and asks about each pair only once. `tally` counts since the judge was created."""
 
-    def __init__(self, ask: Ask):
+    def __init__(self, ask: RulingFunction):
         self.ask, self.tally = ask, JudgeTally()
         self._cache: dict[Pair, bool] = {}
 
@@ -119,13 +119,13 @@ def make_judge(recipe: JudgeRecipe, device: str = "auto") -> Judge:
     if recipe.kind == "exact":
         return Judge(lambda pairs: [False] * len(pairs))
     if recipe.kind == "embedding":
-        return Judge(Encoder(recipe, device))
+        return Judge(EmbeddingJudge(recipe, device))
     if recipe.endpoint is not None:
-        return Judge(Server(recipe))
-    return Judge(Chat(load_target(str(recipe.name), device=device, revision=recipe.revision), recipe))
+        return Judge(EndpointJudge(recipe))
+    return Judge(ChatJudge(load_target(str(recipe.name), device=device, revision=recipe.revision), recipe))
 
 
-class Encoder:
+class EmbeddingJudge:
     """Judge that uses a sentence encoder: cosine similarity of mean last hidden states against a threshold."""
 
     def __init__(self, recipe: JudgeRecipe, device: str):
@@ -168,7 +168,7 @@ class Encoder:
         return rulings
 
 
-class Chat:
+class ChatJudge:
     """Judge that runs a chat model on our own decoding core."""
 
     def __init__(self, model: Target, recipe: JudgeRecipe):
@@ -193,7 +193,7 @@ def read_ruling(reply: str) -> bool | None:
     return None if not found else not found[-1]
 
 
-class Server:
+class EndpointJudge:
     """Judge that asks a chat model at an OpenAI-compatible endpoint. It warns once if a request fails."""
 
     def __init__(self, recipe: JudgeRecipe):
@@ -209,8 +209,8 @@ class Server:
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             if not self._told:
                 self._told = True
-                where = f"the judge at {self.recipe.endpoint} gave no ruling ({type(error).__name__}: {error})"
-                warn(f"{where}; steps without one count as unaligned")
+                where = f"the judge at {self.recipe.endpoint} gave no verdict ({type(error).__name__}: {error})"
+                warn(f"{where}; steps without a verdict count as unaligned")
             return None
 
     def _post(self, pair: Pair) -> bytes:
@@ -234,7 +234,9 @@ class Server:
             while piece := reply.read1(LONGEST_REPLY):
                 said += piece
                 if time.monotonic() > deadline or len(said) > LONGEST_REPLY:
-                    raise TimeoutError(f"no end of the reply after {recipe.timeout_s:g} s, {len(said)} bytes")
+                    raise TimeoutError(
+                        f"the reply did not end within {recipe.timeout_s:g} s ({len(said)} bytes so far)"
+                    )
             return said
 
 

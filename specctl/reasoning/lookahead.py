@@ -20,17 +20,17 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from specctl.adaptation.stream import Arrival
+from specctl.adaptation.stream import EncodedPrompt
 from specctl.progress import interrupts
 from specctl.reasoning.answers import correct, extract
 from specctl.reasoning.auto_depth import AutoDepth
 from specctl.reasoning.judge import Judge
-from specctl.reasoning.step_splitter import Step, going_round
-from specctl.reasoning.writer import Draft, Proposal, Writer, WritingWork
+from specctl.reasoning.step_splitter import Step, repeats_itself
+from specctl.reasoning.writer import Proposal, StepDrafter, Writer, WritingWork
 from specctl.recipe import LookaheadRecipe
 
 Stop = Literal["final", "budget", "loop"]
-THOUGHT = "</think>"  # marker by which a thinking model ends its thinking
+END_OF_THINKING = "</think>"  # marker by which a thinking model ends its thinking
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ class ReasoningTrace:
 class Lookahead:
     """Answers prompts by lookahead reasoning; without a draft LM, the target writes alone, one step per round."""
 
-    def __init__(self, target: Writer, recipe: LookaheadRecipe, draft: Draft | None = None, judge: Judge | None = None):
+    def __init__(
+        self, target: Writer, recipe: LookaheadRecipe, draft: StepDrafter | None = None, judge: Judge | None = None
+    ):
         """`recipe` must be resolved; a `draft` needs a `judge`."""
         assert recipe.budget is not None and recipe.answer_tokens is not None, "resolved() fills these in"
         self.target, self.recipe, self.draft, self.judge = target, recipe, draft, judge
@@ -103,7 +105,7 @@ class Lookahead:
         self.transition = recipe.transition or ""
         self.auto = AutoDepth(recipe.longest) if draft is not None and recipe.depth == "auto" else None
 
-    def answer(self, arrival: Arrival) -> ReasoningTrace:
+    def answer(self, arrival: EncodedPrompt) -> ReasoningTrace:
         """Think, then answer. A prompt that leaves little room in the context gets a short answer, or none.
 
         Raises Interrupted between steps.
@@ -112,7 +114,7 @@ class Lookahead:
         before = self._work()
         with _clock(trace, "seconds"):
             thought = self._think(arrival, trace)
-            over = trace.stop == "final" or THOUGHT in self.target.stepper.text(thought)
+            over = trace.stop == "final" or END_OF_THINKING in self.target.stepper.text(thought)
             trace.ids = thought if over else self._conclude(arrival, thought)
         trace.target, trace.draft = (now.since(then) for now, then in zip(self._work(), before, strict=True))
         trace.flops = float(trace.target.rows * self.target.model.row_flops)
@@ -124,7 +126,7 @@ class Lookahead:
         trace.right = correct(trace.text, arrival.prompt.reference, allow_code_execution=allowed)
         return trace
 
-    def brief(self, tokens: int) -> Lookahead:
+    def with_short_answers(self, tokens: int) -> Lookahead:
         """Return a copy with the same models for answers of at most `tokens` tokens; its judge has a separate cache."""
         found = copy.copy(self)
         found.budget, found.answer_tokens = min(self.budget, tokens), min(self.answer_tokens, tokens)
@@ -148,7 +150,7 @@ class Lookahead:
         draft = WritingWork() if self.draft is None else self.draft.writer.work
         return self.target.work.since(WritingWork()), draft.since(WritingWork())
 
-    def _think(self, arrival: Arrival, trace: ReasoningTrace) -> list[int]:
+    def _think(self, arrival: EncodedPrompt, trace: ReasoningTrace) -> list[int]:
         """Write steps until the text ends, repeats itself, or the budget is spent.
 
         A model that ends its thinking by itself is already writing the answer, so it may also use the tokens reserved
@@ -171,15 +173,17 @@ class Lookahead:
                     trace.own_steps += 1
                 if step.end == "final":
                     return thought
-                if THOUGHT in step.text:
+                if END_OF_THINKING in step.text:
                     budget = min(self.budget + self.answer_tokens, room)
-                if going_round(steps, self.recipe.max_repeats):
+                if repeats_itself(steps, self.recipe.max_repeats):
                     trace.stop = "loop"
                     return thought
         trace.stop = "budget"
         return thought
 
-    def _round(self, arrival: Arrival, thought: list[int], room: int, trace: ReasoningTrace) -> tuple[list[Step], int]:
+    def _round(
+        self, arrival: EncodedPrompt, thought: list[int], room: int, trace: ReasoningTrace
+    ) -> tuple[list[Step], int]:
         """Run one round. Returns the added steps and how many of them were drafted.
 
         The added steps are the longest aligned run of drafted steps, then the target's own step.
@@ -206,7 +210,7 @@ class Lookahead:
         rejected = accepted < min(len(drafted), len(own))
         if rejected:
             trace.rejected += 1
-            self._note(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
+            self._record_mismatch(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
         trace.rounds += 1
         trace.target_steps += len(own)
         trace.drafted += len(drafted)
@@ -228,17 +232,19 @@ class Lookahead:
             rulings = iter(self.judge(alike))
         return [_final(mine) == _final(theirs) and next(rulings) for mine, theirs in pairs]
 
-    def _note(self, arrival: Arrival, prefix: list[int], proposal: Proposal, own: Step, trace: ReasoningTrace) -> None:
+    def _record_mismatch(
+        self, arrival: EncodedPrompt, prefix: list[int], proposal: Proposal, own: Step, trace: ReasoningTrace
+    ) -> None:
         """Record a training pair for the draft LM, unless both steps are equal."""
         assert self.draft is not None
-        chosen, rejected = self.draft.as_written(own), proposal.own.ids
+        chosen, rejected = self.draft.to_draft_tokens(own), proposal.own.ids
         if chosen and chosen != rejected:
             context = self.draft.text(arrival, prefix)
             trace.mismatches.append(
                 Mismatch(arrival.prompt.id, context, chosen, rejected, own.text, proposal.step.text)
             )
 
-    def _conclude(self, arrival: Arrival, thought: list[int]) -> list[int]:
+    def _conclude(self, arrival: EncodedPrompt, thought: list[int]) -> list[int]:
         """End the thinking with the transition, and let the target answer alone."""
         said = thought + self._transition(thought)
         text = arrival.ids + said
@@ -252,7 +258,7 @@ class Lookahead:
             words = words.lstrip("\n")
         return list(self.target.model.tokenizer.encode(words, add_special_tokens=False))
 
-    def _seed(self, arrival: Arrival) -> int:
+    def _seed(self, arrival: EncodedPrompt) -> int:
         """Seed of a problem; it depends neither on the mode nor on earlier problems."""
         digest = hashlib.sha256(f"{self.recipe.seed}/{arrival.prompt.id}".encode()).hexdigest()
         return int(digest[:8], 16)

@@ -19,22 +19,22 @@ from typing import Any, get_args
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specctl.adaptation.stream import Arrival
+from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.models.loading import load_model, load_tokenizer
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.lm.model import cast
-from specctl.drafters.pool import module, read_drafter, whole
+from specctl.drafters.pool import load_module, merge_adapter, read_drafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import LM
 from specctl.reasoning.judge import Judge, make_judge
 from specctl.reasoning.lookahead import Lookahead, ReasoningTrace
 from specctl.reasoning.preferences import PreferenceLearner, PreferenceLesson
-from specctl.reasoning.writer import Draft, Writer
+from specctl.reasoning.writer import StepDrafter, Writer
 from specctl.recipe import LookaheadRecipe
 from specctl.recipe.lookahead import LearningMode, ReasoningMode
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
 WARMUP_TOKENS = 16
 LEARNING: tuple[LearningMode, ...] = get_args(LearningMode)
@@ -72,13 +72,13 @@ def load_draft_lm(name: str, target: Target) -> DraftLM:
         import torch
 
         return DraftLM(name, load_model(name, device=target.device, dtype=torch.float32), load_tokenizer(name))
-    found = whole(read_drafter(path, target))
+    found = merge_adapter(read_drafter(path, target))
     if found.config["family"] != LM:
         raise CheckpointError(
-            f"{name} is a drafter of family {found.config['family']}, which writes no steps by itself",
-            "train a small LM: specctl train-drafter --arch lm",
+            f"{name} is a drafter of family {found.config['family']}, which cannot write reasoning steps",
+            "train a small LM instead: specctl train-drafter --arch lm",
         )
-    return DraftLM(name, module(found, target).model.to(target.device), target.tokenizer)
+    return DraftLM(name, load_module(found, target).model.to(target.device), target.tokenizer)
 
 
 class Reasoning:
@@ -111,7 +111,9 @@ class Reasoning:
             DataError: a draft LM with another tokenizer has no chat template.
         """
         if not modes or len(set(modes)) < len(modes):
-            raise UsageError(f"modes of lookahead reasoning: {', '.join(modes) or 'none'}", "each at most once")
+            raise UsageError(
+                f"modes of lookahead reasoning: {', '.join(modes) or 'none'}", "name each mode at most once"
+            )
         self.target, self.draft, self.modes = target, draft, list(modes)
         self.recipe = recipe.resolved(target.name)
         judge = judge or make_judge(self.recipe.judge, str(target.device))
@@ -126,7 +128,7 @@ class Reasoning:
         }
         self._answering = {mode: self._made(mode) for mode in modes}
 
-    def chunk(self, arrivals: Sequence[Arrival], done: Callable[[], None] = lambda: None) -> ChunkRecord:
+    def chunk(self, arrivals: Sequence[EncodedPrompt], done: Callable[[], None] = lambda: None) -> ChunkRecord:
         """Answer every prompt in every mode, then learn. `done` is called after every prompt.
 
         Modes take turns prompt by prompt, in rotating order, so other load on the machine slows all of them equally.
@@ -135,7 +137,7 @@ class Reasoning:
         """
         if not self._warm:  # first calls are slow, in new and in resumed runs
             for answering in self._answering.values():
-                answering.brief(WARMUP_TOKENS).answer(arrivals[0])
+                answering.with_short_answers(WARMUP_TOKENS).answer(arrivals[0])
             self._warm = True
         for answering in self._answering.values():
             answering.forget()
@@ -159,16 +161,18 @@ class Reasoning:
         """States of all learners; the names of tensors begin with the mode."""
         found: dict[str, Tensor] = {}
         for mode, learner in self.learners.items():
-            found |= prefixed(f"{mode}.", learner.state())
+            found |= add_prefix(f"{mode}.", learner.state())
         return found
 
     def restore(self, state: dict[str, Tensor], chunks: int) -> None:
         """Resume after `chunks` chunks from a `state()`. Raises CheckpointError if it has other modes or models."""
         modes = dict.fromkeys(name.partition(".")[0] for name in state)
         if set(modes) != set(self.learners):
-            raise CheckpointError(f"the state is of {', '.join(modes)}", "resume with the modes of the run")
+            raise CheckpointError(
+                f"the saved state has the modes {', '.join(modes)}", "resume with the same modes as the run"
+            )
         for mode, learner in self.learners.items():
-            learner.restore(under(f"{mode}.", state))
+            learner.restore(strip_prefix(f"{mode}.", state))
             self._answering[mode].draft = self._drafting(learner.played())
         self.chunks = chunks
 
@@ -179,18 +183,18 @@ class Reasoning:
             return _DraftAlone(draft, self.recipe)
         return Lookahead(Writer(self.target, self.recipe, self.drafter), self.recipe, draft, self.judges.get(mode))
 
-    def _drafting(self, model: PreTrainedModel) -> Draft:
+    def _drafting(self, model: PreTrainedModel) -> StepDrafter:
         """Set up the draft LM on the decoding core, in the target's dtype; takes ownership of `model`."""
         playing = cast(model, self.target.device, self.target.dtype).eval()
-        return Draft(Writer(Target(self.draft.name, playing, self.draft.tokenizer), self.recipe), self.target)
+        return StepDrafter(Writer(Target(self.draft.name, playing, self.draft.tokenizer), self.recipe), self.target)
 
 
 class _DraftAlone(Lookahead):
     """Mode `draft`: the draft LM answers alone, in its own tokens."""
 
-    def __init__(self, draft: Draft, recipe: LookaheadRecipe):
+    def __init__(self, draft: StepDrafter, recipe: LookaheadRecipe):
         super().__init__(draft.writer, recipe)
         self._own = draft
 
-    def answer(self, arrival: Arrival) -> ReasoningTrace:
-        return super().answer(Arrival(arrival.prompt, self._own.text(arrival, [])))
+    def answer(self, arrival: EncodedPrompt) -> ReasoningTrace:
+        return super().answer(EncodedPrompt(arrival.prompt, self._own.text(arrival, [])))

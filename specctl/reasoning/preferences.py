@@ -47,7 +47,7 @@ class PreferenceLesson:
     refused: bool = False
 
 
-def table(mismatches: Sequence[Mismatch], max_length: int) -> Any:
+def pairs_dataset(mismatches: Sequence[Mismatch], max_length: int) -> Any:
     """Convert the pairs, without duplicates, to a `datasets.Dataset` with ids for DPO and text for readers.
 
     If context and step together exceed `max_length` tokens, the context is cut at its beginning.
@@ -108,7 +108,7 @@ class PreferenceLearner:
 
         Raises Interrupted between two optimizer steps, with part of the chunk learnt; resume from a `state()`.
         """
-        pairs = table(mismatches, self.recipe.learning.max_length)
+        pairs = pairs_dataset(mismatches, self.recipe.learning.max_length)
         self.chunks += 1
         if len(pairs) == 0:
             return PreferenceLesson(len(pairs))
@@ -129,7 +129,7 @@ class PreferenceLearner:
         base: Any = cast(Any, self.model).get_base_model() if self.adapts else self.model
         with _quiet(), tempfile.TemporaryDirectory() as place:
             gc.collect()  # trainers are reference cycles: the last one would keep its reference model in memory
-            trainer = self._preferring(pairs, place) if dpo else self._imitating(pairs, place)
+            trainer = self._dpo_trainer(pairs, place) if dpo else self._sft_trainer(pairs, place)
             trainer.add_callback(_polling())
             try:
                 trainer.train()
@@ -143,7 +143,7 @@ class PreferenceLearner:
         margins = [entry["rewards/margins"] for entry in log if dpo and entry["epoch"] > epochs - 1]
         return trainer.state.global_step, [entry["loss"] for entry in log], margins
 
-    def _preferring(self, pairs: Any, place: str) -> Any:
+    def _dpo_trainer(self, pairs: Any, place: str) -> Any:
         """Build a DPO trainer on pairs of token ids.
 
         TRL's own preparation tokenises text, possibly differently than it was written. It also ends every step with the
@@ -165,7 +165,7 @@ class PreferenceLearner:
             optimizers=self._optimizers(),
         )
 
-    def _imitating(self, pairs: Any, place: str) -> Any:
+    def _sft_trainer(self, pairs: Any, place: str) -> Any:
         """Build an SFT trainer on the target's steps, given their contexts."""
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer

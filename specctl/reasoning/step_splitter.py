@@ -29,7 +29,7 @@ class Step:
         return not self.text.strip()
 
 
-class Stepper:
+class StepSplitter:
     """Cuts the tokens of one model into steps.
 
     A step ends with the token that completes the delimiter, so no text is ever tokenised again. Other characters of
@@ -80,7 +80,7 @@ def _holding(tokenizer: Any, delimiter: str) -> frozenset[int]:
     return frozenset(token for token, piece in enumerate(pieces) if delimiter in piece)
 
 
-def going_round(steps: Sequence[Step], repeats: int) -> bool:
+def repeats_itself(steps: Sequence[Step], repeats: int) -> bool:
     """Whether the text ends with `repeats` repetitions of its last step, or of its last two: an endless loop."""
     texts = [step.text.strip().casefold() for step in steps]
     for period in (1, 2):

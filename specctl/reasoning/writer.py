@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from specctl.adaptation.stream import Arrival
-from specctl.decoding.loop import decode
+from specctl.adaptation.stream import EncodedPrompt
+from specctl.decoding.offline import decode
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.errors import DataError
-from specctl.reasoning.step_splitter import Step, Stepper
+from specctl.reasoning.step_splitter import Step, StepSplitter
 from specctl.recipe import LookaheadRecipe
 
 
@@ -40,7 +40,7 @@ class Writer:
         assert recipe.delimiter is not None and recipe.repetition_penalty is not None, "resolved() fills these in"
         self.model, self.drafter = model, drafter
         self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty)
-        self.stepper = Stepper(model, recipe.delimiter, recipe.step_tokens)
+        self.stepper = StepSplitter(model, recipe.delimiter, recipe.step_tokens)
         self.work = WritingWork()
         self._lines = recipe.longest + 1
         self.forget()
@@ -79,7 +79,7 @@ class Proposal(NamedTuple):
     own: Step
 
 
-class Draft:
+class StepDrafter:
     """LM that drafts steps for a target.
 
     With the target's tokenizer it shares token ids. With another tokenizer, prompts and steps are exchanged as text.
@@ -92,25 +92,27 @@ class Draft:
         if not self.shared and getattr(writer.model.tokenizer, "chat_template", None) is None:
             raise DataError(
                 f"draft model {writer.model.name} has another tokenizer than target {target.name} and no chat template",
-                "take a small model of the target's family, or one with a chat template",
+                "use a small model of the target's family, or one with a chat template",
             )
 
-    def text(self, arrival: Arrival, thought: list[int]) -> list[int]:
+    def text(self, arrival: EncodedPrompt, thought: list[int]) -> list[int]:
         """Encode the prompt and the text written after it in the draft model's tokens."""
         if self.shared:
             return arrival.ids + thought
         if not arrival.prompt.messages:
-            raise DataError(f"{arrival.prompt.where}: a draft model with another tokenizer needs a prompt's messages")
+            raise DataError(
+                f"{arrival.prompt.where}: a draft model with another tokenizer needs prompts with `messages`"
+            )
         said = self.target.tokenizer.decode(thought, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return self.writer.model.render(arrival.prompt.messages) + self._ids(self.writer.model, said)
 
-    def propose(self, arrival: Arrival, thought: list[int], depth: int, room: int, seed: int) -> list[Proposal]:
+    def propose(self, arrival: EncodedPrompt, thought: list[int], depth: int, room: int, seed: int) -> list[Proposal]:
         """Draft up to `depth` steps of `room` tokens in total; fewer if the text or the draft model's context ends."""
         text = self.text(arrival, thought)
         proposals: list[Proposal] = []
         while len(proposals) < depth and room > 0 and len(text) < self.writer.model.context_length:
             (own,) = self.writer.steps([text], [room], seed)
-            step = self._handed_over(own)
+            step = self._to_target_tokens(own)
             if len(step.ids) > room:  # in the target's tokens the step is too long
                 break
             proposals.append(Proposal(step, own))
@@ -119,13 +121,13 @@ class Draft:
                 break
         return proposals
 
-    def as_written(self, step: Step) -> list[int]:
+    def to_draft_tokens(self, step: Step) -> list[int]:
         """Convert a step of the target to the draft model's tokens."""
         if self.shared:
             return step.ids
         return self._ids(self.writer.model, step.text) + self._end(self.writer.model, step)
 
-    def _handed_over(self, own: Step) -> Step:
+    def _to_target_tokens(self, own: Step) -> Step:
         if self.shared:
             return own
         return Step(self._ids(self.target, own.text) + self._end(self.target, own), own.text, own.end)

@@ -19,7 +19,7 @@ from specctl.recipe.import_ import ImportRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
 from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
 from specctl.recipe.online import OnlineRecipe, PublicationRecipe
-from specctl.recipe.reason import ReasonRecipe
+from specctl.recipe.reasoning import ReasonRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,

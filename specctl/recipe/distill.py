@@ -83,17 +83,17 @@ class DistillRecipe(WriterRecipe):
         }
         for key, there in unused.items():
             if there:
-                raise ValueError(f"{key} is about new responses, log names those that are there: leave one of them out")
+                raise ValueError(f"{key} applies to new responses, but log names existing ones: leave one of them out")
         if "domain" not in self.data.model_fields_set:
             self.data = self.data.model_copy(update={"domain": [label_of(self.log)]})
         elif len(self.data.domain) > 1:
-            raise ValueError("a log is one domain")
+            raise ValueError("a log belongs to one domain: name only one")
         return self
 
     @model_validator(mode="after")
     def _exact_here_only(self) -> DistillRecipe:
         if self.server.urls and self.sampling.exact:
-            raise ValueError("sampling.exact is about forwards of this process, a server has its own: leave it out")
+            raise ValueError("sampling.exact applies only to forwards in this process, not to a server: leave it out")
         return self
 
     @property

@@ -51,7 +51,7 @@ class EvalRecipe(RunRecipe):
     @model_validator(mode="after")
     def _here_or_served(self) -> EvalRecipe:
         if self.baseline_server.urls and not self.server.urls:
-            raise ValueError("baseline_server is what a server is compared with: name that, too")
+            raise ValueError("baseline_server needs a server to compare with: set server, too")
         if not self.server.urls:
             return self
         here = {
@@ -64,7 +64,7 @@ class EvalRecipe(RunRecipe):
         }
         for key, value in here.items():
             if value:
-                raise ValueError(f"{key} is about drafting in this process, a server drafts by itself: leave it out")
+                raise ValueError(f"{key} is for drafting in this process, but a server drafts by itself: leave it out")
         if len(self.seeds) > 1:
-            raise ValueError("a server is asked under one seed")
+            raise ValueError("a server is measured with one seed: name only one")
         return self

@@ -30,13 +30,13 @@ class ExportRecipe(ConverterRecipe):
     @model_validator(mode="after")
     def _one_origin_of_lengths(self) -> ExportRecipe:
         if self.tune is not None and "tokens" in self.model_fields_set:
-            raise ValueError("tune derives the number of tokens from a sweep: leave tokens out")
+            raise ValueError("tune derives the draft lengths from a sweep: leave tokens out")
         return self
 
     @model_validator(mode="after")
     def _taken_while_it_runs(self) -> ExportRecipe:
         if self.server.urls and self.to != "sglang":
-            raise ValueError("server takes datastores while it runs, which SGLang alone does: to=sglang")
+            raise ValueError("server publishes to running servers, which only SGLang supports: set to=sglang")
         return self
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast, get_args
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from specctl.errors import did_you_mean
-from specctl.families import learning
+from specctl.families import online_families
 from specctl.recipe.lookahead import REASONING
 from specctl.recipe.sections import Fraction, PositiveFloat, Section
 
@@ -20,13 +20,13 @@ SHORT = {"opt": "optimistic", "ens": "ensemble", "opt-ens": "opt-ensemble"}
 
 def rule_and_family(name: str) -> tuple[Algo, str | None]:
     """Split `opt-hydra` into ("optimistic", "hydra"); `ogd` names no family. Raises ValueError for an unknown name."""
-    family = next((family for family in learning() if name.endswith(f"-{family}")), None)
+    family = next((family for family in online_families() if name.endswith(f"-{family}")), None)
     rule = name.removesuffix(f"-{family}")
     rule = SHORT.get(rule, rule)
     if rule not in get_args(Algo):
         rules = [*get_args(Algo), *SHORT]
-        paired = (f"{one}-{head}" for one in rules for head in learning())
-        known = f"there are {', '.join([*get_args(Algo), *REASONING])}, or a family's, such as opt-hydra, ens-eagle3"
+        paired = (f"{one}-{head}" for one in rules for head in online_families())
+        known = f"use {', '.join([*get_args(Algo), *REASONING])}, or one with a family, such as opt-hydra, ens-eagle3"
         raise ValueError(f"no algo {name!r}: {did_you_mean(name, [*rules, *paired, *REASONING]) or known}")
     return cast(Algo, rule), family
 
@@ -85,7 +85,7 @@ class LearnerRecipe(LearnerOptions):
 
     def resolved(self, family: str, hidden_size: int) -> LearnerRecipe:
         """Return this recipe with the settings of a drafter family for heads of this width, unless it names its own."""
-        own = learning()[family]
+        own = online_families()[family]
         optimizer = self.optimizer or own.optimizer
         sgd = optimizer == "sgd" or self.algo == "momentum"
         found = {

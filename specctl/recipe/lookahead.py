@@ -38,7 +38,7 @@ class JudgeRecipe(Section):
     @model_validator(mode="after")
     def _complete(self) -> JudgeRecipe:
         if self.kind != "exact" and self.name is None:
-            raise ValueError(f"judge.kind={self.kind} needs judge.name, a model")
+            raise ValueError(f"judge.kind={self.kind} needs a model: set judge.name")
         if self.endpoint is not None and self.kind != "model":
             raise ValueError("judge.endpoint serves a chat model: set judge.kind=model")
         return self
@@ -95,7 +95,7 @@ class LookaheadRecipe(Section):
     @model_validator(mode="after")
     def _one_way(self) -> LookaheadRecipe:
         if self.depth == "auto" and not self.parallel:
-            raise ValueError("reasoning.parallel=false compares fixed depths: name one instead of auto")
+            raise ValueError("reasoning.parallel=false needs a fixed depth: set reasoning.depth to a number")
         return self
 
     @property

@@ -29,17 +29,17 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-def _named(value: Any) -> Any:
+def _not_empty(value: Any) -> Any:
     if value == "":
         raise ValueError("is empty")
     return value
 
 
-Name = Annotated[str, BeforeValidator(_named)]
+Name = Annotated[str, BeforeValidator(_not_empty)]
 """A text that is not empty: the name of a model, a file or an address."""
 
 
-LocalPath = Annotated[Path, BeforeValidator(_named), Field(strict=False)]
+LocalPath = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
 
 
 class OneOf:
@@ -68,11 +68,11 @@ GraphicsCard = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4
 Gpu = Literal[GraphicsCard, "cpu"]
 
 
-def _split(value: Any) -> Any:
+def _split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Names = Annotated[list[str], BeforeValidator(_split)]
+Names = Annotated[list[str], BeforeValidator(_split_commas)]
 """A list that may be written as one string with commas: `sql,math`."""
 
 
@@ -155,7 +155,7 @@ class DataRecipe(Section):
     def _unconditional(self) -> DataRecipe:
         if self.source == "unconditional":
             if self.prompts is not None:
-                raise ValueError("unconditional samples have no prompts")
+                raise ValueError("unconditional samples have no prompts: leave prompts out")
             self.domain = ["unconditional"]
         elif self.prompts is not None and "{domain}" not in self.prompts and "domain" not in self.model_fields_set:
             self.domain = [label_of(self.prompts)]
@@ -195,7 +195,7 @@ class DraftingRecipe(Section):
     @model_validator(mode="after")
     def _rule_of_sampled(self) -> DraftingRecipe:
         if self.rule == "block" and self.proposal != "sampled":
-            raise ValueError("rule=block decides about sampled proposals: set proposal=sampled, too")
+            raise ValueError("rule=block needs sampled proposals: set proposal=sampled, too")
         return self
 
 
@@ -238,7 +238,7 @@ class CommandRecipe(Section):
         }
         for key, there in alone.items():
             if there:
-                raise ValueError(f"{key} is for one process: leave it out, or target.tensor_parallel")
+                raise ValueError(f"{key} works only in one process: leave it out, or target.tensor_parallel")
         return self
 
 

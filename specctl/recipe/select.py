@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.families import GROWING, UNTRAINED
+from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
 from specctl.recipe.router import RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -102,7 +102,7 @@ class GameRecipe(Section):
         return "throughput" if seconds else "mat"
 
 
-GAMES: dict[str, dict[str, Any]] = {
+GAME_PRESETS: dict[str, dict[str, Any]] = {
     "normalhedge": {
         "depth": None,
         "loss": "length",
@@ -136,7 +136,7 @@ class ArmRecipe(Section):
     plain: bool | None = None
 
 
-SERVED = ("target", "resources", "algo", "policy", "seeds", "output_dir", "overwrite", "server", "listen")
+SERVED_KEYS = ("target", "resources", "algo", "policy", "seeds", "output_dir", "overwrite", "server", "listen")
 """Keys with an effect when requests are routed among servers."""
 
 
@@ -158,7 +158,7 @@ class SelectRecipe(CommandRecipe):
     # Text drafter that drafts in one tree with every head, arm or rival. This hybrid chooses its depth itself. The text
     # drafter is also one more arm. auto: on a CPU `retrieval` from all earlier texts of the stream, unless another
     # option decides how heads draft; on a GPU none, because a head with a text drafter does not run in CUDA graphs.
-    beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
+    beside: Annotated[str, OneOf(lambda: ("auto", "none", *TEXT_DRAFTERS, STREAM_RETRIEVAL))] = "auto"
     store_tokens: PositiveInt = 1_000_000  # size of the datastore of `retrieval`: the newest tokens, 16 bytes each
     strict: bool = False  # refuse a pool with an unusable drafter, instead of leaving that drafter out
     arms: ArmRecipe = ArmRecipe()
@@ -202,7 +202,7 @@ class SelectRecipe(CommandRecipe):
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
         own = self.record is not None or self.replay is not None or self.arms.shapes or self.arms.draft_nodes
-        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else GROWING
+        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else STREAM_RETRIEVAL
 
     @property
     def companion_arm(self) -> str | None:
@@ -217,47 +217,49 @@ class SelectRecipe(CommandRecipe):
     def _here_or_served(self) -> SelectRecipe:
         if not self.server.urls:
             if self.listen is not None:
-                raise ValueError("listen takes requests for engines: name them with server")
+                raise ValueError("listen takes requests for servers: name them with server")
             return self
         if len(self.server.urls) < 2:
-            raise ValueError("server names one engine: there is nothing to choose from")
+            raise ValueError("server names only one engine: name at least two to choose from")
         if self.listen is None:
-            raise ValueError("listen is missing: HOST:PORT where requests are taken, such as 127.0.0.1:8100")
+            raise ValueError("listen is missing: set HOST:PORT of the proxy, such as 127.0.0.1:8100")
         if len(self.algo) > 1 or len(self.seeds) > 1:
-            raise ValueError("requests are routed by one policy, under one seed")
+            raise ValueError("requests are routed by one policy with one seed: name one of each")
         for key, field in type(self).model_fields.items():
-            if key not in SERVED and getattr(self, key) != field.default:
-                raise ValueError(f"{key} is about choosing in this process, servers draft by themselves: leave it out")
+            if key not in SERVED_KEYS and getattr(self, key) != field.default:
+                raise ValueError(
+                    f"{key} is for drafting in this process, but servers draft by themselves: leave it out"
+                )
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectRecipe:
         if self.beside not in ("auto", "none"):
             if self.record is not None or self.replay is not None:
-                raise ValueError("beside: a hybrid drafts by what it has seen accepted, so no table knows its rounds")
+                raise ValueError("beside: a hybrid adapts to earlier rounds, which no table can replay: leave it out")
             if self.arms.shapes or self.arms.draft_nodes:
-                raise ValueError("beside: a hybrid decides itself how much it drafts, so arms have no sizes and shapes")
+                raise ValueError("beside: a hybrid chooses its draft size itself: leave out draft_nodes and shapes")
         if self.data.limit is not None:
             raise ValueError("use `limit`, not `data.limit`")
         if self.record is not None and self.replay is not None:
-            raise ValueError("record makes the table that replay plays on: one after the other")
+            raise ValueError("record writes the table that replay reads: run one after the other")
         if (self.warm_start or "router" in self.algo) and not (self.router_dir or self.train_router):
-            raise ValueError("there is no router: name router_dir, or train one with train_router")
+            raise ValueError("there is no router: set router_dir, or train one with train_router")
         if "recompute" in self.baselines and self.catch_up.name != "streaming":
-            raise ValueError("the policies recompute already: the baseline is for catch_up=streaming")
+            raise ValueError("the baseline recompute needs catch_up=streaming: otherwise all policies recompute")
         if self.arms.plain and (self.warm_start or "router" in self.algo):
-            raise ValueError("arms.plain: a router knows drafters only, so plain decoding is no arm beside it")
+            raise ValueError("arms.plain: a router knows only drafters, so plain decoding cannot be an arm")
         if self.resume and self.record is None:
-            raise ValueError("resume goes on with a recording: name `record`")
+            raise ValueError("resume continues a recording: set `record`")
         if self.choice == "batch":
-            self._of_batch()
+            self._check_batch()
         elif self.batch > 1 and self.reset == "stream":
-            raise ValueError("a policy that is never reset hears of one text at a time: batch must be 1")
+            raise ValueError("a policy that is never reset learns from one text at a time: set batch to 1")
         if self.batch > 1 and self.drafting.proposal == "sampled":
-            raise ValueError("sampled and deterministic proposals are verified by different rules: batch must be 1")
+            raise ValueError("sampled and deterministic proposals are verified by different rules: set batch to 1")
         return self
 
-    def _of_batch(self) -> None:
+    def _check_batch(self) -> None:
         """Raise ValueError for options that need a choice per text, not per batch."""
         of_texts = {
             "record": self.record is not None,
@@ -269,9 +271,9 @@ class SelectRecipe(CommandRecipe):
         }
         for key, there in of_texts.items():
             if there:
-                raise ValueError(f"{key} is about texts: leave it out, or choice batch")
+                raise ValueError(f"{key} needs a choice per text: leave it out, or choice=batch")
         if self.reset != "stream":
             raise ValueError(
-                "choice batch: what a load has shown holds for the stream: set reset=stream, and an algo that reads no "
-                "prompts, such as ucbspec (--recipe select/draft-lengths)"
+                "choice=batch keeps the statistics of each load along the stream: set reset=stream, and an algo that "
+                "reads no prompts, such as ucbspec (--recipe select/draft-lengths)"
             )

@@ -18,7 +18,7 @@ def _addresses(value: object) -> object:
         return value
     for part in parts:
         if not _is_address(part):
-            raise ValueError(f"{part!r} is no address such as http://host:8000")
+            raise ValueError(f"{part!r} is not an address such as http://host:8000")
     addresses = [part.rstrip("/").removesuffix("/v1") for part in parts]
     if len(set(addresses)) < len(addresses):
         raise ValueError("an address is named twice")
@@ -37,7 +37,7 @@ def _is_address(text: str) -> bool:
 def _host_and_port(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or re.search(r"\s", host) or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ValueError("it is no HOST:PORT such as 127.0.0.1:8100")
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:8100")
     return value
 
 

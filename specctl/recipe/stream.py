@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from specctl.families import learning
+from specctl.families import online_families
 from specctl.recipe.sections import (
     DataRecipe,
     DraftingRecipe,
@@ -24,7 +24,7 @@ from specctl.recipe.train import CheckpointRecipe
 Kind = Literal["abrupt", "mix", "drift"]
 
 
-def counted(schedule: list[str], example: str = "") -> list[tuple[str, int]]:
+def parse_schedule(schedule: list[str], example: str = "") -> list[tuple[str, int]]:
     """Parse `["sql:400", "math:400"]` into (name, prompts) pairs.
 
     Raises ValueError for a malformed part; the message shows `example`.
@@ -33,7 +33,7 @@ def counted(schedule: list[str], example: str = "") -> list[tuple[str, int]]:
     for part in schedule:
         name, _, count = part.rpartition(":")
         if not name or not count.isdecimal() or int(count) == 0:
-            raise ValueError(f"{part!r} is no part of a schedule such as {example}")
+            raise ValueError(f"{part!r} is not NAME:PROMPTS, as in {example}")
         found.append((name, int(count)))
     return found
 
@@ -54,17 +54,17 @@ class StreamRecipe(Section):
     @field_validator("schedule")
     @classmethod
     def _counts(cls, schedule: list[str]) -> list[str]:
-        counted(schedule, "sql:400,math:400,code:400")
+        parse_schedule(schedule, "sql:400,math:400,code:400")
         return schedule
 
     @property
     def segments(self) -> list[tuple[str, int]]:
         """The schedule as (domain, prompts). A domain that occurs twice continues where it stopped."""
-        return counted(self.schedule)
+        return parse_schedule(self.schedule)
 
     def chunk_of(self, family: str) -> int:
         """Return the number of prompts per chunk for drafters of a family."""
-        return self.chunk or learning()[family].chunk
+        return self.chunk or online_families()[family].chunk
 
 
 class WarmupRecipe(Section):
@@ -108,13 +108,13 @@ class LearningRecipe(RunRecipe):
         """Domains of the stream, in order of their first prompt."""
         return list(dict.fromkeys(domain for domain, _ in self.stream.segments)) or self.data.domain
 
-    def start_of(self, family: str) -> Path:
+    def initial_drafter(self, family: str) -> Path:
         """Return the directory of the drafter from which learners of a family start."""
         return Path("drafters") / f"{self.first_domain}-{family}"
 
-    def _of_stdin(self) -> None:
+    def _check_stdin(self) -> None:
         """Raise ValueError for options that need to read or order stdin again."""
         if self.data.prompts == "-" and len(self.seeds) > 1:
-            raise ValueError("stdin comes once: one seed")
+            raise ValueError("stdin can be read only once: name one seed")
         if self.data.prompts == "-" and self.stream.shuffle:
-            raise ValueError("stdin is answered in its order: stream.shuffle is for files")
+            raise ValueError("stdin is answered in its order: stream.shuffle works only with files")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.families import DEFAULT, FAMILIES, LEAST_WINDOW, listed
+from specctl.families import DEFAULT, FAMILIES, MIN_SLIDING_WINDOW, listed
 from specctl.recipe.sections import (
     DataRecipe,
     Fraction,
@@ -51,7 +51,7 @@ class DrafterRecipe(Section):
     norm_before_fc: bool = False  # one norm for all concatenated states instead
     norm_before_residual: bool = False  # start the layer's residual stream after its norm
     norm_output: bool | None = None  # eagle3: pass the state after the final norm to the next draft step (None = yes)
-    sliding_window: Annotated[int, Field(ge=LEAST_WINDOW)] | None = None  # eagle3, peagle: attention window
+    sliding_window: Annotated[int, Field(ge=MIN_SLIDING_WINDOW)] | None = None  # eagle3, peagle: attention window
     normed_features: bool | None = None  # mtp: read target states after the final norm (None = as vLLM feeds it)
 
     @model_validator(mode="after")
@@ -63,7 +63,7 @@ class DrafterRecipe(Section):
     @model_validator(mode="after")
     def _confidence_reads_a_markov_head(self) -> DrafterRecipe:
         if self.confidence and self.markov_rank == 0:
-            raise ValueError("confidence reads a Markov head: leave markov_rank=0 out")
+            raise ValueError("confidence needs a Markov head: leave markov_rank=0 out")
         return self
 
     @model_validator(mode="after")
@@ -110,11 +110,11 @@ class FeatureRecipe(Section):
         if self.server.urls and self.mode == "auto":
             self.mode = "server"
         if self.server.urls and self.mode != "server":
-            raise ValueError(f"mode {self.mode} asks no server: leave out server, or mode")
+            raise ValueError(f"mode {self.mode} uses no server: leave out server, or mode")
         if self.fp8 and self.mode not in ("server", "cached"):
-            raise ValueError(f"fp8: features of mode {self.mode} may not be on disk; of server and cached they are")
+            raise ValueError(f"fp8 is for features on disk: set mode to server or cached (got {self.mode})")
         if self.whole_target is False and self.mode not in ("server", "cached"):
-            raise ValueError(f"whole_target false: mode {self.mode} runs the target's layers; server and cached do not")
+            raise ValueError(f"whole_target=false: mode {self.mode} runs the target's layers; use server or cached")
         return self
 
 
@@ -137,7 +137,7 @@ class CheckpointRecipe(Section):
     keep: PositiveInt = 2  # number of checkpoints on disk
 
 
-class FirstDataRecipe(Section):
+class AutoDistillRecipe(Section):
     """Size of the data that is distilled first, if there is none for the domain."""
 
     responses: PositiveInt = 2000
@@ -190,7 +190,7 @@ class TrainRecipe(WriterRecipe):
     lora: LoraRecipe = LoraRecipe()
     distilled: LocalPath | None = None  # directory of distilled data (None = ./distilled/<domain>, of all domains)
     corpus: LocalPath | None = None  # general text to train on (lm) instead of distilled data
-    distill: FirstDataRecipe = FirstDataRecipe()
+    distill: AutoDistillRecipe = AutoDistillRecipe()
     pretrain: PretrainRecipe = PretrainRecipe()
     objective: Literal["auto", "ce", "soft_ce", "kl", "reverse_kl", "tv", "log_tv", "lk_lambda"] = "auto"
     ttt_steps: PositiveInt = 6  # draft depths of the training-time test, about the depth of drafts (mtp: 3)
@@ -229,7 +229,7 @@ class TrainRecipe(WriterRecipe):
         """Refuse a DeepSpeed configuration that contradicts the recipe: recipe keys alone decide the weights."""
         for key, ours in ENGINE_KEYS.items():
             if key in self.deepspeed:
-                raise ValueError(f"deepspeed.{key} is not set here: {ours}")
+                raise ValueError(f"deepspeed.{key} cannot be set here: {ours}")
         zero = self.deepspeed.get("zero_optimization", {})
         stage = zero.get("stage", self.zero_stage) if isinstance(zero, dict) else None
         if type(stage) is not int or not 0 <= stage <= 3:
@@ -239,14 +239,16 @@ class TrainRecipe(WriterRecipe):
         self.zero_stage = stage
         for part in ("offload_optimizer", "offload_param"):
             if isinstance(options := zero.get(part), dict) and options.get("device") == "nvme":
-                raise ValueError(f"deepspeed.zero_optimization.{part} cannot be nvme: checkpoints are made from memory")
+                raise ValueError(
+                    f"deepspeed.zero_optimization.{part} cannot be nvme: checkpoints are saved from memory"
+                )
         return self
 
     @model_validator(mode="after")
     def _unrolled_as_the_family(self) -> TrainRecipe:
-        return self.of_family(self.arch)
+        return self.set_family(self.arch)
 
-    def of_family(self, arch: str) -> TrainRecipe:
+    def set_family(self, arch: str) -> TrainRecipe:
         """Change this recipe to a family, in place, and return it.
 
         `ttt_steps` and `ttt_decay` become the family's defaults, unless the recipe names them.
@@ -259,20 +261,20 @@ class TrainRecipe(WriterRecipe):
         return self
 
     @property
-    def distillation(self) -> str:
+    def resolved_objective(self) -> str:
         """The loss, with `auto` resolved: heads learn the target's distributions, an lm only its samples."""
         if self.objective != "auto":
             return self.objective
         return FAMILIES[self.arch].objective
 
     @property
-    def spares_layers(self) -> bool:
+    def trains_without_layers(self) -> bool:
         """Whether the drafter can be trained without the target's layers: a head, on stored features."""
         family = FAMILIES[self.arch]
-        return self.features.mode in ("server", "cached") and family.trainee is not None and not family.is_lm
+        return self.features.mode in ("server", "cached") and family.trainable is not None and not family.is_lm
 
     @property
-    def paced(self) -> bool:
+    def uses_d_pace(self) -> bool:
         """Whether draft depths are weighted by how often a draft reaches them."""
         return self.ttt_weights == "d-pace"
 
@@ -294,14 +296,14 @@ class TrainRecipe(WriterRecipe):
         return f"{'+'.join(self.data.domain)}-{self.arch}{'-lora' if self.lora.enabled else ''}"
 
     @property
-    def sources(self) -> list[Path]:
+    def data_dirs(self) -> list[Path]:
         """Directories of the distilled data: one per domain, or a single one with their mixture."""
         if self.distilled is not None:
             return [self.distilled]
         mixture = distilled_dir(self.data.domain)
         return [mixture] if mixture.is_dir() else [distilled_dir([domain]) for domain in self.data.domain]
 
-    def one_each(self) -> list[TrainRecipe]:
+    def per_domain(self) -> list[TrainRecipe]:
         """Return one recipe per domain with `each`, else this recipe alone."""
         if not self.each:
             return [self]
@@ -336,21 +338,25 @@ class TrainRecipe(WriterRecipe):
                 owners = listed([name for name, family in FAMILIES.items() if key in family.options])
                 raise ValueError(f"drafter.{key}: an option of {owners} heads, not of {self.arch}")
         family = FAMILIES[self.arch]
-        if self.paced and not family.paces:
-            able = listed([name for name, other in FAMILIES.items() if other.paces])
-            raise ValueError(f"ttt_weights d-pace: a weighting of {able} heads, not of {self.arch}")
-        if self.features.mode == "server" and (family.trainee is None or (self.distillation == "ce" and family.is_lm)):
-            raise ValueError(f"features.mode server: {self.arch} under this objective learns from texts alone")
-        if self.features.whole_target is False and not self.spares_layers:
-            able = listed([name for name, other in FAMILIES.items() if other.trainee and not other.is_lm])
-            raise ValueError(f"features.whole_target false: {self.arch} needs the target's layers; {able} do not")
+        if self.uses_d_pace and not family.supports_d_pace:
+            able = listed([name for name, other in FAMILIES.items() if other.supports_d_pace])
+            raise ValueError(f"ttt_weights=d-pace: an option of {able} heads, not of {self.arch}")
+        if self.features.mode == "server" and (
+            family.trainable is None or (self.resolved_objective == "ce" and family.is_lm)
+        ):
+            raise ValueError(
+                f"features.mode=server: {self.arch} with this objective needs no features: use another mode"
+            )
+        if self.features.whole_target is False and not self.trains_without_layers:
+            able = listed([name for name, other in FAMILIES.items() if other.trainable and not other.is_lm])
+            raise ValueError(f"features.whole_target=false: {self.arch} needs the target's layers; {able} do not")
         if self.pretrain != PretrainRecipe() and self.init is not None:
-            raise ValueError("a drafter to start from (init) needs no first stage (pretrain)")
+            raise ValueError("init and pretrain exclude each other: a drafter to start from needs no first stage")
         if self.lora.enabled and self.init is None:
-            raise ValueError("lora needs `init`, the drafter whose weights it adapts")
+            raise ValueError("lora needs `init`, the drafter to adapt")
         if self.init is not None and self.drafter.model_fields_set:
             given = ", ".join(f"drafter.{name}" for name in sorted(self.drafter.model_fields_set))
-            raise ValueError(f"the drafter in `init` has its sizes and its draft vocabulary: leave out {given}")
+            raise ValueError(f"the drafter in `init` determines sizes and draft vocabulary: leave out {given}")
         if self.each and self.distilled is not None:
             raise ValueError("each domain has its own data: `distilled` and `each` exclude each other")
         return self

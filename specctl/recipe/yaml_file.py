@@ -16,7 +16,7 @@ KeyPath = tuple[str | int, ...]
 MOST_VALUES = 10_000  # in a document with its aliases expanded: 400 bytes can expand to 9⁹ values
 DEEPEST = 50  # levels of nesting
 SCALARS = str | int | float | None  # dates and bytes need explicit tags, and no recipe key takes them
-MISFITS = (
+TAG_ERRORS = (
     ValueError,
     LookupError,
     AttributeError,
@@ -97,7 +97,7 @@ class _Document:
                 return None
             self.begins = node.start_mark.line + 1
             return self._build(node, (), frozenset())
-        except _Unreasonable as error:
+        except _ForbiddenYaml as error:
             raise RecipeError(_describe(error, self.source)) from error
         except yaml.YAMLError as error:
             raise NotYaml(_describe(error, self.source)) from error
@@ -109,9 +109,9 @@ class _Document:
         if self._values > MOST_VALUES:
             raise _too_many(node.start_mark)
         if id(node) in parents:
-            raise _Unreasonable(None, None, "a value that contains itself", node.start_mark)
+            raise _ForbiddenYaml(None, None, "a value that contains itself", node.start_mark)
         if len(parents) > DEEPEST:
-            raise _Unreasonable(None, None, f"nested too deeply, over {DEEPEST} levels", node.start_mark)
+            raise _ForbiddenYaml(None, None, f"nested too deeply, over {DEEPEST} levels", node.start_mark)
         below = parents | {id(node)}
         if isinstance(node, yaml.SequenceNode):
             return [self._build(item, (*path, i), below) for i, item in enumerate(node.value)]
@@ -120,7 +120,7 @@ class _Document:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "a key that is not text", key_node.start_mark)
             key, line = key_node.value, key_node.start_mark.line + 1
             here = (*path, key)
             if key in mapping:
@@ -137,17 +137,17 @@ class _Document:
             value = self._loader.construct_object(node, deep=True)
             if isinstance(value, SCALARS):
                 return value
-        except MISFITS:
+        except TAG_ERRORS:
             pass
         raise yaml.constructor.ConstructorError(None, None, f"not a value of {node.tag}", node.start_mark)
 
 
-class _Unreasonable(yaml.MarkedYAMLError):
+class _ForbiddenYaml(yaml.MarkedYAMLError):
     """Valid YAML that no recipe may contain."""
 
 
-def _too_many(mark: yaml.Mark) -> _Unreasonable:
-    return _Unreasonable(None, None, f"more than {MOST_VALUES} values (an alias counts as all it stands for)", mark)
+def _too_many(mark: yaml.Mark) -> _ForbiddenYaml:
+    return _ForbiddenYaml(None, None, f"more than {MOST_VALUES} values (with all aliases expanded)", mark)
 
 
 def _describe(error: yaml.YAMLError, source: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specctl.reporting.style import Look, bare, beside, legend, short
+from specctl.reporting.style import Look, grouped_names, legend, short, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,14 +33,14 @@ def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | Non
     """
     from matplotlib.figure import Figure
 
-    names = beside(bar.name for shown in panels.values() for bar in shown)
+    names = grouped_names(bar.name for shown in panels.values() for bar in shown)
     across = min(ACROSS, len(panels))
     down = -(-len(panels) // across)
     width = (ALONE if across == 1 else PANEL * across) + CHARACTER * max(map(len, map(short, names))) + 0.4
     figure = Figure(figsize=(width, down * (ROW * len(names) + 0.45) + 0.45), layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (title, shown) in zip(grid, panels.items(), strict=False):
-        bare(axes)
+        style_axes(axes)
         axes.grid(False, axis="y")
         if title:
             axes.set_title(short(title), fontsize=9, loc="left", parse_math=False)
@@ -67,7 +67,7 @@ def shares(rows: Mapping[str, Sequence[float]], names: Sequence[str], looks: Seq
     height = max(0.34 * len(rows) + 0.8, 0.19 * len(names) + 0.3)
     figure = Figure(figsize=(ALONE + beside, height), layout="constrained")
     axes = figure.add_subplot()
-    bare(axes)
+    style_axes(axes)
     axes.grid(False, axis="y")
     handles: dict[str, Any] = {}
     for y, values in enumerate(rows.values()):

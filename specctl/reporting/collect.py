@@ -13,10 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import RecipeError, SpecctlError, UsageError
 from specctl.recipe import yaml_file
-from specctl.reporting.tables import doubts
+from specctl.reporting.tables import unusable_notes
 
 RUNS = Path("runs")
 MARKS = ("run.json", "result.json")
@@ -55,7 +55,7 @@ class RunRecord:
         path, broken = self.dir / name, 0
         if not path.is_file():
             return
-        with regular.opened(path, "r", encoding="utf-8", errors="replace") as file:
+        with regular_files.open_regular(path, "r", encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     value = parse(line)
@@ -101,7 +101,7 @@ def parse(text: str | bytes) -> Any:
 
     Raises ValueError.
     """
-    value = regular.parsed(text)
+    value = regular_files.parse_json(text)
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
@@ -118,7 +118,7 @@ def _read(directory: Path) -> RunRecord:
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory", hint="specctl report takes run directories")
     if not is_run(directory):
-        inside = f"; its runs: specctl report {directory}/*" if any(map(is_run, directory.iterdir())) else ""
+        inside = f"; for the runs inside: specctl report {directory}/*" if any(map(is_run, directory.iterdir())) else ""
         raise UsageError(f"{directory} is not a run directory: no {' or '.join(MARKS)}{inside}")
     info, result = (_object(directory / name) for name in MARKS)
     recipe = directory / "recipe.resolved.yaml"
@@ -127,13 +127,13 @@ def _read(directory: Path) -> RunRecord:
         command=str(result.get("command") or info.get("command") or "unknown"),
         info=info,
         result=result,
-        recipe=regular.text(recipe, errors="replace") if recipe.is_file() else "",
+        recipe=regular_files.read_text(recipe, errors="replace") if recipe.is_file() else "",
     )
     missing = [name for name, there in ((MARKS[0], info), (recipe.name, run.recipe)) if not there]
     run.notes.extend(f"there is no {name}" for name in missing)
     if not result:
-        run.notes.append("there is no result.json: the run was stopped or is still going on")
-    run.notes.extend(doubts(result))
+        run.notes.append("there is no result.json: the run was stopped or is still running")
+    run.notes.extend(unusable_notes(result))
     return run
 
 
@@ -141,7 +141,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = parse(regular.content(path))
+        value = parse(regular_files.read_bytes(path))
     except ValueError as error:
         raise SpecctlError(f"{path} is not JSON: {error}", hint="repeat the run, or leave it out") from error
     if not isinstance(value, dict):
@@ -153,6 +153,6 @@ def _started(directory: Path) -> tuple[float, str]:
     """Sort key of a run directory: its start in seconds since 1970, from run.json or the file's time, then its name."""
     mark = next(directory / name for name in MARKS if (directory / name).is_file())
     try:
-        return datetime.fromisoformat(parse(regular.content(mark))["started"]).timestamp(), directory.name
+        return datetime.fromisoformat(parse(regular_files.read_bytes(mark))["started"]).timestamp(), directory.name
     except (ValueError, KeyError, TypeError):
         return mark.stat().st_mtime, directory.name

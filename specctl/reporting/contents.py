@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.tables import marked
+from specctl.reporting.tables import with_mark
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -65,10 +65,10 @@ def numbers(values: Iterable[Any]) -> list[float]:
 def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> ReportTable:
     """Build a table from objects. `columns` maps fields to headings; a field that no row has is left out."""
     there = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
-    return ReportTable(name, title, list(there.values()), [[marked(row, key) for key in there] for row in rows])
+    return ReportTable(name, title, list(there.values()), [[with_mark(row, key) for key in there] for row in rows])
 
 
-def generic(runs: Sequence[RunRecord]) -> Contents:
+def fallback_contents(runs: Sequence[RunRecord]) -> Contents:
     """Fallback contents for results without special pictures.
 
     The scalars form a table with one column per run; each list of objects forms a table.

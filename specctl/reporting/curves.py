@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specctl.reporting.contents import Picture
-from specctl.reporting.style import Look, bare, beside, legend, short
+from specctl.reporting.style import Look, grouped_names, legend, short, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -57,11 +57,11 @@ def lines(panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False,
     """
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    names = beside(line.name for panel in panels for line in panel.lines)
+    names = grouped_names(line.name for panel in panels for line in panel.lines)
     figure, grid = _figure(len(panels), names)
     handles: dict[str, Any] = {}
     for axes, panel in zip(grid, panels, strict=True):
-        bare(axes)
+        style_axes(axes)
         axes.set_ylabel(panel.label)
         for line in panel.lines:
             drawn = _draw(axes, line, alone=len(names) == 1)
@@ -89,7 +89,7 @@ def stacked(
 ) -> Figure:
     """Draw stacked areas that fill the whole height; shares: [len(names), len(x)]."""
     figure, (axes,) = _figure(1, names)
-    bare(axes)
+    style_axes(axes)
     drawn = axes.stackplot(x, shares, colors=[look.colour for look in looks], edgecolor="white", linewidth=0.4)
     for area, look in zip(drawn, looks, strict=True):
         area.set_hatch(look.hatch)

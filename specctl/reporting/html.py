@@ -121,7 +121,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
         tag("tr", *(tag("td", text(value), **look) for value, look in zip(row, looks, strict=True)))
         for row in rows[:SHOWN]
     ]
-    left = tag("p", f"… and {len(rows) - SHOWN:,} rows more; specctl report --csv writes all.", class_="soft")
+    left = tag("p", f"… and {len(rows) - SHOWN:,} more rows; specctl report --csv writes all.", class_="soft")
     made = tag("table", tag("thead", head) if any(columns) else None, tag("tbody", *lines))
     return tag("div", made, left if len(rows) > SHOWN else None, class_="wide")
 

@@ -73,7 +73,7 @@ def _repeat(run: RunRecord) -> Iterator[Child]:
         facts.append(["target", _fact(target)])
     yield html.table(["", ""], facts)
     if run.recipe:
-        yield tag("p", "Recipe, every default filled in:", class_="soft")
+        yield tag("p", "Recipe with all defaults:", class_="soft")
         yield tag("pre", run.recipe.rstrip(), class_="long")
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 LABELS = {
     "mat": ("mat", "tokens per target pass"),
-    "speedup": ("speed-up", "tokens/s over plain decoding's"),
-    "accept_rate": ("acceptance", "accepted share of the draft tokens verified"),
+    "speedup": ("speed-up", "tokens/s over plain decoding"),
+    "accept_rate": ("acceptance", "accepted share of the verified draft tokens"),
 }
 COLOURS = "YlGnBu"  # sequential, readable in grey and by colour-blind readers
 NOTHING = "#ededed"  # a cell without a measurement

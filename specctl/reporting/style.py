@@ -72,7 +72,7 @@ def is_baseline(name: str) -> bool:
     return name in BASELINES or name.startswith("transformers+")
 
 
-def beside(names: Iterable[str]) -> list[str]:
+def grouped_names(names: Iterable[str]) -> list[str]:
     """List each name once, in order of appearance, with `a #2` directly after `a #1` for comparison."""
     unique = list(dict.fromkeys(names))
     plain = list(dict.fromkeys(name.split(" #")[0] for name in unique))
@@ -86,7 +86,7 @@ def short(name: str) -> str:
     return one_line if len(one_line) <= LONGEST else f"{one_line[: half - 1]}…{one_line[-half:]}"
 
 
-def bare(axes: Axes) -> None:
+def style_axes(axes: Axes) -> None:
     """Style axes with two spines, a light grid under the data, and small labels."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b0b0b0")

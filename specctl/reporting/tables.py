@@ -17,29 +17,31 @@ class Unusable(float):
     """Number that is shown with a mark because it cannot be used."""
 
 
-def marked(row: Mapping[str, Any], name: str) -> Any:
+def with_mark(row: Mapping[str, Any], name: str) -> Any:
     """Value of a row's field for a table, marked if it cannot be used, or None if the field is missing."""
     value = row.get(name)
     return Unusable(value) if name in SPEEDS and value is not None and row.get("unusable") else value
 
 
-def usable(row: Mapping[str, Any], name: str) -> Any:
+def usable_value(row: Mapping[str, Any], name: str) -> Any:
     """Value of a row's field for a picture or a headline, which cannot show marks. Unusable values are None."""
     return None if name in SPEEDS and row.get("unusable") else row.get(name)
 
 
-def doubts(document: Mapping[str, Any]) -> list[str]:
+def unusable_notes(document: Mapping[str, Any]) -> list[str]:
     """Return one line about the marked numbers of a result document, or an empty list."""
     rows = [row for value in document.values() if isinstance(value, list) for row in value]
     unusable = [row for row in rows if isinstance(row, Mapping) and row.get("unusable")]
-    whose = dict.fromkeys(f"{_whose(row)}{row['unusable']}" for row in unusable or [document] if row.get("unusable"))
+    whose = dict.fromkeys(
+        f"{_row_prefix(row)}{row['unusable']}" for row in unusable or [document] if row.get("unusable")
+    )
     if not whose:
         return []
     about = document.get("machine")
     busy = f" ({machine(about)})" if isinstance(about, Mapping) else ""
     return [
-        f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a draft that costs nothing has "
-        f"× plain = mat). The clock saw other work{busy}, or too few tokens: measure again on a quiet machine"
+        f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a free draft only has × plain = mat). "
+        f"Other work disturbed the clock{busy}, or there were too few tokens: measure again on an idle machine"
     ]
 
 
@@ -47,10 +49,10 @@ def machine(about: Mapping[str, Any]) -> str:
     """Describe `machine` of a result document in words."""
     busy = about.get("others_busy")  # read from a file, so it may have any type
     words = [f"{text(about.get(many))} {many[:-1] if about.get(many) == 1 else many}" for many in ("cores", "threads")]
-    return ", ".join([*words, *([f"others kept {text(busy)} cores busy"] if busy is not None else [])])
+    return ", ".join([*words, *([f"other processes kept {text(busy)} cores busy"] if busy is not None else [])])
 
 
-def _whose(row: Mapping[str, Any]) -> str:
+def _row_prefix(row: Mapping[str, Any]) -> str:
     """Prefix that names a row, such as `sql-eagle3 in sql: `."""
     name = row.get("drafter") or row.get("algo")
     where = [f"in {row['domain']}"] if row.get("domain") else [f"batch {row['batch']}"] if row.get("batch") else []
@@ -84,11 +86,11 @@ def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     writer = csv.writer(made, lineterminator="\n")
     for row in (columns, *rows):
         plain = [";".join(map(str, value)) if isinstance(value, list) else value for value in row]
-        writer.writerow([_inert(value) if isinstance(value, str) else value for value in plain])
+        writer.writerow([_escape_formula(value) if isinstance(value, str) else value for value in plain])
     return made.getvalue()
 
 
-def _inert(text: str) -> str:
+def _escape_formula(text: str) -> str:
     """Escape text that a spreadsheet would take for a formula; numbers such as `-3;-4` and `-1.5` stay."""
     text = text.replace("\r", "\n")
     formula = text.startswith(("=", "+", "-", "@", "\t", "\n")) and not re.fullmatch(r"[-+\d.;e]+", text)

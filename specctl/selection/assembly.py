@@ -7,18 +7,18 @@ from dataclasses import replace
 from functools import partial
 
 from specctl import processes
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
-from specctl.selection.arms import reach
+from specctl.selection.arm import Arm
+from specctl.selection.arms import longest_draft
 from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rules import Rules, rules_for
-from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Policy, seed_of
 from specctl.selection.prompt_memory import PromptMemory
@@ -30,7 +30,7 @@ NewPolicy = Callable[[Arms, Label], Policy]
 
 def make_selector(
     target: Target,
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     name: str,
     recipe: GameRecipe,
     new_policy: NewPolicy,
@@ -64,14 +64,14 @@ def make_selector(
         clock,
         overlaps=overlaps,
         ends=ends,
-        memory=PromptMemory(len(arms), trained_on=[_known(arm) for arm in arms]) if reads else None,
+        memory=PromptMemory(len(arms), trained_on=[_known_kinds(arm) for arm in arms]) if reads else None,
         taps=(target.num_layers,) if reads else (),
         on_round=on_round,
     )
 
 
 def make_batch_selector(
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     name: str,
     recipe: GameRecipe,
     new_policy: NewPolicy,
@@ -86,13 +86,13 @@ def make_batch_selector(
     return BatchSelector(arms, partial(_game, rules, arms, new_policy, seed, None), on_round)
 
 
-def _known(arm: Guarded) -> Kinds:
+def _known_kinds(arm: Arm) -> PromptClusters:
     """The kinds of prompts that an arm is known for. A hybrid has none: it hardly differs from its text drafter if its
     head is wrong."""
-    return arm.trained_on if arm.scored is arm.drafter else Kinds.none()
+    return arm.trained_on if arm.scored is arm.drafter else PromptClusters.none()
 
 
-def plays_for_seconds(arms: Sequence[Guarded], name: str, recipe: GameRecipe) -> bool:
+def plays_for_seconds(arms: Sequence[Arm], name: str, recipe: GameRecipe) -> bool:
     """Whether the feedback of the policy `name` counts the seconds of a round. Without seconds, plain decoding is
     always the worst arm."""
     return _played_for(_rules_of(arms, name, recipe), name) in ("throughput", "surplus")
@@ -104,16 +104,16 @@ def _played_for(rules: Rules, name: str) -> str | None:
 
 
 def _rules(
-    arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callable[[], float], greedy: bool = False
+    arms: Sequence[Arm], name: str, recipe: GameRecipe, step: Callable[[], float], greedy: bool = False
 ) -> Rules:
     rules = _rules_of(arms, name, recipe, greedy)
     if _played_for(rules, name) == "throughput":
-        rules = replace(rules, step=processes.agree(step()))
+        rules = replace(rules, step=processes.broadcast_value(step()))
     return rules
 
 
-def _rules_of(arms: Sequence[Guarded], name: str, recipe: GameRecipe, greedy: bool = False) -> Rules:
-    reaches = tuple(map(_reach, arms))
+def _rules_of(arms: Sequence[Arm], name: str, recipe: GameRecipe, greedy: bool = False) -> Rules:
+    reaches = tuple(map(_longest_draft, arms))
     rules = rules_for(name, recipe, max(1, *reaches), reach=reaches, greedy=greedy)
     if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
         # In a hybrid a bad head seldom drafts: by its seconds it would be the best.
@@ -122,7 +122,7 @@ def _rules_of(arms: Sequence[Guarded], name: str, recipe: GameRecipe, greedy: bo
 
 
 def _game(
-    rules: Rules, arms: Sequence[Guarded], new_policy: NewPolicy, seed: int, clock: ArmClock | None, text: Label
+    rules: Rules, arms: Sequence[Arm], new_policy: NewPolicy, seed: int, clock: ArmClock | None, text: Label
 ) -> Game:
     plain = next((number for number, arm in enumerate(arms) if arm.plain), None)
     seeded = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query), plain)
@@ -134,7 +134,7 @@ def plain_step(target: Target, batch: int) -> float:
     return step_seconds(target, [1], batch)[0] / batch
 
 
-def _reach(arm: Guarded) -> int:
+def _longest_draft(arm: Arm) -> int:
     """The longest draft of an arm, in tokens."""
-    deep = reach(arm.drafter)
+    deep = longest_draft(arm.drafter)
     return deep if arm.nodes is None else min(deep, arm.nodes)

@@ -13,16 +13,16 @@ from typing import NamedTuple
 
 from specctl import processes
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import Counts, DraftTree, HeardRound, Label, Verdict
+from specctl.decoding.records import Counts, DeviceRoundResult, DraftTree, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
+from specctl.selection.arm import Arm, taps_of
 from specctl.selection.controller import RoundLine, Tally
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
-from specctl.selection.guarded import Guarded, taps_of
 
 
-def load(texts: int) -> int:
+def load_bucket(texts: int) -> int:
     """The least power of two that is not below the number of texts."""
     return 1 << (texts - 1).bit_length()
 
@@ -45,11 +45,11 @@ class BatchSelector(Controller):
         on_round: called with every finished round.
     """
 
-    late = True
+    accepts_late_counts = True
 
     def __init__(
         self,
-        arms: Sequence[Guarded],
+        arms: Sequence[Arm],
         new_game: Callable[[Label], Game],
         on_round: Callable[[RoundLine], None] | None = None,
     ):
@@ -79,11 +79,11 @@ class BatchSelector(Controller):
             self.games.clear()
             self._seed = seed
 
-    def waits(self, state: DecodeState) -> bool:
-        return any(chosen.game.curious for chosen in self._chosen)
+    def must_wait(self, state: DecodeState) -> bool:
+        return any(chosen.game.awaits_first_reward for chosen in self._chosen)
 
     def choose(self, state: DecodeState) -> Proposer:
-        at = load(len(state.live))
+        at = load_bucket(len(state.live))
         if at not in self.games:
             label = Label(f"load {at}", seed=self._seed or 0)
             self.games[at] = self.new_game(label)
@@ -91,40 +91,40 @@ class BatchSelector(Controller):
         self._chosen.append(Chosen(game.choose(), game))
         return self.arms[self._chosen[-1].arm]
 
-    def ready(self, state: DecodeState) -> None:
+    def prepare_round(self, state: DecodeState) -> None:
         self._lengths = {b: len(state.rows[b].ids) for b in state.live}
         number = self._chosen[-1].arm
         if self._arm not in (None, number):
             self.tally.switches += 1
-            self.tally.caught_up += sum(self.arms[number].drafter.behind(state))
+            self.tally.caught_up += sum(self.arms[number].drafter.lag(state))
             self.tally.switch_s.append(self.arms[number].catch_up(state))
         self._arm = number
         self._began = time.perf_counter()  # catching up does not count as time of the round
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = processes.agree(time.perf_counter() - self._began)
+        seconds = processes.broadcast_value(time.perf_counter() - self._began)
         made = self.arms[self._chosen[0].arm].made
         assert made is not None
-        self._close(
+        self._finish_round(
             [verdict.counts(b, len(state.rows[b].ids) - n) for b, n in self._lengths.items()], seconds, made.failed
         )
 
-    def heard(self, state: DecodeState, round: HeardRound) -> None:
+    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:
         if round.counts:
-            self._close([*round.counts.values()], round.seconds)
+            self._finish_round([*round.counts.values()], round.seconds)
         else:  # all texts had ended before it
-            self.unplayed(state)
+            self.withdraw_choice(state)
 
-    def unplayed(self, state: DecodeState) -> None:
+    def withdraw_choice(self, state: DecodeState) -> None:
         self._chosen.pop().game.withdraw()
 
-    def _close(self, counts: Sequence[Counts], seconds: float, failed: bool = False) -> None:
+    def _finish_round(self, counts: Sequence[Counts], seconds: float, failed: bool = False) -> None:
         """Finish the oldest round; `counts` has one entry per text."""
         number, game = self._chosen.popleft()
         self.tally.pulls[number] += 1
         texts, tokens = len(counts), sum(one.committed for one in counts)
         accepted, depth = sum(one.accepted for one in counts), max(one.depth for one in counts)
-        entry = game.played(number, Outcome(tokens, accepted, failed=failed, seconds=seconds, texts=texts))
+        entry = game.round_finished(number, Outcome(tokens, accepted, failed=failed, seconds=seconds, texts=texts))
         self.tally.decide_us.append(entry.decide_us)
         self.tally.dropped += game.dropped
         game.dropped = 0

@@ -12,10 +12,10 @@ from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.drafter import Hybrid
-from specctl.drafters.hybrid.gate import Past
+from specctl.drafters.hybrid.gate import GateStatistics
 from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.retrieval.datastore import GrowingDatastore
-from specctl.families import GROWING
+from specctl.families import STREAM_RETRIEVAL
 from specctl.recipe import DraftingRecipe
 
 
@@ -35,15 +35,15 @@ class Companion:
 
     def text_drafter(self, name: str) -> Drafter:
         """An untrained drafter: `retrieval` over this store, or one that reads only the present text."""
-        if name == GROWING:
-            return retrieval.drafter(self.store, self.target, self.drafting)
+        if name == STREAM_RETRIEVAL:
+            return retrieval.make_drafter(self.store, self.target, self.drafting)
         return pool.load_drafter(name, self.target, self.drafting)
 
-    def beside(self, directory: str, drafter: Drafter) -> Drafter:
+    def with_text_drafter(self, directory: str, drafter: Drafter) -> Drafter:
         """Join the drafter of `directory` with the text drafter. A drafter that is no head comes back unchanged."""
-        return self.hybrid(directory, drafter) if self.name and hasattr(drafter, "grow") else drafter
+        return self.hybrid(directory, drafter) if self.name and hasattr(drafter, "propose_candidates") else drafter
 
-    def hybrid(self, directory: str, head: Drafter, past: Past | None = None) -> Hybrid:
+    def hybrid(self, directory: str, head: Drafter, past: GateStatistics | None = None) -> Hybrid:
         """Join a head with the text drafter. `past` is the record of the texts it has drafted before. Raises UsageError
         if it is no head."""
         assert self.text is not None
@@ -56,7 +56,7 @@ class Companion:
         """The head of a hybrid with this text drafter; any other drafter comes back unchanged."""
         return drafter.head if isinstance(drafter, Hybrid) and drafter.text is self.text else drafter
 
-    def remember(self, texts: Iterable[Decoded]) -> float:
+    def add_to_store(self, texts: Iterable[Decoded]) -> float:
         """Add finished texts to the store; return the seconds this took."""
         began = time.perf_counter()
         self.store.add(retrieval.document(text.prompt_ids + text.output_ids, len(text.prompt_ids)) for text in texts)

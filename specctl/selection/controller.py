@@ -14,16 +14,16 @@ from specctl import processes
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.prompt_features import features_of
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import Counts, DraftTree, HeardRound, Label, Verdict
+from specctl.decoding.records import Counts, DeviceRoundResult, DraftTree, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
-from specctl.decoding.timing import clock_of
+from specctl.decoding.timing import work_clock
+from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game, Round
 from specctl.selection.game.rewards import Outcome, surplus_lost
-from specctl.selection.guarded import Guarded, Made, prompt_states, taps_of
 from specctl.selection.policies.contextual import Belief, ContextualUcb
 from specctl.selection.policies.policy import AnyArray, Array
 from specctl.selection.prompt_memory import PromptMemory
@@ -65,7 +65,7 @@ class RoundLine:
 
 
 @dataclass
-class PlayedText:
+class ActiveText:
     """A text that is being decoded."""
 
     label: Label
@@ -74,8 +74,8 @@ class PlayedText:
     rounds: int = 0
     arm: int | None = None  # the last arm that read the text
     chosen: deque[int] = field(default_factory=deque)  # arms of unfinished rounds, oldest first
-    due: bool = False  # whether its tokens are to be scored
-    heard: tuple[Round, Counts] | None = None  # the last round, if scores may still come for it
+    to_score: bool = False  # whether its tokens are to be scored
+    open_round: tuple[Round, Counts] | None = None  # the last round, if scores may still come for it
     prompt: Array | None = None  # features of the prompt, and the belief about it, if the policy reads prompts
     belief: Belief | None = None
 
@@ -89,9 +89,9 @@ class Selector(Controller):
     """Plays one game for all texts with the same label key, which are decoded one after the other, and one game for
     each text without a key. Games share no knowledge.
 
-    Unless rewards are block divergences, rounds can run on the device (`late`), and the controller hears of each round
-    one round late. There are two exceptions, in which it waits for all pending rounds: a round that an arm plays for
-    the first time in a bandit's game, and a round after which idle arms are scored.
+    Unless rewards are block divergences, rounds can run on the device (`accepts_late_counts`), and the controller hears
+    of each round one round late. There are two exceptions, in which it waits for all pending rounds: a round that an
+    arm plays for the first time in a bandit's game, and a round after which idle arms are scored.
 
     Args:
         arms: the choices, in the order of the policy's arms.
@@ -99,7 +99,7 @@ class Selector(Controller):
         scorer: scores the arms' distinct `scored` drafters, in their order (None if no scores are needed).
         clock: seconds per round of each arm, which the games share.
         overlaps: whether rewards are block divergences, made from the drafts' overlaps with the target.
-        ends: whether texts of one key follow each other, so that the last tokens of a text are scored, too.
+        score_ends: whether texts of one key follow each other, so that the last tokens of a text are scored, too.
         memory: memory of earlier prompts, for a policy that reads prompts; otherwise None.
         taps: hidden states of the target that are kept if no arm reads any.
         on_round: called with every finished round.
@@ -107,7 +107,7 @@ class Selector(Controller):
 
     def __init__(
         self,
-        arms: Sequence[Guarded],
+        arms: Sequence[Arm],
         new_game: Callable[[Label], Game],
         scorer: Scorer | None,
         clock: ArmClock,
@@ -119,21 +119,21 @@ class Selector(Controller):
         on_round: Callable[[RoundLine], None] | None = None,
     ):
         self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
-        self.overlaps, self.ends, self.memory, self.on_round = overlaps, ends, memory, on_round
-        self.late, self.keeps = not overlaps, scorer is not None
+        self.overlaps, self.score_ends, self.memory, self.on_round = overlaps, ends, memory, on_round
+        self.accepts_late_counts, self.keeps_hidden = not overlaps, scorer is not None
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
         self.drafter_of = [drafters.index(arm.scored) for arm in arms]
         self.taps = taps_of(arms) or taps
-        self.moves = ArmClock.of(len(arms))  # seconds in which an arm reads the tokens it has missed
+        self.catch_up_clock = ArmClock.of(len(arms))  # seconds in which an arm reads the tokens it has missed
         self.forget()
 
     def forget(self) -> None:
         """Forget all games, counts and measurements."""
         self.tally = Tally()
         self.clock.forget()
-        self.moves.forget()
+        self.catch_up_clock.forget()
         self.games: OrderedDict[str, Game] = OrderedDict()  # by key; the game of the last text comes last
-        self.plays: dict[Text, PlayedText] = {}
+        self.plays: dict[Text, ActiveText] = {}
         self._seed: int | None = None  # seed of the texts in memory
         if self.memory is not None:
             self.memory.forget()
@@ -154,23 +154,23 @@ class Selector(Controller):
             game = self.new_game(label)
         else:
             if any(play.label.key == label.key for play in self.plays.values()):
-                raise ValueError("texts of one key are decoded one after the other")
+                raise ValueError("sequences with the same key must be decoded one after the other")
             game = self.games.pop(label.key) if label.key in self.games else self.new_game(label)
             self.games[label.key] = game
             while len(self.games) > max(GAMES, len(self.plays) + 1):
                 self.games.popitem(last=False)
-        self.plays[text] = PlayedText(label, game, game.dropped)
+        self.plays[text] = ActiveText(label, game, game.dropped)
 
     def end(self, text: Text) -> None:
         play = self.plays.pop(text)
         self._withdraw(play)
         self.tally.dropped += play.game.dropped - play.dropped
         if self.memory is not None and play.reader is not None and play.prompt is not None:
-            self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.lost)
+            self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.time_cost)
 
-    def waits(self, state: DecodeState) -> bool:
+    def must_wait(self, state: DecodeState) -> bool:
         plays = [self.plays[state.rows[b]] for b in self._own(state)]
-        return any(play.due or play.game.curious for play in plays)
+        return any(play.to_score or play.game.awaits_first_reward for play in plays)
 
     def _own(self, state: DecodeState) -> list[int]:
         """The slots of this controller's unfinished texts."""
@@ -181,14 +181,14 @@ class Selector(Controller):
         for b in live:
             play = self.plays[state.rows[b]]
             if play.prompt is None and self.memory is not None and play.reader is not None:
-                self._read(state, b, play, play.reader, self.memory)
+                self._begin_prompt(state, b, play, play.reader, self.memory)
             play.chosen.append(play.game.choose())
         first = live[0]
         chosen = [self.plays[state.rows[b if b in live else first]].chosen[-1] for b in range(state.batch)]
         arms = [self.arms[arm] for arm in chosen]
         return arms[0] if len(set(arms)) == 1 else PerSequence(arms)
 
-    def ready(self, state: DecodeState) -> None:
+    def prepare_round(self, state: DecodeState) -> None:
         self._live = self._own(state)
         self._lengths = [len(row.ids) for row in state.rows]
         new: set[int] = set()  # arms that a text was switched to
@@ -197,16 +197,16 @@ class Selector(Controller):
             arm = play.chosen[-1]
             if play.arm not in (None, arm):
                 self.tally.switches += 1
-                self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
+                self.tally.caught_up += self.arms[arm].drafter.lag(state)[b]
                 new.add(arm)
             play.arm = arm
         for arm in sorted(new):
             self.tally.switch_s.append(self.arms[arm].catch_up(state))
-            self.moves.took(arm, self.tally.switch_s[-1])
-        self._began = clock_of(state.device)()  # catching up does not count as time of the round
+            self.catch_up_clock.record(arm, self.tally.switch_s[-1])
+        self._began = work_clock(state.device)()  # catching up does not count as time of the round
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = self._seconds(state, processes.agree(clock_of(state.device)() - self._began))
+        seconds = self._seconds(state, processes.broadcast_value(work_clock(state.device)() - self._began))
         if self.scorer is not None:
             self.scorer.keep(state, verdict, self._live)
         counts, entries = {}, {}
@@ -215,34 +215,34 @@ class Selector(Controller):
             counts[b] = verdict.counts(b, len(row.ids) - self._lengths[b])
             made = self._made(self._played(state, b))
             overlaps = overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None
-            entries[b] = self._tell(self.plays[row], counts[b], seconds, made.failed, overlaps)
+            entries[b] = self._record_round(self.plays[row], counts[b], seconds, made.failed, overlaps)
         scored = self._score(state, self._live)
         for b in self._live:
             over = state.rows[b].stop is not None
-            self._close(self.plays[state.rows[b]], entries[b], counts[b], over, scored.get(b, 0))
+            self._finish_round(self.plays[state.rows[b]], entries[b], counts[b], over, scored.get(b, 0))
 
-    def heard(self, state: DecodeState, round: HeardRound) -> None:
+    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:
         seconds = round.seconds / max(len(round.counts), 1)
         for b, counts in round.counts.items():
             play = self.plays[state.rows[b]]
-            if play.heard is not None:
-                self._close(play, *play.heard, over=False)
-            play.heard = self._tell(play, counts, {play.chosen[0]: seconds}), counts
+            if play.open_round is not None:
+                self._finish_round(play, *play.open_round, over=False)
+            play.open_round = self._record_round(play, counts, {play.chosen[0]: seconds}), counts
             if self.scorer is None:
-                self._close(play, *play.heard, over=state.rows[b].stop is not None)
+                self._finish_round(play, *play.open_round, over=state.rows[b].stop is not None)
 
     @torch.inference_mode()
-    def settled(self, state: DecodeState) -> None:
-        slots = [b for b, row in enumerate(state.rows) if row in self.plays and self.plays[row].heard is not None]
+    def on_drained(self, state: DecodeState) -> None:
+        slots = [b for b, row in enumerate(state.rows) if row in self.plays and self.plays[row].open_round is not None]
         scored = self._score(state, slots)
         for b in slots:
             play = self.plays[state.rows[b]]
-            if play.heard is not None:
-                self._close(play, *play.heard, state.rows[b].stop is not None, scored.get(b, 0))
+            if play.open_round is not None:
+                self._finish_round(play, *play.open_round, state.rows[b].stop is not None, scored.get(b, 0))
 
-    def _tell(
+    def _record_round(
         self,
-        play: PlayedText,
+        play: ActiveText,
         counts: Counts,
         seconds: dict[int, float],
         failed: bool = False,
@@ -251,27 +251,29 @@ class Selector(Controller):
         """Report the text's oldest unfinished round to the game; `seconds` by arm."""
         arm = play.chosen.popleft()
         self.tally.pulls[arm] += 1
-        outcome = Outcome(counts.committed, counts.accepted, counts.whole, failed, overlaps, seconds[arm])
-        entry = play.game.played(arm, outcome)
-        play.due |= play.game.due() > 0  # asked also for the last round of a text: the schedule counts all
+        outcome = Outcome(counts.committed, counts.accepted, counts.untrimmed, failed, overlaps, seconds[arm])
+        entry = play.game.round_finished(arm, outcome)
+        play.to_score |= play.game.due() > 0  # asked also for the last round of a text: the schedule counts all
         return entry
 
-    def unplayed(self, state: DecodeState) -> None:
+    def withdraw_choice(self, state: DecodeState) -> None:
         for b in self._own(state):
             self._take_back(self.plays[state.rows[b]])
 
     @staticmethod
-    def _take_back(play: PlayedText) -> None:
+    def _take_back(play: ActiveText) -> None:
         """Undo a text's last choice."""
         play.chosen.pop()
         play.game.withdraw()
 
-    def _withdraw(self, play: PlayedText) -> None:
+    def _withdraw(self, play: ActiveText) -> None:
         """Undo all unfinished rounds of a text that is over."""
         while play.chosen:
             self._take_back(play)
 
-    def _read(self, state: DecodeState, b: int, play: PlayedText, policy: ContextualUcb, memory: PromptMemory) -> None:
+    def _begin_prompt(
+        self, state: DecodeState, b: int, play: ActiveText, policy: ContextualUcb, memory: PromptMemory
+    ) -> None:
         """Begin a text: compute its prompt's features, and tell the policy the belief and the costs of switching."""
         if play.label.seed != self._seed:  # the same prompts come again
             memory.forget()
@@ -280,9 +282,9 @@ class Selector(Controller):
         states = state.features[b, : state.rows[b].prompt_length]
         play.prompt = features_of(prompt_states(self.arms, states, state.taps))
         play.belief = memory.belief(play.prompt)
-        policy.meet(play.belief, memory.overdue)
+        policy.begin_text(play.belief, memory.should_try_drafts)
         if play.game.rules.reward == "surplus":
-            policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
+            policy.switch_cost = surplus_lost(self.catch_up_clock.mean, self.clock.rate, play.game.rules.depth)
 
     def _played(self, state: DecodeState, b: int) -> int:
         """The arm of the last round that the host knows about."""
@@ -290,7 +292,7 @@ class Selector(Controller):
         assert arm is not None
         return arm
 
-    def _made(self, arm: int) -> Made:
+    def _made(self, arm: int) -> TimedDraft:
         made = self.arms[arm].made
         assert made is not None
         return made
@@ -311,8 +313,8 @@ class Selector(Controller):
         wanted = [0] * state.batch
         for b in slots:
             row, play = state.rows[b], self.plays[state.rows[b]]
-            wanted[b] = play.game.unscored if play.due or (self.ends and row.stop is not None) else 0
-            play.due = False
+            wanted[b] = play.game.unscored if play.to_score or (self.score_ends and row.stop is not None) else 0
+            play.to_score = False
         if self.scorer is None or not any(wanted):
             return {}
         began = time.perf_counter()
@@ -329,9 +331,9 @@ class Selector(Controller):
                 self.plays[state.rows[b]].game.scored(gamma, hit)
         return {b: wanted[b] for b in slots}
 
-    def _close(self, play: PlayedText, entry: Round, counts: Counts, over: bool, scored: int = 0) -> None:
+    def _finish_round(self, play: ActiveText, entry: Round, counts: Counts, over: bool, scored: int = 0) -> None:
         """Finish a round, and perhaps its text."""
-        game, label, play.heard = play.game, play.label, None
+        game, label, play.open_round = play.game, play.label, None
         if over:
             self._withdraw(play)
             game.ended()

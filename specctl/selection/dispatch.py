@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 
 from specctl import progress
-from specctl.engines.exchanges import TextCounts
-from specctl.engines.proxy import ServerOrder
-from specctl.engines.records import Drafting
+from specctl.engines.proxy import ServerChoice
+from specctl.engines.proxy_messages import TextCounts
+from specctl.engines.records import DraftCounters
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies import registry
-from specctl.selection.policies.contextual import BETA, Shown, unplayed
+from specctl.selection.policies.contextual import BETA, ArmRounds, prior_bounds
 from specctl.selection.policies.policy import Arms, Array
 from specctl.selection.prompt_memory import PromptMemory
 
@@ -37,9 +37,9 @@ HEAD, TAIL = 1000, 3000  # characters that are read from the beginning and the e
 # domains, and one server for each (mat 3.5, and 2.0 elsewhere), the best server gets 97, 96 and 54 % of the texts 50 to
 # 300; with 0.5 it gets 93, 90 and 50 %.
 WIDTH = 1.0
-# A server is passed over while it has more requests than `TIMES` times the number of the least busy server, plus
-# `MORE`.
-TIMES, MORE = 2, 8
+# A server is passed over while it has more requests than `OVERLOAD_FACTOR` times the number of the least busy server,
+# plus `OVERLOAD_SLACK`.
+OVERLOAD_FACTOR, OVERLOAD_SLACK = 2, 8
 
 
 def check(names: Sequence[str]) -> None:
@@ -47,11 +47,11 @@ def check(names: Sequence[str]) -> None:
     registry.check([*names])
     for name in names:
         if name not in POLICIES:
-            raise UsageError(f"{name} cannot route requests among servers", f"--algo {', '.join(POLICIES)}")
+            raise UsageError(f"{name} cannot route requests among servers", f"use --algo {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedText:
     """A finished text: its server, its number of tokens and of target passes, and the time of the choice.
 
     Attributes:
@@ -66,7 +66,7 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class PromptOrder(ServerOrder):
+class PromptChoice(ServerChoice):
     """A ranking of the servers, with the prompt's features and the time of the choice."""
 
     features: Array | None
@@ -77,17 +77,17 @@ class Dispatcher:
     """The `Dispatch` of a proxy that plays a policy of `POLICIES`, with the servers as arms."""
 
     def __init__(
-        self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int, routed: Callable[[Routed], None]
+        self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int, routed: Callable[[RoutedText], None]
     ):
-        """`routed` is called with every text. Raises UsageError like `check`."""
+        """`on_routed` is called with every text. Raises UsageError like `check`."""
         check([name])
-        self.urls, self.routed = list(urls), routed
+        self.urls, self.on_routed = list(urls), routed
         arms = Arms(len(self.urls), 1, seed)
         self.memory = PromptMemory(arms.count, WIDTH) if registry.contextual(name) else None
         self.policy = registry.build(name, arms, options)
         self._silent: set[str] = set()
 
-    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> PromptOrder:
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> PromptChoice:
         """Rank the servers by their expected reward; servers with too many requests come last."""
         began = perf_counter_ns()
         features = None
@@ -98,45 +98,45 @@ class Dispatcher:
             features = features_of(body)
             belief = self.memory.belief(features)
             texts = [heard + in_flight[url] for heard, url in zip(self.memory.texts, self.urls, strict=True)]
-            worth = [-float(count) for count in texts] if belief is None else unplayed(belief, BETA)
-        most = TIMES * min(in_flight.values()) + MORE
+            worth = [-float(count) for count in texts] if belief is None else prior_bounds(belief, BETA)
+        most = OVERLOAD_FACTOR * min(in_flight.values()) + OVERLOAD_SLACK
         ranked = sorted(
             zip(self.urls, worth, strict=True),
             key=lambda one: (in_flight[one[0]] > most, -one[1], in_flight[one[0]]),
         )
-        return PromptOrder([url for url, _ in ranked], features, (perf_counter_ns() - began) / 1000)
+        return PromptChoice([url for url, _ in ranked], features, (perf_counter_ns() - began) / 1000)
 
-    def answered(self, choice: ServerOrder, url: str, counts: TextCounts) -> None:
+    def learn(self, choice: ServerChoice, url: str, counts: TextCounts) -> None:
         """Learn from a text. A server that does not report its accepted tokens counts as if it had accepted none."""
-        assert isinstance(choice, PromptOrder)
+        assert isinstance(choice, PromptChoice)
         if counts.drafting is None and url not in self._silent:
             self._silent.add(url)
             progress.warn(
-                f"{url} does not say which drafted tokens it accepts, and counts as a server without a drafter: "
-                f"vllm serve … --per-request-spec-decode-metrics summary"
+                f"{url} does not report its accepted draft tokens, so it counts as a server without a drafter; "
+                "start it with: vllm serve … --per-request-spec-decode-metrics summary"
             )
-        shown = passes_of(counts)
+        shown = pass_statistics(counts)
         arm = self.urls.index(url)
         if self.memory is not None and choice.features is not None:
-            others = [Shown(0, 0.0, 0.0)] * len(self.urls)
+            others = [ArmRounds(0, 0.0, 0.0)] * len(self.urls)
             # Without the belief: it would blame the difficulty of the text for half of the only server's result.
             self.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
             self.memory.fit()  # fit now, so that the next request need not wait
         elif self.policy.learns == "reward":
             self.policy.reward(arm, 1 - shown.rounds / shown.total)
         accepted = None if counts.drafting is None else counts.drafting.accepted
-        self.routed(Routed(url, counts.tokens, shown.rounds, accepted, choice.decide_us))
+        self.on_routed(RoutedText(url, counts.tokens, shown.rounds, accepted, choice.decide_us))
 
 
-def passes_of(counts: TextCounts) -> Shown:
+def pass_statistics(counts: TextCounts) -> ArmRounds:
     """Statistics of the target's passes over a text; a pass yields one token more than it accepts. Passes without a
     draft, such as the prefill, are in no draft counter; they follow from the number of tokens."""
-    drafting = counts.drafting or Drafting()
+    drafting = counts.drafting or DraftCounters()
     passes = max(counts.tokens - drafting.accepted, 1)  # the last draft may be accepted beyond the end of the text
     # Σ (1 + a)² over passes that accept a tokens each; Σ a² = Σ over places (2·place + 1)·(how often accepted there).
     squares = passes + 2 * drafting.accepted
     squares += sum((2 * place + 1) * count for place, count in enumerate(drafting.accepted_at))
-    return Shown(passes, float(counts.tokens), float(squares))
+    return ArmRounds(passes, float(counts.tokens), float(squares))
 
 
 def features_of(body: Mapping[str, Any]) -> Array:
@@ -153,11 +153,11 @@ def words_of(body: Mapping[str, Any]) -> list[str]:
     prompt = next((body[key] for key in ("messages", "prompt", "text", "input_ids") if body.get(key)), "")
     if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
         return [str(token) for token in [*prompt[: HEAD // 4], *prompt[HEAD // 4 :][-TAIL // 4 :]]]
-    text = prompt if isinstance(prompt, str) else " ".join(said(prompt))
+    text = prompt if isinstance(prompt, str) else " ".join(message_texts(prompt))
     return re.findall(r"\w+|[^\w\s]", f"{text[:HEAD]} {text[HEAD:][-TAIL:]}".lower())
 
 
-def said(messages: Any) -> list[str]:
+def message_texts(messages: Any) -> list[str]:
     """The texts in the messages of a conversation."""
     texts: list[str] = []
     for message in messages if isinstance(messages, list) else []:

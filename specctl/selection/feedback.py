@@ -25,7 +25,7 @@ from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.stacked import Stacked, teams
+from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.errors import SpecctlError
 from specctl.selection.recorded.trace import INNER, LEAF
 
@@ -57,7 +57,7 @@ class Feedback:
         return [Feedback(*part) for part in parts]
 
 
-class _Kept:
+class _PendingRows:
     """Target rows for committed tokens of one text that are not scored yet. Each row predicted a token, the last row
     the token before `end`. If the state keeps the hidden states that rows are computed from, there are no rows, and
     `end` follows the scored tokens."""
@@ -85,16 +85,16 @@ class Scorer:
         worse with depth."""
         self.target, self.drafters, self.depth = target, drafters, depth
         self.forget()
-        self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
+        self._teams = [(places, _stacked([drafters[n] for n in places])) for places in scoring_groups(drafters)]
 
     def forget(self) -> None:
         """Reset the failure counts."""
         self.failures = [0] * len(self.drafters)
 
-    def _texts(self, state: DecodeState) -> list[_Kept]:
+    def _texts(self, state: DecodeState) -> list[_PendingRows]:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(_Kept, state.batch)
+            memory = state.memory[self] = PerText(_PendingRows, state.batch)
         return memory.rows
 
     def keep(self, state: DecodeState, verdict: Verdict, slots: Collection[int]) -> None:
@@ -122,7 +122,7 @@ class Scorer:
             return self._score_kept(state, counts, state.hidden)
         spans, rows = [], []
         for kept, row, count in zip(self._texts(state), state.rows, counts, strict=True):
-            assert not kept.rows or kept.end == len(row.ids), "a round was not kept"
+            assert not kept.rows or kept.end == len(row.ids), "the records of a round are missing"
             start = len(row.ids) - len(kept.rows)
             spans.append(range(start, start + count))
             rows += [kept.rows.popleft() for _ in range(count)]
@@ -148,7 +148,7 @@ class Scorer:
         scores = self._scores(state, spans)
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
-        judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device))
+        judge = _CommittedRows(logits, draws, spans, torch.tensor(committed, device=state.device))
         judged = [judge.proposals(score, depth) for score in scores]
         # The first token after the prefill's can only be at depth 1 of a draft, the next one at depth 1 or 2, and so
         # on.
@@ -176,7 +176,10 @@ class Scorer:
             raise
         except Exception as error:
             if not any(self.failures):
-                progress.log(f"a drafter cannot be scored, it counts as silent: {type(error).__name__}: {error}")
+                progress.log(
+                    "a drafter cannot be scored, so it counts as one without a proposal: "
+                    f"{type(error).__name__}: {error}"
+                )
             for n in places:
                 self.failures[n] += 1
                 self.drafters[n].invalidate(state)  # its memory may be half written
@@ -196,7 +199,7 @@ def table(
     target, ids = scorer.target, prompt_ids + output_ids
     taps = tuple(sorted({tap for drafter in scorer.drafters for tap in drafter.taps}))
     state = DecodeState(target, taps=taps, spare=0)
-    state.place([state.sequence(Request(ids[:-1], sampling, 1, seed))])
+    state.assign_slots([state.sequence(Request(ids[:-1], sampling, 1, seed))])
     _, hidden, tapped = target.prefill([ids[:-1]], state.cache, state.taps)
     state.begin([0], ids[-1:], tapped)
     state.rows[0].prompt_length = first = len(prompt_ids)
@@ -225,7 +228,7 @@ def _joined(scores: list[Score]) -> Score:
     return replace(first, positions=range(0), tokens=torch.cat(padded, 1))
 
 
-class _Judge:
+class _CommittedRows:
     """R rows of the target, and the token committed at each."""
 
     def __init__(self, logits: Tensor, draws: Draws, spans: list[range], committed: Tensor):
@@ -241,11 +244,11 @@ class _Judge:
         hit = torch.zeros_like(gamma, dtype=torch.uint8)
         reach = min(depth, len(score.children))
         if reach:
-            rule = self._drawn if score.sampled else self._listed
+            rule = self._score_sampled if score.sampled else self._score_proposed
             gamma[:, :reach], hit[:, :reach] = rule(score, reach)
         return gamma.masked_fill_(~self.p.valid[:, None], torch.nan), hit
 
-    def _drawn(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
+    def _score_sampled(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
         """γ and hit of a drafter that samples from q, filtered as p. Every depth draws from its own random stream."""
         assert score.logits is not None
         rows = [self.draws.rows(logits.unsqueeze(1)) for logits in score.logits[:reach]]
@@ -255,12 +258,12 @@ class _Judge:
             if k < len(rows):
                 kept = q.logits.masked_fill(q.logits * q.inv_temp[:, None] < q.cut[:, None], -torch.inf)
                 draft = kernels.DraftRows(kept, score.ids, q.inv_temp)
-                gamma.append(kernels.panorama(self.p, [draft], self.committed).accept[0])
+                gamma.append(kernels.drafter_feedback(self.p, [draft], self.committed).accept[0])
             drawn = kernels.sample_rows(q, self.draws.uniform(self.positions, DRAFT + k).reshape(-1))
             hit.append((drawn == self.committed) * INNER)
         return torch.stack(gamma, 1), torch.stack(hit, 1)
 
-    def _listed(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
+    def _score_proposed(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
         """γ and hit of a drafter that proposes the most probable tokens of a row, or a list of tokens."""
         counts = torch.tensor(score.children[:reach], device=self.committed.device)
         if score.tokens is None:

@@ -2,7 +2,7 @@
 
 The symbols of that module apply. In addition: x [D] features of a prompt; k covariance of two prompts; w its width; p
 [P] memberships of a prompt in the kinds of prompts that arms were trained on; φ [N] what the arms' training says about
-a prompt (`known_for`); θ the worth of φ in rewards.
+a prompt (`training_advantage`); θ the worth of φ in rewards.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from specctl import threads
-from specctl.decoding.prompt_features import Kinds
-from specctl.selection.policies.contextual import TRIES, Belief, Shown, ease
+from specctl.decoding.prompt_features import PromptClusters
+from specctl.selection.policies.contextual import TRIAL_ROUNDS, ArmRounds, Belief, ease
 from specctl.selection.policies.policy import Array
 
 WINDOW = 64  # remembered texts of each arm: the oldest makes room
@@ -27,33 +27,33 @@ CENTER = 256  # number of recent prompts that features are centred by
 # 1 to 4 %.
 WIDTH = 0.5  # w, for the distance of two directions: 0 if they are equal, 2 if opposite
 SHARED = 0.5  # share of the variance between texts that all arms have in common: τ² ÷ (τ² + s²)
-EVERYWHERE = 0.2  # share of s² that is the same at all prompts; an arm that loses everywhere is soon left alone
+SHARE_EVERYWHERE = 0.2  # share of s² that is the same at all prompts; an arm that loses everywhere is soon left alone
 AGE = 200.0  # texts after which the variance of a reward has grown by s²: arms and requests may change
-# λ, share of the rest that is the same at all prompts of a kind. Chosen together with `FAITH`, below.
-KIND = 0.4
+# λ, share of the rest that is the same at all prompts of a kind. Chosen together with `PRIOR_SLOPE_SD`, below.
+SHARE_BY_KIND = 0.4
 # Cosine at which a prompt belongs to a kind as likely as to none, and temperature of this softmax. Half as much again,
 # or a third less, changes results by less than 1 %.
 NEAR, SHARP = 0.3, 0.08
 # Most texts in a row that are decoded plainly before drafts are tried again. The number doubles when a trial does not
 # pay.
 LONGEST_SILENCE = 8
-FEW = 4  # rewards needed to estimate variances; with fewer, only the training of the arms is known
+MIN_REWARDS = 4  # rewards needed to estimate variances; with fewer, only the training of the arms is known
 SIGNAL = NOISE = 0.005  # s² and σ² until then
 UNKNOWN = 1e3  # τ² until then: the mean of rewards is not known
 # Prior standard deviation of θ, in units of its prior mean, s. Chosen with 100 development prompts of five domains, one
 # of them not trained for by any arm, and with four arms in 16 orders. With more, single orders lose a fifth. With less,
 # all orders lose if arms are labelled with the kinds of other arms.
-FAITH = 0.7
-DIRECTION = 4.0  # weight of the squared relative error of a kind's mean, which lowers the trust in that kind
-NEVER = 1e9  # variance of an empty entry, in units of s²
+PRIOR_SLOPE_SD = 0.7
+ERROR_WEIGHT = 4.0  # weight of the squared relative error of a kind's mean, which lowers the trust in that kind
+EMPTY_VARIANCE = 1e9  # variance of an empty entry, in units of s²
 # Least variance of a reward, in units of s²: with it the system of equal prompts is solvable in single precision.
-LEAST = 1e-3
+MIN_VARIANCE = 1e-3
 
 
 @dataclass(frozen=True)
 class Covariance:
     """k = c + (1 − c)·[λ·g(p, p') + (1 − λ)·g(x, x')] of two prompts, with g(a, b) = exp(−|a − b|²/2w²), c =
-    `EVERYWHERE` and λ = `KIND`; λ = 0 if no kinds are known.
+    `SHARE_EVERYWHERE` and λ = `SHARE_BY_KIND`; λ = 0 if no kinds are known.
 
     Single prompts of a kind are far from each other, and from their mean. Their common part shows in their membership:
     it names the nearest kind.
@@ -71,8 +71,8 @@ class Covariance:
         size = a.shape[-1] - self.kinds
         k = _gaussian(a[..., :size], b[..., :size], self.width)
         if self.kinds:
-            k = k.mul_(1 - KIND).add_(_gaussian(a[..., size:], b[..., size:], WIDTH), alpha=KIND)
-        return k.mul_(1 - EVERYWHERE).add_(EVERYWHERE)
+            k = k.mul_(1 - SHARE_BY_KIND).add_(_gaussian(a[..., size:], b[..., size:], WIDTH), alpha=SHARE_BY_KIND)
+        return k.mul_(1 - SHARE_EVERYWHERE).add_(SHARE_EVERYWHERE)
 
 
 def _gaussian(a: Tensor, b: Tensor, width: float) -> Tensor:
@@ -102,7 +102,7 @@ def regression(x: Tensor, y: Tensor, factor: Tensor, at: Tensor, k: Covariance =
     return mean, (1 - explained).clamp_min(1e-6)
 
 
-def known_for(p: Tensor, owner: Sequence[int], trust: Tensor, count: int) -> Tensor:
+def training_advantage(p: Tensor, owner: Sequence[int], trust: Tensor, count: int) -> Tensor:
     """φ […, N] of `count` arms at prompts with memberships p […, P]; `owner` [P] names the arm that was trained on each
     kind. φ is 1 at an arm's own kind, −1 far from all its kinds, and 0 for an arm with unknown training. It is smaller
     if the mean of a kind comes from few prompts (`trust` [P])."""
@@ -165,7 +165,7 @@ class PromptMemory:
     beginning with a guess, so that choices are right before any reward was seen.
     """
 
-    def __init__(self, count: int, width: float = WIDTH, trained_on: Sequence[Kinds] = ()):
+    def __init__(self, count: int, width: float = WIDTH, trained_on: Sequence[PromptClusters] = ()):
         """
         Args:
             width: w, for other features than `prompt_features.features_of`.
@@ -184,19 +184,19 @@ class PromptMemory:
 
     def forget(self) -> None:
         """Forget all prompts."""
-        self._heard = 0  # number of texts learnt from
+        self._texts_seen = 0  # number of texts learnt from
         self._fit: PromptFit | None = None
         self._prompts = torch.zeros(CENTER, 0)
         self._x = torch.zeros(self.count, WINDOW, self._kinds.shape[1])
-        self._lost = torch.zeros(self.count, 1, dtype=torch.double)  # present cost of a round's time in rewards
+        self._time_cost = torch.zeros(self.count, 1, dtype=torch.double)  # present cost of a round's time in rewards
         # By arm and remembered text: mean reward minus the text's ease, plus the cost of the time; rounds, 0 = no
         # entry; variance of the ease; Σ (reward − mean)²; number of the text.
-        self._y, self._rounds, self._doubt, self._within, self._when = (
+        self._y, self._rounds, self._doubt, self._squares, self._seen_at = (
             torch.zeros(self.count, WINDOW, dtype=torch.double) for _ in range(5)
         )
         self._next = [0] * self.count  # entry for the next text of each arm
         # Texts in a row that were decoded plainly; the number of them after which drafts are tried.
-        self._silent, self._patience = 0, 1
+        self._plain_streak, self._plain_limit = 0, 1
 
     @property
     def texts(self) -> list[int]:
@@ -204,16 +204,16 @@ class PromptMemory:
         return (self._rounds > 0).sum(1).tolist()
 
     @property
-    def overdue(self) -> bool:
+    def should_try_drafts(self) -> bool:
         """Whether drafts should be tried after many plainly decoded texts: meanwhile datastores and requests change."""
-        return self._silent >= self._patience
+        return self._plain_streak >= self._plain_limit
 
     def belief(self, features: Array) -> Belief | None:
         """Expected rewards at a prompt with these features, or None if too little is known."""
         fit = self.fit()
         if fit is None:
             return None
-        with threads.suited(0):  # matrices too small for two threads, which would wait for each other
+        with threads.step_threads(0):  # matrices too small for two threads, which would wait for each other
             at = self._place(torch.from_numpy(features).float(), fit.center)
             m, v = regression(fit.x, fit.y, fit.factor, at, self._k)
             phi = self._known_for(at, fit.center)
@@ -233,18 +233,20 @@ class PromptMemory:
 
     def _fitted(self) -> PromptFit | None:
         seen = self._rounds > 0
-        if int(seen.sum()) < FEW and not self._owner:
+        if int(seen.sum()) < MIN_REWARDS and not self._owner:
             return None
         filled = max(self.texts)
-        center = torch.cat([part for part in (self._prompts[: self._heard], self._kinds) if len(part)]).mean(0)
-        with threads.suited(0):
+        center = torch.cat([part for part in (self._prompts[: self._texts_seen], self._kinds) if len(part)]).mean(0)
+        with threads.step_threads(0):
             x = self._place(self._x[:, :filled], center)
             phi = self._known_for(x, center).diagonal(dim1=0, dim2=2).T
-            y = self._y - self._lost
+            y = self._y - self._time_cost
             told, noise, signal = self._scales(y[seen], seen, phi[seen[:, :filled]])
-            shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= FEW else UNKNOWN
-            doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (self._heard - self._when) / AGE
-            doubt = torch.where(seen, doubt.clamp_min(LEAST), NEVER)[:, :filled]
+            shared = signal * SHARED / (1 - SHARED) if int(seen.sum()) >= MIN_REWARDS else UNKNOWN
+            doubt = (noise / self._rounds.clamp_min(1) + self._doubt) / signal + (
+                self._texts_seen - self._seen_at
+            ) / AGE
+            doubt = torch.where(seen, doubt.clamp_min(MIN_VARIANCE), EMPTY_VARIANCE)[:, :filled]
             off = torch.where(seen[:, :filled], y[:, :filled] - told.mean - told.slope * phi, 0.0)
             factor = factored(x, doubt, self._k)
         return PromptFit(x, off, factor, center, told, noise, signal, shared)
@@ -262,17 +264,17 @@ class PromptMemory:
             return x.new_zeros(*x.shape[:-1], self.count, dtype=torch.double)
         error = (self._errors / (self._kinds - center).norm(dim=1).clamp_min(1e-12)).square()
         p = x[..., x.shape[-1] - len(self._kinds) :]
-        return known_for(p, self._owner, 1 / (1 + DIRECTION * error.double()), self.count)
+        return training_advantage(p, self._owner, 1 / (1 + ERROR_WEIGHT * error.double()), self.count)
 
     def _scales(self, y: Tensor, seen: Tensor, phi: Tensor) -> tuple[Trend, float, float]:
         """The trend, σ² and s² from the rewards y [M] of the `seen` [N, WINDOW] entries and their φ, `phi` [M]."""
         rounds = self._rounds[seen]
         noise, signal = NOISE, SIGNAL
-        slope, doubt = math.sqrt(SIGNAL), FAITH**2 * SIGNAL
-        if len(y) < FEW:
+        slope, doubt = math.sqrt(SIGNAL), PRIOR_SLOPE_SD**2 * SIGNAL
+        if len(y) < MIN_REWARDS:
             return trend(phi, y, signal + noise / rounds, slope, doubt), noise, signal
         # With one round per arm and text, chance cannot be told from difference; then the noise is all of the variance.
-        squares = float(y.var(correction=0)) + float(self._within.sum())
+        squares = float(y.var(correction=0)) + float(self._squares.sum())
         noise = max(squares / (1 + float(rounds.sum()) - len(rounds)), 1e-9)
         for _ in range(2):  # the trend from the variances, then these from its residuals
             told = trend(phi, y, signal + noise / rounds, slope, doubt)
@@ -282,7 +284,7 @@ class PromptMemory:
         return told, noise, signal
 
     def learn(
-        self, features: Array, belief: Belief | None, shown: Sequence[Shown], lost: Sequence[float] | None = None
+        self, features: Array, belief: Belief | None, shown: Sequence[ArmRounds], lost: Sequence[float] | None = None
     ) -> None:
         """Take in a finished text: its features, the belief before it, and the rounds of each arm.
 
@@ -291,24 +293,24 @@ class PromptMemory:
         """
         self._fit = None
         drafted = sum(one.rounds for one in shown)
-        if drafted > TRIES:
-            self._silent, self._patience = 0, 1
+        if drafted > TRIAL_ROUNDS:
+            self._plain_streak, self._plain_limit = 0, 1
         elif drafted:
-            self._silent, self._patience = 0, min(2 * self._patience, LONGEST_SILENCE)
+            self._plain_streak, self._plain_limit = 0, min(2 * self._plain_limit, LONGEST_SILENCE)
         else:
-            self._silent += 1
+            self._plain_streak += 1
         if lost is not None:
-            self._lost = torch.tensor(lost, dtype=torch.double)[:, None]
+            self._time_cost = torch.tensor(lost, dtype=torch.double)[:, None]
         n = [one.rounds for one in shown]
         r = [one.total / max(one.rounds, 1) for one in shown]
-        known = sum(self.texts) >= FEW  # otherwise the belief does not know the mean
+        known = sum(self.texts) >= MIN_REWARDS  # otherwise the belief does not know the mean
         d, doubt = ease(belief, n, r) if belief is not None and known else (0.0, 0.0)
         x = torch.from_numpy(features).float()
         if not self._prompts.shape[1]:
             self._x, self._prompts = torch.zeros(self.count, WINDOW, len(x)), torch.zeros(CENTER, len(x))
-        self._prompts[self._heard % CENTER] = x
-        self._heard += 1
-        lost_of = self._lost[:, 0].tolist()
+        self._prompts[self._texts_seen % CENTER] = x
+        self._texts_seen += 1
+        lost_of = self._time_cost[:, 0].tolist()
         for arm, (one, mean) in enumerate(zip(shown, r, strict=True)):
             if one.rounds:
                 place, self._next[arm] = self._next[arm], (self._next[arm] + 1) % WINDOW
@@ -318,8 +320,8 @@ class PromptMemory:
                     one.rounds,
                     doubt,
                 )
-                self._within[arm, place] = max(one.squares - one.rounds * mean * mean, 0.0)
-                self._when[arm, place] = self._heard
+                self._squares[arm, place] = max(one.squares - one.rounds * mean * mean, 0.0)
+                self._seen_at[arm, place] = self._texts_seen
 
 
 def _direction(x: Tensor) -> Tensor:

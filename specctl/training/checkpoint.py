@@ -21,12 +21,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl import regular
-from specctl.drafters.checkpoint import TRAINING, read_json, separate, write_tensors
+from specctl import regular_files
+from specctl.drafters.checkpoint import TRAINING, read_json, untied_cpu_copies, write_tensors
 from specctl.errors import CheckpointError, one_line
 from specctl.progress import warn
 from specctl.runs import PRIVATE_DIRECTORY, atomic_write, make_dir, sha256, to_json
-from specctl.training import whole_state
+from specctl.training import portable_state
 
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
 State = TypeVar("State")
@@ -41,18 +41,18 @@ def directory(output: Path) -> Path:
 
 def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int) -> None:
     """Save the engine and `state` (all ranks call this); the `keep` newest checkpoints stay."""
-    tensors = whole_state.collect(engine)
+    tensors = portable_state.collect(engine)
     if dist.get_rank() == 0:
         save_tensors(root, step, state, tensors, keep=keep)
     dist.barrier()
 
 
-def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Add `prefix` to the names of tensors; `under` is the inverse."""
+def add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add `prefix` to the names of tensors; `strip_prefix` is the inverse."""
     return {f"{prefix}{name}": value for name, value in tensors.items()}
 
 
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors with names that begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
@@ -62,7 +62,7 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
     intact."""
     try:
         _prepare(root, step)
-        write_tensors(_draft(root, step) / TENSORS, separate(tensors))
+        write_tensors(_draft(root, step) / TENSORS, untied_cpu_copies(tensors))
         _finish(root, step, state, keep)
     except SafetensorError as error:  # such as a full disk
         raise OSError(str(error)) from error
@@ -73,11 +73,11 @@ def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str
 def load_tensors(path: Path) -> dict[str, Tensor]:
     """Load a checkpoint's tensors onto the CPU. CheckpointError if they cannot be read."""
     try:
-        regular.check(path / TENSORS)
+        regular_files.check(path / TENSORS)
         return load_file(path / TENSORS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path / TENSORS} was not loaded: {one_line(error)}", "start with --overwrite"
+            f"{path / TENSORS} cannot be loaded: {one_line(error)}", "start again with --overwrite"
         ) from error
 
 
@@ -116,9 +116,9 @@ def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
             _verify(path)
             return path, _state(path / STATE, kind)
         except _Damaged as damage:
-            warn(f"checkpoint {path} is damaged ({damage}); trying the one before it")
+            warn(f"checkpoint {path} is damaged ({damage}); trying the previous one")
     if checkpoints:
-        raise CheckpointError(f"no checkpoint in {root} is whole", "start again with --overwrite")
+        raise CheckpointError(f"all checkpoints in {root} are damaged", "start again with --overwrite")
     return None
 
 
@@ -126,11 +126,11 @@ def load(engine: Any, path: Path) -> None:
     """Restore model and optimizer (all ranks call this). CheckpointError if the checkpoint does not fit this engine."""
     if not (path / TENSORS).exists():
         raise CheckpointError(
-            f"checkpoint {path} has no {TENSORS}: an earlier specctl has written it",
-            "go on with that version, or start again with --overwrite",
+            f"checkpoint {path} has no {TENSORS}: an earlier version of specctl wrote it",
+            "continue with that version, or start again with --overwrite",
         )
     try:
-        whole_state.restore(engine, load_tensors(path))
+        portable_state.restore(engine, load_tensors(path))
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit this run: {error}", "start again with --overwrite"
@@ -167,7 +167,7 @@ def _verify(path: Path) -> None:
 def _state(path: Path, kind: type[State]) -> State:
     """Read the state from a checkpoint's trainer.json. Raises _Damaged, naming the key that is wrong."""
     try:
-        return TypeAdapter(kind).validate_json(regular.content(path), strict=True)
+        return TypeAdapter(kind).validate_json(regular_files.read_bytes(path), strict=True)
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
     except ValidationError as error:
@@ -180,5 +180,5 @@ def digests(path: Path) -> dict[str, str]:
     """sha256 of every file except the manifest. OSError if anything else is in the directory, such as a pipe."""
     files = [file for file in sorted(path.rglob("*")) if not file.is_dir() and file != path / MANIFEST]
     if strange := next((file for file in files if not file.is_file()), None):
-        raise OSError(f"{strange.name!r} is no file")
+        raise OSError(f"{strange.name!r} is not a regular file")
     return {str(file.relative_to(path)): sha256(file) for file in files}

@@ -10,14 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.target import Target
 from specctl.distillation import store
 from specctl.distillation.prompts import json_object
 from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
-from specctl.training import dealing
+from specctl.training import balancing
 from specctl.training.example import Example
 from specctl.training.tokens import TokenArray
 
@@ -45,12 +45,12 @@ class Corpus:
     prompts: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
-    def choosing(self) -> list[list[int]]:
+    def selection_prompts(self) -> list[list[int]]:
         """Held-out prompts that choose a checkpoint. Its mat on them is biased: it is the best of several."""
         return self.held_out[::2]
 
     @property
-    def reporting(self) -> list[list[int]]:
+    def report_prompts(self) -> list[list[int]]:
         """The other held-out prompts, on which the mat of the chosen checkpoint is measured."""
         return self.held_out[1::2]
 
@@ -60,7 +60,7 @@ def load_corpus(recipe: TrainRecipe, target: Target) -> Corpus:
     limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
     if recipe.corpus is not None:
         return load_text(recipe.corpus, target, *limits)
-    return load_distilled(recipe.sources, target, *limits)
+    return load_distilled(recipe.data_dirs, target, *limits)
 
 
 def load_distilled(directories: list[Path], target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:
@@ -106,16 +106,19 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             else:
                 short += 1
     if short:
-        log(f"{short} responses are left out: fewer than two tokens, or none within max_length {max_length}")
+        log(f"{short} responses left out: they have fewer than two tokens, or none within max_length {max_length}")
     if any(spared.values()) and not examples:
-        warn(f"all {len(aside)} prompts of {names} would be held out: training on them, mat is not measured")
+        warn(
+            f"all {len(aside)} prompts of {names} would be held out: they are trained on instead, and mat is "
+            "not measured"
+        )
         kept = [example for responses in spared.values() for example in responses]
         examples, aside, spared = [replace(example, index=i) for i, example in enumerate(kept)], {}, {}
     elif examples and not aside:
         warn(f"no prompt of {names} is held out: mat is not measured; distil more, or raise eval.fraction")
     if not examples:
         raise DataError(
-            f"{names}: no response of two tokens or more within max_length {max_length}",
+            f"{names}: no response has two or more tokens within max_length {max_length}",
             "distil more prompts, or raise max_length",
         )
     kinds = {domain: [ids for _, ids in sample] for domain, sample in domains.items() if sample}
@@ -127,12 +130,12 @@ def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: Target
     """Raise CheckpointError if a response has another vocabulary, DataError if it has ids that the target lacks."""
     if record["target"] != target.identity["vocab_hash"]:
         raise CheckpointError(
-            f"{directory} was distilled by a target with another vocabulary than {target.name}",
-            f"specctl distill --target {target.name} --output-dir DIR, then train on distilled=DIR",
+            f"{directory} was distilled by a target with a different vocabulary from {target.name}",
+            f"run `specctl distill --target {target.name} --output-dir DIR`, then train on distilled=DIR",
         )
     if max(record["prompt_ids"] + record["response_ids"], default=0) >= target.vocab_size:
         raise DataError(
-            f"{directory}: response {record['id']:.40} holds tokens that target {target.name} does not have",
+            f"{directory}: response {record['id']:.40} contains tokens that target {target.name} does not have",
             "distil again with --overwrite",
         )
 
@@ -165,13 +168,15 @@ def load_text(path: Path, target: Target, max_length: int, held_out: float, prom
             if len(piece) >= 3:
                 examples.append(Example(len(examples), f"{path.name}:{number}", stored.add(piece), 1))
     if not examples:
-        raise DataError(f"{path} holds no text of three tokens or more", 'lines such as {"text": "…"}, or plain text')
+        raise DataError(
+            f"{path} contains no text of three or more tokens", 'give lines such as {"text": "…"}, or plain text'
+        )
     return Corpus(examples, aside, digest.hexdigest()[:16], [path.stem], tokens=stored)
 
 
 def _documents(path: Path) -> Iterator[str]:
     try:
-        content = regular.content(path)
+        content = regular_files.read_bytes(path)
         if path.suffix not in (".jsonl", ".json"):
             yield from (text for text in content.decode("utf-8-sig").split("\n\n") if text.strip())
             return
@@ -182,9 +187,9 @@ def _documents(path: Path) -> Iterator[str]:
             try:
                 row = json_object(line)
             except ValueError as error:
-                raise DataError(f"{path}:{number}: {error}", 'lines such as {"text": "…"}') from error
+                raise DataError(f"{path}:{number}: {error}", 'give lines such as {"text": "…"}') from error
             if not isinstance(row.get("text"), str):
-                raise DataError(f"{path}:{number}: no `text`", 'lines such as {"text": "…"}')
+                raise DataError(f"{path}:{number}: no `text`", 'give lines such as {"text": "…"}')
             yield row["text"]
 
 
@@ -205,4 +210,4 @@ def batches(examples: list[Example], batch_tokens: int, *, seed: int, epoch: int
     """Batches of an epoch for a single process, about `batch_tokens` response tokens each: a function of the arguments
     alone."""
     rows = [[example] for example in examples]
-    return [share for (share,) in dealing.batches(rows, batch_tokens, seed=seed, epoch=epoch)]
+    return [share for (share,) in balancing.batches(rows, batch_tokens, seed=seed, epoch=epoch)]

@@ -53,7 +53,7 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
         options = recipe.optimizer
         if recipe.optimizer_type == "muon" and recipe.zero_stage > 0:
             raise RecipeError(
-                f"optimizer.type muon needs whole matrices, ZeRO stage {recipe.zero_stage} splits them",
+                f"optimizer.type muon needs whole matrices, but ZeRO stage {recipe.zero_stage} splits them",
                 "use zero_stage 0 or optimizer.type adamw",
             )
         optimizer = make_optimizer(module, recipe.optimizer_type, options, learning_rate)
@@ -62,7 +62,7 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(recipe))
         except (ValueError, AssertionError, KeyError) as error:
             raise RecipeError(
-                f"DeepSpeed refuses the configuration: {error}", "see `deepspeed:` in the recipe"
+                f"DeepSpeed rejects the configuration: {error}", "check `deepspeed:` in the recipe"
             ) from error
     return engine
 

@@ -17,14 +17,14 @@ from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
-from specctl.training.dealing import Batch, batches, level, rows, useful_share
+from specctl.training.balancing import Batch, balanced_rows, batches, rebalance, useful_share
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, fp8_share
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.schedule import Schedule, batch_tokens
+from specctl.training.step_cost import matrix_parameters, passes, reads_features, step_work
 from specctl.training.target_outline import Outline
-from specctl.training.work import matrix_parameters, passes, reads_features, step_work
 
 HEADROOM = 0.9  # usable share of a GPU's memory: CUDA context, collective buffers and fragmentation take the rest
 FORWARD_TOKENS = 16_384  # most tokens, padding included, in one forward of the target
@@ -90,7 +90,7 @@ class Estimate:
         """The estimate in words, one line per topic."""
         per = "process" if self.gpu == "cpu" else "GPU"
         length = f"{self.response_tokens / self.responses:.0f} tokens{'' if self.texts_counted else ' (assumed)'}"
-        fit = "fits" if self.fits else "does NOT fit; what helps: " + "; ".join(self.advice)
+        fit = "fits" if self.fits else "does NOT fit; to reduce it: " + "; ".join(self.advice)
         ends = (
             f"estimate: {_count(self.loaded_parameters)} parameters of the target are loaded: embedding, final norm "
             "and vocabulary head, without its layers (features.whole_target=true loads them)"
@@ -146,7 +146,7 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
     """Whether training loads the whole target. If the recipe leaves that open, it does if the target fits in memory
     together with a training on texts of `max_length` tokens, half of them prompt."""
     chosen = recipe.features.whole_target
-    if chosen is not None or not recipe.spares_layers:
+    if chosen is not None or not recipe.trains_without_layers:
         return chosen is not False
     half = recipe.max_length / 2
     planned = PlannedTraining(recipe, outline, machine, Texts(1, half, half, counted=False))
@@ -158,7 +158,7 @@ def loads_layers_here(recipe: TrainRecipe) -> bool:
     """Whether training on this machine loads the whole target (`loads_layers`). If the recipe leaves that open, it does
     on a GPU that the table does not know, and under tensor parallelism."""
     chosen, machine = recipe.features.whole_target, machine_for(recipe)
-    if chosen is not None or recipe.target.tensor_parallel > 1 or not recipe.spares_layers or machine is None:
+    if chosen is not None or recipe.target.tensor_parallel > 1 or not recipe.trains_without_layers or machine is None:
         return chosen is not False
     target = recipe.target
     config = load_config(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
@@ -179,7 +179,10 @@ class PlannedTraining:
         self, recipe: TrainRecipe, outline: Outline, machine: Machine, texts: Texts, loads_layers: bool = True
     ):
         self.recipe, self.outline, self.machine, self.texts = recipe, outline, machine, texts
-        self.loads_layers, self.loaded = loads_layers, outline.parameters if loads_layers else outline.ends
+        self.loads_layers, self.loaded = (
+            loads_layers,
+            outline.parameters if loads_layers else outline.non_layer_parameters,
+        )
         self.drafter = outline.drafter(recipe)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
@@ -196,9 +199,11 @@ class PlannedTraining:
         """Batches of an epoch on sample texts, and the share of the processes' time that is not spent waiting."""
         runs_target = self.features and self.mode == "online"
         work = step_work(self.drafter, self.recipe, self.target, 2.0 * self.outline.active if runs_target else 0.0)
-        dealt = rows(sample(self.texts), self.machine.processes, work)
+        dealt = balanced_rows(sample(self.texts), self.machine.processes, work)
         epoch = batches(dealt, self.batch_tokens, seed=0, epoch=0)
-        return epoch, useful_share(epoch if self.mode == "memory" else [level(batch, work) for batch in epoch], work)
+        return epoch, useful_share(
+            epoch if self.mode == "memory" else [rebalance(batch, work) for batch in epoch], work
+        )
 
     def flops(self, steps: int, batch: float) -> float:
         """FLOPs of `steps` steps with `batch` response tokens each, plus the target's forward passes that run here."""
@@ -318,7 +323,7 @@ def forward_bytes(outline: Outline, machine: Machine) -> float:
     dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     inner = getattr(config, "intermediate_size", None) or 4 * width
     layer = 2 * heads * dim * size
-    if machine.shards > 1 or lean.why_not(config):
+    if machine.shards > 1 or lean.unsupported_reason(config):
         layer += width * size  # transformers returns the states of all layers
     row = layer * outline.num_layers / machine.shards + 3 * inner * size + 12 * width
     return FORWARD_TOKENS * row + HEAD_ROWS * outline.vocab_size * (size + 4)
@@ -329,14 +334,14 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
     bytes."""
     of_batch = memory["activations"] + memory.get("features", 0)
     fitting = int(batch * (1 + room / of_batch)) // 64 * 64
-    spread = "fewer processes, so that each has more GPUs for its target"
+    spread = "fewer processes, which gives each more GPUs for its target"
     knobs = {"target": spread if machine.shards > 1 else "target.device_map=auto and several GPUs for each process"}
-    if recipe.spares_layers and recipe.features.whole_target:
+    if recipe.trains_without_layers and recipe.features.whole_target:
         knobs["target"] = "features.whole_target=false"
     if machine.processes > 1 and recipe.zero_stage < 3:
         knobs["drafter"] = f"zero_stage={recipe.zero_stage + 1}"
     if fitting > 0:
-        knobs["activations"] = f"batch_tokens={fitting} (it is {batch})"
+        knobs["activations"] = f"batch_tokens={fitting} (now {batch})"
     ordered = sorted(knobs, key=lambda name: -memory.get(name, 0))
     return [knobs[name] for name in ordered]
 
@@ -344,7 +349,7 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
 def _waiting(useful: float, processes: int) -> str:
     if processes == 1:
         return ""
-    return f", processes waiting for the slowest for {1 - useful:.1%} of it (lengths ± {SPREAD:.0%})"
+    return f", of which processes wait {1 - useful:.1%} for the slowest one (lengths ± {SPREAD:.0%})"
 
 
 def _count(number: int) -> str:

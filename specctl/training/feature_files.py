@@ -26,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.drafters.checkpoint import sync, write_tensors
 from specctl.errors import CheckpointError, SpecctlError
 from specctl.lock import Lock
@@ -65,8 +65,8 @@ class FeatureFiles:
     `about` describes target and data. `shards` lists the examples of every shard: index → (number of slots, number of
     response tokens to predict). These are the lengths of their `Features`.
 
-    A shard that is opened must have the size that its header states, and the expected names, shapes and types. `whole`
-    also compares its bytes with their sha256, once per run: about a second per GB.
+    A shard that is opened must have the size that its header states, and the expected names, shapes and types.
+    `is_intact` also compares its bytes with their sha256, once per run: about a second per GB.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class FeatureFiles:
         if self.fp8:
             dtype = getattr(torch, self.about["dtype"].removeprefix("torch."))
             scales = (file.get_tensor(f"{index}.{name}_scale") for name in ("taps", "teacher"))
-            taps, teacher = (widened(*pair, dtype) for pair in zip((taps, teacher), scales, strict=True))
+            taps, teacher = (dequantize_fp8(*pair, dtype) for pair in zip((taps, teacher), scales, strict=True))
         return Features(taps, teacher, best)
 
-    def whole(self, number: int) -> bool:
+    def is_intact(self, number: int) -> bool:
         """Whether a shard is on disk, intact to the last bit. A damaged shard gets a warning and counts as missing."""
         if not self._path(number).exists():
             return False
@@ -107,22 +107,22 @@ class FeatureFiles:
             file = self._checked(number)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
             if (file.metadata() or {}).get("sha256") != _digest(tensors):
-                raise self._damaged(number, "its contents are not those that were written")
+                raise self._damaged(number, "its contents have changed since it was written")
         except CheckpointError as error:
-            warn(f"{error.message}; it is computed again")
+            warn(f"{error.message}; the file is computed again")
             return False
         return True
 
     def _damaged(self, number: int, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path(number)}, which holds target features, is damaged: {problem}",
-            "start again with --resume: what is damaged is computed again",
+            f"the file of target features {self._path(number)} is damaged: {problem}",
+            "start again with --resume: damaged files are computed again",
         )
 
     def _checked(self, number: int) -> Any:
         """The mapped file of a shard. CheckpointError if it is damaged, or has another key or other examples."""
         try:
-            regular.check(self._path(number))
+            regular_files.check(self._path(number))
             file = safe_open(self._path(number), framework="pt")  # raises if the file's size contradicts its header
             problem = self._problem(file, number)
         except (OSError, SafetensorError) as error:
@@ -134,7 +134,7 @@ class FeatureFiles:
     def _problem(self, file: Any, number: int) -> str | None:
         """The first difference between a shard and its expected contents, or None if they agree."""
         if (file.metadata() or {}).get("key") != self.key:
-            return "it belongs to other data, or to another target"
+            return "it belongs to different data or a different target"
         dtype, taps = "F8_E4M3" if self.fp8 else DTYPES[self.about["dtype"]], len(self.about["taps"])
         expected: dict[str, tuple[list[int], str]] = {}
         for index, (slots, asked) in self._shards[number].items():
@@ -147,7 +147,7 @@ class FeatureFiles:
                     f"{index}.teacher_scale": ([asked, 1], "F32"),
                 }
         if expected.keys() != set(file.keys()):
-            return "it has other examples"
+            return "it has different examples"
         for name, wanted in expected.items():
             part = file.get_slice(name)
             if (part.get_shape(), part.get_dtype()) != wanted:
@@ -159,18 +159,18 @@ class FeatureFiles:
         """Lock the directory against other runs. One process of a run holds the lock while all of its processes write.
         UsageError names the holder of the lock."""
         make_dir(self.dir)
-        lock = Lock(self.dir / LOCK, hint="wait until it has ended and start again, or set another features.dir")
+        lock = Lock(self.dir / LOCK, hint="wait until that run has ended, or set another features.dir")
         try:
             atomic_write(self.dir / MANIFEST, to_json(self.about, indent=2) + "\n")
             yield
         finally:
             lock.release()
 
-    def require(self, numbers: list[int]) -> None:
+    def check_visible(self, numbers: list[int]) -> None:
         """Raise SpecctlError if this process does not see all shards that the run's processes have just written."""
         if not all(self._path(number).exists() for number in numbers):
             raise SpecctlError(
-                f"{self.dir} is not the same directory for all processes: features that others wrote are missing",
+                f"{self.dir} is not shared by all processes: features written by other processes are missing",
                 "set features.dir to a file system that all nodes share, or features.mode=online",
             )
 
@@ -199,7 +199,7 @@ class FeatureFiles:
     def _stored(self, features: Features) -> dict[str, Tensor]:
         tensors = dict(vars(features))
         for name in ("taps", "teacher") if self.fp8 else ():
-            tensors[name], tensors[f"{name}_scale"] = narrowed(tensors[name], self.width)
+            tensors[name], tensors[f"{name}_scale"] = quantize_fp8(tensors[name], self.width)
         return tensors
 
     def _path(self, number: int) -> Path:
@@ -207,11 +207,11 @@ class FeatureFiles:
 
 
 def fp8_share(width: int, dtype: torch.dtype) -> float:
-    """Size of fp8 states with their scales (see `narrowed`), relative to the size of the same states in `dtype`."""
+    """Size of fp8 states with their scales (see `quantize_fp8`), relative to the size of the same states in `dtype`."""
     return (1 + 4 / width) / dtype.itemsize
 
 
-def narrowed(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+def quantize_fp8(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     """Quantize states x [n, k·width] to e4m3, with fp32 scales [n, k] such that the largest number of a state becomes
     448."""
     states = x.float().unflatten(-1, (x.shape[-1] // width, width))
@@ -219,8 +219,8 @@ def narrowed(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return (states / scales[..., None]).clamp(-LARGEST, LARGEST).to(FP8).flatten(-2), scales
 
 
-def widened(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize x [n, F] and scales [n, k], which `narrowed` returned, to states [n, F] in `dtype`."""
+def dequantize_fp8(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize x [n, F] and scales [n, k], which `quantize_fp8` returned, to states [n, F] in `dtype`."""
     if not x.shape[-1]:
         return x.to(dtype)
     return (x.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2).to(dtype)
@@ -234,19 +234,20 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def disk(path: Path) -> int:
+def free_bytes(path: Path) -> int:
     """Free bytes on the file system of `path`, which need not exist yet."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
-def kept(recipe: FeatureRecipe, size: int) -> bool:
-    """Whether `choose` would keep features of `size` bytes per process, provided that the disk has room for them."""
+def would_keep(recipe: FeatureRecipe, size: int) -> bool:
+    """Whether `choose_mode` would keep features of `size` bytes per process, provided that the disk has room for
+    them."""
     if recipe.mode != "auto":
         return recipe.mode != "online"
     return size <= recipe.budget_gb * GB or recipe.dir is not None
 
 
-def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
+def choose_mode(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
     """Choose `memory`, `cached`, `server` or `online`, and log the choice with its reason.
 
     `auto` writes to a disk only if features.dir is set: features of a large target are terabytes.
@@ -262,13 +263,13 @@ def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: in
     fits, room = size <= recipe.budget_gb * GB, missing <= USABLE * free
     if recipe.mode == "memory" and not fits:
         raise SpecctlError(
-            f"target features take {size / GB:.1f} GB of memory, features.budget_gb is {recipe.budget_gb:g}",
+            f"target features need {size / GB:.1f} GB of memory, but features.budget_gb is {recipe.budget_gb:g}",
             "raise features.budget_gb, or set features.mode to cached (on disk) or online",
         )
     if recipe.mode in ON_DISK and not room:
         raise SpecctlError(
-            f"target features need {missing / GB:.1f} GB more in {place}, where {free / GB:.1f} GB are free",
-            "make room, set features.dir to another disk, lower max_length, or set features.mode=online",
+            f"target features need {missing / GB:.1f} GB more in {place}, but only {free / GB:.1f} GB are free",
+            "free space, set features.dir to another disk, lower max_length, or set features.mode=online",
         )
     budget = f"features.budget_gb is {recipe.budget_gb:g}"
     if recipe.mode != "auto":
@@ -276,11 +277,11 @@ def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: in
     elif fits:
         chosen, why = "memory", budget
     elif recipe.dir is None:
-        chosen, why = "online", f"{budget} and no features.dir is given; features.mode=cached keeps them on disk"
+        chosen, why = "online", f"{budget} and features.dir is not set; features.mode=cached keeps them on disk"
     elif room:
         chosen, why = "cached", budget
     else:
-        chosen, why = "online", f"{budget}, and {place} has {free / GB:.1f} GB free"
+        chosen, why = "online", f"{budget}, and {place} has only {free / GB:.1f} GB free"
     how = {"memory": "kept in memory", "online": "recomputed for every batch"}
-    log(f"target features ({size / GB:.1f} GB a process) are {how.get(chosen, f'kept in {place}')}: {why}")
+    log(f"target features ({size / GB:.1f} GB per process) are {how.get(chosen, f'kept in {place}')}: {why}")
     return chosen

@@ -25,8 +25,8 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example
-from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose, disk, fp8_share
-from specctl.training.read_ahead import PinnedCopies, ReadAhead
+from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
+from specctl.training.prefetch import PinnedCopies, Prefetcher
 
 # Most padded tokens in one forward of the target; a longer sequence runs alone. On a CPU every sequence runs alone.
 # That is as fast, and padding would change the last bits of the features: they would depend on the batch and on the
@@ -43,10 +43,10 @@ class FeatureStore:
 
     def __init__(self, target: Target, taps: tuple[int, ...]):
         self.target, self.taps = target, taps
-        self.at_home = False  # each example's features are in the memory of one process only
+        self.is_sharded = False  # each example's features are in the memory of one process only
         self.kept: dict[int, Features] | FeatureFiles = {}
-        self.reader: ReadAhead | None = None  # for features that are kept and have to be copied to a GPU
-        self.passes = 0  # tokens that the target has run over, padding excluded
+        self.reader: Prefetcher | None = None  # for features that are kept and have to be copied to a GPU
+        self.target_tokens = 0  # tokens that the target has run over, padding excluded
 
     def estimate(self, examples: list[Example]) -> int:
         """Bytes of the features of `examples`."""
@@ -84,25 +84,26 @@ class FeatureStore:
         about = self._about(examples) | ({"from": "server"} if recipe.mode == "server" else {})
         files = FeatureFiles(place, about, lengths, recipe.fp8)
         checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
-        *absent, free = over_ranks([*checked, disk(files.dir) if rank == 0 else 0], self.target.device)
+        *absent, free = over_ranks([*checked, free_bytes(files.dir) if rank == 0 else 0], self.target.device)
         missing = [number for number, count in enumerate(absent) if count]
         needed = sum(self.estimate(group) for number in missing for group in shards[number])
         size = self.estimate(examples) // world
         if recipe.fp8:
             share = fp8_share(self.target.hidden_size, self.target.dtype)
             needed, size = round(needed * share), round(size * share)
-        mode = choose(recipe, files.dir, size, needed, free)
+        mode = choose_mode(recipe, files.dir, size, needed, free)
         if missing and mode == "cached" and not self.target.whole:
             raise UsageError(
-                f"{len(missing)} of {len(shards)} shards of target features are not in {files.dir}, and the layers of "
-                f"target {self.target.name} that would compute them are not loaded",
-                "features.whole_target=true computes them here, --features-from http://host:8000 by a server",
+                f"{len(missing)} of {len(shards)} shards of target features are missing in {files.dir}, and "
+                f"the layers of target {self.target.name} that compute them are not loaded",
+                "compute them here with features.whole_target=true, or on a server with --features-from "
+                "http://host:8000",
             )
         together = self.target.part.count > 1  # each process has a slice of the target: all run all texts
         mine = missing if together else missing[rank::world]
         if mode == "memory":
             with track("target features", total=len(homes[rank]), unit="responses") as bar:
-                self.kept, self.at_home = self._run(list(self._groups(homes[rank])), bar), True
+                self.kept, self.is_sharded = self._run(list(self._groups(homes[rank])), bar), True
         elif mode in ON_DISK:
             texts = {number: [example for group in shards[number] for example in group] for number in mine}
             total = sum(map(len, texts.values()))
@@ -110,24 +111,24 @@ class FeatureStore:
                 files.writing() if missing and rank == 0 else nullcontext(),
                 track("target features", total=total, unit="responses") as bar,
             ):
-                _meet()  # write only while rank 0 holds the lock: until all have written
+                _barrier()  # write only while rank 0 holds the lock: until all have written
                 if mode == "cached":
                     for number in mine:
                         computed = self._run(shards[number], bar)
                         if rank == 0 or not together:
                             files.write(number, computed, {})
                 elif mine:
-                    from specctl.training.served_features import served  # HTTP client, needed only here
+                    from specctl.training.served_features import served_features  # HTTP client, needed only here
 
-                    for number, features, origin in served(self, texts, recipe.server, world, bar):
+                    for number, features, origin in served_features(self, texts, recipe.server, world, bar):
                         files.write(number, features, origin)
-                _meet()
-            files.require(missing)
+                _barrier()
+            files.check_visible(missing)
             self.kept = files
         if mode != "online" and self.target.device.type == "cuda":
-            self.reader = ReadAhead(lambda index: self.kept[index], PinnedCopies(self.target.device))
+            self.reader = Prefetcher(lambda index: self.kept[index], PinnedCopies(self.target.device))
 
-    def ahead(self, examples: list[Example]) -> None:
+    def prefetch(self, examples: list[Example]) -> None:
         """Start to read the features of a batch before `get` asks for them, if they have to be copied to a GPU."""
         if self.reader is not None:
             self.reader.start([example.index for example in examples if example.index in self.kept])
@@ -147,7 +148,7 @@ class FeatureStore:
             interrupts.check()
             for example, features in zip(group, self.compute(group), strict=True):
                 kept[example.index] = _moved(features, torch.device("cpu"))
-            bar.update(len(group), tokens=self.passes)
+            bar.update(len(group), tokens=self.target_tokens)
         return kept
 
     @torch.inference_mode()
@@ -159,7 +160,7 @@ class FeatureStore:
         cache = target.model.new_cache(len(examples), width)
         plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
         hidden, tapped = target.model.forward(tokens.to(target.device), cache, plan, self.taps)
-        self.passes += sum(len(e.tokens) - 1 for e in examples)
+        self.target_tokens += sum(len(e.tokens) - 1 for e in examples)
         return [
             self.features(example, hidden[row], None if tapped is None else tapped[row])
             for row, example in enumerate(examples)
@@ -178,8 +179,8 @@ class FeatureStore:
         sums = [x.sum(dtype=torch.float32) for x in (taps, teacher, *(part.values for part in parts))]
         if not torch.stack(sums).sum().isfinite():
             raise SpecctlError(
-                f"target {self.target.name} gives states that are not finite for prompt {example.prompt_id}",
-                "fp16 overflows in many models: set target.dtype to bf16 or fp32; else take the prompt out",
+                f"target {self.target.name} computes hidden states that are not finite for prompt {example.prompt_id}",
+                "fp16 overflows in many models: set target.dtype to bf16 or fp32; otherwise remove the prompt",
             )
         return Features(taps, teacher, torch.cat([part.indices for part in parts]).int())
 
@@ -231,7 +232,7 @@ def _moved(features: Features, device: torch.device) -> Features:
 def _missing(files: FeatureFiles, number: int) -> bool:
     """Whether a shard has to be computed. The check reads the whole shard, so it looks for interrupts first."""
     interrupts.check()
-    return not files.whole(number)
+    return not files.is_intact(number)
 
 
 def over_ranks(values: list[int], device: torch.device) -> list[int]:
@@ -242,7 +243,7 @@ def over_ranks(values: list[int], device: torch.device) -> list[int]:
     return total.tolist()
 
 
-def _meet() -> None:
+def _barrier() -> None:
     """Wait for the other ranks."""
     if dist.is_initialized():
         dist.barrier()
@@ -295,12 +296,12 @@ def slot_batch(
         query_rows=torch.tensor(query_rows, device=device),
         later_rows=torch.tensor(later_rows, dtype=torch.long, device=device),
         teacher=torch.cat((teacher, teacher.new_zeros(tail, teacher.shape[1]))),
-        inside=torch.cat((inside[best], inside.new_zeros(tail))),
+        in_draft_vocab=torch.cat((inside[best], inside.new_zeros(tail))),
         labels=torch.tensor(labels + [0] * tail, device=device),
-        left=torch.tensor(left, device=device),
+        valid_steps=torch.tensor(left, device=device),
         layout=Layout(slot_ranges, query_ranges, at, device),
         later_layout=Layout(
             slot_ranges, ranges([len(rows) for rows in later]), [at[row] for row in later_rows], device
         ),
-        draws=torch.tensor(draws),
+        sample_draws=torch.tensor(draws),
     )

@@ -40,9 +40,9 @@ class Muon(torch.optim.Muon):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
         """Take a step with Nesterov momentum, scaled to AdamW's typical size (Liu et al. 2025)."""
         momentum, rate = group["momentum"], group["lr"]
         state = self.state[parameter]

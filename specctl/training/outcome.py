@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.decoding import metrics
-from specctl.decoding.loop import decode
-from specctl.decoding.prompt_features import kind_of
+from specctl.decoding.offline import decode
+from specctl.decoding.prompt_features import cluster_of
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
@@ -28,7 +28,7 @@ class TrainResult:
     `acceptance_by_position` are measured with the kept drafter on held-out prompts that had no part in choosing it.
     `choosing_mat` is its mat on the prompts that chose it, the best of all checks. Each is NaN (null in JSON) if there
     are no such prompts. If the target's layers were not loaded, `expected_mat` and `choosing_expected_mat` take their
-    place. These two are not measured, see `expected.py`.
+    place. These two are not measured, see `expected_length.py`.
     """
 
     arch: str
@@ -52,12 +52,12 @@ def held_out_acceptance(
     """Decode held-out prompts greedily, and return mat and acceptance by position; (NaN, []) without prompts."""
     if not prompts:
         return math.nan, []
-    decoded = greedily(target, prompts, recipe.eval.max_new_tokens, drafter)
+    decoded = decode_greedily(target, prompts, recipe.eval.max_new_tokens, drafter)
     mat = metrics.mat(decoded)
     return 1.0 if mat is None else mat, [share or 0.0 for share in metrics.acceptance_by_position(decoded)]
 
 
-def greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
+def decode_greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
     """Decode texts greedily. Up to rounding, each is decoded as if it were alone."""
     return decode(
         target,
@@ -70,7 +70,7 @@ def greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafte
     )
 
 
-def facts(
+def drafter_info(
     recipe: TrainRecipe,
     corpus: Corpus,
     *,
@@ -89,7 +89,7 @@ def facts(
         "train_tokens": tokens,
         "mat": mat,
         **told,
-        "licence": "that of the target",
+        "licence": "same as the target",
     }
 
 
@@ -100,19 +100,19 @@ def kinds_of(target: Target, corpus: Corpus, drafter: Drafter) -> dict[str, Any]
     taps = drafter.taps or (target.num_layers,)
     kinds = {}
     for domain, prompts in corpus.prompts.items():
-        mean, error = kind_of(target, prompts, taps)
+        mean, error = cluster_of(target, prompts, taps)
         kinds[domain] = {"mean": [float(f"{value:.4g}") for value in mean], "error": round(error, 4)}
     return {"taps": list(taps), "kinds": kinds}
 
 
-def mats(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.nan) -> dict[str, float]:
+def mat_by_prompts(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.nan) -> dict[str, float]:
     """mat by the prompts on which it was measured, in the form that cards show. Missing measurements are left out."""
     name = "held-out " + "+".join(corpus.domains)
     measured = {name: reported, f"{name}, prompts that chose it": choosing}
     return {key: round(value, 3) for key, value in measured.items() if not math.isnan(value)}
 
 
-def made_of(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[str, str]:
+def input_digests(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[str, str]:
     """Digests of the data, target and init that a recipe only names; new contents under an old name change them."""
     digests = {"data": corpus.fingerprint, "target": target.identity["weights"] or ""}
     return digests | ({"init": checkpoint.fingerprint(recipe.init)} if recipe.init else {})

@@ -37,7 +37,7 @@ def batch_tokens(recipe: TrainRecipe, target: Target, tokens: float = math.inf) 
 
 def ttt_stride(recipe: TrainRecipe, target: Target) -> int:
     """Stride of the response positions that take part in the later steps of the training-time test; 1 = all."""
-    return recipe.ttt_stride or (TTT_STRIDE[target.device.type] if FAMILIES[recipe.arch].strides else 1)
+    return recipe.ttt_stride or (TTT_STRIDE[target.device.type] if FAMILIES[recipe.arch].supports_stride else 1)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specctl.decoding.models.ends import without_layers
+from specctl.decoding.models.layerless import without_layers
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.kernels.distill import Squash
@@ -24,13 +24,13 @@ class Outline:
         parameters: all parameters; shared ones count once.
         active: parameters of matrices that every token is multiplied with (a mixture uses a few of its experts per
             token).
-        ends: parameters outside the layers.
+        non_layer_parameters: parameters outside the layers.
     """
 
     config: Any
     parameters: int
     active: int
-    ends: int
+    non_layer_parameters: int
     hidden_size: int
     vocab_size: int
     num_layers: int
@@ -60,7 +60,7 @@ class Outline:
             config=text,
             parameters=sum(p.numel() for p in model.parameters()),
             active=round(sum(count * _visited(name, text) for name, count in matrices)) - looked_up,
-            ends=sum(p.numel() for p in ends.parameters()),
+            non_layer_parameters=sum(p.numel() for p in ends.parameters()),
             hidden_size=embedding.shape[1],
             vocab_size=embedding.shape[0],
             num_layers=text.num_hidden_layers,
@@ -74,7 +74,7 @@ class Outline:
 
     def drafter(self, recipe: TrainRecipe) -> nn.Module:
         """The drafter that the recipe would train, on the meta device."""
-        family = pool.trainable(recipe.arch)
+        family = pool.trainable_family(recipe.arch)
         with torch.device("meta"):
             return family.build(recipe, cast(Target, self), lambda size: list(range(size)))
 

@@ -73,8 +73,8 @@ def test_a_given_card_is_kept(tmp_path):
     ("damage", "says"),
     [
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, its manifest says"),
-        (lambda path: path.write_bytes(b""), "bytes, its manifest says"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, but its manifest says"),
+        (lambda path: path.write_bytes(b""), "bytes, but its manifest says"),
         (lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]), "sha256 differs"),
     ],
     ids=["missing", "truncated", "empty", "flipped"],
@@ -94,7 +94,7 @@ def test_damage_is_named(drafter, name, damage, says):
         (b"\xff\xfe", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"[]", "JSON object"),
-        (b"{}", "is not of format"),
+        (b"{}", "does not have format"),
         (b'{"format": 1, "files": {}}', "does not list"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_pipe_is_no_file_of_a_drafter(drafter, pipe, name):
 @pytest.mark.parametrize("name", ["x" * 5000, "/" + "x" * 5000, "x/" * 3000])
 def test_a_name_that_no_file_has_is_no_drafter(tmp_path, name):
     with pytest.raises(CheckpointError, match="no drafter directory at"):
-        checkpoint.present(Path(name))
+        checkpoint.existing_directory(Path(name))
 
 
 def test_a_link_cannot_lead_outside(drafter):
@@ -138,7 +138,7 @@ def test_a_link_cannot_lead_outside(drafter):
     weights = drafter / "model.safetensors"
     weights.rename(drafter.parent / "elsewhere")
     weights.symlink_to(drafter.parent / "elsewhere")
-    with pytest.raises(CheckpointError, match="leads out"):
+    with pytest.raises(CheckpointError, match="points outside"):
         checkpoint.load(drafter)
 
 
@@ -161,7 +161,7 @@ def test_nothing_there(tmp_path):
 
 
 def test_a_drafter_is_replaced_only_when_asked(drafter):
-    with pytest.raises(UsageError, match="holds a drafter already"):
+    with pytest.raises(UsageError, match="already contains a drafter"):
         write(drafter, 2.0)
     assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
     write(drafter, 2.0, overwrite=True)
@@ -243,7 +243,7 @@ def test_the_same_target_under_another_name_fits():
 
 @pytest.mark.parametrize("changed", [{"vocab_hash": "cd34"}, {"hidden_size": 512}, {"num_layers": 11}], ids=str)
 def test_another_target_is_refused(changed):
-    with pytest.raises(CheckpointError, match="was made for builtin, target qwen is another") as error:
+    with pytest.raises(CheckpointError, match="was made for builtin, but target qwen is another") as error:
         checkpoint.check_target(CONFIG, OtherTarget(name="qwen", **changed), "drafters/sql")
     (key, value), *_ = changed.items()
     assert key in error.value.message and str(value) in error.value.message and "drafters/sql" in error.value.message

@@ -278,7 +278,7 @@ def test_a_server_that_fails_is_asked_last_for_a_while(tmp_path):
     """Where its address leads nowhere every request would wait for it first."""
     now, rest = time.monotonic(), None
     for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        rest = proxy.Rest.after(rest)
+        rest = proxy.Backoff.after(rest)
         assert rest.seconds == seconds and rest.until >= now + seconds
     through = proxy.Proxy({"http://a": "vllm", "http://b": "vllm"}, None)
     through._failed("http://a")
@@ -303,7 +303,7 @@ def test_a_client_that_leaves_before_its_stream_begins_is_noticed(version):
     async def send(message):
         raise OSError("gone")
 
-    relay = proxy.Relay(events(), 200, {}, done)
+    relay = proxy.StreamRelay(events(), 200, {}, done)
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}}
     with contextlib.suppress(Exception):
         asyncio.run(relay(scope, receive, send))

@@ -14,7 +14,7 @@ from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
@@ -101,7 +101,7 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
         again.restore(kept, tensors)
         assert json.loads(to_json(again.state()[0])) == kept
         again.finish()
-        assert torch.equal(again.pupils["ogd"].played(), here.pupils["ogd"].played())
+        assert torch.equal(again.learners["ogd"].played(), here.learners["ogd"].played())
         found, expected = (stage.state()[0]["pupils"]["ogd"] for stage in (again, here))
         assert (found.pop("waiting"), found.pop("dropped_here")) == ([], 0) and found == expected
     finally:
@@ -113,7 +113,7 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
 def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool, monkeypatch):
     monkeypatch.setattr("specctl.adaptation.ranks.check", lambda devices: None)
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
-    with pytest.raises(SpecctlError, match="the process that learns failed"):
+    with pytest.raises(SpecctlError, match="the learner process failed"):
         learnt(tmp_path / "run", made, tiny)
 
 
@@ -122,7 +122,7 @@ def test_a_chunk_survives_the_journey(tiny, pool, feedback):
     """Features of several texts go as one tensor each, and are taken apart again."""
     source, goal = (ReplayBuffer(tiny, (0, 2), max_bytes=2**20, feedback=feedback) for _ in range(2))
     prompts = [tiny.render([{"role": "user", "content": text}]) for text in QUESTIONS[:3]]
-    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), **source.listening)
+    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), **source.decode_options)
     Chunk.of(source, Acceptance.of([(1, 2)])).into(goal)
     assert goal.texts == source.texts and goal.bytes == source.bytes and goal.kept.keys() == source.kept.keys()
     for index, features in source.kept.items():
@@ -248,7 +248,7 @@ def test_a_mixture_drafts_beside_a_text_drafter(tmp_path, prompts, tiny, pool, m
 
 
 def test_a_hybrid_decides_its_own_length(prompts, tiny, pool):
-    with pytest.raises(ValueError, match="decides itself how deep"):
+    with pytest.raises(ValueError, match="chooses its draft depth itself"):
         recipe(prompts, pool / "good", tiny, beside="lookup", draft_length="auto")
 
 

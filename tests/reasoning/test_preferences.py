@@ -12,7 +12,7 @@ from specctl.drafters.lm.model import architecture
 from specctl.errors import CheckpointError, Interrupted
 from specctl.progress import interrupts
 from specctl.reasoning.lookahead import Mismatch
-from specctl.reasoning.preferences import PreferenceLearner, table
+from specctl.reasoning.preferences import PreferenceLearner, pairs_dataset
 from specctl.recipe import DrafterRecipe, LookaheadRecipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -49,11 +49,11 @@ def preference(model):
 
 
 def test_the_table_has_every_pair_once_and_the_end_of_long_contexts():
-    found = table([*PAIRS, PAIRS[0]], max_length=6)
+    found = pairs_dataset([*PAIRS, PAIRS[0]], max_length=6)
     assert found["prompt_id"] == ["p0", "p1", "p2", "p3"]
     assert found["prompt_ids"][0] == [61, 62] and found["chosen_ids"][0] == [*BETTER, 43]
     assert found["rejected"][1] == "worse 1"
-    assert table(PAIRS, max_length=1)["prompt_ids"][0] == [62], "a step without context is no preference"
+    assert pairs_dataset(PAIRS, max_length=1)["prompt_ids"][0] == [62], "a step without context is no preference"
 
 
 @pytest.mark.parametrize("lora", [False, True])

@@ -102,7 +102,7 @@ def test_empty_responses_are_left_out(distilled, target, monkeypatch, capsys):
     found[1]["response_ids"], found[2]["response_ids"] = [], found[2]["response_ids"][:1]
     corpus = load(monkeypatch, target, found, 1e-9)
     assert [e.index for e in corpus.train] == list(range(3))
-    assert "2 responses are left out" in capsys.readouterr().err
+    assert "2 responses left out" in capsys.readouterr().err
 
 
 def test_the_rows_that_pad_an_embedding_are_the_last_choice():

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from specctl.adaptation.updates import formulas, holdout
+from specctl.adaptation.updates.ensemble_member import EnsembleMember, InnerLoop, inner_loop
 from specctl.adaptation.updates.holdout import STAY, Point
-from specctl.adaptation.updates.member import Descent, Member, inner_loop
 from specctl.adaptation.updates.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
 COLLAPSED = 0.99  # weight of one member above which the others have no influence
 
@@ -60,7 +60,7 @@ class UpdateOutcome:
     steps: int = 0
 
     @property
-    def vain(self) -> bool:
+    def no_improvement(self) -> bool:
         """Whether no member found better weights for the held-out texts."""
         return bool(self.scales) and all(scale == STAY for scale in self.scales)
 
@@ -74,7 +74,12 @@ class Ensemble:
     """
 
     def __init__(
-        self, objective: Objective, members: list[Member], options: LearnerRecipe, hint: formulas.Hint, seed: int
+        self,
+        objective: Objective,
+        members: list[EnsembleMember],
+        options: LearnerRecipe,
+        hint: formulas.Hint,
+        seed: int,
     ):
         self.members = members
         self._objective, self._options, self._hint, self._seed = objective, options, hint, seed
@@ -112,7 +117,7 @@ class Ensemble:
         if there is nothing to follow. So the result of the descent is judged, and the rate stays.)
         """
         p, losses = self.p, self._measured(chunk)
-        descents = [Descent(member) for member in self.members]
+        descents = [InnerLoop(member) for member in self.members]
         self._draw = inner_loop(self._objective, descents, chunk, self._options, self._draw)
         self._t += 1
         moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
@@ -127,7 +132,7 @@ class Ensemble:
         nothing = not moved and not refused
         return UpdateOutcome(
             status="empty" if nothing else "updated" if moved else "refused",
-            loss=None if nothing else descents[0].loss if losses is None else _suffered(p, losses),
+            loss=None if nothing else descents[0].loss if losses is None else _weighted_loss(p, losses),
             losses=() if nothing or losses is None else tuple(losses.tolist()),
             weights=tuple(p.tolist()),
             refused=refused,
@@ -143,21 +148,21 @@ class Ensemble:
             return None
         return self._objective.losses([member.w for member in self.members], chunk)
 
-    def _seen(self, descents: Sequence[Descent]) -> Tensor:
+    def _seen(self, descents: Sequence[InnerLoop]) -> Tensor:
         """[N] the members' losses in the first pass: over all batches, or over the batches before any step."""
         met = (descent.first if self._options.measure == "batch" else descent.before for descent in descents)
         return torch.stack([total / weight for total, weight in met])
 
-    def _settled(self, descents: Sequence[Descent], texts: Sequence[Any]) -> tuple[Point, ...]:
+    def _settled(self, descents: Sequence[InnerLoop], texts: Sequence[Any]) -> tuple[Point, ...]:
         """Stop each descent at the place that the held-out texts choose, and return the places."""
 
         def losses(place: Point) -> Tensor:
             vectors = [descent.at(place) for descent in descents]
             return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
 
-        places = holdout.places(losses, self._options.level)
+        places = holdout.best_places(losses, self._options.level)
         for descent, place in zip(descents, places, strict=True):
-            descent.settle(place)
+            descent.stop_at(place)
         return places
 
     def slow(self, factor: float) -> None:
@@ -169,7 +174,7 @@ class Ensemble:
         """Everything learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
         tensors = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
         for place, member in enumerate(self.members):
-            tensors |= prefixed(f"{place}.", member.state())
+            tensors |= add_prefix(f"{place}.", member.state())
         return tensors
 
     def restore(self, state: dict[str, Tensor]) -> None:
@@ -177,12 +182,12 @@ class Ensemble:
         expected = {name: (value.shape, value.dtype) for name, value in self.state().items()}
         if expected != {name: (value.shape, value.dtype) for name, value in state.items()}:
             raise CheckpointError(
-                "the learner's state does not fit its recipe", "resume with the algo, optimizer and members it had"
+                "the learner's state does not fit its recipe", "resume with the same algo, optimizer and members"
             )
         self._t, self._draw, self._judged = state["t"].tolist()
         self.L, self._guess = state["L"], state["guess"]
         for place, member in enumerate(self.members):
-            member.restore(under(f"{place}.", state))
+            member.restore(strip_prefix(f"{place}.", state))
 
     def _weigh(self, losses: Tensor) -> None:
         """Weigh the members anew, unless no loss is finite. Every `resync` chunks they restart from their mean."""
@@ -204,6 +209,6 @@ class Ensemble:
         self._guess = torch.where(dead, self._guess[~dead].max(), self._guess)
 
 
-def _suffered(p: Tensor, losses: Tensor) -> float:
+def _weighted_loss(p: Tensor, losses: Tensor) -> float:
     """Σ p_i f_i over the members with weight."""
     return float((p * losses)[p > 0].sum())

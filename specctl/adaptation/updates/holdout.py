@@ -1,7 +1,7 @@
 """Held-out texts decide how far a learner moves along the descent that a chunk suggests.
 
 A learner moves only if the held-out texts are better off than if it stays, by a one-sided test for a few skewed gains
-(`adaptation/student.py`). The level covers the whole decision: if an update has no effect, it is the largest
+(`adaptation/skewed_t_test.py`). The level covers the whole decision: if an update has no effect, it is the largest
 probability that any learner of an ensemble moves.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from specctl.adaptation.student import gained
+from specctl.adaptation.skewed_t_test import mean_gain_is_significant
 from specctl.training.example import Example
 
 Point = float | None
@@ -29,7 +29,7 @@ def split(examples: Sequence[Example], share: float) -> tuple[list[Example], lis
     return ordered[:count], ordered[count:]
 
 
-def places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point, ...]:
+def best_places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point, ...]:
     """The place that is best for each of N learners: on the way (all of it or half), or home if that is better still.
 
     Half of the way is tested first, and all of it only if half is better. With a convex loss, half is better whenever
@@ -53,7 +53,7 @@ def places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point, ...]
         """Mean gain over the texts, by learner; 0 if chance may explain it."""
         savings = (stay - losses(place))[known].T.numpy()
         mean = savings.mean(1)
-        better = mean > 0 if savings.shape[1] == 1 else gained(savings, each)
+        better = mean > 0 if savings.shape[1] == 1 else mean_gain_is_significant(savings, each)
         return np.where(better, mean, 0.0).tolist()
 
     best: list[tuple[float, Point]] = [(0.0, STAY)] * learners

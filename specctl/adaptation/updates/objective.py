@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import linear
 
-from specctl.adaptation.ranks import ALONE, Group
+from specctl.adaptation.ranks import SINGLE_PROCESS, Group
 from specctl.drafters.feature.head import DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
 
 Run = Callable[[Any, Any], Sequence[Any]]
-"""(the module or a stand-in, a batch) → (Σ loss, Σ weight, …), like `training.trainees.Trainee.loss`."""
+"""(the module or a stand-in, a batch) → (Σ loss, Σ weight, …), like `training.trainable.TrainableDrafter.loss`."""
 
 Prepare = Callable[[Any], Any]
 """A batch ↦ the batch with values that every learner and draft depth would otherwise compute again."""
@@ -44,7 +44,7 @@ class Objective:
         run: Run,
         seed: int = 0,
         prepare: Prepare = lambda batch: batch,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ):
         """
         Args:
@@ -61,7 +61,7 @@ class Objective:
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
-                "this drafter has no trainable weights", "use --algo static, or a drafter of another family"
+                "this drafter has no trainable weights", "use --algo static, or a drafter from another family"
             )
 
     def start(self) -> Tensor:

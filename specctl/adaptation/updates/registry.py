@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from specctl.adaptation.updates.ensemble import Ensemble, EnsemblePlay, UpdateOutcome
-from specctl.adaptation.updates.member import Member
+from specctl.adaptation.updates.ensemble_member import EnsembleMember
 from specctl.adaptation.updates.objective import Objective
 from specctl.recipe.learner import Algo, LearnerRecipe
 
@@ -85,7 +85,7 @@ def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor, se
     optimizer = "momentum" if algo == "momentum" else options.optimizer
     eta = options.lr * (1 - options.momentum) if algo == "momentum" and options.matched else options.lr
     rates = [eta * options.spacing**place for place in range(options.members if several else 1)]
-    members = [Member(start, options, rate, optimizer, hint) for rate in rates]
+    members = [EnsembleMember(start, options, rate, optimizer, hint) for rate in rates]
     return Ensemble(objective, members, options, hint, seed)
 
 

@@ -21,7 +21,7 @@ Shape = tuple[str, int]
 _refused: set[tuple[torch.device, Shape]] = set()
 
 
-def available(device: torch.device, shape: Shape) -> bool:
+def may_capture(device: torch.device, shape: Shape) -> bool:
     """Whether to capture such rounds: on a GPU where in this process neither a graph of this shape nor graphs of
     several others have failed."""
     failed = [other for where, other in _refused if where == device]
@@ -48,7 +48,7 @@ def side_stream(device: torch.device) -> torch.cuda.Stream | None:
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def aside(run: Callable[[], object], side: torch.cuda.Stream | None) -> None:
+def run_on_side_stream(run: Callable[[], object], side: torch.cuda.Stream | None) -> None:
     """Run on the capture stream. Libraries then allocate their per-stream state before the capture."""
     if side is None:
         run()
@@ -74,7 +74,7 @@ def capture(run: Callable[[], object], side: torch.cuda.Stream | None, pool: Any
 def replay_of(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
     """A function that replays the launches of `run`. Raises any error of the capture."""
     side = side_stream(device)
-    aside(run, side)
+    run_on_side_stream(run, side)
     return capture(run, side).replay
 
 
@@ -85,7 +85,7 @@ class Graphs:
     is the output of a round. `began` is the start of the last round; a capture before it does not count.
     """
 
-    began: Moment
+    began: DeviceTime
 
     def __init__(self, carried: list[Tensor], answer: Tensor):
         self.carried, self.answer = carried, answer
@@ -98,7 +98,7 @@ class Graphs:
 
         RuntimeError if a graph's answer differs from the plain round's. Errors of the capture are raised, too.
         """
-        self.began = Moment(self.answer.device)
+        self.began = DeviceTime(self.answer.device)
         if span in self.graphs:
             self.graphs[span].replay()
         elif self.seen[span] < WARM_UP:
@@ -111,21 +111,21 @@ class Graphs:
     def _captured(self, run: Callable[[], None]) -> Any:
         """Capture a round and replay it once, after a plain run for comparison."""
         before = [tensor.clone() for tensor in self.carried]
-        aside(run, self.side)
+        run_on_side_stream(run, self.side)
         expected = self.answer.clone()
         for tensor, value in zip(self.carried, before, strict=True):
             tensor.copy_(value)
         self.answer.fill_(-1)  # so that a graph that does nothing leaves no valid answer behind
         graph = capture(run, self.side, self.pool)
-        self.began = Moment(self.answer.device)
+        self.began = DeviceTime(self.answer.device)
         graph.replay()
         if not torch.equal(self.answer, expected):
-            raise RuntimeError("the graph of a round commits other tokens than the round itself")
+            raise RuntimeError("the CUDA graph of a round commits different tokens from the round without a graph")
         self.pool = graph.pool()
         return graph
 
 
-class Moment:
+class DeviceTime:
     """A point in the queue of work on a device. A CPU works synchronously, so there it is a point in time."""
 
     def __init__(self, device: torch.device):
@@ -140,7 +140,7 @@ class Moment:
         if self.event is not None:
             self.event.synchronize()
 
-    def since(self, earlier: Moment) -> float:
+    def since(self, earlier: DeviceTime) -> float:
         """Seconds of device work since `earlier`. The device must have passed both points. Idle time before the first
         launch does not count; idle time between launches does."""
         if self.event is None or earlier.event is None:
@@ -151,10 +151,10 @@ class Moment:
 class Readback:
     """Asynchronous copy of a small tensor to the host, and the time of the work from `began` to the end of the copy."""
 
-    def __init__(self, tensor: Tensor, began: Moment):
+    def __init__(self, tensor: Tensor, began: DeviceTime):
         self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         self.copy.copy_(tensor, non_blocking=True)
-        self.began, self.ended = began, Moment(tensor.device)
+        self.began, self.ended = began, DeviceTime(tensor.device)
 
     def tolist(self) -> list[list[int]]:
         """The tensor as a list, after waiting for the copy."""

@@ -19,14 +19,14 @@ from torch import Tensor
 
 from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
-from specctl.decoding.device.resident import Resident, Said, ancestors, bookings, widest_ends
+from specctl.decoding.device.device_batch import DeviceBatch, TargetOutput, ancestors, parse_record, widest_ends
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.plan import plan_at
 from specctl.decoding.protocols import Controller, DeviceDraft, OnCommit, OnDevice, Proposer
-from specctl.decoding.records import PADDING, Counts, DraftTree, HeardRound
+from specctl.decoding.records import PADDING, Counts, DeviceRoundResult, DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.verify import judge, last_rows, not_finite, usable
+from specctl.decoding.verify import finite_rows, judge, last_rows, not_finite
 
 
 def device_rounds(
@@ -52,7 +52,7 @@ def device_rounds(
     if state.catch_up != RECOMPUTE:  # the masks of `plan_at` do not support skipped slots
         return None
     rounds = DeviceRounds(target, state, drafter, budget, mode != "eager", controller, on_commit)
-    return rounds if rounds.able(drafter) else None
+    return rounds if rounds.supports(drafter) else None
 
 
 def shape_of(drafter: Proposer, batch: int) -> graphs.Shape:
@@ -65,7 +65,7 @@ class Track:
     """Tensors and graphs for the rounds of one drafter. `sequences` shares its tensors with the other tracks."""
 
     draft: DeviceDraft
-    sequences: Resident
+    sequences: DeviceBatch
     graphs: graphs.Graphs
 
 
@@ -76,7 +76,7 @@ class DeviceRounds:
     and features.
 
     Attributes:
-        playing: the drafter of the pending or last rounds.
+        active_drafter: the drafter of the pending or last rounds.
     """
 
     def __init__(
@@ -91,34 +91,34 @@ class DeviceRounds:
     ):
         self.target, self.state, self.budget, self.capture = target, state, budget, capture
         self.controller, self.on_commit = controller, on_commit
-        self.playing, self.batch = drafter, state.batch
+        self.active_drafter, self.batch = drafter, state.batch
         self.tracks: dict[Proposer, Track] = {}
         self.refused: set[Proposer] = set()  # drafters with rounds that must run on the host
-        self.resident: Resident | None = None
+        self.device_batch: DeviceBatch | None = None
         self.store: Tensor | None = None  # the cache tensor that everything was built for
         self.loaded = False
-        self.current = False  # the device knows everything that the host knows
-        self.under_way: deque[graphs.Readback] = deque()
+        self.in_sync = False  # the device knows everything that the host knows
+        self.pending: deque[graphs.Readback] = deque()
 
     @property
     def draft(self) -> DeviceDraft:
         """Device-side draft of the active drafter (see also `sequences` and `graphs`)."""
-        return self.tracks[self.playing].draft
+        return self.tracks[self.active_drafter].draft
 
     @property
-    def sequences(self) -> Resident:
-        return self.tracks[self.playing].sequences
+    def sequences(self) -> DeviceBatch:
+        return self.tracks[self.active_drafter].sequences
 
     @property
     def graphs(self) -> graphs.Graphs:
-        return self.tracks[self.playing].graphs
+        return self.tracks[self.active_drafter].graphs
 
-    def able(self, drafter: Proposer) -> bool:
+    def supports(self, drafter: Proposer) -> bool:
         """Whether rounds of this drafter can run here. Rounds of another drafter may, even if these cannot."""
         if drafter in self.refused:
             return False
         if drafter not in self.tracks:
-            wanted = not self.capture or graphs.available(self.state.device, shape_of(drafter, self.batch))
+            wanted = not self.capture or graphs.may_capture(self.state.device, shape_of(drafter, self.batch))
             if not wanted or self._draft_of(drafter) is None:
                 self.refused.add(drafter)
         return drafter not in self.refused
@@ -135,20 +135,20 @@ class DeviceRounds:
         """Launch a round of `drafter` and book the previous round. Returns False if that is impossible: then no round
         is pending, and the host must run this round if a sequence is left. When a sequence has finished, no round is
         pending afterwards, so that the host may change the batch."""
-        if self.state.draws.penalised or not self.able(drafter):
-            self.settle()
+        if self.state.draws.penalised or not self.supports(drafter):
+            self.drain()
             return False
         live = len(self.state.live)
-        if self.loaded and drafter is not self.playing:
+        if self.loaded and drafter is not self.active_drafter:
             self._hand_back()
             if not self.state.unfinished:
-                self.settle()
+                self.drain()
                 return False
         try:
             if not self.loaded:
-                self.playing = drafter
+                self.active_drafter = drafter
                 if self.controller is not None:
-                    self.controller.ready(self.state)
+                    self.controller.prepare_round(self.state)
                 if not self.load():
                     self.refused.add(drafter)
                     return False
@@ -158,10 +158,10 @@ class DeviceRounds:
                 raise
             self._give_up(error)
             return False
-        if len(self.under_way) > 1:
+        if len(self.pending) > 1:
             self._book()
         if len(self.state.live) < live:
-            self.settle()
+            self.drain()
         return True
 
     def load(self) -> bool:
@@ -169,36 +169,36 @@ class DeviceRounds:
         batches have larger drafts."""
         if not self._fits():
             self.tracks.clear()
-            self.resident, self.store, self.current = None, self.state.cache.place, False
-        track = self.tracks.get(self.playing)
+            self.device_batch, self.store, self.in_sync = None, self.state.cache.captured_tensor, False
+        track = self.tracks.get(self.active_drafter)
         if (track is None or not track.draft.fits(self.state)) and not self._place():
             return False
-        if not self.current:
+        if not self.in_sync:
             self.sequences.load(self.state)
         self.draft.load(self.state)
-        self.loaded = self.current = True
+        self.loaded = self.in_sync = True
         return True
 
     def _fits(self) -> bool:
         """Whether the tensors and graphs fit the current sequences: same cache, enough end ids, same kind of
         sampling."""
-        resident = self.resident
-        if resident is None or self.store is not self.state.cache.place:
+        resident = self.device_batch
+        if resident is None or self.store is not self.state.cache.captured_tensor:
             return False
-        return resident.draws.greedy != self.state.sampled and resident.ends >= widest_ends(self.state)
+        return resident.draws.greedy != self.state.any_sampled and resident.ends >= widest_ends(self.state)
 
     def _place(self) -> bool:
         """Build everything for the active drafter anew, after a change of the batch size or of addresses. Returns False
         if that is impossible."""
-        draft = self._draft_of(self.playing)
+        draft = self._draft_of(self.active_drafter)
         if draft is None:
-            self.tracks.pop(self.playing, None)
+            self.tracks.pop(self.active_drafter, None)
             return False
-        if self.resident is None:
-            self.resident = Resident(self.state)
-        sequences = self.resident.recording(draft.depth + 1)
+        if self.device_batch is None:
+            self.device_batch = DeviceBatch(self.state)
+        sequences = self.device_batch.recording(draft.depth + 1)
         carried = [sequences.length, sequences.finished, *draft.carried]
-        self.tracks[self.playing] = Track(draft, sequences, graphs.Graphs(carried, sequences.record))
+        self.tracks[self.active_drafter] = Track(draft, sequences, graphs.Graphs(carried, sequences.record))
         return True
 
     def _launch(self) -> None:
@@ -208,17 +208,17 @@ class DeviceRounds:
             state.replays += self.graphs.play(self.round, span)
             began = self.graphs.began
         else:
-            began = graphs.Moment(state.device)
+            began = graphs.DeviceTime(state.device)
             self.round(span)
         state.rounds, state.ahead = state.rounds + 1, state.ahead + 1
-        self.under_way.append(graphs.Readback(self.sequences.record, began))
+        self.pending.append(graphs.Readback(self.sequences.record, began))
 
     def _span(self) -> int:
         """Number of cache slots that attention reads: the whole capacity if a kernel reads the lengths itself.
         Otherwise an upper bound from the host's lengths and the pending rounds."""
         if isinstance(self.target.model, LeanModel) and self.target.model.by_kernel:
             return self.state.capacity
-        unread = len(self.under_way) * self.sequences.widest
+        unread = len(self.pending) * self.sequences.widest
         longest = max(min(len(row.ids) + unread, row.limit) for row in self.state.rows if row.stop is None)
         return graphs.span_for(longest - 1 + self.draft.reach, self.state.capacity)
 
@@ -227,36 +227,38 @@ class DeviceRounds:
         sequences = self.sequences
         before = sequences.length.clone()
         draft = self.draft.propose(sequences, span)
-        said, positions, deep = self.step(draft, span)
-        path, accepted, bonus = judge(sequences.draws, draft, said.logits, positions + 1)
-        sequences.commit(draft, path, accepted, bonus, said, deep, usable(last_rows(said.logits, path, accepted)))
+        output, positions, draft_depths = self.step(draft, span)
+        path, accepted, bonus = judge(sequences.draws, draft, output.logits, positions + 1)
+        sequences.commit(
+            draft, path, accepted, bonus, output, draft_depths, finite_rows(last_rows(output.logits, path, accepted))
+        )
         self.draft.advance(sequences, before, span)
 
-    def step(self, draft: DraftTree, span: int) -> tuple[Said, Tensor, Tensor | None]:
+    def step(self, draft: DraftTree, span: int) -> tuple[TargetOutput, Tensor, Tensor | None]:
         """Run the target over the last committed tokens and their drafts. Returns its output, the positions [B, 1+n] of
         these tokens, and the depth of each draft [B] (None if nothing is drafted)."""
         sequences = self.sequences
         rows = torch.arange(draft.size + 1, device=sequences.device)
-        deep: Tensor | None
+        draft_depths: Tensor | None
         if draft.chain:
             visible = (rows <= rows.unsqueeze(1)).expand(sequences.batch, -1, -1)
             offset = rows.expand(sequences.batch, -1)
-            deep = (draft.parents != PADDING).sum(1) if draft.size else None
+            draft_depths = (draft.parents != PADDING).sum(1) if draft.size else None
         else:
             tree = ancestors(draft.parents)
             visible = torch.nn.functional.pad(tree, (1, 0, 1, 0)) | (rows == 0)  # the root is an ancestor of every node
             offset = torch.nn.functional.pad(tree.sum(-1), (1, 0))
-            deep = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
+            draft_depths = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
         plan = plan_at(sequences.length - 1, visible, offset, span=span, dtype=sequences.dtype, chain=draft.chain)
         tokens = torch.cat((sequences.last, draft.tokens), 1) if draft.size else sequences.last
-        said = Said(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
-        return said, plan.positions, deep
+        output = TargetOutput(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
+        return output, plan.positions, draft_depths
 
     def _book(self) -> None:
         """Read the tokens committed by the oldest pending round, and report the round."""
-        round = self.under_way.popleft()
+        round = self.pending.popleft()
         counts = {}
-        for b, (row, booking) in enumerate(zip(self.state.rows, bookings(round.tolist()), strict=True)):
+        for b, (row, booking) in enumerate(zip(self.state.rows, parse_record(round.tolist()), strict=True)):
             if row.stop is not None:
                 continue
             before = len(row.ids)
@@ -268,7 +270,7 @@ class DeviceRounds:
             accepted = min(len(booking.committed) - 1, kept)
             counts[b] = Counts(kept, accepted, booking.depth, kept == len(booking.committed))
         if self.controller is not None:
-            self.controller.heard(self.state, HeardRound(counts, round.seconds))
+            self.controller.observe_device_round(self.state, DeviceRoundResult(counts, round.seconds))
         if self.on_commit is not None:
             self.on_commit(self.state)
 
@@ -277,39 +279,39 @@ class DeviceRounds:
         live = len(self.state.live)
         self._hand_back()
         if len(self.state.live) < live:
-            self.settle()
+            self.drain()
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Wait for pending rounds and hand the drafter's memory back, so that the host may change the batch."""
         self._hand_back()
-        self.current = False
+        self.in_sync = False
 
     def _hand_back(self) -> None:
         """Wait for pending rounds and return the drafter's memory to the host; the batch is unchanged."""
         if not self.loaded:
             return
-        while self.under_way:
+        while self.pending:
             self._book()
         self.draft.store(self.state)
         self.loaded = False
         if self.controller is not None:
-            self.controller.settled(self.state)
+            self.controller.on_drained(self.state)
 
     def _give_up(self, error: Exception) -> None:
         """Leave this drafter's rounds to the host. A failed round has changed only data after the committed text,
         except in the drafter's memory, which is rebuilt."""
-        while self.under_way:
+        while self.pending:
             self._book()
-        assert isinstance(self.playing, OnDevice)
-        self.playing.invalidate(self.state)
-        self.loaded = self.current = False
-        self.refused.add(self.playing)
-        self.tracks.pop(self.playing, None)
+        assert isinstance(self.active_drafter, OnDevice)
+        self.active_drafter.invalidate(self.state)
+        self.loaded = self.in_sync = False
+        self.refused.add(self.active_drafter)
+        self.tracks.pop(self.active_drafter, None)
         if self.controller is not None:
-            self.controller.settled(self.state)
-        graphs.refuse(self.state.device, shape_of(self.playing, self.batch))
+            self.controller.on_drained(self.state)
+        graphs.refuse(self.state.device, shape_of(self.active_drafter, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
-        advice = "restart if it fails again: a capture that breaks off may hold the GPU's memory"
+        advice = "restart if it fails again: an interrupted capture may keep GPU memory allocated"
         warnings.warn(
             f"decoding on {self.state.device} runs without CUDA graphs: {reason} ({advice})",
             stacklevel=2,

@@ -71,15 +71,17 @@ class Renderer:
         except (EOFError, ConnectionError) as error:
             self._stop.detach()  # the process id may soon be reused
             self._channel.close()
-            raise CheckpointError(f"{where} {_fate(self._child)} on one conversation", "mend the template") from error
+            raise CheckpointError(f"{where} {_fate(self._child)} on one conversation", "fix the template") from error
         except BaseException:
             self._stop()  # the worker may still be answering; the next request would get that answer
             raise
         if isinstance(answer, list):
             if not answer:
-                raise ChatTemplateError(f"{where} makes no token of it", "mend it")
+                raise ChatTemplateError(f"{where} renders a conversation to no tokens", "fix the template")
             return answer
-        raise ChatTemplateError(f"{where} refuses it: {answer}", "mend it, or give it what it asks for")
+        raise ChatTemplateError(
+            f"{where} rejects a conversation: {answer}", "fix the template, or pass the arguments that it asks for"
+        )
 
 
 def template_file(name: str) -> str:
@@ -136,7 +138,7 @@ def _fate(child: int) -> str:
             return f"takes more than {SECONDS} s"
         if number == signal.SIGKILL:
             return f"takes more than {MEMORY >> 30} GiB of memory"
-    return "breaks its process"
+    return "crashes its process"
 
 
 def _stop(child: int, channel: Connection, owner: int) -> None:

@@ -64,7 +64,7 @@ class Description:
 
 def path_of(config) -> tuple[str, str]:
     """Path of a configuration (as `load_config` returns it), "lean" or "transformers", and the reason for it."""
-    reason = lean.why_not(config)
+    reason = lean.unsupported_reason(config)
     return ("transformers", reason) if reason else ("lean", f"{config.model_type} is covered by the lean step")
 
 
@@ -82,12 +82,12 @@ def describe(name: str, label: str | None = None) -> Description:
     except Exception as error:  # an architecture's code may raise anything for unusual sizes
         raise CheckpointError(
             f"transformers cannot build target {label or name} from its configuration: {first_line(error)}",
-            "compare config.json with the model's original",
+            "compare config.json with the original file of the model",
         ) from error
     dtype = pick_dtype("auto", pick_device("auto"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    heads = _everywhere(text, "num_attention_heads", None)
+    heads = _value_of_all_layers(text, "num_attention_heads", None)
     try:
         tokenizer = load_tokenizer(name)
     except CheckpointError:
@@ -108,8 +108,8 @@ def describe(name: str, label: str | None = None) -> Description:
         layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         heads=heads,
-        kv_heads=_everywhere(text, "num_key_value_heads", heads),
-        head_dim=_everywhere(text, "head_dim", text.hidden_size // heads if heads else None),
+        kv_heads=_value_of_all_layers(text, "num_key_value_heads", heads),
+        head_dim=_value_of_all_layers(text, "head_dim", text.hidden_size // heads if heads else None),
         vocab_size=embedding.shape[0],
         context_length=limit,
         trained_context=trained if trained != limit else None,
@@ -122,7 +122,7 @@ def describe(name: str, label: str | None = None) -> Description:
     )
 
 
-def _everywhere(config, name: str, default: int | None) -> int | None:
+def _value_of_all_layers(config, name: str, default: int | None) -> int | None:
     """One value for all layers: `default` if the configuration names none, or None if layers differ."""
     try:
         return getattr(config, name, None) or default

@@ -11,7 +11,7 @@ import torch
 
 from specctl import kernels
 from specctl.errors import UsageError
-from specctl.kernels import trial
+from specctl.kernels import self_check
 
 CHOICES = ("fused", "plain")
 
@@ -37,7 +37,7 @@ def fuses(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
     chosen = os.environ.get("SPECCTL_LAYERS")
     if chosen:
         if chosen not in CHOICES:
-            raise UsageError(f"SPECCTL_LAYERS={chosen!r} is no way to run layers", f"one of {', '.join(CHOICES)}")
+            raise UsageError(f"SPECCTL_LAYERS={chosen!r} is not a valid value", f"use one of {', '.join(CHOICES)}")
         return chosen == "fused"
     return device.type == "cuda" and kernels.backend("cuda") == "triton" and tried(device, dtype, shape)
 
@@ -45,9 +45,11 @@ def fuses(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
 @functools.cache
 def tried(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
     """Whether the kernels agree with the reference. They are tried once per device, dtype and shape."""
-    if device.type == "cuda" and kernels.chosen(device) != "triton":  # `kernels.chosen` has already warned
+    if (
+        device.type == "cuda" and kernels.select_backend(device) != "triton"
+    ):  # `kernels.select_backend` has already warned
         return False
-    reason = trial.layer_shortcoming(kernels, device, dtype, *shape)
+    reason = self_check.layer_mismatch(kernels, device, dtype, *shape)
     if reason is not None:
         warnings.warn(f"layers on {device} run unfused: {reason}", stacklevel=2)
     return reason is None

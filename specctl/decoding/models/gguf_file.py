@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import CheckpointError, UsageError
 
 VERSIONS = (2, 3)
@@ -29,11 +29,11 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32  # alignment of the tensors, if the metadata name no other
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-AGAIN = "copy the file again"
+REDOWNLOAD_HINT = "copy the file again"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """Location of a tensor in a file.
 
     Attributes:
@@ -59,7 +59,7 @@ class GGUFContents:
     """
 
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     headers: dict[Path, int]
 
 
@@ -79,25 +79,26 @@ def read(path: Path) -> GGUFContents:
     if count > 1:
         if split is None or int(split[3]) != count:
             raise CheckpointError(
-                f"GGUF file {path} is one of {count} parts, and its name does not say which",
-                f"name the parts NAME-00001-of-{count:05}.gguf and so on, or merge them: llama-gguf-split --merge",
+                f"GGUF file {path} is one of {count} parts, but its name does not say which one",
+                f"rename the parts to NAME-00001-of-{count:05}.gguf and so on, or merge them: llama-gguf-split --merge",
             )
         for number in range(2, count + 1):
             part = path.with_name(f"{split[1]}-{number:05}-of-{split[3]}{split[4]}")
             if not part.exists():
                 raise CheckpointError(
-                    f"GGUF file {path} has {count} parts, and {part} is missing",
-                    f"copy it, too, or merge them where all are: llama-gguf-split --merge {first.name} NAME.gguf",
+                    f"GGUF file {path} has {count} parts, but {part} is missing",
+                    "copy the missing part, or merge all parts into one file: llama-gguf-split --merge "
+                    f"{first.name} NAME.gguf",
                 )
             _, more, headers[part] = _cached(part)
             tensors |= more
     return GGUFContents(metadata, tensors, headers)
 
 
-def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
+def _cached(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
     """Read a file's header, cached by inode, size and modification time."""
     try:
-        regular.check(path)
+        regular_files.check(path)
         stat = os.stat(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"GGUF file {path} does not exist", "give the path of a .gguf file") from error
@@ -107,18 +108,18 @@ def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Stored], int]:
+def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
     """Metadata, tensors, and number of bytes before the tensors, of one file."""
     try:
-        with regular.opened(path) as file:
+        with regular_files.open_regular(path) as file:
             start = file.read(8)
             if start[:4] != b"GGUF":
-                raise CheckpointError(f"{path} is no GGUF file: it does not begin with GGUF", AGAIN)
+                raise CheckpointError(f"{path} is not a GGUF file: it does not begin with GGUF", REDOWNLOAD_HINT)
             version = int.from_bytes(start[4:], "little")
             if version & 0xFFFF == 0:
                 raise CheckpointError(
                     f"GGUF file {path} is big-endian, which is not supported",
-                    "gguf-convert-endian FILE little",
+                    "convert it: gguf-convert-endian FILE little",
                 )
             if version not in VERSIONS:
                 supported = " and ".join(map(str, VERSIONS))
@@ -136,7 +137,7 @@ class _Reader:
         self.path, self.data, self.at = path, data, 8
         self.limit = min(len(data), MOST_HEADER)
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, Stored], int]:
+    def contents(self) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
         tensors, pairs = self._number("Q"), self._number("Q")
         self._room(pairs, 13)  # a key's length, its value's type, and a value
         self._room(tensors, 24)  # lengths, type and offset
@@ -156,14 +157,14 @@ class _Reader:
         start, self.at = self.at, self.at + size
         if self.at > self.limit:
             if self.at <= len(self.data):
-                raise _damaged(self.path, f"it has more than {MOST_HEADER >> 20} MiB of metadata")
-            raise _damaged(self.path, f"it ends within its header, after {len(self.data):,} bytes")
+                raise _damaged(self.path, f"its metadata exceeds {MOST_HEADER >> 20} MiB")
+            raise _damaged(self.path, f"it ends inside its header, after {len(self.data):,} bytes")
         return start
 
     def _room(self, count: int, size: int) -> None:
         """Raise CheckpointError if the header has no room for `count` entries of at least `size` bytes."""
         if count * size > self.limit - self.at:
-            raise _damaged(self.path, f"it announces {count:,} entries, more than it has room for")
+            raise _damaged(self.path, f"its header declares {count:,} entries, more than fit in the file")
 
     def _number(self, code: str) -> Any:
         return struct.unpack_from(f"<{code}", self.data, self._take(struct.calcsize(f"<{code}")))[0]
@@ -175,7 +176,7 @@ class _Reader:
         try:
             return self.data[start : self.at].decode()
         except UnicodeDecodeError as error:
-            raise _damaged(self.path, f"a text at byte {start:,} is not UTF-8") from error
+            raise _damaged(self.path, f"the string at byte {start:,} is not UTF-8") from error
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in SCALARS:
@@ -200,15 +201,17 @@ class _Reader:
         shape = tuple(self._number("Q") for _ in range(dimensions))
         return name, shape[::-1], self._number("I"), self._number("Q")
 
-    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, end: int) -> Stored:
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, end: int) -> StoredTensor:
         block, width = block_of(self.path, name, kind)
         if not shape or shape[-1] % block:
-            raise _damaged(self.path, f"tensor {name:.60} of shape {list(shape)} is not in blocks of {block}")
+            raise _damaged(
+                self.path, f"tensor {name:.60} of shape {list(shape)} does not divide into blocks of {block}"
+            )
         size = math.prod(shape) // block * width
         if end + offset + size > len(self.data):
             needed = end + offset + size
-            raise _damaged(self.path, f"it has {len(self.data):,} bytes, and tensor {name:.60} ends at byte {needed:,}")
-        return Stored(self.path, kind, shape, end + offset, size)
+            raise _damaged(self.path, f"it has {len(self.data):,} bytes, but tensor {name:.60} ends at byte {needed:,}")
+        return StoredTensor(self.path, kind, shape, end + offset, size)
 
 
 @functools.cache
@@ -220,7 +223,7 @@ def _blocks() -> dict[int, tuple[str, int, int] | str]:
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError as error:
-        raise UsageError("a GGUF target needs the package gguf", "pip install 'gguf>=0.17.1'") from error
+        raise UsageError("a GGUF target needs the gguf package", "pip install 'gguf>=0.17.1'") from error
 
     found: dict[int, tuple[str, int, int] | str] = {}
     for kind in GGMLQuantizationType:
@@ -243,8 +246,8 @@ def block_of(path: Path, name: str, kind: int) -> tuple[int, int]:
     if isinstance(found, tuple):
         return found[1:]
     raise CheckpointError(
-        f"GGUF file {path}: tensor {name:.60} is quantised as {found}, which the package gguf cannot undo",
-        f"take another quantisation: {', '.join(kind_names())}",
+        f"GGUF file {path}: tensor {name:.60} has quantization {found}, which the gguf package cannot dequantize",
+        f"use another quantization: {', '.join(kind_names())}",
     )
 
 
@@ -254,4 +257,4 @@ def kind_names(kinds: set[int] | None = None) -> list[str]:
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"GGUF file {path} is damaged: {what}", AGAIN)
+    return CheckpointError(f"GGUF file {path} is damaged: {what}", REDOWNLOAD_HINT)

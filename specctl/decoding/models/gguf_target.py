@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_tokenizer
-from specctl.decoding.models.gguf_file import GGUFContents, Stored
+from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
 from specctl.errors import CheckpointError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
-FORM = 1  # version of the cached directories; increase it when their contents change
+CACHE_VERSION = 1  # version of the cached directories; increase it when their contents change
 LARGEST = 2**31  # upper limit of the sizes in the metadata
 MOST_LAYERS = 1000
 FREQUENCIES = "rope_freqs.weight"
@@ -60,9 +60,9 @@ def directory(name: str) -> Path:
     """
     path = Path(name).expanduser()
     contents = gguf_file.read(path)
-    digest = hashlib.sha256(f"{FORM}".encode())
+    digest = hashlib.sha256(f"{CACHE_VERSION}".encode())
     for part, size in contents.headers.items():
-        with regular.opened(part) as file:
+        with regular_files.open_regular(part) as file:
             digest.update(file.read(size))
     if FREQUENCIES in contents.tensors:  # the configuration also depends on these values
         digest.update(dequantised(contents.tensors[FREQUENCIES], torch.float32).numpy().tobytes())
@@ -107,7 +107,7 @@ def _write(place: Path, files: dict[str, str]) -> None:
         with suppress(OSError):
             temporary.rename(place)
         if not place.is_dir():
-            raise OSError(0, f"{place} was not made")
+            raise OSError(0, f"{place} was not created")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -117,7 +117,7 @@ def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
 
     Raises CheckpointError: the architecture or its variant is not supported; or a number is missing or impossible.
     """
-    facts = _Facts(name, contents.metadata)
+    facts = _Metadata(name, contents.metadata)
     kind = facts.architecture
     hidden, heads = facts.size("embedding_length"), facts.size("attention.head_count")
     dimension = facts.size("attention.key_length", hidden // heads)
@@ -128,13 +128,13 @@ def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
     ):
         held = contents.metadata.get(f"{kind}.{key}", wanted)
         if held != wanted:
-            raise facts.unsupported(f"{kind}.{key} is {held}, which is not {wanted}")
+            raise facts.unsupported(f"{kind}.{key} is {held}; only {wanted} is supported")
     embedding = contents.tensors.get("token_embd.weight")
     if embedding is None:
-        raise CheckpointError(f"target {name}: the GGUF file lacks token_embd.weight", gguf_file.AGAIN)
+        raise CheckpointError(f"target {name}: the GGUF file lacks token_embd.weight", gguf_file.REDOWNLOAD_HINT)
     layers = facts.size("block_count")
     if layers > MOST_LAYERS:
-        raise facts.unsupported(f"{kind}.block_count is {layers}, more than {MOST_LAYERS}")
+        raise facts.unsupported(f"{kind}.block_count is {layers}; at most {MOST_LAYERS} layers are supported")
     biased = {"attention_bias": "blk.0.attn_q.bias" in contents.tensors} if kind != "qwen2" else {}
     if kind == "llama":
         biased["mlp_bias"] = "blk.0.ffn_gate.bias" in contents.tensors
@@ -158,7 +158,7 @@ def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
     }
 
 
-class _Facts:
+class _Metadata:
     """Checked access to the metadata of a file."""
 
     def __init__(self, name: str, metadata: dict[str, Any]):
@@ -167,18 +167,19 @@ class _Facts:
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"target {name}: the GGUF file is of architecture {self.architecture!r:.60}, which is not supported",
-                f"take one of {', '.join(ARCHITECTURES)}, or the model's safetensors files",
+                f"use one of {', '.join(ARCHITECTURES)}, or the model's safetensors files",
             )
 
     def unsupported(self, what: str) -> CheckpointError:
-        return CheckpointError(f"target {self.name}: {what}", "take the model's safetensors files")
+        return CheckpointError(f"target {self.name}: {what}", "use the model's safetensors files")
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value of a key of this architecture. CheckpointError if it is missing and there is no `default`."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise CheckpointError(
-                f"target {self.name}: the metadata of the GGUF file lack {self.architecture}.{key}", gguf_file.AGAIN
+                f"target {self.name}: the metadata of the GGUF file lacks {self.architecture}.{key}",
+                gguf_file.REDOWNLOAD_HINT,
             )
         return value
 
@@ -186,8 +187,8 @@ class _Facts:
         """A positive integer."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value < LARGEST:
-            shown = "a list, as its layers differ," if isinstance(value, np.ndarray) else f"{value!r:.60},"
-            raise self.unsupported(f"{self.architecture}.{key} is {shown} and not one number from 1 on")
+            shown = "a list (the layers differ)" if isinstance(value, np.ndarray) else f"{value!r:.60}"
+            raise self.unsupported(f"{self.architecture}.{key} is {shown}, not a single positive integer")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
@@ -198,7 +199,7 @@ class _Facts:
         return float(str(np.float32(value)))
 
 
-def _rope(name: str, facts: _Facts, frequencies: Stored | None, dimension: int) -> dict[str, Any]:
+def _rope(name: str, facts: _Metadata, frequencies: StoredTensor | None, dimension: int) -> dict[str, Any]:
     """The `rope_parameters` for config.json."""
     theta = facts.real("rope.freq_base", 10000.0)
     kind = facts.get("rope.scaling.type", "none")
@@ -221,14 +222,16 @@ def _rope(name: str, facts: _Facts, frequencies: Stored | None, dimension: int) 
     return scaled
 
 
-def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dict[str, Any] | None:
+def _llama3(name: str, frequencies: StoredTensor, theta: float, dimension: int) -> dict[str, Any] | None:
     """Recover Llama 3's RoPE scaling from the frequency divisors in a file. Returns None if they are all 1.
 
     llama.cpp's converter computes the divisors and drops the four numbers they follow from. Three of these are the same
     in all of Meta's models, and the fourth is the largest divisor. CheckpointError if other divisors are found.
     """
     if frequencies.shape != (dimension // 2,):
-        raise CheckpointError(f"target {name}: {FREQUENCIES} is {list(frequencies.shape)}, not [{dimension // 2}]")
+        raise CheckpointError(
+            f"target {name}: {FREQUENCIES} has shape {list(frequencies.shape)}, not [{dimension // 2}]"
+        )
     held = dequantised(frequencies, torch.float32).double()
     if bool((held == 1).all()):
         return None
@@ -238,8 +241,8 @@ def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dic
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(1 / ((1 - smooth) / factor + smooth), held, rtol=1e-4):
         raise CheckpointError(
-            f"target {name}: {FREQUENCIES} scales its RoPE in another way than Llama 3's",
-            "take the model's safetensors files",
+            f"target {name}: {FREQUENCIES} scales RoPE differently from Llama 3",
+            "use the model's safetensors files",
         )
     return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}
 
@@ -304,15 +307,16 @@ def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict
     for tensor, place in places.items():
         held = contents.tensors.get(tensor)
         if held is None:
-            raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.AGAIN)
+            raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.REDOWNLOAD_HINT)
         if held.shape != place.shape:
-            shapes_differ = f"{list(held.shape)}, and {list(place.shape)} by its metadata"
-            raise CheckpointError(f"target {name}: the tensor {tensor} of the GGUF file is {shapes_differ}")
+            shapes_differ = f"{list(held.shape)}, but its metadata requires {list(place.shape)}"
+            raise CheckpointError(f"target {name}: the tensor {tensor} of the GGUF file has shape {shapes_differ}")
     beside = sorted(contents.tensors.keys() - places.keys() - {FREQUENCIES})
     if beside:
         raise CheckpointError(
-            f"target {name}: the GGUF file has a tensor {beside[0]:.60}, for which {config['model_type']} has no place",
-            "take the model's safetensors files",
+            f"target {name}: the GGUF file has a tensor {beside[0]:.60}, which model type "
+            f"{config['model_type']} does not have",
+            "use the model's safetensors files",
         )
     return places
 
@@ -320,7 +324,7 @@ def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict
 class Weight:
     """A parameter that is read when it is indexed, like a slice of a safetensors file."""
 
-    def __init__(self, stored: Stored, place: GGUFParameter, dtype: torch.dtype):
+    def __init__(self, stored: StoredTensor, place: GGUFParameter, dtype: torch.dtype):
         self._stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
 
     def get_shape(self) -> list[int]:
@@ -344,7 +348,7 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
     return {place.key: Weight(contents.tensors[tensor], place, dtype) for tensor, place in places.items()}
 
 
-def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
+def dequantised(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
     """Dequantize a tensor in fp32 and round it to `dtype`."""
     from gguf import GGMLQuantizationType, dequantize
 

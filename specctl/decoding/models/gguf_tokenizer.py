@@ -103,11 +103,11 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
         )
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"target {name}: the tokenizer of the GGUF file is of kind {kind!r:.60}, which is not supported",
-            "take one of gpt2, llama, or the model's safetensors files",
+            f"target {name}: the tokenizer of the GGUF file has kind {kind!r:.60}, which is not supported",
+            "use a file with a gpt2 or llama tokenizer, or the model's safetensors files",
         )
     if len(tokens) > rows:
-        raise CheckpointError(f"target {name}: the GGUF file has {len(tokens):,} tokens, and embeds {rows:,}")
+        raise CheckpointError(f"target {name}: the GGUF file has {len(tokens):,} tokens, but only {rows:,} embeddings")
     kinds = kinds.tolist() if isinstance(kinds, np.ndarray) and len(kinds) == len(tokens) else [1] * len(tokens)
     special = {
         f"{ours}_token_id": _id(name, metadata, theirs, len(tokens))
@@ -142,7 +142,7 @@ def _id(name: str, metadata: dict[str, Any], key: str, count: int) -> int | None
         return None
     if type(value) is not int or not 0 <= value < count:
         raise CheckpointError(
-            f"target {name}: the GGUF file has {count:,} tokens, and tokenizer.ggml.{key}_token_id is {value!r:.60}"
+            f"target {name}: the GGUF file has {count:,} tokens, but its tokenizer.ggml.{key}_token_id is {value!r:.60}"
         )
     return value
 
@@ -153,8 +153,8 @@ def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any
 
     if pre not in SPLITS:
         raise CheckpointError(
-            f"target {name}: the tokenizer of the GGUF file cuts texts as {pre!r:.60} does, which is not supported",
-            f"take one of {', '.join(SPLITS)} (tokenizer.ggml.pre), or the model's safetensors files",
+            f"target {name}: the tokenizer of the GGUF file uses the pre-tokenizer {pre!r:.60}, which is not supported",
+            f"use one of {', '.join(SPLITS)} (tokenizer.ggml.pre), or the model's safetensors files",
         )
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges", []):

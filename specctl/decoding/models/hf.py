@@ -51,9 +51,9 @@ class ShardedCache(KVCache):
         for part in self.parts.values():
             part.compact(sequence, start, path)
 
-    def part(self, start: int, stop: int) -> ShardedCache:
+    def sub_batch(self, start: int, stop: int) -> ShardedCache:
         some = copy.copy(self)
-        some.parts = {device: part.part(start, stop) for device, part in self.parts.items()}
+        some.parts = {device: part.sub_batch(start, stop) for device, part in self.parts.items()}
         some._views()
         return some
 
@@ -266,7 +266,7 @@ class HFModel:
             # Not `is`: some architectures reshape the output before they return it.
             if isinstance(output, Tensor) and (output.data_ptr(), output.numel()) == (last.data_ptr(), last.numel()):
                 return module
-        raise UsageError(f"{type(self.model).__name__} does not end with a norm that could be applied by itself")
+        raise UsageError(f"{type(self.model).__name__} does not end with a norm that can be applied separately")
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, like `LeanModel.logits`, with the model's own code. This includes heads of two layers and

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_target
 from specctl.decoding.models.loading import model_directory
 from specctl.decoding.models.tensors import weight_files
@@ -34,18 +34,20 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
             files = weight_files(directory) if directory is not None else []
         digest = hashlib.sha256()
         for path in files:
-            with regular.opened(path) as file:
+            with regular_files.open_regular(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 digest.update(f"{size}\n".encode())
                 for start, length in [(0, size)] if size <= WHOLE else _sample(path, file, size):
                     file.seek(start)
                     digest.update(file.read(length))
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"target {name}: its weights cannot be read: {error}", "copy it again") from error
+        raise CheckpointError(
+            f"target {name}: its weights cannot be read: {error}", "copy the weights again"
+        ) from error
     return digest.hexdigest()[:16] if files else None
 
 
-def with_weights(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+def with_weights_digest(kept: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The description `kept` of an earlier run, made comparable with `now`; both have an identity under `target`. If an
     older specctl has stored no weights digest, the digest of `now` is filled in, and thus makes no difference."""
     there, here = kept.get("target"), now.get("target")
@@ -67,7 +69,7 @@ def _sample(path: Path, file: IO[bytes], size: int) -> Iterator[tuple[int, int]]
         begin = 8 + header
         if not 0 < header < size:  # not a safetensors file
             return ((size * block // BLOCKS, BLOCK) for block in range(BLOCKS))
-        entries = regular.parsed(file.read(header)).items()
+        entries = regular_files.parse_json(file.read(header)).items()
         offsets = [entry["data_offsets"] for name, entry in entries if name != "__metadata__"]
         ranges = [(begin + first, begin + end) for first, end in offsets]
     middles = sorted(max(first, (first + end - BLOCK) // 2) for first, end in ranges)

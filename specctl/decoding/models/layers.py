@@ -15,7 +15,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.attention import served
 from specctl.decoding.cache import KVCache
-from specctl.decoding.plan import Block, Plan, seen
+from specctl.decoding.plan import Block, Plan, unskipped
 
 
 class RMSNorm:
@@ -98,5 +98,5 @@ def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> T
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> Tensor:
     span, mask, skipped = block
-    keys, values = seen(keys, 2, span, skipped), seen(values, 2, span, skipped)
+    keys, values = unskipped(keys, 2, span, skipped), unskipped(values, 2, span, skipped)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)

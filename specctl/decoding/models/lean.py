@@ -20,7 +20,7 @@ from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.native import Packed, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
-from specctl.decoding.pages import Form, PagePool
+from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.errors import UsageError
@@ -30,7 +30,7 @@ FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 DYNAMIC_ROPE = {"dynamic", "longrope"}
 
 
-def why_not(config) -> str | None:
+def unsupported_reason(config) -> str | None:
     """Reason why the lean step cannot compute this configuration exactly, or None if it can."""
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
@@ -46,30 +46,30 @@ def why_not(config) -> str | None:
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             return "partial rotary embedding"
     if getattr(config, "quantization_config", None):
-        return "quantised weights"
+        return "quantized weights"
     return None
 
 
-def why_not_sliced(config, count: int) -> str | None:
+def unsliceable_reason(config, count: int) -> str | None:
     """Reason why the lean step cannot run this configuration in `count` tensor-parallel slices (`parallel.py`), or None
     if it can."""
-    reason = why_not(config)
+    reason = unsupported_reason(config)
     if reason is not None:
         return reason
     heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     if heads % count:
-        return f"{heads} attention heads cannot be divided by {count}"
+        return f"{heads} attention heads are not divisible by {count}"
     if kv_heads % count and count % kv_heads:
-        return f"{kv_heads} key heads cannot be shared by {count} processes"
-    return f"the inner size of {inner} cannot be divided by {count}" if inner % count else None
+        return f"{kv_heads} KV heads cannot be shared among {count} processes"
+    return f"intermediate_size {inner} is not divisible by {count}" if inner % count else None
 
 
 def check_slices(name: str, config, count: int) -> None:
     """Raise UsageError if the target `name` cannot be cut into `count` slices."""
-    reason = why_not_sliced(config, count)
+    reason = unsliceable_reason(config, count)
     if reason is not None:
-        hint = "another target.tensor_parallel, or target.device_map=auto"
-        raise UsageError(f"target {name} cannot be in {count} slices: {reason}", hint)
+        hint = "change target.tensor_parallel, or set target.device_map=auto"
+        raise UsageError(f"target {name} cannot be split into {count} slices: {reason}", hint)
 
 
 class _LeanLayer:
@@ -155,9 +155,9 @@ class LeanModel:
         return self._native is not None
 
     @property
-    def form(self) -> Form:
+    def form(self) -> PoolLayout:
         """Layout of this model's page pool."""
-        return Form(len(self.layers), self.kv_heads, self.head_dim, self.dtype, self.device)
+        return PoolLayout(len(self.layers), self.kv_heads, self.head_dim, self.dtype, self.device)
 
     @property
     def by_kernel(self) -> bool:
@@ -171,7 +171,7 @@ class LeanModel:
         overrides, except for slices."""
         if self.part.count > 1:
             return False
-        if chosen := paged.asked():
+        if chosen := paged.kv_choice():
             return chosen == "paged"
         if self.device.type != "cuda" or not self.by_kernel:
             return False
@@ -203,7 +203,7 @@ class LeanModel:
         x = F.embedding(tokens.reshape(-1), self.embedding).float()
         heads, kv = self.heads, self.kv_heads
         fuse = fuses(self.device, self.dtype, self._shape)
-        if self._native is not None and not fuse and self._native.computes(cache, plan):
+        if self._native is not None and not fuse and self._native.supports(cache, plan):
             y, kept = self._native.forward(x, cache, plan, rope, taps)
             y = y.view(batch, rows, -1)
             return y, _side_by_side(kept, taps, y)

@@ -19,9 +19,9 @@ from urllib.request import getproxies
 
 import torch
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import gguf_target, tensors
-from specctl.decoding.models.supported import context_limit, ropes, unusable, why_unusable, window_size
+from specctl.decoding.models.supported import context_limit, ropes, unsupported_error, unsupported_reason, window_size
 from specctl.errors import CheckpointError, UsageError
 
 HUB_S = 2.0  # seconds to wait for a connection to the hub
@@ -46,7 +46,7 @@ def pick_device(device: str) -> torch.device:
     available = torch.cuda.is_available()
     if device.startswith("cuda") and not available:
         raise UsageError(
-            f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
+            f"device {device} was requested, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
         )
     if device != "cpu" and available:
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -63,8 +63,8 @@ def own_gpus(count: int, environ: Mapping[str, str]) -> list[int]:
     rank, processes = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
     if rank >= count:
         raise UsageError(
-            f"the process of LOCAL_RANK {rank} has no GPU: {count} visible",
-            "start as many processes as there are GPUs (or, where each sees only its own, with LOCAL_RANK=0)",
+            f"the process with LOCAL_RANK={rank} has no GPU: only {count} visible",
+            "start one process per GPU (or set LOCAL_RANK=0 if each process sees only one GPU)",
         )
     return list(range(rank, count, processes))
 
@@ -73,7 +73,7 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
     """Resolve a dtype name. `auto` is bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, otherwise fp32."""
     if dtype != "auto":
         if dtype not in DTYPES:
-            raise UsageError(f"unknown dtype {dtype!r}", f"one of auto, {', '.join(DTYPES)}")
+            raise UsageError(f"unknown dtype {dtype!r}", f"use one of auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
     if device.type == "cuda":
         return torch.bfloat16
@@ -95,7 +95,9 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     check_within_reach(name, revision)
     where = location(name)
     if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
-        raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
+        raise CheckpointError(
+            f"{name} is not a model directory: it has no config.json", "give the directory that contains config.json"
+        )
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
@@ -120,7 +122,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             if value not in ATTENTION and not trust_remote_code:
                 raise CheckpointError(
                     f"target {name}: config.json: {key[1:]} is {value!r:.60}, which may be code from a repository",
-                    f"delete the key; some of {', '.join(filter(None, ATTENTION))} is chosen here",
+                    f"delete the key: specctl chooses one of {', '.join(filter(None, ATTENTION))}",
                 )
     if config.is_encoder_decoder or (
         names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
@@ -132,14 +134,14 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     if not trust_remote_code and not {config.model_type, kind} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         raise CheckpointError(
             f"transformers has no causal LM for model type {config.model_type!r} of target {name}",
-            "choose a causal LM such as Llama, Qwen or Gemma, or save the language model of this one by itself",
+            "choose a causal LM such as Llama, Qwen or Gemma, or save the language model of this model separately",
         )
     layers = getattr(text, "num_hidden_layers", 1)
     if not (type(layers) is int and 0 < layers <= MOST_LAYERS):
         raise CheckpointError(f"target {name}: config.json: num_hidden_layers is {layers!r:.60}, not 1 … {MOST_LAYERS}")
-    reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
+    reason = unsupported_reason(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
     if reason is not None:
-        raise unusable(name, reason)
+        raise unsupported_error(name, reason)
     return config
 
 
@@ -178,7 +180,7 @@ def check_within_reach(name: str, revision: str | None = None) -> None:
         raise CheckpointError(
             f"{name} is neither a directory nor in the Hugging Face cache, and {hub.hostname} cannot be reached "
             f"({error.strerror or error})",
-            f"give a directory, or run `hf download {name}` where there is a network",
+            f"give a directory, or run `hf download {name}` on a machine with network access",
         ) from error
 
 
@@ -203,7 +205,7 @@ def location(name: str) -> str:
     for file in sorted(directory.iterdir()):
         try:
             if file.exists() and not file.is_dir():
-                regular.check(file)
+                regular_files.check(file)
         except OSError as error:
             hint = "copy it again, or delete it"
             raise CheckpointError(f"target {name}: {file} is {error.strerror}", hint) from error
@@ -239,11 +241,11 @@ def load_model(
 
     transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    with reading(name):
+    with load_errors(name):
         if not trust_remote_code:
             tensors.check_quantisation(f"target {name}", config)
             tensors.check_headers(f"target {name}", model_directory(name, revision), config)
-        loaded: Any = loader(name, config, dtype)(
+        loaded: Any = from_pretrained_of(name, config, dtype)(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -259,13 +261,13 @@ def load_model(
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
-            f"target {name} does not fit the memory of the GPUs of this process",
-            "more GPUs, or raise target.max_memory",
+            f"target {name} does not fit in the memory of the GPUs of this process",
+            "use more GPUs, or raise target.max_memory",
         )
     return model.eval()
 
 
-def loader(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
+def from_pretrained_of(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
     """A `from_pretrained` function for a target, which needs only the options; `config` is the target's
     configuration."""
     from transformers import AutoModelForCausalLM
@@ -278,19 +280,19 @@ def loader(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
+def load_errors(name: str) -> Iterator[None]:
     """Turn any exception of `transformers` about files, a refused pickle included, into a CheckpointError."""
     from safetensors import SafetensorError
 
     try:
         yield
     except SafetensorError as error:  # safetensors does not name the file
-        hint = f"specctl doctor --target {name} names the file"
+        hint = f"run `specctl doctor --target {name}`: it names the damaged file"
         raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
     except (UsageError, CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        hint = f"specctl doctor --target {name} looks at its files"
+        hint = f"run `specctl doctor --target {name}`: it checks the files"
         raise CheckpointError(f"cannot load target {name}: {first_line(error)}", hint) from error
 
 
@@ -306,7 +308,7 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
     except Exception as error:  # files can make the libraries raise anything
         raise CheckpointError(f"cannot load the tokenizer of {name}: {first_line(error)}") from error
     if not vocabulary:  # transformers makes an empty vocabulary if the files are missing
-        raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json beside config.json")
+        raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json next to config.json")
     return tokenizer
 
 

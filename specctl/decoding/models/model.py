@@ -12,7 +12,7 @@ from specctl.decoding.plan import Plan
 
 
 class Model(Protocol):
-    """Interface that a target's model implements: `LeanModel`, `HFModel` or `Ends`."""
+    """Interface that a target's model implements: `LeanModel`, `HFModel` or `LayerlessModel`."""
 
     dtype: torch.dtype
     device: torch.device

@@ -45,17 +45,17 @@ class NativeStep:
     """Layers as C++ structures, with pointers into the model's `Linear` weights.
 
     Attributes:
-        held: keeps alive all tensors and objects that the structures point to.
+        keepalive: keeps alive all tensors and objects that the structures point to.
     """
 
     def __init__(self, model: Packed, library: ctypes.CDLL, int8: bool):
         self.library, self.dtype = library, model.dtype
-        self.held: list[object] = []
+        self.keepalive: list[object] = []
         self.layers = (native.StepLayer * len(model.layers))()
         for at, layer in zip(self.layers, model.layers, strict=True):
             for name in PRODUCTS:
                 product = _product(layer, name, int8)
-                self.held.append(product)
+                self.keepalive.append(product)
                 setattr(at, name, product.weights)
             for name in NORMS:
                 norm = getattr(layer, name, None)
@@ -70,10 +70,10 @@ class NativeStep:
     def _point(self, at: ctypes.Structure, name: str, tensor: Tensor | None) -> None:
         if tensor is not None:
             tensor = tensor.contiguous()
-            self.held.append(tensor)
+            self.keepalive.append(tensor)
             setattr(at, name, tensor.data_ptr())
 
-    def computes(self, cache: KVCache, plan: Plan) -> bool:
+    def supports(self, cache: KVCache, plan: Plan) -> bool:
         """Whether the C++ step supports this forward: few rows, a contiguous cache, a mask and no ancestry."""
         return plan.positions.numel() <= ROWS and type(cache) is KVCache and plan.ancestry is None
 

@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import gguf_target, tensors
-from specctl.decoding.models.loading import is_hub_id, load_generation_config, model_directory, reading
+from specctl.decoding.models.loading import is_hub_id, load_errors, load_generation_config, model_directory
 from specctl.errors import CheckpointError
 
 CUT = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)$")
@@ -65,15 +65,15 @@ def load_slice(
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    with reading(name):
+    with load_errors(name):
         held = _tensors(name, revision, dtype)
         tensors.check_headers(f"target {name}", model_directory(name, revision), config)
         for key, parameter in list(model.named_parameters()):  # a tied head appears once, as the embedding
             if key not in held:
                 raise CheckpointError(f"target {name}: its safetensors files lack {key}")
             if list(parameter.shape) != held[key].get_shape():
-                shapes = f"{held[key].get_shape()} in its files, {list(parameter.shape)} by config.json"
-                raise CheckpointError(f"target {name}: {key} is {shapes}")
+                shapes = f"{held[key].get_shape()} in its files, but config.json requires {list(parameter.shape)}"
+                raise CheckpointError(f"target {name}: {key} has shape {shapes}")
             tensor = _cut(held[key], key, parameter.shape, config, part)
             module = model.get_submodule(key.rpartition(".")[0])
             setattr(module, key.rpartition(".")[2], _fixed(tensor.to(device, dtype)))
@@ -99,11 +99,11 @@ def _tensors(name: str, revision: str | None, dtype: torch.dtype) -> dict[str, A
     paths = [] if directory is None else tensors.weight_files(directory)
     if not paths or any(path.suffix != ".safetensors" for path in paths):
         raise CheckpointError(
-            f"target {name} has no safetensors files, which slices are read from",
-            "load it with transformers, and save_pretrained it again",
+            f"target {name} has no safetensors files, which tensor parallelism needs",
+            "load it with transformers and save it with save_pretrained",
         )
     for path in paths:
-        regular.check(path)
+        regular_files.check(path)
     files = [safe_open(path, "pt") for path in paths]
     return {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118  # a file is no mapping
 

@@ -32,13 +32,15 @@ def trial(model: HFModel) -> str | None:
         ours, theirs = _by_tree(model), _by_branch(model)
     except Exception as error:  # the code of an unknown architecture may raise anything
         first = str(error).strip().splitlines()
-        return f"its code does not work with a cache and masks from outside ({(first or [type(error).__name__])[0]})"
+        return (
+            f"its code does not work with an external cache and external masks ({(first or [type(error).__name__])[0]})"
+        )
     if not (torch.isfinite(ours).all() and torch.isfinite(theirs).all()):
         return f"its logits are not finite in {str(model.dtype).removeprefix('torch.')}"
     shift = theirs.mean(-1, keepdim=True)  # an offset common to all tokens means nothing, and would hide a difference
     off = ((ours - theirs).norm(dim=-1) / (theirs - shift).norm(dim=-1).clamp_min(1e-6)).median().item()
     if off > TOLERANCE.get(model.dtype, COARSE):
-        return f"the logits of a draft tree are not those of its own forward (relative error {off:.2g})"
+        return f"its logits for a draft tree differ from its forward pass over each branch (relative error {off:.2g})"
     return None
 
 

@@ -10,7 +10,7 @@ ATTENTION = {"full_attention", "sliding_attention"}
 ALIBI = {"bloom", "mpt"}  # in addition to configurations with `alibi`
 
 
-def why_unusable(config, model_class: type | None = None) -> str | None:
+def unsupported_reason(config, model_class: type | None = None) -> str | None:
     """Reason why drafts cannot be verified on this architecture, or None if they can.
 
     A rejected draft must leave no trace, and tree nodes have positions that differ from their cache slots. Only
@@ -19,21 +19,21 @@ def why_unusable(config, model_class: type | None = None) -> str | None:
     """
     text = config.get_text_config()
     if getattr(model_class, "_is_stateful", False):
-        return "its layers keep a recurrent state, which cannot be rolled back behind a rejected draft"
+        return "its layers keep a recurrent state, which cannot be rolled back after a rejected draft"
     other = sorted(set(getattr(text, "layer_types", None) or []) - ATTENTION)
     if other:
-        return f"layers of type {', '.join(other)}: only attention over all keys and values, or a window, is supported"
+        return f"layers of type {', '.join(other)}: only full attention and sliding-window attention are supported"
     if text.model_type in ALIBI or getattr(text, "alibi", False):
-        return "ALiBi attention biases, which count cache slots where a draft tree needs positions"
+        return "ALiBi attention biases, which depend on cache slots, but a draft tree needs positions"
     if "local" in (getattr(text, "attention_layers", None) or []):
-        return "local attention layers, which count cache slots where a draft tree needs positions"
+        return "local attention layers, which depend on cache slots, but a draft tree needs positions"
     if getattr(text, "index_topk", None):
-        return "sparse attention by an indexer with a cache of its own"
+        return "sparse attention through an indexer that has a separate cache"
     return None
 
 
-def unusable(name: str, reason: str) -> CheckpointError:
-    """Error for a target that `why_unusable` or a trial has rejected."""
+def unsupported_error(name: str, reason: str) -> CheckpointError:
+    """Error for a target that `unsupported_reason` or a trial has rejected."""
     return CheckpointError(
         f"target {name} cannot verify drafts: {reason}", "choose a causal LM such as Llama, Qwen, Mistral or Gemma"
     )

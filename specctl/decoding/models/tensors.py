@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import CheckpointError
 
 ADAPTER = "adapter_config.json"
 SHOWN = 3  # names listed in a message
 REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Options of `from_pretrained` that make it report missing tensors, for `check_loaded`."""
-OF_CACHES = ("k_scale", "v_scale")  # scales of a quantized KV cache: the weights are complete without them
+KV_CACHE_SCALES = ("k_scale", "v_scale")  # scales of a quantized KV cache: the weights are complete without them
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def weight_files(directory: Path) -> list[Path]:
         if single.is_file():
             return [single]
         if index.is_file():
-            return sorted(directory / name for name in set(regular.document(index)["weight_map"].values()))
+            return sorted(directory / name for name in set(regular_files.read_json(index)["weight_map"].values()))
     return []
 
 
@@ -96,7 +96,7 @@ def check_quantisation(what: str, config: Any) -> None:
     if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
         raise CheckpointError(
             f"{what}: config.json: quantization_config.quant_method is {method!r:.60}, which transformers cannot read",
-            f"take weights that are not quantised, or one of {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
+            f"use weights that are not quantized, or one of {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
         )
 
 
@@ -125,30 +125,30 @@ def _misfit(model: Any, info: Mapping[str, Any]) -> tuple[str, str] | None:
     missing = sorted(info["missing_keys"])
     unexpected = sorted(info["unexpected_keys"])
     if missing:
-        said = f"its files lack {_some(missing)} of config.json"
+        said = f"its files lack {_some(missing)}, which config.json requires"
         ends = {name: held for held in unexpected for name in missing if held.endswith(f".{name}")}
         if ends:
             name, held = next(iter(ends.items()))
-            wrapped = "save the model itself (peft: merge_and_unload) without what was wrapped around it"
-            return f"{said}, and hold them under the prefix {held.removesuffix(name)!r}", wrapped
+            wrapped = "save the inner model (peft: merge_and_unload) without its wrapper"
+            return f"{said}, but have such tensors under the prefix {held.removesuffix(name)!r}", wrapped
         if any("lora_" in held or ".base_layer." in held for held in unexpected):
             return said, "merge the adapter into the weights first (peft: merge_and_unload) and save those"
         return said, "copy the weights again, or the config.json that belongs to them"
     if info["mismatched_keys"]:
         name, held, wanted = sorted(info["mismatched_keys"])[0]
-        said = f"{name} is {list(held)} in its files, {list(wanted)} by config.json"
+        said = f"{name} has shape {list(held)} in its files, but config.json requires {list(wanted)}"
         return said, "copy the weights again, or the config.json that belongs to them"
     if quantisation(model.config) is not None:
         return None
     start = f"{model.base_model_prefix}."  # the prefix may be present in the files, in the model, in both or in neither
     names = {name.removeprefix(start) for name in model.state_dict()}
     owned = {one: f"{one.removeprefix(start).rpartition('.')[0]}.weight" for one in unexpected}
-    beside = [one for one, weight in owned.items() if weight in names and not one.endswith(OF_CACHES)]
+    beside = [one for one, weight in owned.items() if weight in names and not one.endswith(KV_CACHE_SCALES)]
     if beside:
-        said = f"its files hold {_some(beside)}, which a model of this config.json has no place for"
+        said = f"its files contain {_some(beside)}, which a model with this config.json does not have"
         return (
             said,
-            "copy the config.json that belongs to the weights (a bias, or quantization_config, is missing in it)",
+            "copy the config.json that belongs to the weights (this one lacks a bias or quantization_config)",
         )
     return None
 
@@ -161,7 +161,7 @@ def _some(names: list[str]) -> str:
 
 def _adapted(what: str) -> CheckpointError:
     return CheckpointError(
-        f"{what}: a PEFT adapter ({ADAPTER}) lies beside its weights",
-        "merge it first (peft: merge_and_unload, then save_pretrained into another directory); where the weights "
-        f"hold it already, delete {ADAPTER}",
+        f"{what}: a PEFT adapter ({ADAPTER}) is in the directory of its weights",
+        "merge it first (peft: merge_and_unload, then save_pretrained into another directory); if the weights "
+        f"already contain it, delete {ADAPTER}",
     )

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import PADDING, DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
@@ -18,17 +18,17 @@ from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads
 from specctl.drafters.depth.static_tree import StaticTree, Trees
 from specctl.drafters.feature.layer import HeadWeights
-from specctl.drafters.tree import Pays, ProposedTree, TreeShape
+from specctl.drafters.tree import ProposedTree, TreeShape, WorthLevel
 
 
 class DepthDrafter(HeadWeights, ABC):
     """Base class of drafters that run `DepthHeads`.
 
     Attributes:
-        grounded: the heads read the drafted tokens. If False, all nodes of a depth have the same candidates.
+        reads_tokens: the heads read the drafted tokens. If False, all nodes of a depth have the same candidates.
     """
 
-    grounded: bool
+    reads_tokens: bool
 
     def __init__(self, module: DepthHeads, target: Target, shape: TreeShape, accuracy: Sequence[float]):
         """`accuracy`: how often each rank among a head's candidates is the target's token."""
@@ -72,11 +72,11 @@ class DepthDrafter(HeadWeights, ABC):
 
         Its depth is limited by the number of heads and by the room of the sequences.
         """
-        floor = self.shape.floor
+        floor = self.shape.log_stop_below
         grown = self._grow(state, budget, None if floor == -math.inf else lambda joint: max(joint) >= floor)
         return empty_draft(state.batch, state.device) if grown is None else grown[0]
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
         """Candidates after the last committed token of every sequence, at most `budget` nodes each."""
         grown = self._grow(state, budget, pays)
         if grown is None:
@@ -86,44 +86,46 @@ class DepthDrafter(HeadWeights, ABC):
         sizes = (draft.parents != PADDING).sum(1).tolist()  # nodes that are too deep stand last
         return [ProposedTree(*(part[:size] for part in row)) for size, *row in zip(sizes, *columns, strict=True)]
 
-    def _grow(self, state: DecodeState, budget: int, pays: Pays | None) -> tuple[DraftTree, Tensor] | None:
+    def _grow(self, state: DecodeState, budget: int, pays: WorthLevel | None) -> tuple[DraftTree, Tensor] | None:
         """Draft the tree, with the log probability of each node given its parent, or None without room."""
         self.advance(state)
-        tree = self.trees.of(state, budget)
+        tree = self.trees.tree_for(state, budget)
         if tree is None:
             return None
         roots = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
-        draft, claimed = self._drafted(tree, roots, self.last(state), pays)
-        rooms = [row.room for row in state.rows]
+        draft, claimed = self._fill_tree(tree, roots, self.last(state), pays)
+        rooms = [row.draft_room for row in state.rows]
         if min(rooms) < len(tree.levels):
             draft = tree.within(draft, torch.tensor(rooms, device=state.device))
         return draft, claimed
 
-    def _drafted(self, tree: StaticTree, roots: Tensor, states: Tensor, pays: Pays | None) -> tuple[DraftTree, Tensor]:
+    def _fill_tree(
+        self, tree: StaticTree, roots: Tensor, states: Tensor, pays: WorthLevel | None
+    ) -> tuple[DraftTree, Tensor]:
         """Fill in `tree` after the last tokens `roots` [B], from the last states [B, H]; see `StaticTree.grow`."""
         states = states.unsqueeze(1)
 
         def logits(depth: int, paths: Tensor) -> Tensor:
-            behind = paths if self.grounded else paths[:, :1]
+            behind = paths if self.reads_tokens else paths[:, :1]
             nodes = states.expand(-1, behind.shape[1], -1)
             return self.logits(depth, nodes.flatten(0, 1), behind.flatten(0, 1)).unflatten(0, (len(roots), -1))
 
         return tree.grow(roots, logits, self.ids, pays)
 
     @property
-    def even(self) -> bool:
+    def fixed_shape(self) -> bool:
         """Whether all drafts have the same form, because none ends early."""
         return self.shape.stop_below <= 0
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
-        tree = self.trees.whole(budget) if self.even else None
+        tree = self.trees.full_tree(budget) if self.fixed_shape else None
         return None if tree is None else self.rounds(tree, state)
 
-    def draft_at(self, tree: StaticTree, sequences: Resident, states: Tensor) -> DraftTree:
+    def draft_at(self, tree: StaticTree, sequences: DeviceBatch, states: Tensor) -> DraftTree:
         """Fill in `tree` for sequences on the device with last states [B, H]; nodes without room become padding."""
-        draft, _ = self._drafted(tree, sequences.last[:, 0], states, None)
-        return tree.within(draft, sequences.room)
+        draft, _ = self._fill_tree(tree, sequences.last[:, 0], states, None)
+        return tree.within(draft, sequences.draft_room)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Score a text with head k at depth k + 1, given the true tokens; there are no depths beyond the last head.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import Count
 from specctl.drafters.feature.head import DraftConfig, DraftHead, Losses, SlotBatch
-from specctl.drafters.lora import product_of
+from specctl.drafters.lora import as_single_product
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
@@ -106,7 +106,7 @@ class DepthHeads(DraftHead):
         """Loss of all heads over a batch, one head after another, with teacher-forced tokens.
 
         Head 0 learns from all response slots, the other heads from `later_rows`. Returns the results of
-        `DraftHead.sums`.
+        `DraftHead.aggregate_losses`.
 
         Args:
             embedding: [V, H] the target's (frozen) token embedding.
@@ -117,15 +117,17 @@ class DepthHeads(DraftHead):
         for k in range(self.steps):
             row = batch.later_rows if k else torch.arange(len(states), device=states.device)
             x = self.hidden(k, self.inputs(k, batch, states[row] if k else states, row, embedding))
-            found.append(self.distil(product_of(self.vocabulary(k), x), [row], range(k, k + 1), batch, teacher))
+            found.append(
+                self.distill_losses(as_single_product(self.vocabulary(k), x), [row], range(k, k + 1), batch, teacher)
+            )
         total, each, valid, share = zip(*found, strict=True)
         losses = Losses(torch.stack(total).sum(), torch.cat(each), torch.cat(valid), torch.cat(share))
-        return self.sums(losses, [len(part) for part in each])
+        return self.aggregate_losses(losses, [len(part) for part in each])
 
 
-def prepare(module: DepthHeads, recipe: TrainRecipe) -> None:
+def set_training_options(module: DepthHeads, recipe: TrainRecipe) -> None:
     """Set the training options of a recipe."""
-    module.decay, module.objective = recipe.ttt_decay, recipe.distillation
+    module.decay, module.objective = recipe.ttt_decay, recipe.resolved_objective
 
 
 @torch.no_grad()

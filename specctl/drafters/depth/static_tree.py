@@ -19,7 +19,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.records import PADDING, ChainRows, DraftTree
 from specctl.decoding.state import DecodeState
-from specctl.drafters.tree import Pays, TreeShape
+from specctl.drafters.tree import TreeShape, WorthLevel
 
 Path = tuple[int, ...]
 
@@ -107,7 +107,7 @@ class StaticTree:
         return result
 
     def grow(
-        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, pays: Pays | None
+        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, pays: WorthLevel | None
     ) -> tuple[DraftTree, Tensor]:
         """Fill in the tree's tokens; stop before the first level that is not worth drafting.
 
@@ -146,7 +146,7 @@ class StaticTree:
         return DraftTree(flat, parents, chain=self.chain, q=ChainRows(first, ids)), torch.cat(claimed, 1)
 
     def within(self, draft: DraftTree, room: Tensor) -> DraftTree:
-        """Return the draft without the nodes that are deeper than their sequence has `room` [B] for."""
+        """Return the draft without the nodes that are deeper than their sequence has `draft_room` [B] for."""
         fits = self.depths[:, : draft.size] <= room.unsqueeze(1)
         return replace(draft, parents=torch.where(fits, draft.parents, PADDING))
 
@@ -165,13 +165,13 @@ class Trees:
         depth = max(map(len, self.paths))
         return tuple(max(path[-1] for path in self.paths if len(path) == d + 1) + 1 for d in range(depth))
 
-    def whole(self, budget: int) -> StaticTree | None:
+    def full_tree(self, budget: int) -> StaticTree | None:
         """Return the tree with at most `budget` nodes, or None if the budget is zero."""
         return self._made(tuple(self.paths[:budget])) if budget > 0 else None
 
-    def of(self, state: DecodeState, budget: int) -> StaticTree | None:
+    def tree_for(self, state: DecodeState, budget: int) -> StaticTree | None:
         """Return the tree with at most `budget` nodes, as deep as the sequence with the most room allows, or None."""
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
         if depth <= 0:
             return None
         if state.exact_rows:  # only chains stay bitwise equal: a tree's rejected siblings sit between the rows it keeps

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import NewSlots, Resident
+from specctl.decoding.device.device_batch import CommittedSlots, DeviceBatch
 from specctl.decoding.models.layers import attend
 from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import Plan, plan_at, plan_rows
@@ -26,8 +26,8 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.dflash.head import GROUP, BlockConfig, BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
-from specctl.drafters.feature.head import head_config, mask_token, restored, taps_of
-from specctl.drafters.feature.layer import FeatureMemory, last_slots, own_features
+from specctl.drafters.feature.head import head_config, mask_token, restore_head, taps_of
+from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter, Transitions, block_mask, hidden_context
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import UsageError
@@ -100,8 +100,8 @@ class BlockDrafter(ParallelDrafter):
         if selector is not None:
             self.before = selector.predecessor_codebook.detach().to(self.device, self.dtype)
             self.steer, self.candidates = self.linear(selector.hidden_projection), head.config.selector_top_k
-        if head.tie is not None:
-            self.after = head.tie.successors.detach().to(self.device, self.dtype)
+        if head.token_dependency is not None:
+            self.after = head.token_dependency.successors.detach().to(self.device, self.dtype)
 
     @property
     def reach(self) -> int:
@@ -113,16 +113,16 @@ class BlockDrafter(ParallelDrafter):
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
         plan = plan_rows([slots.start], len(slots), device=state.device, dtype=state.dtype)
-        tapped = own_features(state.features[b, slots.start : slots.stop], state.taps, self.taps)
+        tapped = select_taps(state.features[b, slots.start : slots.stop], state.taps, self.taps)
         self._read(tapped, memory.cache.sequence(b), plan)
 
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
         tapped, starts = last_slots(state, width, self.taps)
-        memory.cache.filled(starts)
+        memory.cache.mark_written(starts)
         self._read(tapped, memory.cache, plan_rows(starts, width, device=state.device, dtype=state.dtype))
 
-    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        tapped = own_features(new.tapped.flatten(0, 1), new.taps, self.taps)
+    def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
+        tapped = select_taps(new.tapped.flatten(0, 1), new.taps, self.taps)
         self._read(tapped, cache, new.plan(span, cache.store.dtype))
         return torch.empty(len(new.base), self.size, device=self.device)
 
@@ -165,7 +165,9 @@ class BlockDrafter(ParallelDrafter):
             return super().rows(state, chains, states, logits)
         anchors = [row.ids[-1:] for row in state.rows]
         tokens = [[*anchor, *chain] for anchor, chain in zip(anchors, chains, strict=True)]
-        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, states=states.unbind(), following=self.following)
+        return BlockRows(
+            logits.unbind(1), self.ids, tokens=tokens, states=states.unbind(), following=self.condition_on_previous
+        )
 
     def block(self, state: DecodeState, depth: int) -> Tensor:
         cache, base = self.current(state).cache, state.cached
@@ -177,9 +179,9 @@ class BlockDrafter(ParallelDrafter):
             every = torch.ones(batch, size, size, dtype=torch.bool, device=state.device)
             plan = plan_rows(base, size, device=state.device, dtype=state.dtype, visible=every)
         anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
-        return self._block(anchors, cache, plan.without(cache.skipped, state.dtype))[:, :depth]
+        return self._block(anchors, cache, plan.without_slots(cache.skipped, state.dtype))[:, :depth]
 
-    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+    def block_at(self, sequences: DeviceBatch, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
         size = self.config.block_size
         every = torch.ones(sequences.batch, size, size, dtype=torch.bool, device=sequences.device)
         place = torch.arange(size, device=sequences.device)
@@ -195,7 +197,7 @@ class BlockDrafter(ParallelDrafter):
             qkv, kernel = layer.project(x, table)
             cache.write(place, qkv[:, self.heads :], plan)
             query = qkv[:, : self.heads].unflatten(0, (-1, size))
-            x = layer.leave(x, attend(query, cache, place, plan, self.dim**-0.5), kernel)
+            x = layer.layer_output(x, attend(query, cache, place, plan, self.dim**-0.5), kernel)
         return self.norm(x).unflatten(0, (-1, size))[:, self.config.first :]
 
     def _entered(self, anchors: Tensor) -> Tensor:
@@ -207,7 +209,7 @@ class BlockDrafter(ParallelDrafter):
     def logits(self, states: Tensor) -> Tensor:
         return over_rows(self.head, states if self.scale == 1 else states * self.scale)
 
-    def following(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
+    def condition_on_previous(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
         if self.after is None:
             return logits
         return logits + F.linear(self._edges(states, before), self.after)
@@ -236,34 +238,34 @@ class BlockDrafter(ParallelDrafter):
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
             )
-            x = layer.leave(x, out.transpose(1, 2).flatten(0, 1).flatten(1), kernel)
+            x = layer.layer_output(x, out.transpose(1, 2).flatten(0, 1).flatten(1), kernel)
         first = self.config.first
         return self.norm(x).view(many, width, size, -1)[:, :, first : first + depths]
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
     """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restored(BlockHead, config, tensors, BlockConfig)
+    return restore_head(BlockHead, config, tensors, BlockConfig)
 
 
-def drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
+def make_drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
     """Build the drafter that runs `head`."""
     return BlockDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
     """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "dflash", "architecture": head.config.to_dict(), "target": target}
 
 
-def prepare(head: BlockHead, recipe: TrainRecipe) -> None:
+def set_training_options(head: BlockHead, recipe: TrainRecipe) -> None:
     """Set the training options of a recipe."""
-    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.distillation, recipe.paced
+    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.resolved_objective, recipe.uses_d_pace
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> BlockHead:
@@ -282,11 +284,11 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
     """
     layer, block, convolved = head_config(recipe, target), recipe.block_size or BLOCK, recipe.conv_kernel_size or 0
     if convolved > block:
-        hint = f"at most {block}; drafter.block_size makes blocks longer"
-        raise UsageError(f"drafter.conv_kernel_size={convolved}: a block has {block} slots", hint)
+        hint = f"use at most {block}, or raise drafter.block_size"
+        raise UsageError(f"drafter.conv_kernel_size={convolved} exceeds the {block} slots of a block", hint)
     if convolved and layer.hidden_size % GROUP:
-        what = f"states of target {target.name} have {layer.hidden_size} channels, no multiple of {GROUP}"
-        raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave it out")
+        what = f"the states of target {target.name} have {layer.hidden_size} channels, not a multiple of {GROUP}"
+        raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave out drafter.conv_kernel_size")
     taps = taps_of(recipe, target, default_taps(target.num_layers))
     rank = recipe.markov_rank if recipe.markov_rank is not None else 0 if recipe.selector_rank else RANK
     return BlockConfig(

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, Count, misfit
+from specctl.drafters.blueprint import CONFIG, Count, config_error
 from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, Losses, SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
@@ -76,13 +76,17 @@ class BlockConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.confidence and not self.markov_rank:
-            raise ValueError("a confidence head reads a Markov head, and markov_rank is 0")
+            raise ValueError("a confidence head needs a Markov head, but markov_rank is 0")
         if self.selector_rank and self.markov_rank:
-            raise ValueError("a candidate selector takes the place of a Markov head, and markov_rank is not 0")
+            raise ValueError("a candidate selector replaces the Markov head, but markov_rank is not 0")
         if self.conv_kernel_size > self.block_size:
-            raise ValueError(f"convolutions of {self.conv_kernel_size} taps, blocks have {self.block_size} slots")
+            raise ValueError(
+                f"convolutions have {self.conv_kernel_size} taps, but blocks have only {self.block_size} slots"
+            )
         if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
-            raise ValueError(f"{self.hidden_size} channels are no groups of {self.conv_group_size} (conv_group_size)")
+            raise ValueError(
+                f"{self.hidden_size} channels do not divide into groups of {self.conv_group_size} (conv_group_size)"
+            )
 
     @property
     def depth(self) -> int:
@@ -97,8 +101,8 @@ class BlockConfig(HeadConfig):
     def check(self, target: Target) -> None:
         super().check(target)
         if self.mask_token_id >= self.vocab_size:
-            beyond = f"is {self.mask_token_id}, the vocabulary has {self.vocab_size} tokens"
-            raise misfit(CONFIG, "architecture.mask_token_id", beyond)
+            beyond = f"is {self.mask_token_id}, but the vocabulary has {self.vocab_size} tokens"
+            raise config_error(CONFIG, "architecture.mask_token_id", beyond)
 
 
 class BlockAttention(HeadAttention):
@@ -277,7 +281,7 @@ class BlockHead(DraftHead):
         self.candidate_selector = CandidateSelector(*selector) if config.selector_rank else None
 
     @property
-    def tie(self) -> MarkovHead | CandidateSelector | None:
+    def token_dependency(self) -> MarkovHead | CandidateSelector | None:
         """Markov head or selector, which makes a block's tokens depend on the previous ones, or None without either."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
@@ -293,7 +297,7 @@ class BlockHead(DraftHead):
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
 
         Returns:
-            The results of `DraftHead.sums`.
+            The results of `DraftHead.aggregate_losses`.
         """
         config, rows = self.config, batch.later_rows
         features = batch.features
@@ -309,16 +313,18 @@ class BlockHead(DraftHead):
         for layer in self.layers:
             run = partial(checkpoint, layer, use_reentrant=False) if self.gradient_checkpointing else layer
             x = run(x, context, positions, batch.key_positions, layout)
-        hidden = self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)  # step by step, the order of `distil`
+        hidden = (
+            self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)
+        )  # step by step, the order of `distill_losses`
         before = (anchors + ahead[: self.steps, None]).flatten().clamp_max(len(batch.key_tokens) - 1)
         tokens = batch.key_tokens[before]
         product = self._product(hidden, tokens, target_head)
         each = [rows] * self.steps
-        found = self.distil(product, each, range(self.steps), batch, self.teacher(batch, target_head))
+        found = self.distill_losses(product, each, range(self.steps), batch, self.teacher(batch, target_head))
         if self.confidence_head is not None:
             doubt = self._doubt(hidden, tokens, product, found, batch, target_head)
             found = found._replace(total=found.total + doubt)
-        return self.sums(found, [len(rows)] * self.steps)
+        return self.aggregate_losses(found, [len(rows)] * self.steps)
 
     def _doubt(
         self, hidden: Tensor, before: Tensor, product: Product, found: Losses, batch: SlotBatch, target_head: Tensor
@@ -335,26 +341,26 @@ class BlockHead(DraftHead):
         if self.objective != "tv":
             with torch.no_grad():
                 teacher = self.distributions(batch, target_head)
-                _, distance = linear_distill(*product, teacher, rows.repeat(self.steps) + step, found.share, "tv")
+                _, distance = linear_distill(*product, teacher, rows.repeat(self.steps) + step, found.weight, "tv")
         inputs = hidden.detach(), self.markov_head.markov_w1(before).detach().to(hidden.dtype)
         kept = (1 - distance).clamp(0, 1)
         losses = F.binary_cross_entropy_with_logits(self.confidence_head(*inputs).float(), kept, reduction="none")
-        return torch.dot(found.share, losses)
+        return torch.dot(found.weight, losses)
 
     def _product(self, hidden: Tensor, before: Tensor, target_head: Tensor) -> Product:
         """Product that computes the logits of hidden states [n, H] after the tokens `before` [n]."""
-        edges = None if self.tie is None else self.tie(hidden, before)
+        edges = None if self.token_dependency is None else self.token_dependency(hidden, before)
         if self.lm_head is None:
             # Leave out the logit cap of the target: it would not change the order of the tokens.
             hidden, weight, bias = hidden * self.squash.scale, target_head, self.squash.shift
         else:
             weight, bias = self.lm_head.weight, None
-        if self.tie is None or edges is None:
+        if self.token_dependency is None or edges is None:
             return hidden, weight, bias
         # Compute W h + W₂ W₁[y] as one product of concatenated matrices.
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        wide = torch.cat((weight.to(dtype), self.tie.successors.to(dtype)), 1)
+        wide = torch.cat((weight.to(dtype), self.token_dependency.successors.to(dtype)), 1)
         return torch.cat((hidden, edges.to(hidden.dtype)), 1), wide, bias
 
 

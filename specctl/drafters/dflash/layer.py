@@ -65,7 +65,7 @@ class BlockPass(HeadWeights):
     def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Normed and rotated queries, keys and values [N, Hq + 2·Hkv, D] for rows [N, H].
 
-        Also returns the convolution kernels that `leave` needs, or None.
+        Also returns the convolution kernels that `layer_output` needs, or None.
         """
         heads, kernel, inputs = table[0].shape[1], None, self.input_norm(x)
         if self.convs:
@@ -73,7 +73,7 @@ class BlockPass(HeadWeights):
         qkv = self.qkv(inputs).view(len(x), heads, -1)
         return Rope.rotate(torch.cat((self.norms(qkv[:, : self.normed]), qkv[:, self.normed :]), 1), table), kernel
 
-    def leave(self, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
+    def layer_output(self, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
         """Output [N, H] fp32 of the layer, from its residual stream and the attention output [N, Hq·D]."""
         out = self.o(attended)
         x = x + (out if kernel is None else self.convs[0].behind(out, kernel))

@@ -14,7 +14,7 @@ from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.target import Target
 from specctl.drafters.eagle.head import EagleHead
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.head import HeadConfig, head_config, restored
+from specctl.drafters.feature.head import HeadConfig, head_config, restore_head
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
@@ -34,7 +34,7 @@ class EagleDrafter(FeatureDrafter):
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float()
 
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         x = F.embedding(tokens, self.token_part) + self.fc(features.to(self.dtype))
         return x, x.to(self.dtype)
 
@@ -42,29 +42,29 @@ class EagleDrafter(FeatureDrafter):
         return (hidden * self.scale).to(self.dtype)
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
     """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restored(EagleHead, config, tensors)
+    return restore_head(EagleHead, config, tensors)
 
 
-def drafter(head: EagleHead, target: Target, drafting: DraftingRecipe) -> EagleDrafter:
+def make_drafter(head: EagleHead, target: Target, drafting: DraftingRecipe) -> EagleDrafter:
     """Build the drafter that runs `head`."""
     return EagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_config(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
     """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "eagle", "architecture": head.config.to_dict(), "target": target}
 
 
-def prepare(head: EagleHead, recipe: TrainRecipe) -> None:
+def set_training_options(head: EagleHead, recipe: TrainRecipe) -> None:
     """Set the training options of a recipe."""
-    head.objective = recipe.distillation
+    head.objective = recipe.resolved_objective
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> EagleHead:
@@ -74,7 +74,9 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
     """
     options = recipe.drafter
     if options.taps is not None or options.vocab_size not in (None, target.vocab_size):
-        raise RecipeError("an eagle drafter reads the target's last hidden state and has its vocabulary", "use eagle3")
+        raise RecipeError(
+            "an eagle drafter reads the target's last hidden state and uses the target's vocabulary", "use eagle3"
+        )
     shape: HeadConfig = replace(
         head_config(options, target), taps=(target.num_layers,), draft_vocab_size=target.vocab_size
     )

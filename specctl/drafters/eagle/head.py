@@ -42,7 +42,7 @@ class EagleHead(DraftHead):
             target_head: [V, H] the target's (frozen) vocabulary head.
 
         Returns:
-            The results of `DraftHead.sums`, for one step.
+            The results of `DraftHead.aggregate_losses`, for one step.
         """
         config, layer = self.config, self.layer
         attention = layer.self_attn
@@ -56,13 +56,13 @@ class EagleHead(DraftHead):
         value = attention.v_proj(x).view(len(x), -1, config.head_dim)
         x, positions = x[batch.query_rows], batch.key_positions[batch.query_rows]
         query = layer.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
-        predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
+        predicted = layer.layer_output(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
         teacher = self.teacher(batch, target_head)
         # Leave out the logit cap of the target: it would not change the order of the tokens.
         product = predicted * self.squash.scale, target_head, self.squash.shift
-        found = self.distil(product, [rows], range(1), batch, teacher)
+        found = self.distill_losses(product, [rows], range(1), batch, teacher)
         regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1) * found.valid
         total = CLASSIFICATION * found.total + regression.sum()
         each = CLASSIFICATION * found.each + regression.detach()
-        return self.sums(found._replace(total=total, each=each), [len(rows)])
+        return self.aggregate_losses(found._replace(total=total, each=each), [len(rows)])

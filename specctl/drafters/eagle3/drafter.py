@@ -12,7 +12,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature.drafter import FeatureDrafter
 from specctl.drafters.feature.fusion import FusedInput, fusion_shape
-from specctl.drafters.feature.head import restored
+from specctl.drafters.feature.head import restore_head
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
@@ -29,30 +29,30 @@ class Eagle3Drafter(FeatureDrafter, FusedInput):
         return hidden.to(self.dtype) if self.output_norm is not None else self.norm(hidden)
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Eagle3Head:
     """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restored(Eagle3Head, config, tensors, Eagle3Config)
+    return restore_head(Eagle3Head, config, tensors, Eagle3Config)
 
 
-def drafter(head: Eagle3Head, target: Target, drafting: DraftingRecipe) -> Eagle3Drafter:
+def make_drafter(head: Eagle3Head, target: Target, drafting: DraftingRecipe) -> Eagle3Drafter:
     """Build the drafter that runs `head`."""
     return Eagle3Drafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(head: Eagle3Head, target: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_config(head: Eagle3Head, target: dict[str, Any]) -> dict[str, Any]:
     """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "eagle3", "architecture": head.config.to_dict(), "target": target}
 
 
-def prepare(head: Eagle3Head, recipe: TrainRecipe) -> None:
+def set_training_options(head: Eagle3Head, recipe: TrainRecipe) -> None:
     """Set the training options of a recipe."""
-    head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.distillation
-    head.paced = recipe.paced
+    head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.resolved_objective
+    head.paced = recipe.uses_d_pace
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> Eagle3Head:

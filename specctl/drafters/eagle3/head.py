@@ -30,7 +30,7 @@ from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
-from specctl.drafters.lora import product_of
+from specctl.drafters.lora import as_single_product
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Eagle3Head(FusionHead):
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
 
         Returns:
-            The results of `DraftHead.sums`. If only some rows go on (`later_rows`), the later steps weigh accordingly
-            less.
+            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
+            accordingly less.
         """
         layer = self.midlayer
         step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
@@ -81,10 +81,10 @@ class Eagle3Head(FusionHead):
         x = torch.cat(outputs)
         if not self.config.norm_output:
             x = self.norm(x)
-        losses = self.distil(
-            product_of(self.lm_head, x), asked, range(self.steps), batch, self.teacher(batch, target_head)
+        losses = self.distill_losses(
+            as_single_product(self.lm_head, x), asked, range(self.steps), batch, self.teacher(batch, target_head)
         )
-        return self.sums(losses, [len(part) for part in asked])
+        return self.aggregate_losses(losses, [len(part) for part in asked])
 
     def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Rotated keys and values, each [n, Hkv, D], for layer inputs [n, 2H]."""
@@ -118,5 +118,5 @@ class Eagle3Head(FusionHead):
             own = [*own, self._key_and_value(inputs, positions + k)]
         query = layer.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
-        x = layer.leave(normed.float() if self.config.norm_before_residual else x, out)
+        x = layer.layer_output(normed.float() if self.config.norm_before_residual else x, out)
         return self.norm(x).float() if self.config.norm_output else x, own

@@ -11,20 +11,20 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.attention import by_kernel
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.plan import BITS, Plan, plan_at, plan_rows
 from specctl.decoding.records import ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.head import DraftHead, HeadLayer
-from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, begun_at, own_features
+from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, draft_start_slots, select_taps
 from specctl.drafters.feature.rounds import ReaderRounds
-from specctl.drafters.growing import GrowingTrees
-from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best, chain_rows
+from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeShape, WorthLevel, best, chain_rows
 from specctl.kernels.native import NativeProduct
 
 
-class FeatureDrafter(Shaped, FeatureLayer):
+class FeatureDrafter(TreeDrafter, FeatureLayer):
     """Base class of drafters that feed their one layer its own outputs. Slot i of the layer predicts token i + 2.
 
     After the committed slots the layer's own outputs serve as features.
@@ -68,7 +68,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft a chain or tree from the last committed token, no deeper than a sequence has room for."""
         memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
         if depth <= 0:
             return DraftTree.from_chains([[] for _ in state.rows], state.device)
         # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
@@ -81,7 +81,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
         hidden = memory.hidden
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [0.0] * state.batch
-        floor = self.shape.floor
+        floor = self.shape.log_stop_below
         tables = self._tables(memory, depth)
         asked = []
         for step in range(depth):
@@ -95,27 +95,27 @@ class FeatureDrafter(Shaped, FeatureLayer):
             tokens = torch.tensor([chain[-1:] for chain in chains], device=state.device)
             plan = plan_rows([c + step for c in memory.cached], 1, device=state.device, dtype=state.dtype)
             hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
-        chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
+        chains = [chain[: row.draft_room] for chain, row in zip(chains, state.rows, strict=True)]
         return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
 
     def _tree(self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape) -> DraftTree:
-        floor = shape.floor
+        floor = shape.log_stop_below
         growing, asked = self._grow(state, memory, depth, shape, lambda joint: max(joint) >= floor)
-        rooms = [row.room for row in state.rows]
+        rooms = [row.draft_room for row in state.rows]
         return best(growing, rooms, shape, state.device, chain_rows(growing, asked, self.ids))
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
         """Candidates after the last committed token of every sequence, at most `budget` levels deep."""
         memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
         growing, _ = self._grow(state, memory, depth, self.shape, pays)
-        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
     def _grow(
-        self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape, pays: Pays
-    ) -> tuple[list[GrowingTree], list[Tensor]]:
+        self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape, pays: WorthLevel
+    ) -> tuple[list[TreeBuilder], list[Tensor]]:
         """Grow the trees of candidates. Also returns the logits from which each level was chosen."""
-        growing = [GrowingTree() for _ in state.rows]
+        growing = [TreeBuilder() for _ in state.rows]
         width, children = shape.width, min(shape.children, len(self.ids))
         logits, logprob, index = self.candidates(memory.hidden, children)
         asked = [logits]
@@ -151,7 +151,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
         self,
         state: DecodeState,
         memory: FeatureMemory,
-        growing: list[GrowingTree],
+        growing: list[TreeBuilder],
         frontiers: list[list[int]],
         step: int,
     ) -> Plan:
@@ -185,7 +185,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
 
     def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
         """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
-        return FeatureRounds(self, state, budget) if self.even and budget > 0 else None
+        return FeatureRounds(self, state, budget) if self.fixed_shape and budget > 0 else None
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Score the positions of `spans`: a training-time test of `depths` steps over the cached slots.
@@ -207,10 +207,10 @@ class FeatureDrafter(Shaped, FeatureLayer):
         if not live:
             return [[Score(span, **kind) for span in spans] for kind in kinds]
         assert state.features is not None
-        slots = begun_at([spans[b] for b in live], depths)
+        slots = draft_start_slots([spans[b] for b in live], depths)
         at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
         many, end, width = len(heads), int(at.max()) + 1, at.shape[1]
-        features = own_features(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps)
+        features = select_taps(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps)
         hidden = self.feature(features.repeat(many, 1))
         cached = [memory.cache for memory in memories]
         keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
@@ -248,7 +248,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
         """Return the memory, up to the last committed token, with all slots from `asked` on filled."""
         self.advance(state)
         if asked is not None:
-            self.cover(state, asked)
+            self.fill_skipped(state, asked)
         return self.current(state)
 
     def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
@@ -294,10 +294,10 @@ class FeatureRounds(ReaderRounds):
         reach = max(1 + self.nodes, (self.levels - 1) * self.width)
         super().__init__(drafter, state, min(self.levels, self.nodes), reach)
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         """Draft like `FeatureDrafter._chain` and `_tree`, with tensors of fixed shapes."""
         batch, width, children = sequences.batch, self.width, self.children
-        trees = GrowingTrees()
+        trees = DeviceTreeBuilder()
         gains, index = kernels.expand_topk(self.drafter.logits(self.hidden), children)
         trees.add(None, gains.unsqueeze(1), self.drafter.ids[index].unsqueeze(1))
         hidden = self.hidden[:, None].expand(-1, width, -1)  # all children of the root continue from the last slot
@@ -316,4 +316,4 @@ class FeatureRounds(ReaderRounds):
             hidden = rows.view(batch, width, -1)
             gains, index = kernels.expand_topk(self.drafter.logits(rows), children)
             trees.add(best, gains.view(batch, width, -1), self.drafter.ids[index].view(batch, width, -1))
-        return trees.best(sequences.room, self.nodes, self.chain)
+        return trees.best(sequences.draft_room, self.nodes, self.chain)

@@ -15,11 +15,11 @@ from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, head_config, taps_of
 from specctl.drafters.feature.layer import FeatureLayer
 from specctl.drafters.feature.ttt_attention import Layout
-from specctl.families import LEAST_WINDOW
+from specctl.families import MIN_SLIDING_WINDOW
 from specctl.recipe import DrafterRecipe
 
 Flag = Annotated[bool, Field(strict=True)]
-Window = Annotated[int, Field(strict=True, ge=LEAST_WINDOW, le=1 << 31)]
+Window = Annotated[int, Field(strict=True, ge=MIN_SLIDING_WINDOW, le=1 << 31)]
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class FusedInput(FeatureLayer):
             tapped = norms(tapped.float().unflatten(-1, norms.shape)).flatten(-2)
         return self.fc(tapped).float()
 
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.hidden_norm(features)
         residual = normed.float() if self.norm_before_residual else features
         return residual, torch.cat((F.embedding(tokens, self.token_input), normed), -1)

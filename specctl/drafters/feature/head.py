@@ -12,7 +12,17 @@ from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, WEIGHTS, Count, Length, Place, Size, filled, misfit, read
+from specctl.drafters.blueprint import (
+    CONFIG,
+    WEIGHTS,
+    Count,
+    LayerIndex,
+    Length,
+    Size,
+    build_with_weights,
+    config_error,
+    read,
+)
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.drafters.lora import Product
 from specctl.errors import UsageError
@@ -29,11 +39,13 @@ class DraftConfig:
     hidden_size: Size
     vocab_size: Size
     draft_vocab_size: Size
-    taps: Annotated[tuple[Place, ...], Field(min_length=1, max_length=64)]
+    taps: Annotated[tuple[LayerIndex, ...], Field(min_length=1, max_length=64)]
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} tokens, the target has {self.vocab_size}")
+            raise ValueError(
+                f"the draft vocabulary has {self.draft_vocab_size} tokens, but the target has only {self.vocab_size}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"taps": list(self.taps)}
@@ -50,10 +62,10 @@ class DraftConfig:
             ("vocab_size", self.vocab_size, target.vocab_size),
         ):
             if own != its:
-                raise misfit(CONFIG, f"architecture.{key}", f"is {own}, target {target.name} has {its}")
+                raise config_error(CONFIG, f"architecture.{key}", f"is {own}, but target {target.name} has {its}")
         if max(self.taps) > target.num_layers:
             has = f"target {target.name} has hidden states 0 … {target.num_layers}"
-            raise misfit(CONFIG, "architecture.taps", f"is {list(self.taps)}, {has}")
+            raise config_error(CONFIG, "architecture.taps", f"is {list(self.taps)}, but {has}")
 
 
 @dataclass(frozen=True)
@@ -71,8 +83,8 @@ class HeadConfig(DraftConfig):
     def check(self, target: Target) -> None:
         super().check(target)
         if self.num_heads % self.num_kv_heads:
-            shared = f"is {self.num_kv_heads}, {self.num_heads} heads cannot share so many"
-            raise misfit(CONFIG, "architecture.num_kv_heads", shared)
+            shared = f"is {self.num_kv_heads}, which does not divide the {self.num_heads} heads"
+            raise config_error(CONFIG, "architecture.num_kv_heads", shared)
 
 
 def taps_of(recipe: DrafterRecipe, target: Target, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -84,8 +96,8 @@ def taps_of(recipe: DrafterRecipe, target: Target, default: tuple[int, ...]) -> 
     last = target.num_layers
     if max(taps) > last or len({*taps}) < len(taps):
         raise UsageError(
-            f"drafter.taps={[*taps]}: the target has hidden states 0 to {last}, each to be read once",
-            f"leave drafter.taps out: {[*default]}",
+            f"drafter.taps={[*taps]}: the taps must be distinct hidden states from 0 to {last}",
+            f"leave out drafter.taps to use {[*default]}",
         )
     return taps
 
@@ -135,11 +147,12 @@ class SlotBatch:
         teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, concatenated;
             step k reads it shifted by k.
         distributions: [N + T, Vd] output of the vocabulary head on `teacher`, if it was computed beforehand.
-        inside: [N + T] bool, whether the target's most probable token is in the draft vocabulary.
+        in_draft_vocab: [N + T] bool, whether the target's most probable token is in the draft vocabulary.
         labels: [N + T] the true token.
-        left: [N] number of steps a slot is valid for (step k is used iff k < left).
+        valid_steps: [N] number of steps a slot is valid for (step k is used iff k < left).
         layout, later_layout: slots that the N and the n rows attend to.
-        draws: [n] numbers in [0, 1), evenly spread along a text, used to choose a share of the n rows (None = all 0).
+        sample_draws: [n] numbers in [0, 1), evenly spread along a text, used to choose a share of the n rows (None =
+            all 0).
     """
 
     features: Tensor
@@ -148,13 +161,13 @@ class SlotBatch:
     query_rows: Tensor
     later_rows: Tensor
     teacher: Tensor
-    inside: Tensor
+    in_draft_vocab: Tensor
     labels: Tensor
-    left: Tensor
+    valid_steps: Tensor
     layout: Layout
     later_layout: Layout
     distributions: Tensor | None = None
-    draws: Tensor | None = None
+    sample_draws: Tensor | None = None
 
 
 class HeadAttention(nn.Module):
@@ -204,7 +217,7 @@ class HeadLayer(nn.Module):
         low, high = x.chunk(2, -1)
         return x * cos + torch.cat((-high, low), -1) * sin
 
-    def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
+    def layer_output(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output [N, H] of the layer, from its residual stream and the attention output [N, Hq, D]."""
         x = residual + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
@@ -218,19 +231,19 @@ class Losses(NamedTuple):
     """Losses of n rows.
 
     `total` is Σ share · loss (differentiable). `each` holds every loss [n], 0 if it does not count. `valid` marks the
-    losses that count, `share` holds their weights [n].
+    losses that count, `weight` holds their weights [n].
     """
 
     total: Tensor
     each: Tensor
     valid: Tensor
-    share: Tensor
+    weight: Tensor
 
 
 class DraftHead(nn.Module):
     """Base class of heads on target features.
 
-    Training with `objective` covers `steps` draft depths, weighted by `decay`^depth or, if `paced`, by `pace`.
+    Training with `objective` covers `steps` draft depths, weighted by `decay`^depth or, if `paced`, by `dpace_weights`.
     """
 
     d2t: Tensor
@@ -247,7 +260,7 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
-        self.paced = False  # depths are weighted by `pace`, not by `decay`
+        self.paced = False  # depths are weighted by `dpace_weights`, not by `decay`
         self.squash = Squash()  # squash of the target's logits
         self.watch: Watch | None = None  # callback on the draft logits of every batch
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
@@ -286,7 +299,9 @@ class DraftHead(nn.Module):
             return Teacher(batch.distributions)
         return Teacher(batch.teacher, target_head, self.squash)
 
-    def distil(self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher) -> Losses:
+    def distill_losses(
+        self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher
+    ) -> Losses:
         """Losses of draft logits, which are given as the `product` that computes them.
 
         The product has Σ n_k input rows: for each k of `steps`, n_k rows at the response slots `rows[k]`.
@@ -295,21 +310,21 @@ class DraftHead(nn.Module):
         step = torch.cat([torch.full_like(part, k) for k, part in zip(steps, rows, strict=True)])
         if self.watch is not None:
             self.watch(product, row, step)
-        at, valid = row + step, batch.left[row] > step
+        at, valid = row + step, batch.valid_steps[row] > step
         known = self.t2d[batch.labels]
-        valid = valid & (known if self.objective == "ce" else batch.inside)[at]
+        valid = valid & (known if self.objective == "ce" else batch.in_draft_vocab)[at]
         if self.paced:
             with torch.no_grad():
                 labels = Teacher(torch.searchsorted(self.draft_ids, batch.labels))
                 _, cross_entropy = linear_distill(*product, labels, at, (valid & known[at]).float(), "ce")
             right = torch.where(known[at], torch.exp(-cross_entropy), 0.0)
-            share = valid * pace(right, row, step, valid)
+            share = valid * dpace_weights(right, row, step, valid)
         else:
             share = valid * self.decay ** step.float()
         total, losses = linear_distill(*product, teacher, at, share, self.objective)
         return Losses(total, losses, valid, share)
 
-    def sums(self, found: Losses, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    def aggregate_losses(self, found: Losses, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Aggregate the losses of all steps, with `sizes[k]` rows for step k.
 
         Returns Σ share · loss, Σ share, and per step the sums of (loss, valid rows) [steps, 2]. The mean loss over any
@@ -317,14 +332,14 @@ class DraftHead(nn.Module):
         """
         pairs = zip(found.each.split(sizes), found.valid.split(sizes), strict=True)
         steps = torch.stack([torch.stack((loss.sum(), valid.sum().to(loss.dtype))) for loss, valid in pairs])
-        return found.total, found.share.sum(), steps
+        return found.total, found.weight.sum(), steps
 
 
-PACE = 0.5
+DPACE_ALPHA = 0.5
 """α of D-PACE: the larger it is, the less a wrong token lowers the weights of the depths after it."""
 
 
-def pace(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Tensor:
+def dpace_weights(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Tensor:
     """Weight of each draft depth by how often a draft reaches it (D-PACE): w_k = Σ_{j ≥ k} Π_{i ≤ j} ((1 − α) q_i + α).
 
     Args:
@@ -336,14 +351,14 @@ def pace(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Tensor:
         [n] weights.
     """
     reached = torch.zeros(int(step.max()) + 1, int(row.max()) + 1, dtype=right.dtype, device=right.device)
-    reached[step, row] = ((1 - PACE) * right + PACE) * valid
+    reached[step, row] = ((1 - DPACE_ALPHA) * right + DPACE_ALPHA) * valid
     return reached.cumprod(0).flip(0).cumsum(0).flip(0)[step, row]
 
 
 Head = TypeVar("Head", bound=DraftHead)
 
 
-def restored(
+def restore_head(
     kind: Callable[[Any], Head],
     config: dict[str, Any],
     tensors: dict[str, Tensor],
@@ -351,7 +366,7 @@ def restored(
 ) -> Head:
     """Rebuild a head of `kind` and `shape` from a checkpoint's contents. Raises CheckpointError if they do not fit."""
     architecture = shape.from_dict(config.get("architecture"))
-    head = filled(lambda: kind(architecture), tensors)
+    head = build_with_weights(lambda: kind(architecture), tensors)
     if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
-        raise misfit(WEIGHTS, "d2t", f"draft tokens stand for ids outside 0 … {head.config.vocab_size - 1}")
+        raise config_error(WEIGHTS, "d2t", f"maps draft tokens to ids outside 0 … {head.config.vocab_size - 1}")
     return head

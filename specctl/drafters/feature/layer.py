@@ -14,17 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import NewSlots
+from specctl.decoding.device.device_batch import CommittedSlots
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.native import NativeStep, Packed, native_step
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
-from specctl.decoding.state import DecodeState, far_behind
+from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer
-from specctl.drafters.lora import Adapter, Part
+from specctl.drafters.lora import Adapter, FusedPart
 
 Table = Callable[[], tuple[Tensor, Tensor]]
 """Function that builds the rotary table of some rows; it is lazy because the C++ step does not need one."""
@@ -36,7 +36,7 @@ class HeadWeights:
     def __init__(self, module: nn.Module, target: Target):
         self.device, self.dtype = target.device, target.dtype
         self._names = {id(part): name for name, part in module.named_modules()}  # by id: no reference to the module
-        self._parts: dict[Linear, list[Part]] = {}
+        self._parts: dict[Linear, list[FusedPart]] = {}
 
     def weight(self, module: nn.Linear) -> Tensor:
         """Weight of a projection in the target's dtype, on the target's device."""
@@ -139,7 +139,7 @@ class FeatureReader(HeadWeights, ABC):
         """Fill every sequence's last `width` slots, new or not, so no padding row can lie past the cache's end."""
 
     @abstractmethod
-    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
+    def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
         """Fill the slots that a device-side round has added. Returns the state [B, size] for the next round."""
 
     def _rope_for(self, capacity: int) -> Rope:
@@ -167,7 +167,7 @@ class FeatureReader(HeadWeights, ABC):
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
         state.memory.pop(self.key, None)
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         """Number of committed slots per sequence that the next `advance` fills."""
         memory = state.memory.get(self.key)
         cached = [0] * state.batch if memory is None else memory.cached
@@ -180,12 +180,12 @@ class FeatureReader(HeadWeights, ABC):
 
         Slot i holds the feature of position i and the token after it.
         """
-        self.behind(state)  # asserts that the cache is not stale
+        self.lag(state)  # asserts that the cache is not stale
         memory = self._memory(state)
         fill = partial(self._fill, state, memory)
         memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
         missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
-        behind = far_behind(missing, state.device)
+        behind = lagging_sequences(missing, state.device)
         for b in behind:
             fill(b, range(memory.cached[b], state.cached[b]))
         width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
@@ -193,10 +193,10 @@ class FeatureReader(HeadWeights, ABC):
             self._fill_last(state, memory, width)
         memory.cached = list(state.cached)
 
-    def cover(self, state: DecodeState, asked: list[int]) -> None:
+    def fill_skipped(self, state: DecodeState, asked: list[int]) -> None:
         """Fill the skipped slots from `asked` [B] on, and a window before them."""
         memory = self.current(state)
-        width = state.catch_up.again(memory.cache, asked, state.cached)
+        width = state.catch_up.slots_to_reread(memory.cache, asked, state.cached)
         if width > 0:
             self._fill_last(state, memory, width)
 
@@ -234,7 +234,7 @@ class FeatureLayer(FeatureReader):
         self._native: tuple[object, NativeStep | None] | None = None
 
     @abstractmethod
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """Map tokens [N] and features [N, H] to the residual stream [N, H] fp32 and the input of the projections."""
 
     def _tables(self, memory: FeatureMemory, steps: int, width: int = 1) -> list[Table]:
@@ -278,7 +278,7 @@ class FeatureLayer(FeatureReader):
             self._native = products, native_step(packed, int8=True)
         step = self._native[1]
         near = self.window is None or plan.span <= self.window
-        return step if step is not None and near and not any(cache.skipped) and step.computes(cache, plan) else None
+        return step if step is not None and near and not any(cache.skipped) and step.supports(cache, plan) else None
 
     def _computed(
         self,
@@ -289,7 +289,7 @@ class FeatureLayer(FeatureReader):
         plan: Plan,
         last: list[int] | None,
     ) -> Tensor:
-        residual, entered = self.enter(self.seen(tokens, plan).reshape(-1), features)
+        residual, entered = self.layer_input(self.seen(tokens, plan).reshape(-1), features)
         x = (residual.clone() if residual is features else residual).contiguous()  # the step changes x in place
         normed, _ = step.forward(x, cache, plan, self._rope_for(cache.capacity), entered=entered)
         if self.output_norm is not None:
@@ -299,7 +299,7 @@ class FeatureLayer(FeatureReader):
         return x.view(*tokens.shape, -1)[torch.arange(len(last)), torch.tensor(last)]
 
     def seen(self, tokens: Tensor, plan: Plan) -> Tensor:
-        """Tokens [B, T] of a plan's rows in the form that `enter` reads."""
+        """Tokens [B, T] of a plan's rows in the form that `layer_input` reads."""
         return tokens
 
     def _attended(
@@ -325,11 +325,11 @@ class FeatureLayer(FeatureReader):
             rows = tail
             starts = [start + row for start, row in zip(plan.base, last, strict=True)]
             plan = plan_rows(starts, tail, device=cache.store.device, dtype=cache.store.dtype)
-        plan = plan.within(self.window, cache.store.dtype).without(cache.skipped, cache.store.dtype)
+        plan = plan.with_window(self.window, cache.store.dtype).without_slots(cache.skipped, cache.store.dtype)
         return residual, attend(query.unflatten(0, (batch, rows)), cache, place, plan, self.dim**-0.5)
 
-    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        features = self.feature(own_features(new.tapped.flatten(0, 1), new.taps, self.taps))
+    def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
+        features = self.feature(select_taps(new.tapped.flatten(0, 1), new.taps, self.taps))
         return self.rows_at(new.tokens, features, cache, new.plan(span, cache.store.dtype), new.last)
 
     def rows_at(
@@ -344,7 +344,7 @@ class FeatureLayer(FeatureReader):
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
         residual, pairs, query = self._project(tokens.flatten(), features, table)
         cache.write(0, pairs, plan)
-        plan = plan.within(self.window, cache.store.dtype)
+        plan = plan.with_window(self.window, cache.store.dtype)
         if last is not None:
             kept = torch.arange(batch, device=last.device) * rows + last
             query, residual, rows, plan = query[kept], residual[kept], 1, plan.row(last)
@@ -352,7 +352,7 @@ class FeatureLayer(FeatureReader):
 
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Residual stream [N, H] fp32, keys concatenated with values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
-        residual, inputs = self.enter(tokens, features)
+        residual, inputs = self.layer_input(tokens, features)
         qkv = Rope.rotate(self.qkv(inputs).view(len(tokens), self.heads + 2 * self.kv_heads, self.dim), table)
         return residual, qkv[:, self.heads :], qkv[:, : self.heads]
 
@@ -367,7 +367,7 @@ class FeatureLayer(FeatureReader):
         start, end = slots.start, slots.stop
         tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
         plan = plan_rows([start], len(slots), device=state.device, dtype=state.dtype)
-        features = self.feature(own_features(state.features[b, start:end], state.taps, self.taps))
+        features = self.feature(select_taps(state.features[b, start:end], state.taps, self.taps))
         last = [len(slots) - 1]
         table = self._table_of(memory, plan)
         memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
@@ -391,7 +391,7 @@ class FeatureLayer(FeatureReader):
         """
         memory = self._memory(state)
         features, starts = last_slots(state, width, self.taps)
-        memory.cache.filled(starts)
+        memory.cache.mark_written(starts)
         counts = [end - start for start, end in zip(starts, state.cached, strict=True)]
         tokens = torch.tensor(
             [
@@ -407,7 +407,7 @@ class FeatureLayer(FeatureReader):
         return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
 
 
-def own_features(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -> Tensor:
+def select_taps(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -> Tensor:
     """Select the states of a drafter's `taps` from the states [N, F] that are `kept` for all drafters of a pool."""
     if taps == kept:
         return tapped
@@ -415,7 +415,7 @@ def own_features(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -
     return torch.cat([parts[kept.index(tap)] for tap in taps], -1)
 
 
-def begun_at(spans: list[range], depths: int) -> list[list[int]]:
+def draft_start_slots(spans: list[range], depths: int) -> list[list[int]]:
     """First slots [L][W] of the drafts that reach the positions of `spans` [L] in 1 to `depths` steps.
 
     W is the longest span + depths − 1; shorter rows repeat their last slot. After a short prompt the deepest drafts
@@ -432,11 +432,11 @@ def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[T
     A sequence with fewer slots repeats its last one. The memory past it may never have been written, and a NaN among
     the keys spreads to all results even if it is masked.
     """
-    assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
+    assert state.features is not None, "the decoding loop keeps no features for this drafter: pass its taps"
     starts = [max(end - width, 0) for end in state.cached]
     if state.batch == 1:
-        return own_features(state.features[0, starts[0] : state.cached[0]], state.taps, taps), starts
+        return select_taps(state.features[0, starts[0] : state.cached[0]], state.taps, taps), starts
     where = torch.tensor(starts, device=state.device)[:, None] + torch.arange(width, device=state.device)
     where = torch.minimum(where, torch.tensor(state.cached, device=state.device)[:, None] - 1)
     rows = torch.arange(state.batch, device=state.device)[:, None]
-    return own_features(state.features[rows, where].flatten(0, 1), state.taps, taps), starts
+    return select_taps(state.features[rows, where].flatten(0, 1), state.taps, taps), starts

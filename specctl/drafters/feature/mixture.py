@@ -73,11 +73,11 @@ class Mixture(FeatureDrafter):
         return logits, *kernels.expand_topk(logits, count)
 
     def feature(self, tapped: Tensor) -> Tensor:
-        raise NotImplementedError("every head has its own")
+        raise NotImplementedError("every head computes its own features")
 
-    enter = to_head = feature  # type: ignore[assignment]
+    layer_input = to_head = feature  # type: ignore[assignment]
 
-    even = False
+    fixed_shape = False
 
     def on_device(self, state: DecodeState, budget: int) -> None:
         """Return None: rounds always go through the host."""
@@ -86,8 +86,8 @@ class Mixture(FeatureDrafter):
         for head in self.members:
             head.advance(state)
 
-    def behind(self, state: DecodeState) -> list[int]:
-        return self.members[0].behind(state)
+    def lag(self, state: DecodeState) -> list[int]:
+        return self.members[0].lag(state)
 
     def invalidate(self, state: DecodeState) -> None:
         for head in self.members:

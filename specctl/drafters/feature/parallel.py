@@ -12,13 +12,13 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
 from specctl.decoding.state import DecodeState
-from specctl.drafters.feature.layer import FeatureReader, begun_at
+from specctl.drafters.device_trees import DeviceTreeBuilder
+from specctl.drafters.feature.layer import FeatureReader, draft_start_slots
 from specctl.drafters.feature.rounds import ReaderRounds
-from specctl.drafters.growing import GrowingTrees
-from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best
+from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeShape, WorthLevel, best
 
 
 class Transitions(NamedTuple):
@@ -36,7 +36,7 @@ class Transitions(NamedTuple):
     places: Tensor
 
 
-class ParallelDrafter(Shaped, FeatureReader):
+class ParallelDrafter(TreeDrafter, FeatureReader):
     """Drafter that predicts a distribution for each of the next `depths` tokens in one pass.
 
     Attributes:
@@ -56,7 +56,7 @@ class ParallelDrafter(Shaped, FeatureReader):
         """
 
     @abstractmethod
-    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+    def block_at(self, sequences: DeviceBatch, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
         """Compute the states of all depths [B, depths, H] on the device.
 
         `hidden` [B, size] is the state that the reader carries from round to round.
@@ -70,7 +70,7 @@ class ParallelDrafter(Shaped, FeatureReader):
     def logits(self, states: Tensor) -> Tensor:
         """Draft vocabulary logits [..., Vd] for states [..., H]."""
 
-    def following(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
+    def condition_on_previous(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
         """Adjust the logits [..., Vd] to the preceding tokens `before` [...], for heads that condition on them."""
         return logits
 
@@ -80,7 +80,7 @@ class ParallelDrafter(Shaped, FeatureReader):
         # keeps.
         chain = self.shape.chain or bool(state.exact_rows)
         shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
-        rooms, floor = [row.room for row in state.rows], shape.floor
+        rooms, floor = [row.draft_room for row in state.rows], shape.log_stop_below
         growing, drafted = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
         if drafted is None:
             return empty_draft(state.batch, state.device)
@@ -90,21 +90,21 @@ class ParallelDrafter(Shaped, FeatureReader):
         chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
         return best(growing, rooms, shape, state.device, self.rows(state, chains, *drafted))
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
         """Candidates after the last committed token of every sequence, at most `budget` levels deep."""
         growing, _ = self._grow(state, budget, self.shape, pays)
-        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
     def _grow(
-        self, state: DecodeState, budget: int, shape: TreeShape, pays: Pays
-    ) -> tuple[list[GrowingTree], tuple[Tensor, Tensor] | None]:
+        self, state: DecodeState, budget: int, shape: TreeShape, pays: WorthLevel
+    ) -> tuple[list[TreeBuilder], tuple[Tensor, Tensor] | None]:
         """Grow the trees of candidates. Also returns the block's states [B, depth, H] and logits [B, depth, Vd].
 
         If no sequence has room, the trees are empty and None is returned instead of states and logits.
         """
         self.advance(state)
-        growing = [GrowingTree() for _ in state.rows]
-        depth = min(shape.depth, self.depths, max(row.room for row in state.rows), budget)
+        growing = [TreeBuilder() for _ in state.rows]
+        depth = min(shape.depth, self.depths, max(row.draft_room for row in state.rows), budget)
         if depth <= 0:
             return growing, None
         states = self.block(state, depth)
@@ -125,7 +125,7 @@ class ParallelDrafter(Shaped, FeatureReader):
 
     def on_device(self, state: DecodeState, budget: int) -> ParallelRounds | None:
         """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
-        return ParallelRounds(self, state, budget) if self.even and budget > 0 else None
+        return ParallelRounds(self, state, budget) if self.fixed_shape and budget > 0 else None
 
     def transitions(self, anchors: Tensor, states: Tensor, logits: Tensor, children: int) -> Transitions:
         """The `children` likeliest tokens of each level of a block's logits [B, depth, Vd].
@@ -154,11 +154,11 @@ class ParallelDrafter(Shaped, FeatureReader):
         depths = min(depths, self.depths)
         self.advance(state)
         asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
-        self.cover(state, asked)
+        self.fill_skipped(state, asked)
         live = [b for b, span in enumerate(spans) if span]
         if not live:
             return [Score(span, **kind) for span in spans]
-        slots = begun_at([spans[b] for b in live], depths)
+        slots = draft_start_slots([spans[b] for b in live], depths)
         states = self.blocks_at(state, live, slots, depths)
         rows = []
         for k in range(depths):
@@ -166,7 +166,9 @@ class ParallelDrafter(Shaped, FeatureReader):
             texts = [state.rows[b].ids for b in live]
             said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
             found_at = states[:, part, k]
-            rows.append(self.following(self.logits(found_at), found_at, torch.tensor(said, device=state.device)))
+            rows.append(
+                self.condition_on_previous(self.logits(found_at), found_at, torch.tensor(said, device=state.device))
+            )
         found = dict(zip(live, torch.stack(rows, 1), strict=True))
         return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
 
@@ -208,12 +210,12 @@ class ParallelRounds(ReaderRounds):
         # The slots of a pass follow the committed slots, or the slots that the pass reads.
         super().__init__(drafter, state, depth, max(1 + self.nodes, depth + drafter.reach))
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         """Draft like `ParallelDrafter.propose`, with tensors of fixed shapes."""
         drafter, batch = self.drafter, sequences.batch
         states = drafter.block_at(sequences, self.hidden, self.cache, span)[:, : self.levels]
         known = drafter.transitions(sequences.last[:, 0], states, drafter.logits(states), self.children)
-        trees, above = GrowingTrees(), None
+        trees, above = DeviceTreeBuilder(), None
         # For every node of the last level, its index among the candidates of that level.
         ranks = before = torch.zeros(batch, 1, dtype=torch.long, device=sequences.device)
         for step, (candidates, gains, places) in enumerate(zip(*(part.unbind(1) for part in known), strict=True)):
@@ -224,4 +226,4 @@ class ParallelRounds(ReaderRounds):
             ranks = places.gather(1, wanted)
             tokens = candidates.gather(1, ranks.flatten(1)).view_as(ranks)
             trees.add(above, gains.gather(1, wanted), tokens if drafter.ids is None else drafter.ids[tokens])
-        return trees.best(sequences.room, self.nodes, self.chain)
+        return trees.best(sequences.draft_room, self.nodes, self.chain)

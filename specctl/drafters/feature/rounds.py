@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature.layer import FeatureReader
 
@@ -37,7 +37,7 @@ class ReaderRounds:
         memory = state.memory[self.reader.key]
         memory.cached, memory.hidden = list(state.cached), self.hidden
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
         """Fill the slots of the committed tokens."""
-        new = sequences.new_slots(before, self.depth + 1)
+        new = sequences.committed_slots(before, self.depth + 1)
         self.hidden.copy_(self.reader.read_at(new, self.cache, span))

@@ -27,7 +27,7 @@ from specctl.drafters.feature.drafter import FeatureDrafter
 from specctl.drafters.lora import LowRank
 
 
-def teams(drafters: Sequence[Drafter]) -> list[list[int]]:
+def scoring_groups(drafters: Sequence[Drafter]) -> list[list[int]]:
     """Group the drafters that are scored together, as lists of indices.
 
     Feature heads on one base form a group, including the base. On a GPU, heads of one shape do too. Other drafters stay

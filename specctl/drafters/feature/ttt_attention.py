@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.kernels import trial
+from specctl.kernels import self_check
 
 # Maximal scores per head in a block. On a CPU eight heads in fp32 take 4 MB; on a GPU 32 heads take 128 MB and fill it.
 BLOCK = {"cpu": 2**17, "cuda": 2**20}
@@ -226,16 +226,16 @@ def _by_kernel(q: Tensor) -> bool:
 
     It does so in bf16 or fp16 on a GPU with Triton, once its results for such heads have agreed with the reference.
     """
-    if q.dtype.itemsize != 2 or kernels.chosen(q.device) != "triton":
+    if q.dtype.itemsize != 2 or kernels.select_backend(q.device) != "triton":
         return False
     return _tried(q.device, q.dtype, *q.shape[1:])
 
 
 @cache
 def _tried(device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int) -> bool:
-    reason = trial.span_shortcoming(kernels, device, dtype, kv_heads, groups, dim)
+    reason = self_check.span_mismatch(kernels, device, dtype, kv_heads, groups, dim)
     if reason is not None:
-        warnings.warn(f"attention of training on {device} is PyTorch's: {reason}", stacklevel=2)
+        warnings.warn(f"training attention on {device} runs in PyTorch: {reason}", stacklevel=2)
     return reason is None
 
 

@@ -17,7 +17,7 @@ class Claim(NamedTuple):
     probability: float
 
 
-class Trust:
+class Calibration:
     """Calibration of a drafter's claimed probabilities in a text, by eighths of the probability.
 
     A claim p becomes p · (s·r + came true) ÷ (s + Σ claimed), over the claims of its eighth. The prior is
@@ -62,7 +62,7 @@ class Candidates:
         self.claims: list[list[Claim]] = []
         self._children: list[dict[int, int]] = [{}]  # token → child node, for the end of the text and for every node
 
-    def add(self, proposal: ProposedTree, who: int, trust: Trust) -> None:
+    def add(self, proposal: ProposedTree, who: int, trust: Calibration) -> None:
         """Merge the proposal of drafter `who` into the tree."""
         places: list[int] = []
         for token, parent, probability in zip(*proposal, strict=True):
@@ -119,7 +119,7 @@ class Candidates:
             node = children[token]
         return settled
 
-    def foreseen(self, tokens: Sequence[int], who: int) -> int:
+    def accepted_claims(self, tokens: Sequence[int], who: int) -> int:
         """Count the committed tokens, up to the first miss, that drafter `who` claimed."""
         count, node = 0, -1
         for token in tokens:

@@ -21,14 +21,14 @@ from typing import Any, Protocol
 
 import torch
 
-from specctl import processes, progress, regular, threads
+from specctl import processes, progress, regular_files, threads
 from specctl.decoding.engine import Engine
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.timing import clock_of, synchronise
+from specctl.decoding.timing import synchronise, work_clock
 from specctl.decoding.verify import verify
 from specctl.kernels import native
 from specctl.runs import atomic_write
@@ -43,7 +43,7 @@ REPEATS, WARM_UP = 15, 2
 ENOUGH_S = 20.0  # time after which no repeats are added, for large targets
 ENVIRONMENT = "XDG_CACHE_HOME"
 LONGEST = 2**24  # maximal bytes of the cache file
-DEAREST = 1e6  # maximal plausible cost, in rounds of one row
+MAX_COST = 1e6  # maximal plausible cost, in rounds of one row
 
 
 @dataclass(frozen=True)
@@ -107,11 +107,11 @@ SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 
 
 class LevelDrafter(Protocol):
-    """Drafter that grows its drafts level by level (`drafters.hybrid.drafter.Grower`)."""
+    """Drafter that grows its drafts level by level (`drafters.hybrid.drafter.CandidateDrafter`)."""
 
     taps: tuple[int, ...]
 
-    def grow(self, state: DecodeState, budget: int, pays: Callable[[list[float]], bool]) -> Any:
+    def propose_candidates(self, state: DecodeState, budget: int, pays: Callable[[list[float]], bool]) -> Any:
         """Candidates after the text of every sequence."""
         ...
 
@@ -122,22 +122,22 @@ def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
     `name` identifies the head's family and architecture.
     """
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
-    sliced = [f"{processes.joined()} slices"] if processes.joined() > 1 else []
+    sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
     weights = target.identity["weights"] or target.name
     step = [native.version()] if isinstance(target.model, LeanModel) and target.model.native else []
     key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
     known, problem = None, ""
     try:
         if (found := _read(path).get(key)) is not None:
-            known = _believed(found)
+            known = _validated(found)
     except (OSError, ValueError) as error:
-        problem = f"{path} is not used: {getattr(error, 'strerror', None) or error}; costs are measured anew"
-    if (known := processes.agree(known)) is not None:
+        problem = f"ignoring {path}: {getattr(error, 'strerror', None) or error}; costs are measured again"
+    if (known := processes.broadcast_value(known)) is not None:
         return known
-    if problem and not processes.follows():
+    if problem and not processes.is_follower():
         progress.warn(problem)
-    costs = processes.agree(measure(target, head))
-    if processes.follows():
+    costs = processes.broadcast_value(measure(target, head))
+    if processes.is_follower():
         return costs
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -145,12 +145,12 @@ def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
         with suppress(OSError, ValueError):  # a file that cannot be read is replaced
             others = _read(path)
         atomic_write(path, json.dumps(others | {key: asdict(costs)}, indent=1))
-        told = f"kept in {path}"
+        told = f"saved in {path}"
     except OSError as error:
-        told = f"measured again the next time, as {path} cannot be written: {error.strerror}"
+        told = f"measured again next time, because {path} cannot be written: {error.strerror}"
     progress.log(
-        f"measured once, in rounds of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
-        f"{TEXTS} texts {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
+        f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
+        f"{TEXTS} sequences {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
         f"{costs.level:.2f} ({told})"
     )
     return costs
@@ -168,7 +168,7 @@ def _machine(target: Target) -> str:
 
 
 def _threads(target: Target) -> str:
-    with threads.suited(target.row_flops):
+    with threads.step_threads(target.row_flops):
         return threads.counted(torch.get_num_threads(), "thread")
 
 
@@ -178,30 +178,30 @@ def _read(path: Path) -> dict[str, Any]:
     Raises OSError or ValueError if the file cannot be read.
     """
     try:
-        kept = regular.parsed(regular.content(path, LONGEST))
+        kept = regular_files.parse_json(regular_files.read_bytes(path, LONGEST))
     except FileNotFoundError:
         return {}
     if not isinstance(kept, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return kept
 
 
-def _believed(found: Any) -> Costs:
+def _validated(found: Any) -> Costs:
     """Validate an entry of the cache file.
 
     Raises ValueError if `measure` cannot have written it: other keys or sizes of rounds (from another version), or
     values that are not durations.
     """
     if not isinstance(found, dict) or found.keys() != {"rounds", *SINGLE}:
-        raise ValueError("its costs have other keys")
+        raise ValueError("its costs have unexpected keys")
     rounds = found["rounds"]
     if not isinstance(rounds, list) or len(rounds) != len(ROWS):
-        raise ValueError(f"its costs are not of {len(ROWS)} rounds")
+        raise ValueError(f"its costs are not a list of {len(ROWS)} rounds")
     singles = [found[name] for name in SINGLE]
-    if not all(type(one) in (int, float) and 0 <= one <= DEAREST for one in [*rounds, *singles]):
-        raise ValueError("its costs are no durations")
+    if not all(type(one) in (int, float) and 0 <= one <= MAX_COST for one in [*rounds, *singles]):
+        raise ValueError("its costs are not valid durations")
     if min(rounds) <= 0 or rounds != sorted(rounds):
-        raise ValueError("its costs of more rows are below those of fewer")
+        raise ValueError("its costs decrease with the number of rows")
     return Costs(tuple(map(float, rounds)), **{name: float(found[name]) for name in SINGLE})
 
 
@@ -212,15 +212,15 @@ def measure(target: Target, head: LevelDrafter) -> Costs:
     near, far = (min(length, target.context_length // part) for length, part in ((CONTEXT, 4), (FAR, 2)))
     # Keyed by the suffix of the timed names: number of texts, their length in tokens, and rows per text.
     timed = {"": (1, near, ROWS), f" of {TEXTS}": (TEXTS, near, ROWS_EACH), " far": (1, far, FAR_ROWS)}
-    with threads.suited(target.row_flops):
+    with threads.step_threads(target.row_flops):
         states = {name: _texts(target, head, count, length) for name, (count, length, _) in timed.items()}
         began = time.monotonic()
         for repeat in range(REPEATS + WARM_UP):
-            if repeat > WARM_UP and processes.agree(time.monotonic() - began > ENOUGH_S):
+            if repeat > WARM_UP and processes.broadcast_value(time.monotonic() - began > ENOUGH_S):
                 break
             taken: dict[str, float] = {}
             for name, (count, length, sizes) in timed.items():
-                if states[name].rows[0].room < 2 * max(ROWS):
+                if states[name].rows[0].draft_room < 2 * max(ROWS):
                     states[name] = _texts(target, head, count, length)
                 state = states[name]
                 for rows in sizes:
@@ -228,7 +228,7 @@ def measure(target: Target, head: LevelDrafter) -> Costs:
                     taken[f"{rows} rows{name}"] = _seconds(target, partial(verify, target, state, draft))
                 for levels in (1, LEVELS) if length == near else ():
                     _commit_a_round(target, state)
-                    grow = partial(head.grow, state, levels, lambda joint: True)
+                    grow = partial(head.propose_candidates, state, levels, lambda joint: True)
                     taken[f"{levels} levels{name}"] = _seconds(target, grow)
             for name in taken if repeat >= WARM_UP else ():
                 ratios.setdefault(name, []).append(taken[name] / taken["1 rows"])
@@ -274,7 +274,7 @@ def _texts(target: Target, head: LevelDrafter, count: int, length: int) -> Decod
     engine.step()
     for row in engine.state.rows:
         row.stop = None  # a first token may end its text
-    head.grow(engine.state, 1, lambda joint: False)
+    head.propose_candidates(engine.state, 1, lambda joint: False)
     return engine.state
 
 
@@ -287,7 +287,7 @@ def _commit_a_round(target: Target, state: DecodeState) -> None:
 
 def _seconds(target: Target, function: Callable[[], object]) -> float:
     synchronise(target.device)
-    clock = clock_of(target.device)
+    clock = work_clock(target.device)
     started = clock()
     function()
     synchronise(target.device)

@@ -23,18 +23,18 @@ from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
-from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, Past, Pending
-from specctl.drafters.tree import Pays, ProposedTree
+from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, GateStatistics, Pending
+from specctl.drafters.tree import ProposedTree, WorthLevel
 
 OFFERED = 32  # maximal number of nodes that a text drafter proposes
 GOES_ON = 0.75  # assumed probability that a level's token is accepted if the previous level's was
 NEXT = 0.9  # claim assumed for a level that is not drafted yet
 
 
-class Grower(Drafter, Protocol):
+class CandidateDrafter(Drafter, Protocol):
     """Trained drafter that reports candidate probabilities and stops when a further level does not pay off."""
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
         """Candidates after the last committed token of every sequence.
 
         The draft has at most `budget` levels, is no deeper than the sequence has room for, and grows while `pays` is
@@ -47,12 +47,12 @@ class TextDrafter(Drafter, Protocol):
     """Drafter that copies its drafts from text, without a forward pass.
 
     Attributes:
-        came_true: ratio of outcomes to claims, by eighths of the claimed probability (`gate`).
+        calibration: ratio of outcomes to claims, by eighths of the claimed probability (`gate`).
     """
 
-    came_true: tuple[float, ...]
+    calibration: tuple[float, ...]
 
-    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """At most `nodes` continuations of every sequence, with their probabilities."""
         ...
 
@@ -69,7 +69,7 @@ class Hybrid:
 
     weighs_rows = True
 
-    def __init__(self, head: Grower, text: TextDrafter, costs: Costs, past: Past | None = None):
+    def __init__(self, head: CandidateDrafter, text: TextDrafter, costs: Costs, past: GateStatistics | None = None):
         self.head, self.text, self.costs, self.past = head, text, costs, past
         self.taps = head.taps
 
@@ -85,7 +85,7 @@ class Hybrid:
         plain = costs.round(1, state.batch)  # unit of costs, comparable across batch sizes
         rate = sum(gates[b].rate for b in live) / plain
         drafts = [Candidates() for _ in gates]
-        for draft, offer, gate in zip(drafts, self.text.offer(state, min(budget, OFFERED)), gates, strict=True):
+        for draft, offer, gate in zip(drafts, self.text.propose_trees(state, min(budget, OFFERED)), gates, strict=True):
             draft.add(offer, TEXT, gate.trust[TEXT])
         row_price = rate * costs.row(state.batch)
         kinds = [Gate.kind(sum(joint for joint in draft.joint if joint > row_price)) for draft in drafts]
@@ -111,14 +111,14 @@ class Hybrid:
 
     def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], rate: float, costs: Costs) -> bool:
         """Whether the head's gain is worth its passes; one forward serves all texts."""
-        asking = [b for b in state.live if state.rows[b].room > 0]
+        asking = [b for b in state.live if state.rows[b].draft_room > 0]
         if not asking:
             return False
         overdue = [b for b in asking if gates[b].overdue(kinds[b])]
         # One forward tries the head on all texts, so a minority of overdue texts does not justify its passes.
         if 2 * len(overdue) >= len(asking):
             for b in overdue:
-                gates[b].tried(kinds[b])
+                gates[b].double_patience(kinds[b])
             return True
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
@@ -151,7 +151,7 @@ class Hybrid:
             levels += worth > price
             return worth > price
 
-        grown = self.head.grow(state, budget, pays)
+        grown = self.head.propose_candidates(state, budget, pays)
         for draft, proposal, gate in zip(drafts, grown, gates, strict=True):
             draft.add(proposal, HEAD, gate.trust[HEAD])
         return levels
@@ -159,7 +159,7 @@ class Hybrid:
     def _gates(self, state: DecodeState) -> list[Gate]:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(partial(Gate, self.text.came_true, self.past), state.batch)
+            memory = state.memory[self] = PerText(partial(Gate, self.text.calibration, self.past), state.batch)
         return memory.rows
 
     def advance(self, state: DecodeState) -> None:
@@ -167,9 +167,9 @@ class Hybrid:
         self.head.advance(state)
         self.text.advance(state)
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         """Number of tokens that the head has to read; the text drafter's reading is free."""
-        return self.head.behind(state)
+        return self.head.lag(state)
 
     def invalidate(self, state: DecodeState) -> None:
         """Forget the head's cache after a weight update."""

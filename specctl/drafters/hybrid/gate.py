@@ -9,15 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specctl.decoding.records import Sequence
-from specctl.drafters.hybrid.candidates import Candidates, Trust
+from specctl.drafters.hybrid.candidates import Calibration, Candidates
 
 TEXT, HEAD = 0, 1  # indices of the drafters in claims
 # Ratio of outcomes to claims of a text drafter and a head, by eighths of the claimed probability. Greedy texts take the
 # likeliest token more often than a head predicts, as it has learnt the target's distribution. Measured on development
 # prompts of four domains with eagle3 heads (for a store of responses, on two domains). Each text corrects these priors.
-TEXT_CAME_TRUE = (2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95)
-STORE_CAME_TRUE = (0.85, 1.0, 1.25, 1.3, 1.4, 1.2, 1.0, 0.97)
-HEAD_CAME_TRUE = (1.8, 1.4, 1.7, 1.5, 1.4, 1.2, 1.2, 1.04)
+TEXT_CALIBRATION = (2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95)
+STORE_CALIBRATION = (0.85, 1.0, 1.25, 1.3, 1.4, 1.2, 1.0, 0.97)
+HEAD_CALIBRATION = (1.8, 1.4, 1.7, 1.5, 1.4, 1.2, 1.2, 1.04)
 # A round's kind is a bracket (EDGES) of the tokens that the text drafter is expected to get accepted: the head's gain
 # depends on it. GAIN is the prior gain in tokens of each kind, with a weight of GAIN_ROUNDS rounds.
 EDGES = (0.05, 0.25, 1.0, 2.5)
@@ -39,7 +39,7 @@ STREAM_MEMORY = 0.98  # decay of that record per drafting round
 REST, LONGEST_REST = 16, 256
 
 
-class Past:
+class GateStatistics:
     """Record of a stream of texts: the yield of drafting, and the current rest from drafting."""
 
     def __init__(self) -> None:
@@ -94,17 +94,17 @@ class Pending:
 class Gate:
     """Statistics of one text: which claims came true, the yield of decoding, and the head's gain."""
 
-    def __init__(self, came_true: tuple[float, ...] = TEXT_CAME_TRUE, past: Past | None = None) -> None:
+    def __init__(self, calibration: tuple[float, ...] = TEXT_CALIBRATION, past: GateStatistics | None = None) -> None:
         """Start the statistics of a text.
 
         Args:
-            came_true: prior ratios for the text drafter's claims.
+            calibration: prior ratios for the text drafter's claims.
             past: record of earlier texts; a new one by default.
         """
-        self.past = past or Past()
+        self.past = past or GateStatistics()
         # Tokens and costs of the rounds that drafted.
         self.yielded, self.paid = KNOWN * self.past.tokens / self.past.cost, KNOWN
-        self.trust = Trust(came_true), Trust(HEAD_CAME_TRUE)
+        self.trust = Calibration(calibration), Calibration(HEAD_CALIBRATION)
         self.tokens, self.cost = TOKENS, COST
         # Tokens that the head has added, and rounds in which it was asked, per kind of round.
         self.added, self.rounds = [0.0] * len(GAIN), [0.0] * len(GAIN)
@@ -144,7 +144,7 @@ class Gate:
         self.unasked[kind] += 1
         return self.unasked[kind] > self.patience[kind]
 
-    def tried(self, kind: int) -> None:
+    def double_patience(self, kind: int) -> None:
         """Double the wait before the next try, after the head was asked because it was `overdue`."""
         self.patience[kind] *= 2
 
@@ -165,7 +165,7 @@ class Gate:
         self.past.learn(len(committed), done.cost)
         if done.levels:
             accepted = len(committed) - 1
-            added = accepted - min(done.candidates.foreseen(committed, TEXT), accepted)
+            added = accepted - min(done.candidates.accepted_claims(committed, TEXT), accepted)
             self.added = [GAIN_MEMORY * tokens for tokens in self.added]
             self.rounds = [GAIN_MEMORY * rounds for rounds in self.rounds]
             self.added[done.kind] += added

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -17,7 +17,7 @@ from specctl.drafters.depth import head as depth_heads
 from specctl.drafters.depth.drafter import DepthDrafter
 from specctl.drafters.depth.head import draft_ids, heads_shape, start_from_target
 from specctl.drafters.depth.static_tree import StaticTree, default_shape
-from specctl.drafters.feature.head import head_config, restored
+from specctl.drafters.feature.head import head_config, restore_head
 from specctl.drafters.feature.layer import FeatureLayer
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.hydra.head import HydraConfig, HydraHeads
@@ -43,14 +43,14 @@ class PrefixStates(FeatureLayer):
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float()
 
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         return features, self.input_norm(features)
 
 
 class HydraDrafter(DepthDrafter):
     """Runs `HydraHeads` for drafting; the prefix attention runs once per round, over the new slots."""
 
-    grounded = True
+    reads_tokens = True
 
     def __init__(self, module: HydraHeads, target: Target, shape: TreeShape):
         super().__init__(module, target, shape, ACCURACY)
@@ -72,7 +72,7 @@ class HydraDrafter(DepthDrafter):
         return self.heads[k](x)
 
     def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
-        self.prefix.cover(state, [end - width for end in state.cached])
+        self.prefix.fill_skipped(state, [end - width for end in state.cached])
         hidden, starts = self.prefix.read(state, width, every=True)
         return self.prefix.norm(hidden), starts
 
@@ -83,8 +83,8 @@ class HydraDrafter(DepthDrafter):
         """Run the prefix attention over the new slots."""
         self.prefix.advance(state)
 
-    def behind(self, state: DecodeState) -> list[int]:
-        return self.prefix.behind(state)
+    def lag(self, state: DecodeState) -> list[int]:
+        return self.prefix.lag(state)
 
     def invalidate(self, state: DecodeState) -> None:
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
@@ -101,19 +101,19 @@ class HydraRounds(ReaderRounds):
         super().__init__(drafter.prefix, state, len(tree.levels), 1 + len(tree.paths))
         self.drafter, self.tree = drafter, tree
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         return self.drafter.draft_at(self.tree, sequences, self.drafter.prefix.norm(self.hidden))
 
 
-def prepare(module: HydraHeads, recipe: TrainRecipe) -> None:
+def set_training_options(module: HydraHeads, recipe: TrainRecipe) -> None:
     """Set the training options of a recipe."""
-    depth_heads.prepare(module, recipe)
+    depth_heads.set_training_options(module, recipe)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = recipe.dropout
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the state unchanged: the module already has the names of the published `hydra_lm_head`.
 
     There the module `hydra_mlp.K.3` appears again under K.5, K.7, … for every further layer.
@@ -123,15 +123,15 @@ def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> HydraHeads:
     """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restored(HydraHeads, config, tensors, HydraConfig)
+    return restore_head(HydraHeads, config, tensors, HydraConfig)
 
 
-def drafter(module: HydraHeads, target: Target, drafting: DraftingRecipe) -> HydraDrafter:
+def make_drafter(module: HydraHeads, target: Target, drafting: DraftingRecipe) -> HydraDrafter:
     """Build the drafter that runs `module`."""
     return HydraDrafter(module, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(module: HydraHeads, target: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_config(module: HydraHeads, target: dict[str, Any]) -> dict[str, Any]:
     """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "hydra", "architecture": module.config.to_dict(), "target": target}
 

@@ -72,7 +72,7 @@ class HydraHeads(DepthHeads):
         key = layer.rope(part.k_proj(inputs).unflatten(-1, (-1, dim)), batch.key_positions)
         value = part.v_proj(inputs).unflatten(-1, (-1, dim))
         query = layer.rope(part.q_proj(inputs[rows]).unflatten(-1, (-1, dim)), batch.key_positions[rows])
-        out = layer.leave(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
+        out = layer.layer_output(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
         return self.prefix_embeding_layer.norm(out)
 
     def hidden(self, k: int, inputs: Tensor) -> Tensor:

@@ -15,21 +15,21 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.models.hf import HFModel
-from specctl.decoding.models.lean import LeanModel, why_not
+from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.model import Model
 from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.sampling import DRAFT
-from specctl.decoding.state import DecodeState, far_behind
+from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import filled, guarded
+from specctl.drafters.blueprint import build_or_raise, build_with_weights
 from specctl.drafters.lm.config import configuration, stored
 from specctl.drafters.lm.model import LM, architecture, base_of, cast
 from specctl.drafters.lm.shape import ChainShape, shape_for
 from specctl.drafters.lora import Adapter
-from specctl.drafters.tree import GrowingTree, Pays, ProposedTree
+from specctl.drafters.tree import ProposedTree, TreeBuilder, WorthLevel
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -86,7 +86,7 @@ class LMDrafter:
         self.shape = shape
         assert isinstance(model.model, PreTrainedModel)
         own = cast(copy.deepcopy(model.model).requires_grad_(False), target.device, target.dtype).eval()
-        self.model: Model = HFModel(own) if why_not(own.config) else LeanModel(own)
+        self.model: Model = HFModel(own) if unsupported_reason(own.config) else LeanModel(own)
         self.vocab_size, self.intermediate_size = target.vocab_size, getattr(own.config, "intermediate_size", 0)
 
     @property
@@ -132,7 +132,7 @@ class LMDrafter:
         read = partial(self._catch_up, memory, texts)
         starts = state.catch_up.skip(memory.cache, self._known(memory, state), ends, read)
         missing = [end - start for start, end in zip(starts, ends, strict=True)]
-        behind = far_behind(missing, state.device)
+        behind = lagging_sequences(missing, state.device)
         for b in behind:
             read(b, range(starts[b], ends[b]))
         width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
@@ -143,7 +143,7 @@ class LMDrafter:
         memory.length = ends
         memory.drafted = [[] for _ in texts]
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         """Number of committed tokens per sequence that the next `advance` reads."""
         memory: _Memory | None = state.memory.get(self)
         known = [0] * state.batch if memory is None else self._known(memory, state)
@@ -163,7 +163,7 @@ class LMDrafter:
 
     def _forward(self, tokens: Tensor, cache: KVCache, plan: Plan) -> Tensor:
         """Hidden states [B, T, H] of tokens; skipped slots are masked."""
-        return self.model.forward(tokens, cache, plan.without(cache.skipped, cache.store.dtype), ())[0]
+        return self.model.forward(tokens, cache, plan.without_slots(cache.skipped, cache.store.dtype), ())[0]
 
     def _ready(self, state: DecodeState) -> _Memory:
         self.advance(state)
@@ -183,7 +183,7 @@ class LMDrafter:
         children, sampled = (1,) * self.shape.depth, self._samples(state)
         ends = [len(row.ids) for row in state.rows]
         asked = [span.start - 1 if span else end for span, end in zip(spans, ends, strict=True)]
-        hidden, base = self._read(state, max(width + 1, state.catch_up.again(memory.cache, asked, ends)))
+        hidden, base = self._read(state, max(width + 1, state.catch_up.slots_to_reread(memory.cache, asked, ends)))
         scores = []
         for b, (start, span) in enumerate(zip(base, spans, strict=True)):
             at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
@@ -201,13 +201,13 @@ class LMDrafter:
         base = [max(len(ids) - width, 0) for ids in texts]
         tokens = torch.tensor([ids[-width:] + [0] * (width - len(ids)) for ids in texts], device=state.device)
         plan = plan_rows(base, width, device=state.device, dtype=state.dtype)
-        memory.cache.filled(base)
+        memory.cache.mark_written(base)
         return self._forward(tokens, memory.cache, plan), base
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft a chain from the last committed token, no longer than the sequence has room for."""
         memory = self._ready(state)
-        depths = [min(self.shape.depth, budget, row.room) for row in state.rows]
+        depths = [min(self.shape.depth, budget, row.draft_room) for row in state.rows]
         if max(depths) <= 0:
             return empty_draft(state.batch, state.device)
         sampled = self._samples(state)
@@ -236,11 +236,11 @@ class LMDrafter:
         drawn_from = stacked(rows) if sampled else None
         return DraftTree.from_chains(chains, state.device, drawn_from, self.shape.rule, ChainRows(asked))
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
         """Draft chains of at most `budget` tokens after the last committed token of every sequence, with runners-up."""
         memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
-        growing = [GrowingTree() for _ in state.rows]
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
+        growing = [TreeBuilder() for _ in state.rows]
         chain = [-1] * state.batch
         logits = memory.logits
         for step in range(depth):
@@ -251,7 +251,7 @@ class LMDrafter:
             if step + 1 == depth or not pays([tree.joint[node] for tree, node in zip(growing, chain, strict=True)]):
                 break
             logits = self._behind(state, memory, step, index[:, 0].tolist())
-        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
     def _behind(self, state: DecodeState, memory: _Memory, step: int, tokens: list[int]) -> Tensor:
         """Read the tokens [B] drafted at `step`. Returns the logits [B, V] that follow them."""
@@ -265,7 +265,7 @@ class LMDrafter:
         return self.shape.sampled and not state.draws.greedy
 
     @property
-    def even(self) -> bool:
+    def fixed_shape(self) -> bool:
         """Whether all drafts have the same length and the model is a `LeanModel`."""
         return self.shape.stop_below <= 0 and isinstance(self.model, LeanModel)
 
@@ -274,7 +274,7 @@ class LMDrafter:
 
         Drafts that may end early are decided by the host, and other models have no lean step.
         """
-        return LMRounds(self, state, budget) if self.even and budget > 0 else None
+        return LMRounds(self, state, budget) if self.fixed_shape and budget > 0 else None
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits over the target's vocabulary; models of one family pad their vocabularies to different sizes."""
@@ -335,7 +335,7 @@ class LMRounds:
         memory = state.memory[self.drafter]
         memory.length, memory.logits = [len(row.ids) for row in state.rows], self.following
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         """Draft like `LMDrafter.propose`, with tensors of fixed shapes."""
         sampled = self.drafter.shape.sampled and not sequences.draws.greedy
         alone = torch.ones(sequences.batch, 1, 1, dtype=torch.bool, device=sequences.device)
@@ -355,11 +355,11 @@ class LMRounds:
             else:
                 chosen.append(kernels.argmax(logits).unsqueeze(1))
         place = torch.arange(self.depth, device=sequences.device)
-        parents = torch.where(place < sequences.room.unsqueeze(1), place - 1, PADDING)
+        parents = torch.where(place < sequences.draft_room.unsqueeze(1), place - 1, PADDING)
         tokens = torch.cat(chosen, 1)
         return DraftTree(tokens, parents, stacked(rows) if sampled else None, rule=self.drafter.shape.rule)
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
         """Read the committed tokens in as many rows as a round can commit; the last token is repeated as padding.
 
         Accepted tokens were already read when they were drafted. Reading them again avoids working out which ones.
@@ -379,9 +379,9 @@ def stacked(rows: list[kernels.Rows]) -> kernels.Rows:
     return kernels.Rows(*(torch.stack(field, 1).flatten(0, 1) for field in zip(*rows, strict=True)))
 
 
-def prepare(model: LM, recipe: TrainRecipe) -> None:
+def set_training_options(model: LM, recipe: TrainRecipe) -> None:
     """Set the training options of a recipe."""
-    model.objective = recipe.distillation
+    model.objective = recipe.resolved_objective
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
@@ -391,12 +391,12 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
     return LM(base_of(recipe.drafter, target))
 
 
-def config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
     """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "lm", "architecture": stored(model.model.config), "target": target}
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the module's state to the stored names, which are the names of `transformers`."""
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
@@ -404,8 +404,8 @@ def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
     """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     shape = configuration(config.get("architecture"))
-    model = filled(lambda: AutoModelForCausalLM.from_config(shape), tensors)
-    guarded(lambda: _tried(model))
+    model = build_with_weights(lambda: AutoModelForCausalLM.from_config(shape), tensors)
+    build_or_raise(lambda: _tried(model))
     return LM(model)
 
 
@@ -415,6 +415,6 @@ def _tried(model: PreTrainedModel) -> None:
     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
 
 
-def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
+def make_drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
     """Build the drafter that runs `model`."""
     return LMDrafter(model, target, shape_for(drafting, target.device))

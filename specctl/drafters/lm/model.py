@@ -12,7 +12,7 @@ from transformers import LlamaConfig, PreTrainedModel
 from specctl.decoding.models.loading import load_model, load_tokenizer
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import vocab_hash
-from specctl.drafters.blueprint import CONFIG, misfit
+from specctl.drafters.blueprint import CONFIG, config_error
 from specctl.errors import CheckpointError, RecipeError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe
@@ -35,7 +35,9 @@ class LM(nn.Module):
         embedding: Any = self.model.get_input_embeddings()
         own, used = len(embedding.weight), max(target.tokenizer.get_vocab().values()) + 1
         if own < used:
-            raise misfit(CONFIG, "architecture.vocab_size", f"is {own}, target {target.name} uses {used} tokens")
+            raise config_error(
+                CONFIG, "architecture.vocab_size", f"is {own}, but target {target.name} uses {used} tokens"
+            )
 
     @property
     def gradient_checkpointing(self) -> bool:
@@ -90,11 +92,11 @@ def base_of(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:
     name = str(recipe.base)
     sizes = recipe.model_fields_set - {"base"}
     if sizes:
-        raise RecipeError(f"drafter.base has its own sizes: leave out {', '.join(sorted(sizes))}")
+        raise RecipeError(f"drafter.base determines the sizes: leave out {', '.join(sorted(sizes))}")
     if vocab_hash(load_tokenizer(name)) != target.identity["vocab_hash"]:
         raise CheckpointError(
             f"{name} and target {target.name} have different vocabularies",
-            "a small model of the target's own family, such as Qwen3-0.6B for Qwen3-8B",
+            "use a small model of the target's family, such as Qwen3-0.6B for Qwen3-8B",
         )
     return load_model(name, device=target.device, dtype=torch.float32)
 
@@ -107,16 +109,16 @@ def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
     """
     preset = recipe.preset or ("68m" if target.hidden_size >= 1024 else "small")
     if preset not in PRESETS:
-        raise RecipeError(f"unknown preset {preset!r} of drafter family lm", hint=f"one of {', '.join(PRESETS)}")
+        raise RecipeError(f"unknown preset {preset!r} of drafter family lm", hint=f"use one of {', '.join(PRESETS)}")
     if recipe.taps or recipe.vocab_size not in (None, target.vocab_size):
-        raise RecipeError("an lm drafter has the target's vocabulary and no taps", hint="leave vocab_size and taps out")
+        raise RecipeError("an lm drafter has the target's vocabulary and no taps", hint="leave out vocab_size and taps")
     layers, hidden, heads, intermediate = PRESETS[preset]
     hidden, heads = recipe.hidden_size or hidden, recipe.num_heads or heads
     kv_heads = recipe.num_kv_heads or heads
     if hidden % (2 * heads) or heads % kv_heads:
         raise RecipeError(
-            f"lm drafter: {heads} heads of {kv_heads} kv heads do not fit hidden size {hidden}",
-            hint="hidden_size must be a multiple of 2·num_heads, num_heads one of num_kv_heads",
+            f"lm drafter: {heads} heads and {kv_heads} KV heads do not fit hidden size {hidden}",
+            hint="hidden_size must be a multiple of 2·num_heads, and num_heads a multiple of num_kv_heads",
         )
     return LlamaConfig(
         vocab_size=target.vocab_size,

@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.plain import PlainRounds
 from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
@@ -17,8 +17,8 @@ from specctl.drafters.depth import head as depth_heads
 from specctl.drafters.depth.drafter import DepthDrafter
 from specctl.drafters.depth.head import HeadsConfig, draft_ids, heads_shape, start_from_target
 from specctl.drafters.depth.static_tree import StaticTree, default_shape
-from specctl.drafters.feature.head import restored
-from specctl.drafters.feature.layer import last_slots, own_features
+from specctl.drafters.feature.head import restore_head
+from specctl.drafters.feature.layer import last_slots, select_taps
 from specctl.drafters.medusa.head import MedusaHeads
 from specctl.drafters.tree import TreeShape, shape_for
 from specctl.errors import RecipeError
@@ -31,7 +31,7 @@ ACCURACY = (0.5, 0.11, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.02, 0.012)
 class MedusaDrafter(DepthDrafter):
     """Runs `MedusaHeads` for drafting; it keeps no state between rounds."""
 
-    grounded = False
+    reads_tokens = False
 
     def __init__(self, module: MedusaHeads, target: Target, shape: TreeShape):
         super().__init__(module, target, shape, ACCURACY)
@@ -52,7 +52,7 @@ class MedusaDrafter(DepthDrafter):
     def advance(self, state: DecodeState) -> None:
         """Do nothing: there is no state to update."""
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
@@ -70,19 +70,19 @@ class MedusaRounds(PlainRounds):
         self.drafter, self.tree = drafter, tree
         self.depth, self.reach = len(tree.levels), 1 + len(tree.paths)
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
-        last, drafter = sequences.new_slots(sequences.length - 1, 1), self.drafter
-        return drafter.draft_at(self.tree, sequences, own_features(last.tapped[:, 0], last.taps, drafter.taps))
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        last, drafter = sequences.committed_slots(sequences.length - 1, 1), self.drafter
+        return drafter.draft_at(self.tree, sequences, select_taps(last.tapped[:, 0], last.taps, drafter.taps))
 
 
-prepare = depth_heads.prepare
+set_training_options = depth_heads.set_training_options
 
 
 # In the published `medusa_lm_head`, head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
 PLACES = {"blocks": "0", "lm_head": "1"}
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename the module's state to the stored names: `blocks.K.` becomes `K.0.` and `lm_head.K.` becomes `K.1.`."""
     return {_published(name): tensor for name, tensor in state.items()}
 
@@ -102,15 +102,15 @@ def _ours(name: str) -> str:
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
     """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restored(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, HeadsConfig)
+    return restore_head(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, HeadsConfig)
 
 
-def drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
+def make_drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
     """Build the drafter that runs `module`."""
     return MedusaDrafter(module, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(module: MedusaHeads, target: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_config(module: MedusaHeads, target: dict[str, Any]) -> dict[str, Any]:
     """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "medusa", "architecture": module.config.to_dict(), "target": target}
 

@@ -50,7 +50,7 @@ class MtpConfig(HeadConfig):
     normed_features: Flag
 
     @property
-    def blind_start(self) -> bool:
+    def ignores_first_token(self) -> bool:
         """Whether the token of slot 0 is ignored: MiMo's layer reads zeros instead of its embedding."""
         return self.layout == "mimo"
 
@@ -101,7 +101,7 @@ class MtpHead(DraftHead):
         self.register_buffer("target_norm", None if config.normed_features else torch.ones(size))
 
     @property
-    def unnorm(self) -> Tensor | None:
+    def inverse_norm_weight(self) -> Tensor | None:
         """Factors [H] that remove the weight of the target's final norm from its states, or None if it stays.
 
         A channel with weight 0 is lost.
@@ -117,16 +117,16 @@ class MtpHead(DraftHead):
             target_head: [V, H] the target's (frozen) vocabulary head.
 
         Returns:
-            The results of `DraftHead.sums`. If only some rows go on (`later_rows`), the later steps weigh accordingly
-            less.
+            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
+            accordingly less.
         """
         layer = self.layer
         step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
         embedded = self.token_norm(F.embedding(batch.key_tokens, embedding).float())
-        if self.config.blind_start:
+        if self.config.ignores_first_token:
             embedded = embedded.masked_fill((batch.key_positions == 0)[:, None], 0)
         hidden = batch.features.float()
-        if (unnorm := self.unnorm) is not None:
+        if (unnorm := self.inverse_norm_weight) is not None:
             hidden = hidden * unnorm
         entered = self._enter(embedded, hidden)
         key, value = layer.key_and_value(layer.input_layernorm(entered), batch.key_positions)
@@ -146,8 +146,8 @@ class MtpHead(DraftHead):
             asked.append(rows)
         x = torch.cat(outputs) * self.squash.scale  # a logit cap would not change the order of tokens
         product = x, target_head, self.squash.shift
-        losses = self.distil(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
-        return self.sums(losses, [len(part) for part in asked])
+        losses = self.distill_losses(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
+        return self.aggregate_losses(losses, [len(part) for part in asked])
 
     def _enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         """Residual stream [n, H] fp32 of the layer, from normed embeddings and states, each [n, H]."""
@@ -174,4 +174,4 @@ class MtpHead(DraftHead):
             own = [*own, layer.key_and_value(inputs, positions + k)]
         query = layer.heads(inputs, positions + k, attention.q_proj, attention.q_norm).to(value.dtype)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
-        return self.norm(layer.leave(x, out)).float(), own
+        return self.norm(layer.layer_output(x, out)).float(), own

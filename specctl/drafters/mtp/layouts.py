@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config, model_directory
 from specctl.decoding.models.supported import ropes
@@ -29,7 +29,7 @@ from specctl.errors import CheckpointError
 from specctl.recipe.sections import TargetRecipe
 
 MODEL_TYPES = lean.FAMILIES | {"mimo"}  # decoder layers like Llama's, Qwen2's or Qwen3's
-WHICH = "a target with tensors model.mtp_layers.* (MiMo) or mtp.* around a dense Llama or Qwen layer"
+WHICH = "use a target with tensors model.mtp_layers.* (MiMo) or mtp.* around a dense Llama or Qwen layer"
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,12 @@ class NativeLayer:
         found = {}
         for name, file in self.files.items():
             try:
-                regular.check(file)
+                regular_files.check(file)
                 with safe_open(file, framework="pt") as weights:
                     found[name] = weights.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {name} cannot be read: {error}", "copy the target again") from error
-        return ours(LAYOUTS[self.layout], found, self.target)
+        return to_our_names(LAYOUTS[self.layout], found, self.target)
 
 
 def kind_of(names: Iterable[str]) -> str | None:
@@ -108,21 +108,21 @@ def kind_of(names: Iterable[str]) -> str | None:
     return next((kind for kind, one in LAYOUTS.items() if any(n.startswith(one.prefix) for n in known)), None)
 
 
-def ours(layout: MtpLayout, tensors: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
+def to_our_names(layout: MtpLayout, tensors: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
     """Select the MTP layer's tensors from a `target` and rename them to the names of `MtpHead`.
 
     `fc` is reordered to read the embedding first. Raises CheckpointError if there are several layers.
     """
     mine = {name: tensor for name, tensor in tensors.items() if name.startswith(layout.prefix)}
     found = {_our_name(layout, name, target): tensor for name, tensor in mine.items()}
-    return _turned(found, "fc.weight") if layout.state_first else found
+    return _swap_halves(found, "fc.weight") if layout.state_first else found
 
 
-def theirs(layout: MtpLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_target_names(layout: MtpLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename the weights of an `MtpHead` to the names of a layout; weights that are the target's own are left out."""
     weights = {name: tensor for name, tensor in tensors.items() if name != "target_norm"}
     if layout.state_first:
-        weights = _turned(weights, "fc.weight")
+        weights = _swap_halves(weights, "fc.weight")
     prefixes = {name: next(p for p in layout.names if name.startswith(p)) for name in weights}
     return {
         layout.first + layout.names[prefix] + name.removeprefix(prefix): weights[name]
@@ -137,23 +137,26 @@ def find(target: str, revision: str | None = None) -> NativeLayer:
     """
     directory = model_directory(target, revision)
     if directory is None:
-        raise CheckpointError(f"target {target} is not on this machine", f"hf download {target}")
+        raise CheckpointError(f"target {target} is not on this machine", f"run `hf download {target}`")
     try:
         places = {name: file for file in weight_files(directory) for name in _names(file)}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"target {target}: its weights cannot be read: {error}", "copy it again") from error
+        raise CheckpointError(
+            f"target {target}: its weights cannot be read: {error}", "copy the target again"
+        ) from error
     kind = kind_of(places)
     if kind is None:
         if any(DEEPSEEK.match(name) for name in places):
             raise CheckpointError(
-                f"target {target}: its MTP layer has DeepSeek's layout (eh_proj), not supported", WHICH
+                f"target {target}: its MTP layer has DeepSeek's layout (eh_proj), which is not supported", WHICH
             )
         raise CheckpointError(f"target {target} has no MTP layer (tensors mtp.* or model.mtp_layers.*)", WHICH)
     files = {name: file for name, file in places.items() if name.startswith(LAYOUTS[kind].prefix)}
     for part, what in FOREIGN.items():
         if any(part in name for name in files):
             raise CheckpointError(
-                f"target {target}: its MTP layer has {what}, ours is dense with plain attention", WHICH
+                f"target {target}: its MTP layer has {what}; only dense layers with plain attention are supported",
+                WHICH,
             )
     shapes = {}
     for name, file in files.items():
@@ -178,15 +181,15 @@ def check_computable(layer: NativeLayer, config: Any) -> None:
     rows = layer.shapes.get("layer.self_attn.q_proj.weight", (heads * dim,))[0]
     scaled = {kind: rope for kind, rope in ropes(config).items() if kind != "default"}
     if config.model_type not in MODEL_TYPES:
-        reason = f"a layer of model type {config.model_type!r}, which is none of {', '.join(sorted(MODEL_TYPES))}"
+        reason = f"model type {config.model_type!r}, which is not one of {', '.join(sorted(MODEL_TYPES))}"
     elif rows == 2 * heads * dim:
-        reason = "gated attention (q_proj is twice as wide), ours is plain"
+        reason = "gated attention (q_proj is twice as wide); only plain attention is supported"
     elif scaled or any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes(config).values()):
-        reason = f"scaled or partial RoPE ({', '.join(scaled) or 'partial'}), ours rotates by plain RoPE"
+        reason = f"scaled or partial RoPE ({', '.join(scaled) or 'partial'}); only plain RoPE is supported"
     elif "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        reason = "a sliding window, ours attends all tokens"
+        reason = "a sliding window; only full attention is supported"
     elif getattr(config, "hidden_act", "silu") != "silu":
-        reason = f"activation {config.hidden_act!r}, ours is silu"
+        reason = f"activation {config.hidden_act!r}; only silu is supported"
     else:
         return
     raise CheckpointError(f"target {layer.target}: its MTP layer has {reason}", WHICH)
@@ -195,14 +198,14 @@ def check_computable(layer: NativeLayer, config: Any) -> None:
 def _names(file: Path) -> list[str]:
     if file.suffix != ".safetensors":
         return []
-    regular.check(file)
+    regular_files.check(file)
     with safe_open(file, framework="pt") as weights:
         return list(weights.keys())
 
 
 def _our_name(layout: MtpLayout, name: str, target: str) -> str:
     if not name.startswith(layout.first) or (layout.first == layout.prefix and re.match(r"mtp\.layers\.[1-9]", name)):
-        raise CheckpointError(f"target {target}: {name}: it has more than one MTP layer, ours is one", WHICH)
+        raise CheckpointError(f"target {target}: {name}: it has more than one MTP layer; only one is supported", WHICH)
     rest = name.removeprefix(layout.first)
     mine = next((our for our, their in layout.names.items() if their and rest.startswith(their)), None)
     if mine is None:
@@ -210,6 +213,6 @@ def _our_name(layout: MtpLayout, name: str, target: str) -> str:
     return mine + rest.removeprefix(layout.names[mine])
 
 
-def _turned(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+def _swap_halves(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
     """Swap the two halves of the columns of the tensor `name`."""
     return {n: torch.cat(t.chunk(2, -1)[::-1], -1).contiguous() if n == name else t for n, t in tensors.items()}

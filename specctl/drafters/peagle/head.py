@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, Count, misfit
+from specctl.drafters.blueprint import CONFIG, Count, config_error
 from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
 from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, attention
-from specctl.drafters.lora import product_of
+from specctl.drafters.lora import as_single_product
 
 KEPT, LEAST = 0.7, 0.2
 """Share of a depth's anchors that are also trained at the next depth, and the minimal share of all anchors (COD)."""
@@ -52,8 +52,8 @@ class PEagleConfig(FusionConfig):
     def check(self, target: Target) -> None:
         super().check(target)
         if self.mask_token_id >= self.vocab_size:
-            beyond = f"is {self.mask_token_id}, the vocabulary has {self.vocab_size} tokens"
-            raise misfit(CONFIG, "architecture.mask_token_id", beyond)
+            beyond = f"is {self.mask_token_id}, but the vocabulary has {self.vocab_size} tokens"
+            raise config_error(CONFIG, "architecture.mask_token_id", beyond)
 
 
 class UpperLayer(HeadLayer):
@@ -100,7 +100,7 @@ class PEagleHead(FusionHead):
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
 
         Returns:
-            The results of `DraftHead.sums`.
+            The results of `DraftHead.aggregate_losses`.
         """
         first, embedding = self.midlayer, self.embedding(embedding)
         features = self.feature(torch.cat((batch.features, self.mask_hidden.view(1, -1).to(batch.features.dtype))))
@@ -116,23 +116,23 @@ class PEagleHead(FusionHead):
         x = run(first, residual[place], inputs[place], rollouts, not self.upper)
         for layer in self.upper:
             x = run(layer, x, layer.input_layernorm(x), rollouts, layer is self.upper[-1])
-        losses = self.distil(
-            product_of(self.lm_head, self.norm(x)),
-            rollouts.asked,
+        losses = self.distill_losses(
+            as_single_product(self.lm_head, self.norm(x)),
+            rollouts.trained_slots,
             range(self.steps),
             batch,
             self.teacher(batch, target_head),
         )
-        return self.sums(losses, [len(rows) for rows in rollouts.asked])
+        return self.aggregate_losses(losses, [len(rows) for rows in rollouts.trained_slots])
 
 
 class Rollouts:
     """Rows of a batch's drafts: M rows of depth 0, one for every slot, then the rows of each further depth.
 
     Attributes:
-        asked: for each depth, the indices [n_d] of the response slots that are trained; ascending, and a subset of the
-            previous depth's.
-        answers: [N] indices of the trained depth-0 rows among the M.
+        trained_slots: for each depth, the indices [n_d] of the response slots that are trained; ascending, and a subset
+            of the previous depth's.
+        trained_rows: [N] indices of the trained depth-0 rows among the M.
         positions: [M + Σ n_d] positions of all rows in their documents.
         before: for each further depth, the indices of its n_d anchors among the anchors of depths 1 to its own.
         whole: layout in which every slot is a query.
@@ -142,19 +142,19 @@ class Rollouts:
     def __init__(self, batch: SlotBatch, shares: list[float], layouts: list[Layout]):
         count, device = len(batch.query_rows), batch.query_rows.device
         going = batch.later_rows
-        draws = torch.zeros(len(going)) if batch.draws is None else batch.draws
-        self.asked = [torch.arange(count, device=device)]
+        draws = torch.zeros(len(going)) if batch.sample_draws is None else batch.sample_draws
+        self.trained_slots = [torch.arange(count, device=device)]
         self.layouts = [layouts[0]]
         for share, layout in zip(shares, layouts[1:], strict=True):
             rows = going[(draws < share).to(device)]
-            self.asked.append(rows)
+            self.trained_slots.append(rows)
             self.layouts.append(layout.of_rows(rows.tolist()))
-        self.answers = batch.query_rows
-        anchors = [batch.key_positions[batch.query_rows[rows]] + d for d, rows in enumerate(self.asked) if d]
+        self.trained_rows = batch.query_rows
+        anchors = [batch.key_positions[batch.query_rows[rows]] + d for d, rows in enumerate(self.trained_slots) if d]
         self.positions = torch.cat((batch.key_positions, *anchors))
         self.before = [
-            [torch.searchsorted(self.asked[before], rows) for before in range(1, depth)] + [slice(None)]
-            for depth, rows in enumerate(self.asked)
+            [torch.searchsorted(self.trained_slots[before], rows) for before in range(1, depth)] + [slice(None)]
+            for depth, rows in enumerate(self.trained_slots)
             if depth
         ]
         slots = [stop - start for start, stop in layouts[0].slots]
@@ -163,12 +163,12 @@ class Rollouts:
 
     def spread(self, slots: int) -> Tensor:
         """Index [M + Σ n_d] of every row's input: its own slot, or the shared mask row at the end."""
-        masked = sum(len(rows) for rows in self.asked[1:])
+        masked = sum(len(rows) for rows in self.trained_slots[1:])
         return torch.cat((torch.arange(slots), torch.full((masked,), slots))).to(self.positions.device)
 
     def split(self, x: Tensor) -> list[Tensor]:
         """Split rows [M + Σ n_d, ...] into depth 0 and each further depth."""
-        deeper = [len(rows) for rows in self.asked[1:]]
+        deeper = [len(rows) for rows in self.trained_slots[1:]]
         return list(x.split([len(x) - sum(deeper), *deeper]))
 
 
@@ -181,7 +181,7 @@ def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollout
     layout, positions = rollouts.whole, rollouts.positions
     if last:
         layout = rollouts.layouts[0]
-        kept = torch.cat((rollouts.answers, torch.arange(len(keys[0]), len(inputs), device=inputs.device)))
+        kept = torch.cat((rollouts.trained_rows, torch.arange(len(keys[0]), len(inputs), device=inputs.device)))
         residual, inputs, positions = residual[kept], inputs[kept], positions[kept]
     query = layer.rope(projections.q_proj(inputs).view(-1, config.num_heads, config.head_dim), positions)
     parts = rollouts.split(query)
@@ -190,4 +190,4 @@ def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollout
         own_keys = [key[rows] for key, rows in zip(keys[1:], before, strict=False)]
         own_values = [value[rows] for value, rows in zip(values[1:], before, strict=False)]
         seen.append(attention(parts[depth], keys[0], values[0], own_keys, own_values, rollouts.layouts[depth]))
-    return layer.leave(residual, torch.cat(seen))
+    return layer.layer_output(residual, torch.cat(seen))

@@ -31,7 +31,7 @@ class UpperPass(HeadWeights):
         qkv = Rope.rotate(qkv, table)
         return qkv[:, self.heads :], qkv[:, : self.heads]
 
-    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
+    def layer_output(self, x: Tensor, attended: Tensor) -> Tensor:
         """Output [N, H] fp32 of the layer, from its residual stream and the attention output [N, Hq·D]."""
         x = x + self.o(attended)
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl.drafters.blueprint import WEIGHTS, misfit
-from specctl.drafters.text.trie import Follower
+from specctl.drafters.blueprint import WEIGHTS, config_error
+from specctl.drafters.text.text_tree import NextToken
 
 if TYPE_CHECKING:
     from specctl.decoding.target import Target
@@ -24,7 +24,7 @@ LONGEST = 16  # tokens of context that are looked up; a power of two
 # summarization 2.50 / 2.74 / 2.82 / 2.88.
 ENOUGH = 32
 # Escape mass (PPM) that each distinct follower adds to the denominator: one past occurrence is no certainty.
-UNSEEN = 0.5
+ESCAPE_MASS = 0.5
 SAMPLE = 64  # maximal occurrences read per context: 512 give no better drafts
 
 
@@ -62,7 +62,7 @@ class Datastore:
         low, high = self.tokens.aminmax()
         if low < SEPARATOR or high >= target.vocab_size:
             has = f"target {target.name} has ids 0 … {target.vocab_size - 1}"
-            raise misfit(WEIGHTS, "tokens", f"holds ids {int(low)} … {int(high)}, {has}")
+            raise config_error(WEIGHTS, "tokens", f"contains ids {int(low)} … {int(high)}, but {has}")
 
     @classmethod
     def of(cls, documents: Iterable[list[int]]) -> Datastore:
@@ -197,13 +197,13 @@ class Occurrences:
     def __init__(self, rows: list[list[int]], depth: int):
         self.rows, self.depth = rows, depth
 
-    def followers(self, limit: int) -> list[Follower]:
+    def followers(self, limit: int) -> list[NextToken]:
         """The `limit` most frequent next tokens. A document that ends here counts as one with another next token."""
         groups: dict[int, list[list[int]]] = {}
         for row in self.rows:
             if self.depth < len(row):
                 groups.setdefault(row[self.depth], []).append(row)
-        weight = len(self.rows) + UNSEEN * len(groups)
+        weight = len(self.rows) + ESCAPE_MASS * len(groups)
         groups.pop(SEPARATOR, None)
         best = sorted(groups.items(), key=lambda item: -len(item[1]))[:limit]
-        return [Follower(token, len(rows) / weight, Occurrences(rows, self.depth + 1)) for token, rows in best]
+        return [NextToken(token, len(rows) / weight, Occurrences(rows, self.depth + 1)) for token, rows in best]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import WEIGHTS, misfit
+from specctl.drafters.blueprint import WEIGHTS, config_error
 from specctl.drafters.retrieval.datastore import LONGEST, SEPARATOR, Datastore, GrowingDatastore
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import DraftingRecipe
@@ -34,7 +34,7 @@ def document(tokens: list[int], prompt_length: int) -> list[int]:
     return tokens[max(0, prompt_length - LONGEST) :]
 
 
-def config(store: Datastore, target: dict[str, Any]) -> dict[str, Any]:
+def checkpoint_config(store: Datastore, target: dict[str, Any]) -> dict[str, Any]:
     """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     architecture = {"tokens": len(store.tokens), "context": LONGEST}
     return {"family": "retrieval", "architecture": architecture, "target": target}
@@ -49,7 +49,7 @@ def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Datastore:
     """Rebuild the store from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     tokens, suffixes = tensors.get("tokens"), tensors.get("suffixes")
     if tokens is None or suffixes is None or not _fit(tokens, suffixes):
-        raise misfit(WEIGHTS, "tokens", "they and the suffix array do not fit")
+        raise config_error(WEIGHTS, "tokens", "do not match the suffix array")
     return Datastore(tokens, suffixes)
 
 
@@ -61,6 +61,6 @@ def _fit(tokens: Tensor, suffixes: Tensor) -> bool:
     return bool(suffixes.min() >= 0 and suffixes.max() < len(tokens))
 
 
-def drafter(store: Datastore | GrowingDatastore, target: Target, drafting: DraftingRecipe) -> Suffix:
+def make_drafter(store: Datastore | GrowingDatastore, target: Target, drafting: DraftingRecipe) -> Suffix:
     """Build the drafter that reads `store` and the text itself."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children, corpus=store)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from itertools import islice
 
-from specctl.drafters.text.trie import Follower
+from specctl.drafters.text.text_tree import NextToken
 
 # Escape mass (PPM) that each distinct follower adds to the denominator for tokens not seen yet, divided by the squared
 # match length. If only one token has followed a match of 1 / 2 / 3 / 4 / more tokens, it is the next token in 20 / 61 /
 # 68 / 66 / 92 % of the cases (sql, code and summarization together). With the same mass for all lengths, short matches
 # in the text crowd out the datastore: 9 % fewer tokens per pass on code, 2 % on sql.
-UNSEEN = 4.0
+ESCAPE_MASS = 4.0
 
 
 class SuffixAutomaton:
@@ -104,7 +104,7 @@ class Match:
         """Return the longest suffix of the text that occurred before."""
         return cls(automaton, automaton.match, automaton.length[automaton.match])
 
-    def followers(self, limit: int) -> list[Follower]:
+    def followers(self, limit: int) -> list[NextToken]:
         """The `limit` tokens that followed this match most recently, in O(limit) time however many there are.
 
         At the end of the text the draft continues from the text's own longest match, because the copied text is
@@ -117,8 +117,8 @@ class Match:
         if length == 0:
             return []
         count = automaton.count[state]
-        weight = automaton.total[state] + UNSEEN / length**2 * len(count)
+        weight = automaton.total[state] + ESCAPE_MASS / length**2 * len(count)
         return [
-            Follower(token, count[token] / weight, Match(automaton, automaton.next[state][token], length + 1))
+            NextToken(token, count[token] / weight, Match(automaton, automaton.next[state][token], length + 1))
             for token in islice(reversed(count), limit)
         ]

@@ -12,7 +12,7 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.hybrid.gate import TEXT_CAME_TRUE
+from specctl.drafters.hybrid.gate import TEXT_CALIBRATION
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
@@ -34,7 +34,7 @@ class Lookup:
     """
 
     taps: tuple[int, ...] = ()
-    came_true = TEXT_CAME_TRUE
+    calibration = TEXT_CALIBRATION
 
     def __init__(self, depth: int | None = None, longest: int = LONGEST, shortest: int = SHORTEST):
         self.depth, self.longest, self.shortest = depth, longest, shortest
@@ -44,17 +44,17 @@ class Lookup:
         depth = self._depth(state)
         indices = state.memory[self].rows
         chains = [
-            index.continuation(row.ids, min(depth, budget, row.room))
+            index.continuation(row.ids, min(depth, budget, row.draft_room))
             for index, row in zip(indices, state.rows, strict=True)
         ]
         return DraftTree.from_chains(chains, state.device)
 
-    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """Draft for every sequence a chain of at most `nodes` tokens, no longer than the sequence has room for."""
         self.advance(state)
         trees = []
         for index, row in zip(state.memory[self].rows, state.rows, strict=True):
-            tokens = index.continuation(row.ids, min(nodes, row.room))
+            tokens = index.continuation(row.ids, min(nodes, row.draft_room))
             length = index.matched(row.ids) if tokens else 0
             odds = [HITS[min(length + depth, len(HITS) - 1)] for depth in range(len(tokens))]
             trees.append(ProposedTree(tokens, list(range(-1, len(tokens) - 1)), odds))
@@ -76,7 +76,7 @@ class Lookup:
             scores.append(Score(span, tokens=tokens.view(1, -1, 1), children=(1,) * self._depth(state)))
         return scores
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         """Return zeros: reading text needs no forward pass."""
         return [0] * state.batch
 
@@ -132,6 +132,6 @@ class NGramIndex:
         return []
 
 
-def drafter(drafting: DraftingRecipe) -> Lookup:
+def make_drafter(drafting: DraftingRecipe) -> Lookup:
     """Build the drafter `lookup` from a recipe."""
     return Lookup(drafting.depth)

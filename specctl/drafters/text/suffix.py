@@ -10,9 +10,9 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.hybrid.gate import STORE_CAME_TRUE, TEXT_CAME_TRUE
+from specctl.drafters.hybrid.gate import STORE_CALIBRATION, TEXT_CALIBRATION
 from specctl.drafters.text.automaton import Match, SuffixAutomaton
-from specctl.drafters.text.trie import Documents, Place, TextTreeShape, first_level, grow
+from specctl.drafters.text.text_tree import TextIndex, TextPosition, TextTreeShape, first_level, grow
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
@@ -26,7 +26,9 @@ from specctl.recipe import DraftingRecipe
 # are cheap.
 NODES = {"cpu": 7, "cuda": 30}
 DEPTH, CHILDREN = 16, 5
-LEAST = 0.02  # minimal joint probability of a node in a hybrid: a less probable node yields less than its row costs
+MIN_PROBABILITY = (
+    0.02  # minimal joint probability of a node in a hybrid: a less probable node yields less than its row costs
+)
 
 
 class Suffix:
@@ -39,27 +41,27 @@ class Suffix:
         depth: int | None = None,
         nodes: int | None = None,
         children: int | None = None,
-        corpus: Documents | None = None,
+        corpus: TextIndex | None = None,
     ):
         self.depth, self.nodes, self.children = depth or DEPTH, nodes, children or CHILDREN
         self.corpus = corpus
-        self.came_true = TEXT_CAME_TRUE if corpus is None else STORE_CAME_TRUE
+        self.calibration = TEXT_CALIBRATION if corpus is None else STORE_CALIBRATION
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft a tree of at most `budget` nodes per sequence, no deeper than the sequence has room for."""
         trees = self._trees(state, min(self._shape(state).nodes, budget))
         return DraftTree.from_trees([(tree.tokens, tree.parents) for tree in trees], state.device)
 
-    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """The `nodes` most probable continuations of every text, without nodes that are not worth a row."""
-        return self._trees(state, nodes, LEAST)
+        return self._trees(state, nodes, MIN_PROBABILITY)
 
     def _trees(self, state: DecodeState, nodes: int, least: float = 0.0) -> list[ProposedTree]:
         """The `nodes` most probable continuations of every text, no deeper than it has room for."""
         self.advance(state)
         shape, trees = self._shape(state), []
         for text, row in zip(state.memory[self].rows, state.rows, strict=True):
-            fitting = TextTreeShape(min(shape.depth, row.room), nodes, shape.children, least)
+            fitting = TextTreeShape(min(shape.depth, row.draft_room), nodes, shape.children, least)
             trees.append(grow(self._places(text.automaton, row.ids), fitting))
         return trees
 
@@ -85,7 +87,7 @@ class Suffix:
             scores.append(Score(span, tokens=tokens, children=(shape.children,) * min(shape.depth, shape.nodes)))
         return scores
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         """Return zeros: reading text needs no forward pass."""
         return [0] * state.batch
 
@@ -98,9 +100,9 @@ class Suffix:
         children = 1 if state.exact_rows else self.children
         return TextTreeShape(self.depth, self.nodes or NODES.get(state.device.type, max(NODES.values())), children)
 
-    def _places(self, automaton: SuffixAutomaton, ids: list[int]) -> list[Place]:
+    def _places(self, automaton: SuffixAutomaton, ids: list[int]) -> list[TextPosition]:
         """Places from which a draft for the text `ids`, read by `automaton`, continues."""
-        own: list[Place] = [Match.of(automaton)]
+        own: list[TextPosition] = [Match.of(automaton)]
         return own if self.corpus is None else [*own, self.corpus.find(ids, self.depth)]
 
 
@@ -122,6 +124,6 @@ class SuffixText:
         return self._trail
 
 
-def drafter(drafting: DraftingRecipe) -> Suffix:
+def make_drafter(drafting: DraftingRecipe) -> Suffix:
     """Build the drafter `suffix` from a recipe."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children)

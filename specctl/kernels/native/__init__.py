@@ -60,7 +60,7 @@ class StepModel(ctypes.Structure):
 
 
 class StepCall(ctypes.Structure):
-    """`Call` of step.cpp."""
+    """`AdminCall` of step.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "rows", "span", "threads")),
@@ -100,7 +100,7 @@ def library() -> ctypes.CDLL | None:
     for name in ("pack", "pack_int8", "product", "candidates", "forward"):
         getattr(found, f"specctl_{name}").restype = None
     if not _agrees(found):
-        warnings.warn("the CPU step runs on PyTorch: its products differ from PyTorch's", stacklevel=2)
+        warnings.warn("the CPU step runs on PyTorch: the compiled matrix products differ from PyTorch's", stacklevel=2)
         return None
     return found
 

@@ -14,7 +14,7 @@ import torch
 
 from . import attention as attending
 from . import distill, expand, layers, rows, spans, verify
-from . import panorama as feedback
+from . import drafter_feedback as feedback
 
 __all__ = [
     "accept_chain",
@@ -22,8 +22,8 @@ __all__ = [
     "argmax",
     "attention",
     "distill_rows",
+    "drafter_feedback",
     "expand_topk",
-    "panorama",
     "rope_and_cache",
     "row_params",
     "sample_rows",
@@ -62,4 +62,4 @@ walk_tree = _on_its_device(verify.walk_tree)
 accept_chain = _on_its_device(verify.accept_chain)
 expand_topk = _on_its_device(expand.expand_topk)
 distill_rows = _on_its_device(distill.distill_rows)
-panorama = _on_its_device(feedback.panorama)
+drafter_feedback = _on_its_device(feedback.drafter_feedback)

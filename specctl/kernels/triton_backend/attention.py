@@ -22,11 +22,11 @@ from ..reference import Ancestry
 LOG2E = 1 / log(2)
 PROCESSORS = 132  # of an H100, used without a GPU
 WIDEST = 128  # head dimension: queries and sums of larger heads would not fit the registers
-LEAST, MOST = 128, 2048  # slots per piece: less is not worth a program, more lets one long text delay a batch
-PIECES = 64  # per text, at most
-SUMS = 2**16  # rows of partial sums, 32 MB: more would not fit the L2 cache
+MIN_PIECE, MAX_PIECE = 128, 2048  # slots per piece: less is not worth a program, more lets one long text delay a batch
+MAX_PIECES = 64  # per text, at most
+MAX_PARTIAL_ROWS = 2**16  # rows of partial sums, 32 MB: more would not fit the L2 cache
 KEYS = 32  # slots per iteration
-WORTH = 1.05  # prefer fewer pieces if their time is at most this multiple of the best time
+MAX_TIME_RATIO = 1.05  # prefer fewer pieces if their time is at most this multiple of the best time
 
 
 class Tiling(NamedTuple):
@@ -49,11 +49,11 @@ def tiling(batch: int, rows: int, heads: int, itemsize: int, span: int, processo
     size = min(max(16, triton.next_power_of_2(rows)), 128) if half else 16
     tiles = triton.cdiv(rows, size)
     programs, places = batch * heads * tiles, processors * (2 if size <= 64 else 1)
-    most = max(min(triton.cdiv(span, LEAST), PIECES, SUMS // (batch * heads * rows)), 1)
-    least = min(triton.cdiv(span, MOST), most)
+    most = max(min(triton.cdiv(span, MIN_PIECE), MAX_PIECES, MAX_PARTIAL_ROWS // (batch * heads * rows)), 1)
+    least = min(triton.cdiv(span, MAX_PIECE), most)
     times = {splits: triton.cdiv(programs * splits, places) / splits for splits in range(least, most + 1)}
     best = min(times.values())
-    splits = min(splits for splits, time in times.items() if time <= WORTH * best)
+    splits = min(splits for splits, time in times.items() if time <= MAX_TIME_RATIO * best)
     return Tiling(size, 8 if size > 64 else 4, (4 if size == 16 else 3) if half else 2, tiles, splits)
 
 
@@ -178,7 +178,9 @@ def attention(
 ) -> Tensor:
     batch, count, heads, dim = q.shape
     if dim > WIDEST or q.dtype == torch.float64:
-        raise ValueError(f"attention of heads of {dim} in {q.dtype}: at most {WIDEST}, and not in fp64")
+        raise ValueError(
+            f"attention with head dimension {dim} in {q.dtype} is not supported: at most {WIDEST}, and not fp64"
+        )
     kv = rows.shape[-2] // 2
     groups = heads // kv
     if q.stride(3) != 1 or q.stride(2) != dim:
@@ -203,10 +205,10 @@ def attention(
         q, rows, where, base, bits, first, part, lse, out,
         q.stride(0), q.stride(1), stride_text, stride_slot, stride_table,
         count, reach, splits, span if fixed else 0, tree, windowed, how.tiles,
-        scale * LOG2E, kv, groups, dim, width, how.rows, KEYS, LEAST, page, num_warps=how.warps, num_stages=stages,
+        scale * LOG2E, kv, groups, dim, width, how.rows, KEYS, MIN_PIECE, page, num_warps=how.warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        lanes, each = (8, 2) if splits <= 8 else (PIECES, 1)
+        lanes, each = (8, 2) if splits <= 8 else (MAX_PIECES, 1)
         _combine_kernel[(triton.cdiv(len(part), each),)](
             part, lse, out, len(part), count, splits, kv, groups, dim, width, each, lanes
         )

@@ -16,7 +16,7 @@ TILE = 4096  # logits per iteration in programs that process a whole row
 
 
 def precision(logits: Tensor) -> Any:
-    """The working precision of `rows.working` as a Triton type."""
+    """The working precision of `rows.to_working_precision` as a Triton type."""
     return tl.float64 if logits.dtype == torch.float64 else tl.float32
 
 

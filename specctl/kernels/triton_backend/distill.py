@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..objectives import ETA, OBJECTIVES, TINY
-from ..rows import working
+from ..rows import to_working_precision
 from .device import precision, tile_of
 
 
@@ -115,7 +115,7 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     dense = logits.detach()
     dense = dense if dense.stride(1) == 1 else dense.contiguous()
     teacher, acc = teacher.contiguous(), precision(logits)
-    losses = torch.empty(rows, dtype=working(logits[:0]).dtype, device=logits.device)
+    losses = torch.empty(rows, dtype=to_working_precision(logits[:0]).dtype, device=logits.device)
     _distill_kernel[(rows,)](
         dense, dense.stride(0), teacher, teacher.stride(0), weight.contiguous(), losses, TINY, ETA,
         vocabulary, objective, tile_of(vocabulary), acc, num_warps=16,

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import working
+from ..rows import to_working_precision
 from .device import load_logits, precision, row_major, tile_of
 
 
@@ -68,7 +68,7 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     tile, acc = tile_of(vocabulary), precision(logits)
     tiles = triton.cdiv(vocabulary, tile)
-    like = working(logits[:0])
+    like = to_working_precision(logits[:0])
     peak, total = (like.new_empty(rows, tiles) for _ in range(2))
     values, logprob = like.new_empty(rows, tiles, k), like.new_empty(rows, k)
     indices = torch.empty(rows, tiles, k, dtype=torch.int32, device=logits.device)

@@ -84,7 +84,7 @@ def _rope_kernel(
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     count, size = x.shape
     if size > WIDEST:
-        raise ValueError(f"rows of {size}: at most {WIDEST}")
+        raise ValueError(f"rows of {size} elements are not supported: at most {WIDEST}")
     x, delta = x.contiguous(), delta.contiguous()
     total, out = x.new_empty(x.shape), delta.new_empty(x.shape)
     width = triton.next_power_of_2(size)

@@ -13,15 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import BLOCK, COLDEST, Rows, working
+from ..rows import BLOCK, GREEDY_BELOW, Rows, to_working_precision
 from .device import BLOCKS, load_logits, pointers, precision, probability, row_major, search, tile_of
 
-ROOM = 16384  # candidates per row; if there are more, the row itself is searched
+MAX_CANDIDATES = 16384  # candidates per row; if there are more, the row itself is searched
 SAMPLE = 2048  # logits per row from which the mass of a tail is estimated
 PROGRAMS = 1056  # of a pass over few rows: eight per multiprocessor of a large GPU
 UNIT = tl.constexpr(2.0**43)  # units per mass of 1, the largest of a token: the sum over 2**20 tokens has 63 bits
-NEAR = tl.constexpr(-8.0)  # scores this close to the maximum are always candidates
-LEAST = tl.constexpr(COLDEST)
+ALWAYS_CANDIDATE = tl.constexpr(-8.0)  # scores this close to the maximum are always candidates
+GREEDY_LIMIT = tl.constexpr(GREEDY_BELOW)
 HALVINGS = tl.constexpr(6)
 SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that only fp32 has
 
@@ -72,7 +72,7 @@ def argmax(logits: Tensor) -> Tensor:
     count, vocabulary = rows.shape
     tile, acc = tile_of(vocabulary), precision(rows)
     tiles = triton.cdiv(vocabulary, tile)
-    top = torch.empty(count, tiles, dtype=working(rows[:0]).dtype, device=rows.device)
+    top = torch.empty(count, tiles, dtype=to_working_precision(rows[:0]).dtype, device=rows.device)
     first = torch.empty(count, tiles, dtype=torch.int64, device=rows.device)
     _argmax_kernel[(count, tiles)](rows, rows.stride(0), top, first, vocabulary, tiles, tile, acc)
     if tiles == 1:
@@ -103,7 +103,7 @@ def _value(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _from(
+def _count_or_mass_from(
     source, n, end, least, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
     TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -126,7 +126,7 @@ def _from(
 
 
 @triton.jit
-def _highest(
+def _highest_key(
     source, n, end, low, high, needed, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
     TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
@@ -136,7 +136,7 @@ def _highest(
     """
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, without overflow
-        enough = _from(source, n, end, middle, scale, base, cut, COUNT, SHIFT, TILE, ACC) >= needed
+        enough = _count_or_mass_from(source, n, end, middle, scale, base, cut, COUNT, SHIFT, TILE, ACC) >= needed
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     return low
@@ -191,7 +191,7 @@ def _gather_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     k, p = tl.minimum(tl.load(top_k + row), V), tl.load(top_p + row)
-    if ((k > 0) | (p < 1)) & (tl.load(temperature + row) >= LEAST):
+    if ((k > 0) | (p < 1)) & (tl.load(temperature + row) >= GREEDY_LIMIT):
         scale = tl.load(inv_temp + row)
         top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
         x += row * stride
@@ -213,7 +213,7 @@ def _gather_kernel(
             weight = tl.exp(score) * (V / tl.minimum(V, SAMPLE))
             tail = 0.5 * (1 - p).to(ACC) * tl.sum(sums, 0)
             low = tl.log(tail / V)  # even all V tokens below this score have at most the tail's mass
-            high = tl.maximum(low, NEAR)
+            high = tl.maximum(low, ALWAYS_CANDIDATE)
             for _ in range(HALVINGS):
                 middle = 0.5 * (low + high)
                 fine = tl.sum(tl.where(score < middle, weight, 0.0), 0) <= tail
@@ -251,7 +251,7 @@ def _rows_kernel(
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inv_temp + row)
     top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
-    is_greedy = tl.load(temperature + row) < LEAST
+    is_greedy = tl.load(temperature + row) < GREEDY_LIMIT
     token = tl.load(best + row * NB + tl.argmax(top, 0)).to(tl.int64)
     tl.store(greedy + row, tl.where(is_greedy, token, -1))
     finite = (highest > float("-inf")) & (highest < float("inf"))
@@ -267,20 +267,20 @@ def _rows_kernel(
         source, whole_row = candidates + row * ROOM, x + row * stride
         few = n <= ROOM
         if few & (k == 0):
-            few = _from(source, n, end, low, scale, highest, least, False, SHIFT, TILE, ACC) >= needed
+            few = _count_or_mass_from(source, n, end, low, scale, highest, least, False, SHIFT, TILE, ACC) >= needed
         source = tl.where(few, source, whole_row)
         n, end = tl.where(few, n, V), tl.where(few, end, V)
         bottom = _key(least, SHIFT)
         low = tl.where(few, low, bottom)
         if k > 0:
-            low = _highest(source, n, end, low, high, k, scale, highest, least, True, SHIFT, TILE, ACC)
+            low = _highest_key(source, n, end, low, high, k, scale, highest, least, True, SHIFT, TILE, ACC)
             least = _value(low, SHIFT) * scale
         if p < 1:
             if k > 0:
-                whole = _from(source, n, end, bottom, scale, highest, least, False, SHIFT, TILE, ACC)
+                whole = _count_or_mass_from(source, n, end, bottom, scale, highest, least, False, SHIFT, TILE, ACC)
                 needed = (p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
             needed = tl.maximum(needed, 1)
-            low = _highest(source, n, end, low, high, needed, scale, highest, least, False, SHIFT, TILE, ACC)
+            low = _highest_key(source, n, end, low, high, needed, scale, highest, least, False, SHIFT, TILE, ACC)
             least = _value(low, SHIFT) * scale
 
         group = 0
@@ -304,13 +304,15 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     """Like the reference, but the logits keep their dtype. Always three launches: filters change only the time."""
     logits = row_major(logits)
     count, vocabulary = logits.shape
-    assert vocabulary <= 2**20, "the masses of more tokens would overflow"
+    assert vocabulary <= 2**20, "the probability masses of a larger vocabulary would overflow"
     blocks, acc = triton.cdiv(vocabulary, BLOCK), precision(logits)
-    inv_temp = torch.where(temperature < COLDEST, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
+    inv_temp = torch.where(temperature < GREEDY_BELOW, 1.0, 1.0 / temperature).to(
+        to_working_precision(logits[:0]).dtype
+    )
     pivot, cut, lse, greedy = *(torch.empty_like(inv_temp) for _ in range(3)), torch.empty_like(top_k)
     peak, total, mass = (inv_temp.new_empty(count, blocks) for _ in range(3))
     best, taken = (top_k.new_empty(count, size, dtype=torch.int32) for size in (blocks, 1))
-    candidates = logits.new_empty(count, ROOM)
+    candidates = logits.new_empty(count, MAX_CANDIDATES)
     several, lanes = min(BLOCKS, triton.next_power_of_2(blocks)), triton.next_power_of_2(blocks)
     groups, few = triton.cdiv(blocks, several), min(8, several)
     x, statistics = (logits, logits.stride(0), inv_temp), (peak, total)
@@ -320,11 +322,11 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     programs = min(triton.cdiv(blocks, few), max(1, PROGRAMS // max(count, 1)))
     _gather_kernel[(count, programs)](
         *x, *filters, *statistics, taken, pivot, candidates, vocabulary, blocks, step,
-        ROOM, SAMPLE, lanes, few, BLOCK, acc, num_warps=8,
+        MAX_CANDIDATES, SAMPLE, lanes, few, BLOCK, acc, num_warps=8,
     )  # fmt: skip
     _rows_kernel[(count,)](
         *x, *filters, *statistics, best, taken, pivot, candidates, cut, lse, greedy, mass, vocabulary, blocks,
-        ROOM, tile_of(vocabulary), lanes, several, BLOCK, SHIFTS[logits.dtype], acc, num_warps=16,
+        MAX_CANDIDATES, tile_of(vocabulary), lanes, several, BLOCK, SHIFTS[logits.dtype], acc, num_warps=16,
     )  # fmt: skip
     return Rows(logits, inv_temp, cut, lse, greedy, mass)
 

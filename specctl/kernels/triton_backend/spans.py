@@ -135,7 +135,10 @@ def _sizes(q: Tensor) -> tuple[int, int, int, int]:
     """Key heads, query heads per key head, head dimension, and tile width. Raises ValueError if no kernel fits."""
     _, kv, groups, dim = q.shape
     if dim > WIDEST or q.dtype not in HALVES:
-        raise ValueError(f"attention of training with heads of {dim} in {q.dtype}: at most {WIDEST}, in bf16 or fp16")
+        raise ValueError(
+            f"training attention with head dimension {dim} in {q.dtype} is not supported: at most {WIDEST}, in "
+            "bf16 or fp16"
+        )
     return kv, groups, dim, 64 if dim <= 64 else 128
 
 

@@ -23,9 +23,14 @@ TEMPERATURE = 0.8
 DRAFTERS = (1, 4)  # numbers of drafters that are scored in one call
 CONTEXTS = (4096, 32768)  # slots that a step attends to
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 8  # of an 8B target; several layers in turn, as one would stay in L2
-CACHE = 2**35  # largest KV cache in bytes
-FLUSHED = 2**28  # bytes written before a call, to flush the L2 cache: five times the size of an H100's
-REPLAYED = {"attention", "argmax + walk_tree", "row_params + accept_chain", "expand_topk"}  # others wait for the host
+MAX_CACHE_BYTES = 2**35  # largest KV cache in bytes
+FLUSH_BYTES = 2**28  # bytes written before a call, to flush the L2 cache: five times the size of an H100's
+GRAPH_KERNELS = {
+    "attention",
+    "argmax + walk_tree",
+    "row_params + accept_chain",
+    "expand_topk",
+}  # others wait for the host
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,11 @@ def timed(
     functions = {"ours": ours, "eager": eager}
     if device.type == "cpu":
         return medians(functions, repeats, device), False
-    if replayed := kernel in REPLAYED:
+    if replayed := kernel in GRAPH_KERNELS:
         functions = {name: graphs.replay_of(run, device) for name, run in functions.items()}
-    return cold_medians(functions, repeats, device, torch.empty(FLUSHED, dtype=torch.uint8, device=device)), replayed
+    return cold_medians(
+        functions, repeats, device, torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    ), replayed
 
 
 def _peak(work: Callable[[], object], device: torch.device) -> int:
@@ -101,7 +108,7 @@ def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
     dtype = torch.bfloat16
     if device.type == "cuda":  # on a CPU our attention is PyTorch's, with a mask
         for batch, context in itertools.product(recipe.batches, CONTEXTS):
-            if batch * context * LAYERS * _slot(dtype) <= CACHE:
+            if batch * context * LAYERS * _slot(dtype) <= MAX_CACHE_BYTES:
                 for rows in (1, recipe.drafted + 1):
                     yield attention(device, dtype, batch, rows, context)
     for vocabulary in recipe.vocabularies:
@@ -190,7 +197,7 @@ def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callabl
     def ours() -> object:
         rows = parameters(p)
         verdict = kernels.accept_chain(rows, proposal, tokens, counts, u[:, :-1], u)
-        return verdict, kernels.panorama(rows, [kernels.DraftRows(d) for d in others], x) if others else None
+        return verdict, kernels.drafter_feedback(rows, [kernels.DraftRows(d) for d in others], x) if others else None
 
     def eager() -> object:
         target, draft = (p.float() / TEMPERATURE).softmax(-1), (q.float() / TEMPERATURE).softmax(-1)
@@ -205,7 +212,7 @@ def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callabl
 
 
 def _statistics(target: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """Statistics of `panorama` for one drafter, formula by formula."""
+    """Statistics of `drafter_feedback` for one drafter, formula by formula."""
     draft = logits.float().softmax(-1)
     log_p, log_q = target.clamp_min(1e-9).log(), draft.clamp_min(1e-9).log()
     return (

@@ -19,11 +19,11 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters.eagle3 import drafter as eagle3
-from specctl.measuring.contenders import filters
+from specctl.measuring.contenders import sampling_of
 from specctl.progress import Progress
 from specctl.recipe import BenchRecipe, TrainRecipe
 
-NEW = 256  # tokens of room after the context; rounds of a finished sequence cost the same
+NEW_TOKENS = 256  # tokens of room after the context; rounds of a finished sequence cost the same
 
 
 @dataclass(frozen=True)
@@ -65,17 +65,17 @@ def random_head(recipe: BenchRecipe, target: Target) -> Drafter:
     Its proposals are worth little, but it takes the same time as a trained head.
     """
     head = eagle3.build(TrainRecipe(), target, lambda count: list(range(count)))
-    return eagle3.drafter(head, target, recipe.drafting)
+    return eagle3.make_drafter(head, target, recipe.drafting)
 
 
 def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRounds | None:
     """Start rounds of one sequence of random tokens; returns None if they cannot run on the device."""
     generator = torch.Generator().manual_seed(recipe.data.seed)
-    context = min(recipe.context, target.context_length - NEW)
+    context = min(recipe.context, target.context_length - NEW_TOKENS)
     prompt = torch.randint(5, target.vocab_size, (context,), generator=generator).tolist()
-    request = Request(prompt, filters(recipe.sampling), NEW, recipe.data.seed)
+    request = Request(prompt, sampling_of(recipe.sampling), NEW_TOKENS, recipe.data.seed)
     state = DecodeState(target, taps=drafter.taps, spare=MAX_NODES)
-    state.place([state.sequence(request)])
+    state.assign_slots([state.sequence(request)])
     rounds = device_rounds(target, state, drafter, lambda _: MAX_NODES - 1)
     if rounds is not None:
         logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
@@ -85,7 +85,7 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
 
 
 def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float) -> RoundRow:
-    span = graphs.span_for(rounds.state.cached[0] + NEW + rounds.draft.reach, rounds.state.capacity)
+    span = graphs.span_for(rounds.state.cached[0] + NEW_TOKENS + rounds.draft.reach, rounds.state.capacity)
     draft = rounds.draft.propose(rounds.sequences, span)
     parts: dict[str, Callable[[], object]] = {
         "round": partial(rounds.round, span),

@@ -14,7 +14,7 @@ from specctl.errors import UsageError
 from specctl.recipe import BenchRecipe
 from specctl.training.target_outline import Outline
 
-BESIDES = 1.1  # memory needed ÷ weights: the rest holds a cache, logits, the layer being packed
+MEMORY_FACTOR = 1.1  # memory needed ÷ weights: the rest holds a cache, logits, the layer being packed
 
 
 class Shape(NamedTuple):
@@ -70,27 +70,27 @@ def load(recipe: BenchRecipe, name: str, device: torch.device) -> tuple[Target, 
     return target, model if twice else None
 
 
-def check_room(recipe: BenchRecipe) -> None:
+def check_memory(recipe: BenchRecipe) -> None:
     """Raise UsageError if the weights of the recipe's shape do not fit into free memory."""
     if recipe.shape is None or not {"steps", "rounds", "decoding"} & {*recipe.parts}:
         return
     device = pick_device(recipe.target.device)
     dtype = pick_dtype(recipe.target.dtype, device)
     weights = Outline.of(config_of(recipe.shape), dtype).parameters * dtype.itemsize
-    there = free(device)
-    if weights * BESIDES > there:
+    there = free_memory(device)
+    if weights * MEMORY_FACTOR > there:
         raise UsageError(
-            f"shape {recipe.shape} has {weights / 1e9:.0f} GB of weights, and {device} has {there / 1e9:.0f} GB free",
-            f"--parts floors states what it costs at least on the GPUs of gpus={recipe.gpus}",
+            f"shape {recipe.shape} has {weights / 1e9:.0f} GB of weights, but {device} has {there / 1e9:.0f} GB free",
+            f"--parts floors computes its minimum step times on the GPUs of gpus={recipe.gpus}",
         )
-    if "steps" in recipe.parts and weights * (1 + BESIDES) > there:
+    if "steps" in recipe.parts and weights * (1 + MEMORY_FACTOR) > there:
         raise UsageError(
-            f"the part steps times shape {recipe.shape} in transformers, too: twice {weights / 1e9:.0f} GB of weights, "
-            f"and {device} has {there / 1e9:.0f} GB free",
-            "--parts kernels,rounds,decoding has them once",
+            f"the part steps also loads shape {recipe.shape} in transformers: twice {weights / 1e9:.0f} GB of weights, "
+            f"but {device} has {there / 1e9:.0f} GB free",
+            "--parts kernels,rounds,decoding loads them once",
         )
 
 
-def free(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Bytes of memory that are free on a device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

@@ -8,22 +8,22 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.device.rooms import Rooms
-from specctl.decoding.loop import decode
-from specctl.decoding.metrics import unusable
+from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.metrics import why_unusable
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters import names, pool
-from specctl.measuring.contenders import VANILLA, Case, filters
-from specctl.measuring.transformers import PLAIN, Generator, load_generator
+from specctl.measuring.contenders import VANILLA, Case, sampling_of
+from specctl.measuring.transformers_baseline import PLAIN, TransformersBaseline, load_generator
 from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 
 ROWS = (1, 4, 8, 16)
-TURN = 3  # prompts per slot that a contender decodes before the next contender's turn
+PROMPTS_PER_TURN = 3  # prompts per slot that a contender decodes before the next contender's turn
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class DecodingRow:
     of_batch_1: float | None  # over the same drafter in batches of 1
     speedup_transformers: float | None  # over transformers' plain generate of the same batch
     graphs: bool  # some rounds were replayed as CUDA graphs
-    unusable: str | None  # why the speed-up cannot be used (`metrics.unusable`)
+    unusable: str | None  # why the speed-up cannot be used (`metrics.why_unusable`)
 
 
 @dataclass
@@ -131,15 +131,17 @@ Contender = Callable[[list[Case], int], Iterator[list[Decoded]]]
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
     """Time plain decoding, `transformers`, and every drafter at every draft length, in all batch sizes."""
-    named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None, Rooms()))]
+    named: list[tuple[str, int | None, Contender]] = [
+        (VANILLA, None, partial(_ours, recipe, target, None, KeptCaches()))
+    ]
     if recipe.shape is None:
-        generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
+        generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), {})
         named.append((PLAIN, None, partial(_theirs, generator)))
     for name in recipe.drafters:
         for length in (None, *recipe.draft_lengths):
             drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
             drafter = pool.load_drafter(name, target, drafting)
-            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, Rooms())))
+            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, KeptCaches())))
     found: dict[tuple[int, int], Timed] = {}  # by contender and batch
     for batch in recipe.batches:
         timed = _in_turns(cases, [contender for *_, contender in named], batch)
@@ -187,7 +189,7 @@ def _row(
         of_batch_1=None if alone is None else rate / alone,
         speedup_transformers=None if theirs is None else rate / theirs,
         graphs=any(one.replays for one in timed.texts),
-        unusable=unusable(speedup, None, mat),
+        unusable=why_unusable(speedup, None, mat),
     )
 
 
@@ -200,32 +202,32 @@ def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> lis
     timed = [Timed() for _ in contenders]
     for contender in contenders:  # warm up
         list(contender(cases[: min(batch, 2)], batch))
-    for start in range(0, len(cases), TURN * batch):
+    for start in range(0, len(cases), PROMPTS_PER_TURN * batch):
         for contender, one in zip(contenders, timed, strict=True):
             interrupts.check()
-            for texts in contender(cases[start : start + TURN * batch], batch):
+            for texts in contender(cases[start : start + PROMPTS_PER_TURN * batch], batch):
                 one.add(texts)
     return timed
 
 
 def _ours(
-    recipe: BenchRecipe, target: Target, drafter: Drafter | None, rooms: Rooms, cases: list[Case], batch: int
+    recipe: BenchRecipe, target: Target, drafter: Drafter | None, kept_caches: KeptCaches, cases: list[Case], batch: int
 ) -> Iterator[list[Decoded]]:
     """Decode all prompts in one call: a sequence that ends makes room for the next prompt."""
     yield decode(
         target,
         [case.ids for case in cases],
-        sampling=filters(recipe.sampling),
-        max_new_tokens=[case.room for case in cases],
+        sampling=sampling_of(recipe.sampling),
+        max_new_tokens=[case.max_new_tokens for case in cases],
         seeds=[case.seed(0) for case in cases],
         drafter=drafter,
         slots=batch,
-        rooms=rooms,
+        kept_caches=kept_caches,
     )
 
 
-def _theirs(generator: Generator, cases: list[Case], batch: int) -> Iterator[list[Decoded]]:
+def _theirs(generator: TransformersBaseline, cases: list[Case], batch: int) -> Iterator[list[Decoded]]:
     """Decode one batch per call; a call lasts as long as its longest sequence."""
     for start in range(0, len(cases), batch):
         some = cases[start : start + batch]
-        yield generator.decode_batch([case.ids for case in some], [case.room for case in some], 0)
+        yield generator.decode_batch([case.ids for case in some], [case.max_new_tokens for case in some], 0)

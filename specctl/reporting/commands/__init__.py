@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, generic
+from specctl.reporting.contents import Contents, fallback_contents
 from specctl.reporting.style import Looks
 from specctl.subcommands import SUBCOMMANDS
 
@@ -17,6 +17,6 @@ def contents(command: str, runs: Sequence[RunRecord], looks: Looks) -> Contents:
     """Build one command's part of a report; all parts share `looks`, so a drafter keeps its colour."""
     row = SUBCOMMANDS.get(command)  # a run may be of a command that no longer exists
     if row is None or row.report is None:
-        return generic(runs)
+        return fallback_contents(runs)
     maker: Maker = importlib.import_module(f"specctl.reporting.commands.{row.report}").contents
     return maker(runs, looks)

@@ -17,7 +17,7 @@ def picture(positions: Mapping[str, Sequence[Any]], looks: Looks, of: str) -> Pi
         Curve(name, list(range(1, len(values) + 1)), numbers(values), looks[name]) for name, values in positions.items()
     ]
     panel = Panel("accepted share", lines, limits=(0, 1.03))
-    caption = f"Share of the draft tokens at each depth that the target accepts, where all before it were: {of}."
+    caption = f"Share of draft tokens accepted at each depth, among drafts with all earlier tokens accepted: {of}."
     return Picture("acceptance", caption, curves.lines([panel], "draft depth (tokens)", whole=True))
 
 

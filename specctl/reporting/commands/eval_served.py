@@ -12,7 +12,7 @@ from specctl.reporting.commands import acceptance
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
-from specctl.reporting.tables import usable
+from specctl.reporting.tables import usable_value
 
 SERVERS = {
     "label": "server",
@@ -71,7 +71,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     ]
     filled = [panel for panel in panels if panel.lines]
     if filled:
-        caption = "What engines answer, by requests in flight, each domain by itself."
+        caption = "Speed and mat of the servers by requests in flight, for each domain."
         figure = curves.lines(filled, "requests in flight", powers_of_two=True)
         made.pictures.append(Picture("load", caption, figure))
     accepted = {
@@ -85,10 +85,10 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         for load in run.result["worth"]
     ]
     mats = dict.fromkeys(mat for load in worth for mat in load["mats"])
-    priced = "Speed over the baseline to expect of drafters of another mat, that cost what this one does"
+    priced = "Predicted speed over the baseline for drafters with another mat and the same cost"
     made.tables = [
         records("servers", "Servers by load", rows, SERVERS),
-        records("lengths", "By the length of prompts", lengths, LENGTHS),
+        records("lengths", "Servers by length of prompts", lengths, LENGTHS),
         records("worth", priced, worth, WORTH | {_at(mat): _at(mat) for mat in sorted(mats)}),
     ]
     if accepted:
@@ -105,7 +105,7 @@ def _lines(rows: Sequence[Row], names: Sequence[str], key: str, looks: Looks) ->
     lines = []
     for name in names:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["concurrency"])
-        values = numbers(usable(row, key) for row in mine)
+        values = numbers(usable_value(row, key) for row in mine)
         if any(value == value for value in values):
             lines.append(Curve(name, numbers(row["concurrency"] for row in mine), values, looks[name]))
     return lines

@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.reporting import bars, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance, eval_served
 from specctl.reporting.contents import Contents, Picture, ReportTable, joined, records
 from specctl.reporting.style import BASELINES, Looks, is_baseline
-from specctl.reporting.tables import usable
+from specctl.reporting.tables import usable_value
 
 RECORDS = "records.parquet"
 COLUMNS = {
@@ -33,18 +33,18 @@ COLUMNS = {
     "target_passes": "target passes",
     "unusable": "speeds not usable",
 }
-ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
+TRIVIAL_ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
 """Contenders that have the value 1 in a metric by definition; their bars are left out."""
 METRICS = {
-    "mat": ("mat (tokens per target pass)", "Mean tokens that one target pass yields; plain decoding has 1."),
-    "speedup": ("speed-up (tokens/s over plain decoding's)", "Speed against plain decoding by the same engine (1)."),
+    "mat": ("mat (tokens per target pass)", "Mean number of tokens per target pass; plain decoding has 1."),
+    "speedup": ("speed-up (tokens/s over plain decoding)", "Speed relative to plain decoding by the same engine (1)."),
     "speedup_transformers": (
-        "speed-up (tokens/s over transformers')",
-        "Speed against plain `generate` of transformers (1).",
+        "speed-up (tokens/s over transformers)",
+        "Speed relative to plain `generate` of transformers (1).",
     ),
 }
 """Axis labels and captions of the bar charts per metric."""
-FEWEST = 20
+MIN_DRAFT_TOKENS = 20
 """Minimal number of draft tokens at a depth; below, the accepted share is noise and left out of the picture."""
 
 Row = Mapping[str, Any]
@@ -75,7 +75,9 @@ def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     pooled = {name: shares[name] for name in dict.fromkeys(row["label"] for row in rows) if name in shares}
     if pooled:
         made.pictures.append(
-            acceptance.picture(pooled, looks, f"all texts; depths with fewer than {FEWEST} drafts are left out")
+            acceptance.picture(
+                pooled, looks, f"all texts; depths with fewer than {MIN_DRAFT_TOKENS} drafts are left out"
+            )
         )
     made.tables += _tables(runs, rows)
     if pooled:
@@ -141,7 +143,7 @@ def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
     domains = {row["domain"] for row in rows}
     values: dict[str, list[float]] = {}
     for row in rows:
-        value = usable(row, metric)
+        value = usable_value(row, metric)
         if not is_baseline(row["drafter"]) and value is not None:
             values.setdefault(row["drafter"], []).append(value)
     complete = {name: measured for name, measured in values.items() if len(measured) == len(domains)}
@@ -152,7 +154,7 @@ def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Ba
     """Group bars by domain."""
     panels: dict[str, list[Bar]] = {}
     for row in rows:
-        if usable(row, metric) is not None and row["drafter"] not in ONES[metric]:
+        if usable_value(row, metric) is not None and row["drafter"] not in TRIVIAL_ONES[metric]:
             bar = Bar(row["label"], row[metric], row.get(f"{metric}_interval"), looks[row["label"]])
             panels.setdefault(row["domain"], []).append(bar)
     return panels
@@ -167,7 +169,7 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
     competing = given["drafters"] if given else [name for name in drafters if not is_baseline(name)]
     others = [name for name in drafters if name not in competing]
     for metric in ("mat", "speedup"):
-        measured = {(row["drafter"], row["domain"]): usable(row, metric) for row in rows}
+        measured = {(row["drafter"], row["domain"]): usable_value(row, metric) for row in rows}
         enough = len(domains) > 1 and len(competing) > 1 and any(value is not None for value in measured.values())
         if metric not in matrices and enough:
             matrices[metric] = _matrix(metric, measured, domains, competing, others)
@@ -212,7 +214,7 @@ def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
     path = run.dir / RECORDS
     counts: dict[str, tuple[list[int], list[int]]] = {}
     try:
-        regular.check(path)
+        regular_files.check(path)
         rows = pq.read_table(path, columns=["drafter", "accepted_by_depth", "offered_by_depth"]).to_pylist()
     except (OSError, pa.ArrowException) as error:
         if path.exists():
@@ -222,7 +224,10 @@ def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
         accepted, offered = counts.get(row["drafter"], ([], []))
         counts[row["drafter"]] = _sum(accepted, row["accepted_by_depth"]), _sum(offered, row["offered_by_depth"])
     rates = {
-        name: [hits / number if number >= FEWEST else None for hits, number in zip(accepted, offered, strict=True)]
+        name: [
+            hits / number if number >= MIN_DRAFT_TOKENS else None
+            for hits, number in zip(accepted, offered, strict=True)
+        ]
         for name, (accepted, offered) in counts.items()
     }
     result = run.result.get("rows") or []

@@ -49,7 +49,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     colours = Looks()
     names = list(dict.fromkeys(row["label"] for row in chunks if row["mode"] != "target"))
     panels = [Panel(title, _lines(names, chunks, key, colours)) for key, title in CHUNK.items()]
-    caption = "Steps of the draft LM while it learns, chunk by chunk of the stream."
+    caption = "Steps of the learning draft LM, chunk by chunk of the stream."
     made.pictures += curves.picture("steps", caption, panels, "chunk")
     columns: dict[str, str] = {}
     for key, title in MODE.items():
@@ -63,7 +63,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     chunk = {"label": "mode", "chunk": "chunk", **{key: title.replace("\n", " ") for key, title in CHUNK.items()}}
     made.tables = [
         records("modes", "Modes of lookahead reasoning: not lossless, so answers are compared", modes, columns),
-        records("differences", "What learning gained", differences, difference),
+        records("differences", "Gain of learning", differences, difference),
         records("steps", "Chunks", chunks, chunk),
     ]
     return made

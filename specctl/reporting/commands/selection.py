@@ -128,12 +128,12 @@ def _along(runs: Sequence[RunRecord]) -> str:
 
 def _regrets(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     panels = [Panel(label, _lines(_curves(runs, key), policies)) for key, label in REGRETS.items()]
-    return curves.picture("regret", "Regret against the best single arm, added up.", panels, _along(runs))
+    return curves.picture("regret", "Cumulative regret against the best single arm.", panels, _along(runs))
 
 
 def _best_arm(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     panel = Panel("share of games", _lines(_curves(runs, "best_arm"), policies), limits=(0, 1.03))
-    return curves.picture("best-arm", "How often the best arm is played.", [panel], _along(runs))
+    return curves.picture("best-arm", "Share of games in which the best arm is played.", [panel], _along(runs))
 
 
 def _compared(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
@@ -165,7 +165,7 @@ def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
         for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in by_policy.items())
     ]
     panel = Panel("mat (tokens per target pass)", lines)
-    return curves.picture("pool-size", "What more drafters in the pool are worth.", [panel], "drafters in the pool, N")
+    return curves.picture("pool-size", "Mat by number of drafters in the pool.", [panel], "drafters in the pool, N")
 
 
 def _rewards(runs: Sequence[RunRecord], looks: Looks) -> list[Picture]:
@@ -177,8 +177,8 @@ def _rewards(runs: Sequence[RunRecord], looks: Looks) -> list[Picture]:
     ]
     if not shown:
         return []
-    figure = bars.bars({"": shown}, "tokens a round")
-    return [Picture("rewards", "What rounds of each arm have committed; whiskers: one standard deviation.", figure)]
+    figure = bars.bars({"": shown}, "tokens per round")
+    return [Picture("rewards", "Tokens per round of each arm; whiskers: one standard deviation.", figure)]
 
 
 def _spread(row: Mapping[str, Any]) -> tuple[float, float] | None:

@@ -62,7 +62,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             [_line(training.name, training.checks, "mat", looks) for training in trainings if len(training.checks) > 1],
         ),
     ]
-    caption = "Loss of the training batches (running mean) and acceptance checks while training."
+    caption = "Loss of the training batches (running mean) and acceptance checks during training."
     made.pictures += curves.picture("training", caption, panels, "optimizer step")
     positions = {one.name: one.acceptance for one in trainings if one.acceptance}
     if positions:

@@ -54,7 +54,7 @@ class ArmClock:
         """Tokens per second of all rounds; 0 before the first one."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def took(self, arm: int, seconds: float, tokens: float = 0.0) -> float:
+    def record(self, arm: int, seconds: float, tokens: float = 0.0) -> float:
         """Record a round of `arm`; return the seconds that count."""
         recent = self.recent[arm]
         recent.append(seconds)
@@ -94,7 +94,7 @@ class TextRate:
         """Begin a text."""
         self._rounds, self._tokens, self._seconds = 0, 0.0, 0.0
 
-    def took(self, seconds: float, tokens: float) -> None:
+    def record(self, seconds: float, tokens: float) -> None:
         """Record a round of the text."""
         self._rounds += 1
         self._tokens += tokens

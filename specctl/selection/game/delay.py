@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from specctl.selection.game.losses import beyond_the_end, continued, geometric_length, length_loss, settled
+from specctl.selection.game.losses import (
+    beyond_the_end,
+    extrapolated_depths,
+    geometric_length,
+    length_loss,
+    settled_positions,
+)
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import AnyArray, Array
 
@@ -17,9 +23,9 @@ class Delay:
     `hybrid_rounds` vectors do not wait: they are 1 − γ at depth 1, or the mean of this over the tokens of a chunk.
 
     The throughput loss compares tokens with the seconds of a whole round, so they must be the tokens of a whole draft.
-    If fewer depths are scored, the scores of the following tokens take the place of the missing ones (`continued`). If
-    tokens are not known yet, their mean acceptance does (`geometric_length`). With 1 − γ, or with the length of a cut
-    draft, an arm would look worse the longer its rounds are, however much it accepts.
+    If fewer depths are scored, the scores of the following tokens take the place of the missing ones
+    (`extrapolated_depths`). If tokens are not known yet, their mean acceptance does (`geometric_length`). With 1 − γ,
+    or with the length of a cut draft, an arm would look worse the longer its rounds are, however much it accepts.
     """
 
     def __init__(self, count: int, rules: Rules):
@@ -44,7 +50,7 @@ class Delay:
         values = np.asarray(gamma if product else hit, dtype=np.float64)
         first = gamma[:, :, 0] if product or self.rules.loss != "throughput" else (hit[:, :, 0] > 0)
         if values.shape[2] < self._depth:
-            values = continued(values, self._reach, self._depth)
+            values = extrapolated_depths(values, self._reach, self._depth)
         if self.rules.unit == "chunk":
             return self._of_chunks(first, values)
         tokens = gamma.shape[1]
@@ -63,19 +69,19 @@ class Delay:
         """[N] loss of a draft with the mean acceptance of these tokens [N, M]."""
         return 1 - geometric_length(first.mean(axis=1), self._reach) / (self._depth + 1)
 
-    def given_up(self) -> Array:
+    def flush(self) -> Array:
         """[M, N] vectors of the waiting positions, from the tokens that are known."""
         vectors = self._lengths(self._pending.shape[1])
         self._pending = self._pending[:, :0]
         return vectors
 
-    def hurry(self, tokens: int) -> None:
+    def complete_at_once(self, tokens: int) -> None:
         """Complete the vectors of the next `tokens` tokens, and `hybrid_rounds` more, at once; later ones wait."""
         self._hybrid_left = tokens + self.rules.hybrid_rounds
 
     def ended(self) -> Array:
         """[M, N] vectors of the waiting positions: the text is over, and nothing is accepted beyond its end."""
-        vectors = self.given_up()
+        vectors = self.flush()
         self._chunks.clear()
         return vectors
 
@@ -85,7 +91,7 @@ class Delay:
         if below is None:
             ready = max(self._pending.shape[1] - depth + 1, 0)
         else:
-            ready = settled(self._pending, estimator, below)
+            ready = settled_positions(self._pending, estimator, below)
         vectors = self._lengths(ready)
         self._pending = self._pending[:, ready:]
         return vectors

@@ -40,23 +40,23 @@ class Drift:
         self._mean = [0.0] * self._count
         self._squares = [0.0] * self._count  # Σ (x − mean)², by Welford's recurrence
 
-    def seen(self, arm: int, accepted: int | None, vectors: int) -> bool:
+    def record(self, arm: int, accepted: int | None, vectors: int) -> bool:
         """Record a round; return whether it is an alarm. `accepted` is None if the text ended inside the draft."""
         self.since += vectors
         if accepted is not None and self._n[arm] < LEAST:
-            self._trust(arm, accepted)
+            self._include(arm, accepted)
         elif accepted is not None:
             self._suspects.append((arm, accepted))
             deviation = max(sqrt(self._squares[arm] / (self._n[arm] - 1)), FLOOR)
             self.S = cusum(self.S, (self._mean[arm] - accepted) / deviation, SLACK)
         if not self.S:
             for suspect in self._suspects:
-                self._trust(*suspect)
+                self._include(*suspect)
             self._suspects.clear()
             self.since = 0
         return self.h < self.S
 
-    def _trust(self, arm: int, accepted: int) -> None:
+    def _include(self, arm: int, accepted: int) -> None:
         """Include a round in its arm's mean and deviation."""
         off = accepted - self._mean[arm]
         self._n[arm] += 1

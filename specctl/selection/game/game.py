@@ -12,8 +12,8 @@ import numpy as np
 from specctl.selection.game.clock import ArmClock, TextRate
 from specctl.selection.game.delay import Delay
 from specctl.selection.game.drift import Drift
-from specctl.selection.game.losses import at_success, per_second, usable
-from specctl.selection.game.realised import Realised
+from specctl.selection.game.length_correction import LengthCorrection
+from specctl.selection.game.losses import per_second, usable, with_failures
 from specctl.selection.game.rewards import Outcome, reward, surplus_lost
 from specctl.selection.game.rules import Rules
 from specctl.selection.game.scoring import ScoringSchedule
@@ -53,28 +53,28 @@ class Round:
 class Game:
     """One policy against the rounds of decoding until its reset.
 
-    A round is `choose`, `played`, then `scored` with the tokens that `due` asks for; `ended` closes a text. A round may
-    be chosen while earlier ones are unfinished. The rounds are then played in the same order, or withdrawn.
+    A round is `choose`, `round_finished`, then `scored` with the tokens that `due` asks for; `ended` closes a text. A
+    round may be chosen while earlier ones are unfinished. The rounds are then played in the same order, or withdrawn.
     """
 
     def __init__(self, policy: Policy, rules: Rules, arms: Arms, clock: ArmClock | None = None):
         """`clock`: measurements of earlier games."""
         if arms.depth != rules.depth or (rules.costs and len(rules.costs) != arms.count):
-            raise ValueError(f"rules for other arms: {rules} and {arms}")
+            raise ValueError(f"the rules do not fit the arms: {rules} and {arms}")
         self.policy = policy
         self.rules = rules
         self.arms = arms
         self.log: list[Round] = []
         self._open: deque[Round] = deque()  # chosen rounds that are not over, the last ones of the log
-        self._over: Round | None = None  # the last round that is over
+        self._last_round: Round | None = None  # the last round that is over
         self.dropped = 0  # rewards, and loss vectors, with a value that was not finite
         self.unscored = 0  # committed tokens that `scored` has not covered
         self._schedule = ScoringSchedule(rules)
         self._drift = Drift(arms.count, rules.drift) if rules.drift and policy.learns == "losses" else None
-        self._stale = 0  # number of next vectors that are older than the noticed change
+        self._stale_vectors = 0  # number of next vectors that are older than the noticed change
         self._delay = Delay(arms.count, rules)
         self._reach = np.array(rules.reach or [rules.longest] * arms.count)
-        self._realised = Realised(arms.count) if rules.depth < rules.horizon else None
+        self._realised = LengthCorrection(arms.count) if rules.depth < rules.horizon else None
         # For each token (chunk: round) with a vector that was not fed yet: the arm that played it and, at the start of
         # a round that can be judged, the number of accepted draft tokens.
         self._owners: list[tuple[int, int | None]] = []
@@ -85,9 +85,9 @@ class Game:
         self._cost = np.zeros(arms.count)  # Σ losses of each arm
         self._own_cost = 0.0
         self._played = [0] * arms.count  # rounds of each arm
-        self._first: list[float | None] = [None] * arms.count  # mean overlap at the first position
-        self._shown = [0] * arms.count  # rounds in this mean
-        self._kept = [1.0] * arms.count  # share of an arm's last rounds in which its drafter did not fail
+        self._first_overlap: list[float | None] = [None] * arms.count  # mean overlap at the first position
+        self._first_overlap_count = [0] * arms.count  # rounds in this mean
+        self._success_share = [1.0] * arms.count  # share of an arm's last rounds in which its drafter did not fail
         self._reader = policy if isinstance(policy, ContextualUcb) and arms.plain is not None else None
 
     def weights(self) -> Numbers:
@@ -98,16 +98,16 @@ class Game:
         """Choose the arm of a round, and open its entry in the log."""
         began = perf_counter_ns()
         if self._reader is not None:
-            self._reader.expect_of_plain(self._plain_reward())
+            self._reader.set_plain_reward(self._plain_reward())
         weights = self.policy.weights()
         arm = self.policy.choose()
-        regret = self._over.regret if self._over is not None else 0.0
+        regret = self._last_round.regret if self._last_round is not None else 0.0
         self.log.append(Round(arm, weights, regret=regret, decide_us=(perf_counter_ns() - began) / 1000))
         self._open.append(self.log[-1])
         return arm
 
     @property
-    def lost(self) -> Numbers:
+    def time_cost(self) -> Numbers:
         """[N] present cost of the time of a round of each arm, in rewards."""
         if self.rules.reward != "surplus":
             return [0.0] * self.arms.count
@@ -135,30 +135,30 @@ class Game:
         return len(self.log) - len(self._open)
 
     @property
-    def curious(self) -> bool:
+    def awaits_first_reward(self) -> bool:
         """Whether an arm without any reward plays an unfinished round. A bandit that chose without this reward would
         try the arm once more."""
         return self.policy.learns == "reward" and any(not self._played[entry.arm] for entry in self._open)
 
-    def played(self, arm: int, outcome: Outcome) -> Round:
+    def round_finished(self, arm: int, outcome: Outcome) -> Round:
         """Finish the oldest chosen round, which was a round of this arm; return its entry in the log."""
         self._schedule.rounds += 1
-        entry = self._over = self._open.popleft()
+        entry = self._last_round = self._open.popleft()
         self._played[arm] += 1
         entry.committed = outcome.committed
         began = perf_counter_ns()
         rate = self._rate()
         first = not self.clock.n[arm]
         if outcome.seconds is not None:
-            seconds = self.clock.took(arm, outcome.seconds / outcome.texts, outcome.committed / outcome.texts)
+            seconds = self.clock.record(arm, outcome.seconds / outcome.texts, outcome.committed / outcome.texts)
             outcome = replace(outcome, seconds=seconds * outcome.texts)
-            self._text.took(seconds, outcome.committed / outcome.texts)
+            self._text.record(seconds, outcome.committed / outcome.texts)
         if self.policy.learns == "losses":
             self._committed(arm, outcome)
             if first and self.clock.n[arm] and self._guessed:
-                self._tell_again()
+                self._replay_losses()
         elif self.policy.learns == "reward" and outcome.complete:
-            unit = reward(self.rules, outcome, rate, self._first[arm])
+            unit = reward(self.rules, outcome, rate, self._first_overlap[arm])
             if outcome.overlap is not None and isfinite(unit) and not outcome.failed:
                 self._overlapped(arm, float(outcome.overlap[0]) if len(outcome.overlap) else 0.0)
             if not isfinite(unit):  # worth 0: without any reward the arm would be tried for ever
@@ -166,7 +166,7 @@ class Game:
                 unit = 0.0
             entry.reward = unit if self.policy.scale == "unit" else 1 + self.rules.depth * unit
             if isinstance(self.policy, ContextualUcb):
-                self.policy.dear = self._dear()
+                self.policy.excess_cost = self._dear()
             self.policy.reward(arm, entry.reward)
         entry.decide_us += (perf_counter_ns() - began) / 1000
         return entry
@@ -186,9 +186,9 @@ class Game:
 
     def _overlapped(self, arm: int, first: float) -> None:
         """Record the overlap at the first position of a draft."""
-        self._shown[arm] += 1
-        mean = self._first[arm] or 0.0
-        self._first[arm] = mean + (first - mean) / min(self._shown[arm], FIRST)
+        self._first_overlap_count[arm] += 1
+        mean = self._first_overlap[arm] or 0.0
+        self._first_overlap[arm] = mean + (first - mean) / min(self._first_overlap_count[arm], FIRST)
 
     def _committed(self, arm: int, outcome: Outcome) -> None:
         """Record everything that a round shows before its tokens are scored."""
@@ -196,27 +196,27 @@ class Game:
         vectors = self._delay.committed(outcome.committed)
         fair = outcome.complete and not outcome.failed
         self._owners += [(arm, outcome.accepted if fair and not later else None) for later in range(vectors)]
-        if self._drift and self._drift.seen(arm, outcome.accepted if outcome.complete else None, vectors):
-            self._begin_again(self._drift)
-        self._kept[arm] += (1 - outcome.failed - self._kept[arm]) / min(self._played[arm], RECENT)
+        if self._drift and self._drift.record(arm, outcome.accepted if outcome.complete else None, vectors):
+            self._restart(self._drift)
+        self._success_share[arm] += (1 - outcome.failed - self._success_share[arm]) / min(self._played[arm], RECENT)
         if outcome.failed:
             self._schedule.hurry()  # until something is learnt, the failing arm plays on
 
-    def _begin_again(self, drift: Drift) -> None:
+    def _restart(self, drift: Drift) -> None:
         """Forget everything learnt before the change that the drift test has noticed; scoring begins anew."""
         hurried = self._realised is not None and self.rules.unit == "token"
         if hurried:  # as at the start of a game, one scored depth tells something at once
-            self._feed(self._delay.given_up())
-        self._stale = max(len(self._owners) - drift.since, 0)
+            self._feed(self._delay.flush())
+        self._stale_vectors = max(len(self._owners) - drift.since, 0)
         if hurried:
-            self._delay.hurry(self._stale)
+            self._delay.complete_at_once(self._stale_vectors)
         self._update.clear()
         self._guessed.clear()
         self.policy.forget()
         drift.reset()
         self._schedule.begin(0)
 
-    def _tell_again(self) -> None:
+    def _replay_losses(self) -> None:
         """Feed all vectors once more: the seconds of an arm, a guess until now, are known. In a sum of losses, a guess
         that is too low would remain an advantage for a long time."""
         self.policy.forget()
@@ -239,17 +239,17 @@ class Game:
         """
         tokens = gamma.shape[1]
         if tokens > self.unscored:
-            raise ValueError(f"{tokens} tokens are scored, {self.unscored} were committed")
+            raise ValueError(f"{tokens} tokens are scored, but only {self.unscored} were committed")
         self.unscored -= tokens
-        if self._over is not None:
-            self._over.scored += tokens
+        if self._last_round is not None:
+            self._last_round.scored += tokens
         self._feed(self._delay.scored(gamma, hit))
 
     def _feed(self, losses: Array) -> None:
         """Feed loss vectors [M, N], in text order."""
         owners, self._owners = self._owners[: len(losses)], self._owners[len(losses) :]
-        stale = min(self._stale, len(losses))
-        self._stale -= stale
+        stale = min(self._stale_vectors, len(losses))
+        self._stale_vectors -= stale
         broken = ~np.isfinite(losses).all(axis=1)
         if broken.any():
             self.dropped += int(broken.sum())
@@ -266,9 +266,9 @@ class Game:
         self._own_cost += float(losses[np.arange(len(owners)), [arm for arm, _ in owners]].sum())
         self._update += losses[stale:].tolist()
         self._learn(1 if self._schedule.warm else self.rules.tokens_per_update)
-        if self._over is not None:
-            self._over.losses.append(losses)
-            self._over.regret = self._own_cost - float(self._cost.min())
+        if self._last_round is not None:
+            self._last_round.losses.append(losses)
+            self._last_round.regret = self._own_cost - float(self._cost.min())
 
     def _corrected(self, losses: Array, owners: list[tuple[int, int | None]]) -> Array:
         """[M, N] losses of whole drafts that were scored at some depths only, corrected by the rounds played before."""
@@ -277,7 +277,7 @@ class Game:
         horizon = self.rules.horizon
         for row, (arm, accepted) in zip(losses, owners, strict=True):
             if accepted is not None:
-                self._realised.seen(arm, accepted, (1 - float(row[arm])) * (horizon + 1) - 1)
+                self._realised.record(arm, accepted, (1 - float(row[arm])) * (horizon + 1) - 1)
         return self._realised.corrected(losses, self._reach, horizon)
 
     def _costly(self, losses: Array) -> Array:
@@ -285,7 +285,9 @@ class Game:
         if self.rules.loss == "throughput":
             assert self.rules.step is not None, "throughput needs the seconds of a plain step"
             losses = per_second(losses, self.clock.costs(self.rules.step), self.rules.step)
-        return losses if all(share == 1 for share in self._kept) else at_success(losses, self._kept)
+        return (
+            losses if all(share == 1 for share in self._success_share) else with_failures(losses, self._success_share)
+        )
 
     def _learn(self, size: int) -> None:
         """Update the policy with the mean of every `size` waiting vectors."""
@@ -293,8 +295,8 @@ class Game:
         while len(self._update) >= size:
             together, self._update = self._update[:size], self._update[size:]
             self.policy.losses(together[0] if size == 1 else [sum(ones) / size for ones in zip(*together, strict=True)])
-        if self._over is not None:
-            self._over.decide_us += (perf_counter_ns() - began) / 1000
+        if self._last_round is not None:
+            self._last_round.decide_us += (perf_counter_ns() - began) / 1000
 
     def ended(self) -> None:
         """Close a text. Beyond its end nothing is accepted, so the waiting vectors are complete; all are fed.
@@ -305,5 +307,5 @@ class Game:
         self._feed(self._delay.ended())
         if self._update:
             self._learn(len(self._update))
-        self.unscored = self._stale = 0
+        self.unscored = self._stale_vectors = 0
         self._owners.clear()

@@ -56,7 +56,7 @@ def realised_length(hit: Array) -> Array:
     return 1 + (going * (along > 0)).sum(axis=2).T
 
 
-def continued(values: AnyArray, reach: AnyArray, K: int) -> AnyArray:
+def extrapolated_depths(values: AnyArray, reach: AnyArray, K: int) -> AnyArray:
     """[N, S, D] of the first D draft depths → [N, S, K]: deeper proposals are taken to be as good as at depth D. An arm
     that drafts at most `reach` [N] tokens has none beyond.
 
@@ -73,7 +73,7 @@ def geometric_length(gamma: Array, K: AnyArray) -> Array:
     return 1 + (gamma[:, None] ** depths * (depths <= K[:, None])).sum(axis=1)
 
 
-def settled(values: Array, estimator: Literal["product", "realised"], below: float) -> int:
+def settled_positions(values: Array, estimator: Literal["product", "realised"], below: float) -> int:
     """Number of positions, from the first on, with drafts that are all over or go on with a probability under `below`.
     Later tokens would add at most K · `below` to their lengths (with `realised`, nothing).
 
@@ -107,7 +107,7 @@ def per_second(losses: Array, costs: Sequence[float], step: float) -> Array:
     return 1 - (1 - losses) * np.minimum(step / np.asarray(costs), 1)
 
 
-def at_success(losses: Array, kept: Sequence[float]) -> Array:
+def with_failures(losses: Array, kept: Sequence[float]) -> Array:
     """[M, N] losses of drafts that are made → losses that count failures: 1 − (1 − ℓ) s_i, with s_i the share of an
     arm's rounds in which it did not fail. An arm that has always failed costs 1, however good its scores are."""
     return 1 - (1 - losses) * np.asarray(kept)

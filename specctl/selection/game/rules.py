@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specctl.errors import UsageError
-from specctl.recipe.select import GAMES, GameRecipe
+from specctl.recipe.select import GAME_PRESETS, GameRecipe
 from specctl.selection.policies.registry import NAMES, ROUTER, contextual, learns
 
 
@@ -82,13 +82,13 @@ def rules_for(
     greedy: bool = False,
 ) -> Rules:
     """The rules of a recipe for the policy `name`. All policies play the same game, for comparison, except for the
-    options in `own_game`. `depth`: length of the pool's longest draft.
+    options in `preset_options`. `depth`: length of the pool's longest draft.
 
     `greedy` text has the realised estimator if lengths follow from fewer depths than drafts have. γ is then the softmax
     at temperature 1, with products that are far too small to be compared with seconds.
     """
     pool = depth
-    options = recipe.model_dump() | own_game(name, recipe)
+    options = recipe.model_dump() | preset_options(name, recipe)
     longest = options.pop("depth")
     if learns(name) == "losses":
         depth = min(longest or depth, depth)
@@ -97,12 +97,12 @@ def rules_for(
     return Rules(depth=depth, longest=pool, reach=reach, costs=costs, step=step, **options)
 
 
-def own_game(name: str, recipe: GameRecipe) -> dict[str, Any]:
-    """Options that a policy replaces by its own values: the presets in `GAMES`, if the recipe leaves them at their
-    defaults, and the reward `paper`, which is bd for MetaSD's policies, tokens for BanditSpec's, surplus for
+def preset_options(name: str, recipe: GameRecipe) -> dict[str, Any]:
+    """Options that a policy replaces by its own values: the presets in `GAME_PRESETS`, if the recipe leaves them at
+    their defaults, and the reward `paper`, which is bd for MetaSD's policies, tokens for BanditSpec's, surplus for
     `cgp-ucb`."""
     defaults = {key: field.default for key, field in GameRecipe.model_fields.items()}
-    preset = {key: value for key, value in GAMES.get(name, {}).items() if getattr(recipe, key) == defaults[key]}
+    preset = {key: value for key, value in GAME_PRESETS.get(name, {}).items() if getattr(recipe, key) == defaults[key]}
     if recipe.reward == "paper":
         preset["reward"] = "bd" if name.startswith("metasd") else "surplus" if contextual(name) else "tokens"
     return {key: value for key, value in preset.items() if value != getattr(recipe, key)}
@@ -114,20 +114,25 @@ def check_batch(names: Sequence[str], recipe: GameRecipe) -> None:
     for name in names:
         if name not in able:
             kind = "reads prompts" if name == ROUTER or contextual(name) else "scores the tokens of each text"
-            raise UsageError(f"policy {name} {kind}: not for choice=batch", hint=f"there are {', '.join(able)}")
-        if learns(name) == "reward" and (recipe.model_dump() | own_game(name, recipe))["reward"] == "bd":
             raise UsageError(
-                f"{name}: the reward bd looks at each text's draft: not for choice=batch",
+                f"policy {name} {kind}: it does not work with choice=batch", hint=f"use one of {', '.join(able)}"
+            )
+        if learns(name) == "reward" and (recipe.model_dump() | preset_options(name, recipe))["reward"] == "bd":
+            raise UsageError(
+                f"{name}: the reward bd needs the draft of each sequence: it does not work with choice=batch",
                 hint="set game.reward=throughput",
             )
 
 
-def overruled(names: Sequence[str], recipe: GameRecipe) -> list[str]:
+def overridden_options(names: Sequence[str], recipe: GameRecipe) -> list[str]:
     """A line for every policy with presets that replace explicitly set options, if these were set to their defaults."""
     lines = []
     for name in names:
-        forced = own_game(name, recipe)
+        forced = preset_options(name, recipe)
         told = [f"game.{key}={forced[key]}" for key in forced if key in recipe.model_fields_set and key != "reward"]
         if told:
-            lines.append(f"{name} plays a game of its own: {', '.join(told)}; another value than the default is obeyed")
+            lines.append(
+                f"{name} uses its own game settings: {', '.join(told)}; only values other than the defaults "
+                "override them"
+            )
     return lines

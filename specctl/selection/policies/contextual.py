@@ -10,8 +10,8 @@ The reward of a round is
 that is not known. d is the ease of the text for all arms alike (our addition: an arm is not blamed for a hard text).
 f_i is the remaining advantage of arm i at prompts like x, part of it equal at all prompts. ε is chance. Rewards are
 surpluses over the rate of the stream. If the seconds of an arm are dearer or cheaper in the text itself, the
-difference, `dear`, is subtracted from its bound. Within a text the policy learns from its own rounds, and from text to
-text from the rounds of all arms that played (`prompt_memory`). No reset forgets the latter.
+difference, `excess_cost`, is subtracted from its bound. Within a text the policy learns from its own rounds, and from
+text to text from the rounds of all arms that played (`prompt_memory`). No reset forgets the latter.
 
 Symbols: N arms; m, v [N] mean and variance of f_i(x), the latter in units of s²; n [N] rounds of each arm in the text
 and r [N] their mean rewards.
@@ -25,14 +25,14 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, Learns, Numbers, Weighted, argmax, one_hot
+from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, argmax, one_hot
 
 # β, scale of the uncertainty that is added to a mean (the paper's proof asks for far more). Averaged over orders of the
 # prompts, 0.5 chooses as well; but if a stream begins with one kind of prompts, with 0.5 some arms are never tried at
 # the others.
 BETA = 1.0
-STAY = 4.0  # rounds that share the cost of a switch to another arm
-TRIES = 2  # rounds of drafts at the beginning of a text, after many plainly decoded texts
+SWITCH_ROUNDS = 4.0  # rounds that share the cost of a switch to another arm
+TRIAL_ROUNDS = 2  # rounds of drafts at the beginning of a text, after many plainly decoded texts
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,14 @@ def ease(belief: Belief, n: Sequence[int], r: Sequence[float]) -> tuple[float, f
 def indices(belief: Belief, n: Sequence[int], r: Sequence[float], beta: float) -> Numbers:
     """[N] upper confidence bounds of the arms, given the text's rounds: mean + β · standard deviation of μ + f_i(x)."""
     d, _ = ease(belief, n, r)
-    bounds = unplayed(belief, beta)
+    bounds = prior_bounds(belief, beta)
     for arm, rounds in enumerate(n):
         if rounds:
             bounds[arm] = bound(belief, arm, rounds, r[arm] - d, beta)
     return bounds
 
 
-def unplayed(belief: Belief, beta: float) -> Numbers:
+def prior_bounds(belief: Belief, beta: float) -> Numbers:
     """[N] upper confidence bounds of the arms before the text's first round."""
     return [m + beta * math.sqrt(v * belief.signal) for m, v in zip(belief.m, belief.v, strict=True)]
 
@@ -79,7 +79,7 @@ def bound(belief: Belief, arm: int, rounds: int, mean: float, beta: float) -> fl
     return m + gain * (mean - m) + beta * math.sqrt(variance * (1 - gain))
 
 
-class Shown(NamedTuple):
+class ArmRounds(NamedTuple):
     """The rounds of an arm in a text: their number, the sum of their rewards, and the sum of the squares."""
 
     rounds: int
@@ -87,7 +87,7 @@ class Shown(NamedTuple):
     squares: float
 
 
-class ContextualUcb(Weighted):
+class ContextualUcb(BasePolicy):
     """`cgp-ucb`: the arm with the largest upper bound, given the prompt and the text's own rounds. If nothing is known
     yet, every arm plays once, and then the best one."""
 
@@ -95,29 +95,29 @@ class ContextualUcb(Weighted):
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
-        self.moves = [0.0] * arms.count  # cost of switching to an arm, which must catch up, in rewards
+        self.switch_cost = [0.0] * arms.count  # cost of switching to an arm, which must catch up, in rewards
         self.plain_reward = 0.0  # of a round of `arms.plain`, known without playing it
         self.last: int | None = None  # the arm of the round before
-        self.dear: Numbers  # excess of each arm's rewards over their worth in this text
-        self.meet(None)
+        self.excess_cost: Numbers  # excess of each arm's rewards over their worth in this text
+        self.begin_text(None)
 
-    def meet(self, belief: Belief | None, overdue: bool = False) -> None:
+    def begin_text(self, belief: Belief | None, overdue: bool = False) -> None:
         """Begin a text. `overdue`: no arm has drafted for many texts, so one must be tried even if none should pay."""
         self.belief, self.last = belief, None
-        self._tries = TRIES if overdue else 0
-        self.dear = [0.0] * self.arms.count
+        self._tries = TRIAL_ROUNDS if overdue else 0
+        self.excess_cost = [0.0] * self.arms.count
         self.n, self.r = [0] * self.arms.count, [0.0] * self.arms.count
         self.squares = [0.0] * self.arms.count
         # The bounds of idle arms and the costs of switching do not change: a round is work for the played arms only.
-        self._idle = [] if belief is None else unplayed(belief, BETA)
+        self._idle = [] if belief is None else prior_bounds(belief, BETA)
         self._played: list[int] = []
         self._changed()
 
-    def shown(self) -> list[Shown]:
+    def shown(self) -> list[ArmRounds]:
         """Rounds and rewards of each arm in the text."""
-        return [Shown(n, n * r, squares) for n, r, squares in zip(self.n, self.r, self.squares, strict=True)]
+        return [ArmRounds(n, n * r, squares) for n, r, squares in zip(self.n, self.r, self.squares, strict=True)]
 
-    def expect_of_plain(self, reward: float) -> None:
+    def set_plain_reward(self, reward: float) -> None:
         """Set the reward of a round of plain decoding: it is known, and need not be tried."""
         if reward != self.plain_reward:
             self.plain_reward = reward
@@ -143,13 +143,13 @@ class ContextualUcb(Weighted):
         if self.belief is None:
             untried = [arm for arm, n in enumerate(self.n) if not n and arm != plain]
             means = [self.plain_reward if arm == plain else mean for arm, mean in enumerate(self.r)]
-            worth = [mean - dear for mean, dear in zip(means, self.dear, strict=True)]
+            worth = [mean - dear for mean, dear in zip(means, self.excess_cost, strict=True)]
             return one_hot(untried[0] if untried else argmax(worth), self.arms.count)
         bounds = self._idle.copy()
         if plain is not None:
             bounds[plain] = self.plain_reward
         if plain is not None and self._tries and self.last is None:  # try the arm with the least cost of switching
-            bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
+            bounds = [bound - moved / SWITCH_ROUNDS for bound, moved in zip(bounds, self.switch_cost, strict=True)]
         if self.last is not None:
             d, _ = ease(self.belief, self.n, self.r)
             for arm in self._played:
@@ -157,14 +157,14 @@ class ContextualUcb(Weighted):
             if plain is not None:  # a text that is easy to draft is no easier without drafts
                 bounds[plain] -= d
             stay = bounds[self.last]
-            bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
+            bounds = [bound - moved / SWITCH_ROUNDS for bound, moved in zip(bounds, self.switch_cost, strict=True)]
             bounds[self.last] = stay
         if plain is not None and self._tries:
             bounds[plain] = -math.inf
         # Whether to draft is decided at the stream's rate, and which arm drafts at the text's rate. At the rate of a
         # text that is decoded plainly, drafting looks nearly as good and is explored too much.
         if self.last is not None and argmax(bounds) != plain:
-            bounds = [bound - dear for bound, dear in zip(bounds, self.dear, strict=True)]
+            bounds = [bound - dear for bound, dear in zip(bounds, self.excess_cost, strict=True)]
             if plain is not None:
                 bounds[plain] = -math.inf
         return one_hot(argmax(bounds), self.arms.count)

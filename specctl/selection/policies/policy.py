@@ -76,7 +76,7 @@ class Policy(Protocol):
         ...
 
 
-class Weighted(ABC):
+class BasePolicy(ABC):
     """Common part of the policies: compute the weights once per change, and draw the arm.
 
     A subclass defines `_weigh`, and calls `_changed` whenever its knowledge changes.

@@ -7,12 +7,12 @@ from typing import Any
 from specctl.errors import UsageError, did_you_mean
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
+from specctl.selection.policies.baselines import FixedArm, Random
 from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
 from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving
 from specctl.selection.policies.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
 from specctl.selection.policies.policy import Arms, Learns, Policy
-from specctl.selection.policies.unlearnt import FixedArm, Random
 
 _POLICIES: dict[str, Any] = {
     "fixed": FixedArm,
@@ -41,10 +41,10 @@ def check(names: list[str]) -> None:
     known = (*NAMES, ROUTER)
     for name in names:
         if name not in known:
-            hint = f"{did_you_mean(name, known)} there are {', '.join(known)}".lstrip()
+            hint = f"{did_you_mean(name, known)} use one of {', '.join(known)}".lstrip()
             raise UsageError(f"no policy {name!r}", hint)
         if names.count(name) > 1:
-            raise UsageError(f"policy {name} is named twice", hint="each needs a name of its own")
+            raise UsageError(f"policy {name} is named twice", hint="name each policy once")
 
 
 def learns(name: str) -> Learns:
@@ -66,5 +66,5 @@ def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:
     """
     check([name])
     if name == ROUTER:
-        raise UsageError("the router reads prompts", hint="it plays in live decoding, not in a replay")
+        raise UsageError("the router needs prompts", hint="use it in live decoding, not in a replay")
     return _POLICIES[name](arms, options)

@@ -22,7 +22,7 @@ Yardstick = Literal["mat", "throughput"]
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedGame:
     """One game, from reset to reset.
 
     Attributes:
@@ -46,7 +46,7 @@ class Played:
     dropped: int
 
 
-def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
+def round_starts(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
     """[N, T] whether a round of arm i begins at token t if it plays alone; a round commits accepted + 1 tokens."""
     N, T = accepted.shape
     begins = np.zeros((N, T), bool)
@@ -99,10 +99,10 @@ class Hindsight:
 
     Attributes:
         tokens: [Q] of each trace.
-        begins: per trace [N, T], see `walk`.
+        begins: per trace [N, T], see `round_starts`.
         rounds: [Q, N] of each arm alone.
         cost: [N] seconds per round of each arm.
-        alone: [Q, N] measure of each arm alone, the lower the better: its rounds (by mat), or its seconds.
+        single_arm_cost: [Q, N] measure of each arm alone, the lower the better: its rounds (by mat), or its seconds.
     """
 
     def __init__(self, table: Table, by: Yardstick = "mat"):
@@ -117,21 +117,23 @@ class Hindsight:
             raise DataError("the table has no decoded tokens to replay")
         self.table = table
         self.tokens: Ints = np.array([trace.tokens for trace in table.traces])
-        self.begins = [walk(trace.accepted) for trace in table.traces]
+        self.begins = [round_starts(trace.accepted) for trace in table.traces]
         self.rounds: Ints = np.array([begins.sum(axis=1) for begins in self.begins])
         self.cost: Array = table.draft_s + table.step_s[1:]
         self.by = by
-        self.alone: Array = self.rounds.astype(float) if by == "mat" else self.rounds * self.cost + self.reading
+        self.single_arm_cost: Array = (
+            self.rounds.astype(float) if by == "mat" else self.rounds * self.cost + self.reading
+        )
         self._losses: dict[tuple[str, str, int], list[Array]] = {}
 
     @cached_property
-    def rounds_of_all(self) -> Ints:
+    def draft_all_rounds(self) -> Ints:
         """[Q] rounds if every arm drafts and the longest accepted draft is taken (draft-all)."""
         longest = [trace.accepted.max(axis=0, keepdims=True) for trace in self.table.traces]
-        return np.array([walk(accepted).sum() for accepted in longest])
+        return np.array([round_starts(accepted).sum() for accepted in longest])
 
     @property
-    def cost_of_all(self) -> float:
+    def draft_all_cost(self) -> float:
         """Seconds of a round of draft-all: all proposals, and one step with the rows of all drafts."""
         one_row, rows = self.table.step_s[0], self.table.step_s[1:]
         return float(self.table.draft_s.sum() + one_row + (rows - one_row).sum())
@@ -144,7 +146,7 @@ class Hindsight:
             return np.zeros((len(self.tokens), arms))
         return np.array([known.reading(np.full(arms, trace.prompt or 0)) for trace in self.table.traces])
 
-    def overheads(self, played: Iterable[Played], depth: int) -> tuple[Array, Array]:
+    def overheads(self, played: Iterable[PlayedGame], depth: int) -> tuple[Array, Array]:
         """[Q] seconds of catching up, and of scoring `depth` draft depths, in these games; 0 if not in the table."""
         reading, scoring = np.zeros(len(self.tokens)), np.zeros(len(self.tokens))
         known = self.table.overheads
@@ -160,7 +162,7 @@ class Hindsight:
 
     def best(self, queries: list[int]) -> int:
         """The arm that needs the fewest rounds, or seconds, for these traces together; the lowest id in a tie."""
-        return int(self.alone[queries].sum(axis=0).argmin())
+        return int(self.single_arm_cost[queries].sum(axis=0).argmin())
 
     def losses(self, query: int, rules: Rules) -> Array:
         """[T, N] `token_losses` of a trace."""

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from specctl import progress
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.prompt_features import features_of
@@ -33,12 +33,12 @@ from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.errors import UsageError
 from specctl.selection import feedback
-from specctl.selection.arms import reach
+from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
+from specctl.selection.arms import longest_draft
 from specctl.selection.divergence import overlaps
-from specctl.selection.guarded import Guarded, Made, prompt_states, taps_of
 from specctl.selection.policies.policy import Array
-from specctl.selection.recorded.pieces import Recording
-from specctl.selection.recorded.probe import overheads
+from specctl.selection.recorded.overhead_timing import overheads
+from specctl.selection.recorded.recording import Recording
 from specctl.selection.recorded.table_file import Header, Recorded, read_table
 from specctl.selection.recorded.trace import Table, Trace
 
@@ -82,10 +82,10 @@ class Drafted:
         return len(text)
 
 
-class Witness:
+class RecordingDrafter:
     """A drafter that drafts nothing, and keeps the draft that each of `arms` would have made: `drafts[i][t]`."""
 
-    def __init__(self, target: Target, arms: Sequence[Guarded], depth: int):
+    def __init__(self, target: Target, arms: Sequence[Arm], depth: int):
         self.target, self.arms, self.depth = target, arms, depth
         self.taps = taps_of(arms) or (target.num_layers,)
         self.drafts: list[list[Drafted]] = [[] for _ in arms]
@@ -106,18 +106,18 @@ class Witness:
             kept.append(Drafted(tokens, parents, depth, made.seconds, overlap))
         return empty_draft(state.batch, state.device)
 
-    def _draft(self, arm: Guarded, state: DecodeState, budget: int) -> Made:
+    def _draft(self, arm: Arm, state: DecodeState, budget: int) -> TimedDraft:
         draft = arm.propose(state, budget)
         if draft.rows is not None:
             raise UsageError(
-                f"{arm.name} samples its drafts, and the text depends on what it drew: its rounds cannot be replayed",
-                hint="drafting.proposal=deterministic",
+                f"{arm.name} samples its drafts, so the text depends on its draws: its rounds cannot be replayed",
+                hint="set drafting.proposal=deterministic",
             )
         deep = max(topology(draft.parents[0].tolist())[0], default=0)
         if deep > self.depth:
             raise UsageError(
-                f"{arm.name} drafts {deep} tokens deep, the table is for {self.depth}",
-                hint=f"drafting.depth={self.depth} for all drafters, or a deeper table",
+                f"{arm.name} drafts to depth {deep}, but the table has depth {self.depth}",
+                hint=f"set drafting.depth={self.depth} for all drafters, or record a deeper table",
             )
         assert arm.made is not None
         return arm.made
@@ -125,7 +125,7 @@ class Witness:
 
 def record(
     target: Target,
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     queries: Sequence[Query],
     sampling: Sampling,
     depth: int,
@@ -184,10 +184,10 @@ def record(
 
 
 def _recorded(
-    scorer: feedback.Scorer, arms: Sequence[Guarded], query: Query, sampling: Sampling, exact: bool, place: int
+    scorer: feedback.Scorer, arms: Sequence[Arm], query: Query, sampling: Sampling, exact: bool, place: int
 ) -> Recorded | None:
     """The trace of one answer, or None if nothing was decoded."""
-    witness = Witness(scorer.target, arms, scorer.depth)
+    witness = RecordingDrafter(scorer.target, arms, scorer.depth)
     options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], exact=exact)
     (answer,) = decode(scorer.target, [query.ids], drafter=witness, **options)
     if not answer.decoded_tokens:
@@ -219,7 +219,7 @@ def _recorded(
 
 def _costs(
     target: Target,
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     queries: Sequence[Query],
     rows: Sequence[Recorded],
     sampling: Sampling,
@@ -230,9 +230,9 @@ def _costs(
     nodes = sum((row.nodes for row in rows), np.zeros(len(arms))) / proposals
     seconds = sum((row.seconds for row in rows), np.zeros(len(arms))) / proposals
     step_s = step_seconds(target, [1, *(1 + round(n) for n in nodes.tolist())])
-    reached = [max(1, min(reach(arm.drafter), depth)) for arm in arms]
+    reached = [max(1, min(longest_draft(arm.drafter), depth)) for arm in arms]
     costs = {"draft_s": seconds.tolist(), "step_s": step_s, "reach": reached}
-    able = [Guarded(arm.name, NoDraft() if arm.failures else arm.drafter) for arm in arms]
+    able = [Arm(arm.name, NoDraft() if arm.failures else arm.drafter) for arm in arms]
     prompts = ((query.ids, query.room, query.seed) for query in queries)
     timed = overheads(target, able, reached, prompts, sampling)
     return costs if timed is None else {**costs, "read": timed.read.tolist(), "score": timed.score.tolist()}

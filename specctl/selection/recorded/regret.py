@@ -9,7 +9,7 @@ import numpy as np
 
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import Array
-from specctl.selection.recorded.hindsight import Hindsight, Ints, Played
+from specctl.selection.recorded.hindsight import Hindsight, Ints, PlayedGame
 from specctl.selection.recorded.replay import Replay
 
 Interval = tuple[float, float]
@@ -24,7 +24,7 @@ class Summary:
         tokens, rounds, seconds, scoring_s: [S, G] of every seed and game.
         mat: tokens ÷ rounds.
         oracle_mat: mat of the best single arm of every game.
-        best, own: [S, G] rounds (by throughput: seconds) of the best arm of each game, and of the policy.
+        best, policy: [S, G] rounds (by throughput: seconds) of the best arm of each game, and of the policy.
         oracle_share: Σ best ÷ Σ own.
         regret: stopping-time regret, rounds − the best arm's rounds, mean over games.
         best_arm_ratio: rounds that the game's best arm played ÷ rounds.
@@ -44,7 +44,7 @@ class Summary:
     mat_interval: Interval | None
     oracle_mat: float
     best: Array
-    own: Array
+    policy: Array
     oracle_share: float
     oracle_share_interval: Interval | None
     regret: float
@@ -89,7 +89,7 @@ def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) ->
     rounds, seconds = cells("rounds"), cells("seconds")
     tokens = np.tile(per_game(hindsight.tokens, games), (len(replays), 1))
     arms = [hindsight.best(queries) for queries in games]
-    best = np.array([hindsight.alone[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
+    best = np.array([hindsight.single_arm_cost[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
     passes = np.array([hindsight.rounds[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
     own = rounds if hindsight.by == "mat" else seconds
     best = np.tile(best, (len(replays), 1))
@@ -107,7 +107,7 @@ def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) ->
         mat_interval=bootstrap_ratio(tokens, rounds, seed),
         oracle_mat=float(tokens[0].sum() / passes.sum()),
         best=best,
-        own=own,
+        policy=own,
         oracle_share=float(best.sum() / own.sum()),
         oracle_share_interval=bootstrap_ratio(best, own, seed),
         regret=float((rounds - passes).mean()),
@@ -130,18 +130,18 @@ def mat_by_domain(replays: Sequence[Replay], hindsight: Hindsight) -> dict[str, 
     return {name: float(tokens[of].sum() / rounds[of].sum()) for name, of in domains.items() if rounds[of].any()}
 
 
-def stopping_regret(played: Played, hindsight: Hindsight) -> Ints:
+def stopping_regret(played: PlayedGame, hindsight: Hindsight) -> Ints:
     """[tokens of the game] rounds until each token is committed, minus the rounds of the game's best arm."""
     own = np.repeat(np.arange(1, len(played.arms) + 1), played.committed)
     return own - _rounds_of_best(played, hindsight)
 
 
-def _rounds_of_best(played: Played, hindsight: Hindsight) -> Ints:
+def _rounds_of_best(played: PlayedGame, hindsight: Hindsight) -> Ints:
     """[tokens of the game] rounds of the game's best arm until each token is committed."""
     return np.concatenate([hindsight.begins[index][played.best] for index in played.queries]).cumsum()
 
 
-def loss_regret(played: Played, hindsight: Hindsight, rules: Rules) -> Array:
+def loss_regret(played: PlayedGame, hindsight: Hindsight, rules: Rules) -> Array:
     """[tokens of the game] Σ losses of the arms that played − the least Σ losses of a single arm until that token."""
     losses = np.concatenate([hindsight.losses(index, rules) for index in played.queries])
     owners = np.repeat(played.arms, played.committed)

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specctl import regular
-from specctl.decoding.models.identity import with_weights
-from specctl.decoding.prompt_features import Kinds
+from specctl import regular_files
+from specctl.decoding.models.identity import with_weights_digest
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.errors import CheckpointError
 from specctl.runs import atomic_write, sha256
 from specctl.selection.recorded.overheads import Overheads
@@ -67,7 +67,7 @@ class Header:
         costs: of a whole table: `draft_s`, `step_s`, `reach` and, if they were timed, the `read` and `score` of
             `Overheads`. A piece has none.
         version: of the file.
-        trained_on: `Kinds.pairs` of each arm.
+        trained_on: `PromptClusters.pairs` of each arm.
     """
 
     arms: list[str]
@@ -119,28 +119,32 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
 def read(path: Path) -> tuple[Header, list[Recorded]]:
     """Read a file that `write` has written. Raises CheckpointError if it is another kind of file, or damaged."""
     if not path.is_file():
-        raise CheckpointError(f"there is no table {path}", hint="specctl select --record writes one")
+        raise CheckpointError(f"table {path} does not exist", hint="record one: specctl select --record")
     try:
-        regular.check(path)
+        regular_files.check(path)
         with pq.ParquetFile(path) as file:
             content = file.read()
         metadata = content.schema.metadata or {}
         text = metadata[HEADER].decode()
-        header = regular.parsed(text)
+        header = regular_files.parse_json(text)
         version = header["version"]
     except KeyError as error:
-        raise CheckpointError(f"{path} is no table of specctl", hint="specctl select --record writes one") from error
+        raise CheckpointError(
+            f"{path} is not a table of specctl", hint="record one: specctl select --record"
+        ) from error
     except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
     if version not in READABLE:
-        raise CheckpointError(f"{path} is a table of version {version}, this is version {VERSION}", hint=AGAIN)
+        raise CheckpointError(
+            f"{path} has table version {version}, but this specctl uses version {VERSION}", hint=AGAIN
+        )
     try:
         found = Header(**header)
         rows = [_row(found, row) for row in _unpacked(content)]
     except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
         raise _damaged(path, str(error)) from error
     if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
-        raise _damaged(path, "its contents are not those that were written")
+        raise _damaged(path, "its contents have changed since it was written")
     return found, rows if version >= 3 else [_of_old(row) for row in rows]
 
 
@@ -202,7 +206,7 @@ def table_of(header: Header, rows: list[Recorded]) -> Table:
         step_s=costs["step_s"],
         reach=costs.get("reach"),
         overheads=overheads,
-        trained_on=[Kinds.of(pairs) for pairs in header.trained_on],
+        trained_on=[PromptClusters.of(pairs) for pairs in header.trained_on],
         greedy=header.stamp.get("sampling", {}).get("temperature") == 0,
     )
 
@@ -214,11 +218,13 @@ def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
     """
     header, rows = read(path)
     if not header.costs:
-        raise CheckpointError(f"{path} is a piece of a table", hint="finish the recording with --resume")
-    kept = with_weights({**header.stamp, "arms": header.arms, "depth": header.depth}, stamp or {})
+        raise CheckpointError(f"{path} is a piece of an unfinished table", hint="finish the recording with --resume")
+    kept = with_weights_digest({**header.stamp, "arms": header.arms, "depth": header.depth}, stamp or {})
     differing = differences(kept, stamp or {})
     if differing:
-        raise CheckpointError(f"{path} was recorded otherwise: {'; '.join(differing)}", hint="record another table")
+        raise CheckpointError(
+            f"{path} was recorded with different settings: {'; '.join(differing)}", hint="record another table"
+        )
     return replace(table_of(header, rows), digest=sha256(path))
 
 

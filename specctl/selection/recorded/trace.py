@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.errors import CheckpointError
 from specctl.selection.recorded.overheads import Overheads
 
@@ -78,7 +78,7 @@ class Table:
     step_s: NDArray[np.float64]
     reach: NDArray[np.int64] | None = None
     overheads: Overheads | None = None
-    trained_on: Sequence[Kinds] = ()
+    trained_on: Sequence[PromptClusters] = ()
     greedy: bool = False
     digest: str | None = None
 
@@ -93,7 +93,7 @@ def of_arms(table: Table, names: Sequence[str]) -> Table:
     if missing:
         raise CheckpointError(
             f"the table has no arm {missing[0]}, only {', '.join(table.arms)}",
-            hint=f"record a table of a pool with {missing[0]}, or leave it out (arms.names)",
+            hint=f"record a table of a pool that contains {missing[0]}, or leave it out (arms.names)",
         )
     arms = [table.arms.index(name) for name in names]
     reach = np.array([max(trace.drafted[arm].max(initial=0) for trace in table.traces) for arm in arms])

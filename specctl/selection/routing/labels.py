@@ -18,7 +18,7 @@ from specctl.decoding.target import Target
 from specctl.errors import DataError, SpecctlError
 from specctl.progress import interrupts, track, warn
 from specctl.recipe import Perturbation, RouterRecipe
-from specctl.selection.recorded.hindsight import walk
+from specctl.selection.recorded.hindsight import round_starts
 from specctl.selection.recorded.trace import Table, of_arms
 from specctl.selection.routing.perturb import perturb
 from specctl.selection.routing.router import Router
@@ -95,7 +95,9 @@ def label_by_hindsight(table: Table, arms: Sequence[str]) -> dict[str, int]:
 
     Other arms of the table are left out. Raises CheckpointError if the table lacks one of `arms`.
     """
-    return {trace.query: int(walk(trace.accepted).sum(axis=1).argmin()) for trace in of_arms(table, arms).traces}
+    return {
+        trace.query: int(round_starts(trace.accepted).sum(axis=1).argmin()) for trace in of_arms(table, arms).traces
+    }
 
 
 def train_router(
@@ -130,8 +132,8 @@ def split(examples: Sequence[RouterExample], recipe: RouterRecipe) -> tuple[list
         kept += mine[count:]
     if not kept or not held:
         raise DataError(
-            f"{len(examples)} labelled prompts are too few to train a router on some and measure it on others",
-            hint="two prompts of one domain at least; a few hundred of each are a good number",
+            f"{len(examples)} labeled prompts are too few to train a router on some and evaluate it on the others",
+            hint="give at least two prompts of one domain; a few hundred per domain work well",
         )
     return kept, held
 

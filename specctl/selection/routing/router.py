@@ -123,17 +123,18 @@ class Router:
 
         Raises CheckpointError: no such directory, a file missing or changed, not our format, another pool or target.
         """
-        path = checkpoint.present(Path(directory).expanduser(), "router", "select --train-router")
+        path = checkpoint.existing_directory(Path(directory).expanduser(), "router", "select --train-router")
         record = _record(path)
         known = record["arms"]
         checkpoint.check_target(record, target, str(path), "router")
         if sorted(known) != sorted(arms):
             unknown = [name for name in arms if name not in known]
             gone = [name for name in known if name not in arms]
-            lines = [f"it does not know {', '.join(unknown)}"] * bool(unknown)
+            lines = [f"it lacks {', '.join(unknown)}"] * bool(unknown)
             lines += [f"the pool lacks {', '.join(gone)}"] * bool(gone)
             raise CheckpointError(
-                f"router {path} was trained for another pool: {'; '.join(lines)}", hint="train it again: --train-router"
+                f"router {path} was trained for a different pool: {'; '.join(lines)}",
+                hint="train it again with --train-router",
             )
         where = str(path.absolute())
         model = _pretrained(where, len(known))
@@ -147,7 +148,7 @@ def _record(path: Path) -> dict[str, Any]:
     wrong = [name for name, kind in fields.items() if not isinstance(record.get(name), kind)]
     if record.get("format") != checkpoint.FORMAT or wrong or not all(isinstance(name, str) for name in record["arms"]):
         raise CheckpointError(
-            f"{path / RECORD} is not of format {checkpoint.FORMAT}", hint="use the specctl version that wrote it"
+            f"{path / RECORD} does not have format {checkpoint.FORMAT}", hint="use the specctl version that wrote it"
         )
     checkpoint.check_files(path, record["files"], REQUIRED, RECORD)
     return record
@@ -186,7 +187,8 @@ def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: st
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot load the classifier {name}: {str(error).splitlines()[0]}",
-            hint="give a BERT-style encoder with safetensors weights, or none to train one from scratch",
+            hint="give a BERT-style encoder with safetensors weights, or leave out router.model to train one "
+            "from scratch",
         ) from error
     model, info = loaded
     if new_head:  # the pooler is part of the head
@@ -202,6 +204,6 @@ def check_free(place: Path, overwrite: bool) -> None:
     if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
         return
     if place.is_symlink() or not (place / RECORD).is_file():
-        raise UsageError(f"{place} exists and is not a router directory", hint="choose another place")
+        raise UsageError(f"{place} exists and is not a router directory", hint="choose another path")
     if not overwrite:
-        raise UsageError(f"{place} holds a router already", hint="--overwrite replaces it")
+        raise UsageError(f"{place} already contains a router", hint="--overwrite replaces it")
