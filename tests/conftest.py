@@ -91,9 +91,17 @@ def one_thread():
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory):
-    """What is kept for later runs, such as measured costs, is none of the user's."""
+    """Later runs reuse the compiled C++ step and measured costs from a cache. Tests have one, apart from the user's.
+
+    All processes of a test run share it, so that one of them compiles. Costs are medians of few repeats here: no test
+    depends on their values.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
+        patch.setattr("specctl.drafters.hybrid.costs.REPEATS", 1)
+        patch.setattr("specctl.drafters.hybrid.costs.WARM_UP", 1)
         yield
 
 

@@ -22,7 +22,7 @@ from specctl.engines.records import (
     WeightUpdateDialect,
 )
 from specctl.engines.vllm_worker import DrafterMismatch, contents, fingerprint, read_layout
-from specctl.errors import UsageError
+from specctl.errors import SpecctlError, UsageError
 from specctl.formats import head_directory
 
 Asked = Callable[[AdminCall], Awaitable[Any]]
@@ -114,7 +114,7 @@ def _first(now: LoadedDrafter) -> ExportedDrafter | None:
     """The drafter that an engine was started with, or None if its directory is not on this machine."""
     if now.started is None or not Path(now.started).is_dir():
         return None
-    with suppress(UsageError):
+    with suppress(SpecctlError):
         return read_exported(Path(now.started), tensors=True)
     return None
 
@@ -166,7 +166,7 @@ async def _put_back(changed: Sequence[tuple[PublicationServer, LoadedDrafter]]) 
                 raise EngineError(f"{old.directory} has changed since then")
             await _swap(place, drafter, old.version, old)
             told.append(f"{place.url} drafts with {what} again")
-        except (SwapFailed, EngineError, UsageError) as error:
+        except (SwapFailed, SpecctlError) as error:
             told.append(f"{place.url} could not be switched back to {what} ({error})")
     return "".join(f"; {one}" for one in told)
 

@@ -132,6 +132,11 @@ def test_a_name_that_no_file_can_have_is_a_matter_of_usage(specctl):
     assert done.code == 2 and "File name too long" in done.err
 
 
+def test_a_name_that_is_too_long_is_no_drafter(specctl):
+    done = specctl("eval", "--drafter", "x" * 5000, "--dry-run")
+    assert done.code == 2 and "no drafter xxx" in done.err and "File name too long" not in done.err
+
+
 def test_messages_fit_a_screen_whatever_was_given(specctl, library):
     found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(2_000)), "y" * 5000))
     assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) < 500

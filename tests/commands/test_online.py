@@ -359,6 +359,22 @@ def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, m
         rounds.clear()
 
 
+def test_graphs_of_plain_decoding_are_not_those_of_who_draft(tmp_path, prompts, tiny, heads, monkeypatch):
+    """A run said that its rounds were the device's where only the rounds of plain decoding were."""
+    captured = []
+
+    def capture(run, *_):
+        captured.append(run)
+        return SimpleNamespace(replay=run, pool=lambda: None)
+
+    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    monkeypatch.setattr(graphs, "capture", capture)
+    made = recipe(prompts, heads("eagle3"), tiny, drafting=STEADY, baselines=["vanilla", "lookup"])
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert captured and found.rounds_on == "host"
+
+
 @pytest.mark.parametrize(
     ("family", "feedback"), [("eagle3", "verdict"), ("eagle3", "rerun"), ("medusa", "verdict"), ("dflash", "verdict")]
 )

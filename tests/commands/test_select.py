@@ -388,7 +388,7 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, targe
     table = tmp_path / "table.parquet"
     table.write_bytes(b"PAR1")
     taken = made.model_copy(update={"record": table, "overwrite": False})
-    with pytest.raises(UsageError, match=r"table\.parquet exists"):
+    with pytest.raises(UsageError, match=r"table\.parquet already exists"):
         selected(tmp_path, taken, target, pool)
     with pytest.raises(CheckpointError, match=r"table\.parquet"):
         selected(tmp_path, taken.model_copy(update={"resume": True}), target, pool)
@@ -620,6 +620,15 @@ def test_a_hybrid_is_judged_by_its_head(target, pool, monkeypatch):
     assert [rule.loss for rule in rules] == ["length", "throughput", "throughput"]
 
 
+@pytest.mark.parametrize(("temperature", "estimator"), [(0.0, "realised"), (1.0, "product")])
+def test_greedy_texts_are_judged_by_their_hits(prompts, target, pool, monkeypatch, temperature, estimator):
+    """Products of γ, a softmax at temperature 1, would promise far too few tokens for the seconds of a head."""
+    monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
+    made = recipe(prompts, game={}, sampling={"temperature": temperature}, baselines=[])
+    game = SelectContenders(made, target, [], pool).selectors["hedgespec"].new_game(Label("q"))
+    assert game.rules.loss == "throughput" and game.rules.estimator == estimator
+
+
 def test_what_cannot_be_beside_is_refused(prompts, tmp_path):
     with pytest.raises(ValidationError, match="no table can replay"):
         recipe(prompts, beside="lookup", record=tmp_path / "t.parquet")
@@ -733,6 +742,12 @@ def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
     assert made.beside == "none"
     rows = {row.algo: row for row in replay_table(made).rows if row.kind == "policy"}
     assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
+
+
+def test_drafts_of_metasd_are_of_one_length():
+    """Its block divergence is of N_max positions; heads would end drafts where they are unsure."""
+    drafting = resolve("select", "replicate/metasd", []).drafting
+    assert (drafting.stop_below, drafting.keep_above) == (0, 0)
 
 
 def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):

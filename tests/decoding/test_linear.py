@@ -118,6 +118,29 @@ def test_logits_on_a_gpu_are_in_fp32(monkeypatch, dtype, bias):
             assert logits.dtype == torch.float32 and logits.shape == (*shape, 16)
 
 
+def _missing(*args, **options):
+    raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
+
+
+PRODUCTS = {
+    "kept": lambda x, y, out_dtype, mm=torch.mm: mm(x.to(out_dtype), y.to(out_dtype)),
+    "rounded": lambda x, y, out_dtype, mm=torch.mm: mm(x, y).to(out_dtype),
+    "missing": _missing,
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_gpu_is_asked_whether_it_keeps_sums(monkeypatch, product):
+    """One that is not here: logits are fp32 where torch has such products for it, and they are not rounded."""
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *args, device, **options: full(*args, **options))
+    monkeypatch.setattr(torch, "mm", PRODUCTS[product])
+    asked = linear._keeps_sums.__wrapped__
+    for dtype in (torch.bfloat16, torch.float16):
+        assert asked(torch.device("cuda"), dtype) == (product == "kept")
+    assert not asked(torch.device("cpu"), torch.bfloat16) and not asked(torch.device("cuda"), torch.float32)
+
+
 @pytest.fixture
 def sums(monkeypatch):
     """The CPU keeps the sums of products in half precision, as a GPU does."""

@@ -94,6 +94,7 @@ def test_what_a_log_says_of_a_response():
         ({"request": LOGGED["request"], "response": {"error": "overloaded"}}, "no `choices`"),
         ({"request": LOGGED["request"], "response": {"choices": [{"message": {"content": None}}]}}, "must be a string"),
         ({"request": "x{", "response": LOGGED["response"]}, "not JSON"),
+        ({"request": "[" * 100_000, "response": LOGGED["response"]}, "not JSON"),
         ({"response": LOGGED["response"]}, "has no `request`"),
         ({"prompt": "x"}, "must be a string"),
     ],

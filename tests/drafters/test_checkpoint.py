@@ -59,6 +59,13 @@ def test_who_may_read_files_may_read_weights(tmp_path):
     assert (tmp_path / "weights").stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
+def test_weights_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("safe")
+    (tmp_path / "weights").symlink_to(tmp_path / "victim")
+    checkpoint.write_tensors(tmp_path / "weights", {"x": torch.ones(2)})
+    assert (tmp_path / "victim").read_text() == "safe" and not (tmp_path / "weights").is_symlink()
+
+
 def test_the_card_has_the_target_and_the_numbers(drafter):
     card = (drafter / "README.md").read_text()
     assert 'base_model: "builtin"' in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card

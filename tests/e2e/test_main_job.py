@@ -67,9 +67,9 @@ def exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter):
     assert lossless == {"sequences": 6, "mismatches": 0, "ties": 0}
 
 
-def generate_shows_the_same_text_with_and_without(run, drafter):
-    options = ["--dtype", "fp32", "--max-new-tokens", 24, "--json"]
-    document = json.loads(run("generate", "How many students are there?", "--drafter", drafter, *options).stdout)
+def generate_shows_the_same_text_with_and_without(specctl, place, drafter):
+    options = ["--drafter", str(place / drafter), "--dtype", "fp32", "--max-new-tokens", "24", "--json"]
+    document = specctl("generate", "How many students are there?", *options).json
     assert document["identical"]
     assert document["text"]
 
@@ -87,5 +87,5 @@ def test_main_job(run, specctl, place, drafter):
     """One test, so that one process of several trains the drafter."""
     eval_is_lossless_and_has_both_baselines(run, drafter)
     exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter)
-    generate_shows_the_same_text_with_and_without(run, drafter)
+    generate_shows_the_same_text_with_and_without(specctl, place, drafter)
     a_drafter_of_another_target_is_refused(specctl, place, drafter)

@@ -238,6 +238,14 @@ def test_a_log_is_private_whatever_was_there(tmp_path, pipe):
     assert not (tmp_path / "victim").exists()
 
 
+def test_a_log_of_another_user_is_not_written(tmp_path, monkeypatch):
+    """Where others can write the directory, one of them could make the file first and read it."""
+    (tmp_path / "log").write_text("")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="file of another user"):
+        proxy.opened(tmp_path / "log", 100)
+
+
 class Full(io.StringIO):
     """A file on a disk that is full for a while."""
 
@@ -262,6 +270,26 @@ def test_a_full_disk_is_told_of_once_and_without_words(tmp_path, capfd):
     said = capfd.readouterr().err
     assert said.count("No space left on device") == 1 == len(said.splitlines()) and str(tmp_path / "log") in said
     assert "hunter2" not in said and handler.stream.getvalue().split() == ["{}"]
+
+
+class Torn(Full):
+    """One that takes the beginning of a line before it is full."""
+
+    def write(self, text):
+        if self.full:
+            io.StringIO.write(self, text[:5])
+        return super().write(text)
+
+
+def test_half_a_line_on_a_full_disk_spoils_no_later_line(tmp_path):
+    log = proxy.opened(tmp_path / "log", 2**20)
+    (handler,) = log.handlers
+    handler.stream.close()
+    handler.stream = Torn()
+    log.info(json.dumps({"text": "x" * 30}))
+    handler.stream.full = False
+    log.info("{}")
+    assert handler.stream.getvalue().splitlines()[-1] == "{}"
 
 
 def test_addresses_are_no_arguments_of_the_process(tmp_path):

@@ -261,6 +261,29 @@ def test_what_was_published_before_is_gone(tokenizer, kind, heads):
         assert client.published()[0] == "2"  # as it says itself
 
 
+def test_a_drafter_that_was_damaged_since_is_not_put_back(tokenizer, kind, heads):
+    """The error of its file ended the whole restore, and hid which server had failed."""
+    first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
+    with first.engine, second.engine, Client(recipe(first, second)) as client:
+        client.publish(heads[1], "1")
+        weights = heads[1] / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-5])
+        second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
+        said = refusal(client, heads[2], "2", kind=EngineError)
+        assert said.startswith(second.engine.url) and f"{first.engine.url} could not be switched back to 1" in said
+
+
+def test_a_damaged_first_drafter_is_named(tokenizer, heads):
+    """SGLang takes only what fits the drafter of its start. If that is damaged, the error names the server, too."""
+    served = Served(tokenizer, "sglang", heads[0])
+    with served.engine, Client(recipe(served)) as client:
+        weights = heads[0] / "model.safetensors"
+        weights.write_bytes(weights.read_bytes()[:-5])
+        said = refusal(client, heads[1], "1", kind=EngineError)
+        assert said.startswith(served.engine.url)
+        assert f"{heads[0]}, which SGLang was started with, cannot be read" in said
+
+
 def test_one_rank_fails_alone(tokenizer, heads, monkeypatch):
     served = Served(tokenizer, "vllm", heads[0], ranks=2)
     with served.engine, Client(recipe(served)) as client:
@@ -326,11 +349,11 @@ def test_sglang_keeps_its_draft_tokens(tokenizer, heads, tmp_path):
 
 UNABLE = {
     "vllm": [
-        (None, "has no /collective_rpc | start vLLM with VLLM_SERVER_DEV_MODE=1"),
+        (None, "not have /collective_rpc | start vLLM with VLLM_SERVER_DEV_MODE=1"),
         (dict(extension=False), "--worker-extension-cls specctl.engines.vllm_worker.DrafterSwap"),
-        (dict(method="mtp"), "drafts by 'mtp'; heads of eagle3, eagle, medusa, dflash, dspark"),
+        (dict(method="mtp"), "drafts by 'mtp'; only heads of eagle3, eagle, medusa, dflash, dspark"),
     ],
-    "sglang": [(dict(algorithm="DFLASH"), "drafts by DFLASH; heads of EAGLE, EAGLE3")],
+    "sglang": [(dict(algorithm="DFLASH"), "drafts by DFLASH; only heads of EAGLE, EAGLE3")],
 }
 
 
@@ -351,7 +374,7 @@ def test_an_older_sglang_is_named(tokenizer, heads):
     served = Served(tokenizer, "sglang", heads[0])
     served.engine.admin.begin_weight_update = None
     with served.engine, Client(recipe(served)) as client:
-        assert "has no /begin_weight_update | SGLang 0.5.23" in refusal(client, heads[1], "1")
+        assert "not have /begin_weight_update | SGLang 0.5.23" in refusal(client, heads[1], "1")
     assert not served.engine.admin.paused
 
 

@@ -424,6 +424,11 @@ def test_what_is_no_file_is_not_opened(head, name, make_other):
         head_directory.read(place)
 
 
+def test_a_pickle_that_is_no_file_is_not_opened(tmp_path, pipe):
+    with pytest.raises(CheckpointError, match="a named pipe, not a regular file"):
+        head_directory.unpickled(pipe(tmp_path / "pytorch_model.bin"))
+
+
 def test_an_lm_that_chooses_code_is_refused(head, target, tmp_path):
     for key, value in {"attn_implementation": "a/b", "quantization_config": {"quant_method": "awq"}}.items():
         place = head("lm", "hf", change=lambda config, tensors: config.update({key: value}))  # noqa: B023

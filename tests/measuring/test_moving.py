@@ -147,6 +147,16 @@ def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool
     assert moved["good"] and not moved["bad"]
 
 
+@pytest.mark.parametrize(("temperature", "estimator"), [(0.0, "realised"), (1.0, "product")])
+def test_greedy_texts_are_judged_by_their_hits(tiny, pool, monkeypatch, temperature, estimator):
+    """As in `select`: products of γ, a softmax at temperature 1, would promise far too few tokens."""
+    monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], sampling={"temperature": temperature})
+    made = made.model_copy(update={"init": None, "arch": None, "pool": pool})
+    controller = Specialists(made, "ogd", tiny, 0).drafting([Label("a")])["controller"]
+    assert controller.new_game(Label("a")).rules.estimator == estimator
+
+
 def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
     """Twice in a batch it was refused as one game's, and in a row the second went on with what the first had learnt. A
     batch's share of a plain step is the unit of the reward."""
@@ -212,6 +222,26 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkey
         mats[beside] = {row.algo: row.mat for row in found.learners}
     for name in ("static", "ogd"):
         assert mats["lookup"][name] >= max(mats[None][name], mats[None]["lookup"])
+
+
+def test_what_drafting_has_yielded_is_known_from_text_to_text(tiny, pool, monkeypatch):
+    """Every text of a stream on which drafts do not pay would else draft until it finds that out by itself; so would
+    those of a run that goes on."""
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: costs.Costs((1.0,) * len(costs.ROWS), 0.1, 0.1))
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], beside="lookup", baselines=["static"])
+    stage, again = OnlineContenders(made, tiny, 0), OnlineContenders(made, tiny, 0)
+
+    def past(of, name):
+        head = of.learners["ogd"].drafter if name == "ogd" else of.fixed[name]
+        return of._drafting(name, head)["drafter"].past
+
+    for seconds, name in enumerate(("ogd", "static"), 2):
+        for _ in range(50):
+            past(stage, name).learn(1, seconds)
+    again.restore(*stage.state())
+    assert past(again, "ogd").state() == past(stage, "ogd").state()
+    assert past(again, "static").state() == past(stage, "static").state() != past(stage, "ogd").state()
+    assert past(again, "ogd").tokens < 0.6 * past(again, "ogd").cost
 
 
 def test_what_was_said_before_is_drafted(tmp_path, prompts, tiny, pool):

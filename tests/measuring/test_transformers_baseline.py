@@ -89,6 +89,13 @@ def test_sampling_follows_the_recipe_and_the_seed(target):
     assert texts[0] == texts[1] != texts[2]
 
 
+def test_a_temperature_that_overflows_is_greedy(target, generator):
+    """As it is in our own decoding; divided by it, logits were infinite."""
+    cold = load_generator(TargetRecipe(), target, Sampling(1e-45, 0, 1.0), {})
+    texts = [one.decode(PROMPT, 12, 1)["transformers"].output_ids for one in (cold, generator)]
+    assert texts[0] == texts[1]
+
+
 def test_the_models_own_generation_config_is_not_merged_in(target, generator):
     """A repetition penalty in a model's files would silently make the baseline decode something else."""
     used = generator.model.generation_config

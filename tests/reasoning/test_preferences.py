@@ -157,6 +157,13 @@ def test_epochs_are_those_of_both_modes_where_they_are_given():
     assert recipe.epochs_of("osd-lr") == recipe.epochs_of("online-lr") == 2
 
 
+@pytest.mark.parametrize(("mode", "steps"), [("osd-lr", 2), ("online-lr", 6)])
+def test_without_a_number_of_epochs_a_chunk_is_seen_as_often_as_in_the_paper(tiny, target, mode, steps):
+    """Two steps an epoch. SFT learnt from each chunk three times, as DPO does."""
+    default, named = (learner(tiny, target, mode, epochs=epochs).learn(PAIRS) for epochs in (None, steps // 2))
+    assert default.steps == steps and default == named
+
+
 def test_a_signal_ends_learning_between_two_steps(tiny, target, monkeypatch, tmp_path):
     """A chunk of a large draft LM takes longer than a batch system waits. And nothing is left in the directory."""
     monkeypatch.chdir(tmp_path)

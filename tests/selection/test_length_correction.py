@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 
 from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.game.delay import Delay
 from specctl.selection.game.length_correction import LengthCorrection
 from specctl.selection.game.losses import extrapolated_depths, geometric_length, length_loss
 from specctl.selection.game.rules import rules_for
-from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.replay import replay
+from specctl.selection.recorded.hindsight import Hindsight, token_losses
+from specctl.selection.recorded.replay import replay, rules_on
 from specctl.selection.recorded.trace import INNER
 from tests.selection.tables import table_of, trace_of
 
@@ -91,6 +92,27 @@ def test_scores_of_depth_one_stand_for_the_tokens_that_follow():
         np.array([[2, 1], [1, 1], [0, 0], [1, 1]])
     )
     assert geometric_length(np.array([0.5, 0.5, 1.0]), np.array([3, 0, 2])) == pytest.approx([1.875, 1, 3])
+
+
+def test_tokens_that_wait_for_none_behind_them_stand_for_whole_drafts():
+    """The first vectors of a text are known at once. As 1 − γ they would be set against the seconds of a whole round: a
+    cheap arm would begin with the lead."""
+    rules = rules_for("hedgespec", GameRecipe(hybrid_rounds=2), K)
+    gamma = np.array([[0.9, 0.7], [0.4, 0.4]])[..., None]
+    told = Delay(2, rules).scored(gamma, np.zeros_like(gamma))
+    lengths = [1 + sum(rate**k for k in range(1, K + 1)) for rate in (0.8, 0.4)]
+    assert told == pytest.approx(np.array([[1 - length / (K + 1) for length in lengths]] * 2))
+
+
+def test_regret_is_that_of_whole_drafts_however_few_depths_are_scored():
+    """A table knows all depths. By depth 1 alone the arm that was best in hindsight would be another one."""
+    gamma = np.array([np.full((60, K), 0.8), np.full((60, K), 0.4)])
+    trace = trace_of(gamma, 1)
+    table = changed(table_of([trace]), draft_s=np.array([1.0, 0.05]), step_s=np.ones(3))
+    one, all_depths = (
+        token_losses(trace, rules_on(table, "hedgespec", GameRecipe(depth=depth))) for depth in (1, None)
+    )
+    assert one == pytest.approx(all_depths) and one.sum(axis=0).argmin() == 0
 
 
 def test_a_ratio_counts_as_far_as_it_is_sure():

@@ -7,9 +7,11 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from specctl import data_prep
+from specctl.drafters.checkpoint import digests
 from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.recipe import RouterRecipe
@@ -136,6 +138,18 @@ def test_pickles_are_never_read(saved, target):
     del record["files"]["model.safetensors"]
     (saved / RECORD).write_text(json.dumps(record))
     with pytest.raises(CheckpointError, match=r"does not list model\.safetensors"):
+        Router.load(saved, ARMS, target)
+
+
+def test_a_router_without_its_head_is_refused(saved, target):
+    """An encoder in its place, with a record of its own: `transformers` would draw the head at random."""
+    held = load_file(saved / "model.safetensors")
+    encoder = {name: tensor for name, tensor in held.items() if not name.startswith("classifier.")}
+    save_file(encoder, saved / "model.safetensors", metadata={"format": "pt"})
+    record = json.loads((saved / RECORD).read_text())
+    record["files"] |= {name: about for name, about in digests(saved).items() if name in record["files"]}
+    (saved / RECORD).write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=r"its files lack classifier\.bias, classifier\.weight"):
         Router.load(saved, ARMS, target)
 
 

@@ -93,6 +93,14 @@ def test_a_state_of_other_types_is_no_state(tmp_path, capsys, text, says):
     assert f"{path} is damaged (trainer.json" in said and says in said and len(said) < 1000
 
 
+def test_states_are_their_owners_alone(tmp_path):
+    """Probes and buffers are token ids of users' texts; directories of an earlier specctl were open to all."""
+    for name in ("new", "there"):
+        (tmp_path / "there").mkdir(mode=0o755, exist_ok=True)
+        checkpoint.save_tensors(tmp_path / name, 1, {"step": 1}, {"x": torch.ones(2)}, keep=1)
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
+
+
 def test_none_whole_is_an_error(tmp_path):
     (make(tmp_path, 10) / "model.pt").unlink()
     with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged"):
