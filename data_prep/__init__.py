@@ -1,4 +1,4 @@
-"""The domains `specctl` knows.
+"""Domains that `specctl` knows, with offline prompt generators and public data sets.
 
 `get("sql").generate(1000, seed=0)` writes prompts offline; `load_public(get("sql"))` reads the public data set.
 """
@@ -16,7 +16,7 @@ DOMAINS: dict[str, Domain] = {
 
 
 def get(name: str) -> Domain:
-    """The domain of that name. Raises UnknownDomain (a ValueError) with the nearest names."""
+    """Return the domain with this name. Raises UnknownDomain (a ValueError) with the nearest names."""
     if name in DOMAINS:
         return DOMAINS[name]
     meant = did_you_mean(name.lower(), [*DOMAINS], most=2, cutoff=0.5)

@@ -1,4 +1,4 @@
-"""Biology and chemistry: terms to define, textbook sections to write, exercises to solve."""
+"""Biology and chemistry prompts: terms to define, textbook sections to write, exercises to solve."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chat: questions and requests of every day, some with a text to work on."""
+"""Chat prompts: everyday questions and requests, some with a text to work on."""
 
 from __future__ import annotations
 

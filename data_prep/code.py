@@ -1,4 +1,4 @@
-"""Code: a function to write from a sentence and tests, or a documented stub to complete."""
+"""Code prompts: a function to write from a sentence and tests, or a documented stub to complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _STUB = "Complete the body of this Python function:\n\n"
 _METHOD = "Complete the body of this Python function (a method of class `{}`):\n\n"
 _PREFIXES = ("", "", "", "", "get_", "find_", "compute_", "calc_", "my_", "list_", "_")
 _SUFFIXES = ("", "", "", "", "", "_list", "_fast", "_iterative", "_recursive", "_2")
-_NEW_LINE = re.compile(r" (?=:param|:return|Raises |Returns )")  # where a docstring sentence starts a line of its own
+_NEW_LINE = re.compile(r" (?=:param|:return|Raises |Returns )")  # docstring sentences that start on a new line
 _OPENINGS = (
     "Write a function to ",
     "Write a function to ",
@@ -32,7 +32,7 @@ def _name(random: Random, task: Task) -> str:
 
 
 def _examples(random: Random, task: Task, count: int) -> list[tuple[str, object]]:
-    """Calls without the function's name, and their results: distinct calls, as many as there are up to `count`."""
+    """Distinct calls without the function's name, with their results; at most `count`, fewer if the task has fewer."""
     found: dict[str, object] = {}
     for _ in range(3 * count):
         arguments = task.arguments(random)
@@ -98,7 +98,7 @@ def _meaning(kind: str) -> str:
 
 def _method(random: Random) -> str:
     book = phrasebook("code_methods")
-    # One name for one thing throughout a method.
+    # Each thing has the same name throughout a method.
     bound = {name: book.grammar.draw(random, name) for name in ("item", "key", "type", "store", "table", "cipher")}
     owner, signature, text = book.write(random, "methods", bound).split(" ## ")
     text = _NEW_LINE.sub("\n    ", text)

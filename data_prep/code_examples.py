@@ -1,4 +1,4 @@
-"""What a small Python task is, and the helpers that its solutions and examples share."""
+"""Small Python tasks as records, and helpers that their solutions and examples share."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Arguments = tuple[Any, ...]
 
 
 class Task(NamedTuple):
-    """`text` completes "Write a function to …"; `parameters` and `returns` are annotations.
+    """A small Python task. `text` completes "Write a function to …"; `parameters` and `returns` are annotations.
 
-    `run(*arguments(random))` is an example.
+    `run(*arguments(random))` gives the result of an example call.
     """
 
     name: str
@@ -27,17 +27,17 @@ class Task(NamedTuple):
 
 
 def is_prime(n: int) -> bool:
-    """Trial division; the numbers are small."""
+    """Test by trial division, for small numbers."""
     return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
 def digits(n: int) -> list[int]:
-    """The decimal digits of |n|."""
+    """Decimal digits of |n|."""
     return [int(d) for d in str(abs(n))]
 
 
 def numbers(random: Random) -> list[int]:
-    """Three to eight integers of a random range."""
+    """Draw three to eight integers from a random range."""
     low, high = pick(random, ((0, 12), (1, 30), (-20, 20), (-9, 99), (1, 130)))
     width = high - low + 1  # `randint` is several times slower
     return [low + int(random.random() * width) for _ in range(3 + int(random.random() * 6))]

@@ -1,6 +1,6 @@
 """Tasks that are not compositions: formulas over small integers, and operations on lists.
 
-What each is called and asks for stands in `code_tasks.txt`, its solution here.
+`code_tasks.txt` has the names and texts of these tasks; this module has their solutions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _collatz(n: int) -> int:
 
 
 def _heron(a: int, b: int, c: int) -> float:
-    """The area of the triangle, 0.0 where the sides make none."""
+    """Area of a triangle from its sides; 0.0 if the sides form no triangle."""
     return round(math.sqrt(max(0, (a + b + c) * (b + c - a) * (a + c - b) * (a + b - c))) / 4, 2)
 
 
@@ -99,7 +99,7 @@ _SOLUTIONS: dict[str, Callable[..., Any]] = {
     "ohms_law": lambda u, r: round(u / r, 2),
     "manhattan_distance": lambda a, b, c, d: abs(a - c) + abs(b - d),
     "slope": lambda a, b, c, d: None if a == c else (d - b) / (c - a),
-    # Operations on two lists, and on a list and a number.
+    # Operations on two lists, or on a list and a number.
     "common_elements": lambda a, b: sorted(set(a) & set(b)),
     "merge_sorted": lambda a, b: sorted(a + b),
     "difference": lambda a, b: [x for x in a if x not in b],
@@ -130,12 +130,12 @@ _SOLUTIONS: dict[str, Callable[..., Any]] = {
 
 @cache
 def tasks(section: str) -> tuple[Task, ...]:
-    """The tasks of a section, `formulas` or `list operations`. Raises KeyError for one that has no solution."""
+    """The tasks of a section, `formulas` or `list operations`. Raises KeyError for a task without a solution."""
     return tuple(_task(*row.split(" | ")) for row in phrasebook("code_tasks")[section])
 
 
 def _task(name: str, declared: str, returns: str, text: str) -> Task:
-    """A task; parameters are declared as `n 2-20`, an integer of that range, or as `nums`, a list of integers."""
+    """Build a task. Parameters are declared as `n 2-20`, an integer in a range, or as `nums`, a list of integers."""
     parameters = [(parameter, bounds) for parameter, _, bounds in (p.partition(" ") for p in declared.split(", "))]
     return Task(
         name,

@@ -1,7 +1,7 @@
-"""Small Python tasks that can be run, so that every example a prompt shows is true.
+"""Small Python tasks with solutions that run, so every example shown in a prompt is true.
 
-Most are compositions: a filter, a map and a fold over a list; a class of characters and what to do with it; a kind of
-word and what to do with it. Their product is what makes thousands of different tasks.
+Most tasks are compositions: a filter, a map and a fold over a list; a class of characters and an action; a kind of word
+and an action. Combining the parts gives thousands of different tasks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .code_formulas import tasks
 from .grammar import pick
 from .phrasebook import phrasebook
 
-# name part, text, predicate
+# (part of the function name, text, predicate)
 _FILTERS: tuple[tuple[str, str, Callable[[int], bool]], ...] = (
     ("", "numbers", lambda n: True),
     ("even", "even numbers", lambda n: n % 2 == 0),
@@ -211,7 +211,7 @@ def _word_task(random: Random) -> Task:
 
 
 def draw(random: Random) -> Task:
-    """A task; compositions come up in proportion to how many there are."""
+    """Draw a task; 70 % of the draws are compositions."""
     kind = random.random()
     if kind < 0.4:
         return _list_task(random)

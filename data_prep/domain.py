@@ -1,4 +1,4 @@
-"""What a domain is: a public data set to load, and a generator of our own for work without a network."""
+"""Domains of prompts: each has a public data set to load, and an offline generator."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from ..errors import UsageError
 
 SPLITS = ("train", "test")
 TEST_SHARE = 5  # one fingerprint in five belongs to the test split
-# Consecutive draws with nothing new; with 5 % of a grammar still unseen, once in 1e8 (test split).
+# Consecutive draws without a new prompt after which the generator gives up. With 5 % of a grammar still unseen, this
+# happens once in 1e8 (test split).
 GIVE_UP = 2000
 
 
 class UnknownDomain(UsageError, ValueError):
-    """No domain has this name; the hint has the nearest ones."""
+    """Raised for a name that no domain has; the hint lists the known domains."""
 
 
 class PromptsExhausted(UsageError, ValueError):
-    """The generator has fewer distinct prompts than were asked for."""
+    """Raised if the generator has fewer distinct prompts than requested."""
 
 
 @dataclass(frozen=True)
 class PublicSet:
-    """A data set on the Hugging Face hub and how its rows become prompts.
+    """A data set on the Hugging Face hub, and the conversion of its rows to prompts.
 
-    `split` maps our split to the data set's own (slices such as `train[:90%]` where it has only one). `columns` maps a
-    field of `template` to a column; a dotted path reaches into structs and a list is joined by line breaks. `revision`
-    and `data_dir` name the converted files of a set published as a loading script, which `datasets` 4 no longer runs.
+    `split` maps our split to the data set's split (slices such as `train[:90%]` if it has only one). `columns` maps a
+    field of `template` to a column; a dotted path reaches into structs, and a list is joined by line breaks. Some sets
+    are published as a loading script, which `datasets` 4 no longer runs. `revision` and `data_dir` then name their
+    converted files.
     """
 
     id: str
@@ -45,7 +47,7 @@ class PublicSet:
 
 @dataclass(frozen=True)
 class Domain:
-    """One subject. `sample` writes one prompt from a random stream; `generate` drops those it writes twice."""
+    """One subject. `sample` writes one prompt from a random stream; `generate` drops repeated prompts."""
 
     name: str
     description: str
@@ -53,10 +55,10 @@ class Domain:
     sample: Callable[[Random], str] = field(repr=False)
 
     def generate(self, n: int, seed: int, split: str = "train") -> Iterator[str]:
-        """Yields `n` distinct prompts, the same for one seed and split in every process; fewer are a prefix of more.
+        """Yield `n` distinct prompts, the same in every process for one seed and split; a smaller `n` gives a prefix.
 
-        The splits share no prompt, whatever their seeds: a hash of the text decides where it belongs. Raises ValueError
-        for an unknown split or a negative `n`, and PromptsExhausted (a ValueError) when the grammar has fewer.
+        The splits share no prompt, with any seeds: a hash of the text decides the split of a prompt. Raises ValueError
+        for an unknown split or a negative `n`, and PromptsExhausted (a ValueError) if the grammar has fewer prompts.
         """
         if split not in SPLITS:
             raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
@@ -76,8 +78,8 @@ class Domain:
                 misses += 1
                 if misses == GIVE_UP:
                     raise PromptsExhausted(
-                        f"domain {self.name} has about {len(seen)} distinct {split} prompts; {n} were asked for",
-                        hint="lower the limit, or bring your own with --prompts",
+                        f"domain {self.name} has about {len(seen)} distinct {split} prompts, but {n} were requested",
+                        hint="lower the limit, or give your own prompts with --prompts",
                     )
                 continue
             misses = 0
@@ -86,5 +88,5 @@ class Domain:
 
 
 def fingerprint(prompt: str) -> int:
-    """A stable 64-bit hash of a text."""
+    """Stable 64-bit hash of a text."""
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big")

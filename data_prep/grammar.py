@@ -1,17 +1,17 @@
-"""Seeded text templates: the one machine behind every prompt generator.
+"""Seeded text templates, on which all prompt generators are built.
 
 A template is plain text with two kinds of holes:
 
     <one|two|>        one of the alternatives (an empty one makes the text optional); alternatives may hold slots
                       and choices
-    {fruit}           a fresh draw from the rule `fruit`; {Fruit} the same with a capital first letter
-    {3-12} {10-90/5}  an integer of the range, both ends included, in steps
+    {fruit}           a fresh draw from the rule `fruit`; {Fruit} is the same draw with a capital first letter
+    {3-12} {10-90/5}  an integer in the range, both ends included, in steps
     {n=3-9} {x=fruit} a draw that is printed and remembered; {n}, {x}, {X} print it again
-    {!n=3-9}          a draw that is remembered only
+    {!n=3-9}          a draw that is only remembered
     {=n*4+k}          arithmetic on remembered integers, evaluated strictly from left to right
 
-Rules map a name to alternatives, which are templates themselves. Randomness comes from a `random.Random` and from
-nothing else, so a text is a function of the seed in every process and on every machine.
+Rules map a name to alternatives, which are templates themselves. All randomness comes from a `random.Random`, so a text
+is a function of the seed in every process and on every machine.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _HOLE = re.compile(r"<|\{[^{}]*\}")
 _RANGE = re.compile(r"(\d+)-(\d+)(?:/(\d+))?")
 _TERM = re.compile(r"([+*-]?)(\w+)")
 _SPARE = re.compile(r" +(?=[ .,?])")
-# "a" before a vowel sound; words that are written with a vowel and spoken with a consonant keep their "a".
+# An "a" before a vowel sound. Words that are written with a vowel but spoken with a consonant keep their "a".
 _ARTICLE = re.compile(r"\b([Aa]) (?=(?!uni|one\b|one-|use|eu)[aeiou]|8\b|11\b|18\b|8\d\b|hour|honest)")
 
 
 class Range(NamedTuple):
-    """An integer of `low, low + step, …`, `size` of them."""
+    """An integer from `low, low + step, …`, with `size` possible values."""
 
     low: int
     step: int
@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """`{…}`: what is drawn, the name it is remembered by, and whether it is printed."""
+    """A slot `{…}`: the source of its value, the name that remembers it, and whether it is printed."""
 
     source: str | Range
     name: str | None
@@ -50,7 +50,7 @@ class Slot(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """`<…|…>`: compiled alternatives."""
+    """A choice `<…|…>`: compiled alternatives."""
 
     alternatives: tuple[tuple[str | Slot | Choice, ...], ...]
 
@@ -59,29 +59,29 @@ Piece = str | Slot | Choice
 
 
 def pick(random: Random, items: Sequence[T]) -> T:
-    """One item, uniformly."""
+    """Draw one item, uniformly."""
     # Several times faster than `random.choice`; a 53-bit float has no visible bias over a word list.
     return items[int(random.random() * len(items))]
 
 
 def tidy(text: str) -> str:
-    """Drops the spaces that empty alternatives leave behind: doubled ones and those before punctuation."""
+    """Drop the spaces that empty alternatives leave: doubled spaces, and spaces before punctuation."""
     return _SPARE.sub("", text)
 
 
 def capitalized(text: str) -> str:
-    """The text with a capital first letter; the rest stays as it is."""
+    """The text with a capital first letter and no other change."""
     return text[:1].upper() + text[1:]
 
 
 def articles(text: str) -> str:
-    """`a apple` -> `an apple`: templates cannot know what follows their article."""
+    """Correct `a apple` to `an apple`: a template cannot know the word after its article."""
     return _ARTICLE.sub(r"\1n ", text)
 
 
 @cache
 def parse(template: str) -> tuple[Piece, ...]:
-    """The pieces of a template, compiled once. A `<` without its `>` is text."""
+    """Compile a template to pieces, once. A `<` without its `>` is text."""
     pieces: list[Piece] = []
     end = 0
     while (hole := _HOLE.search(template, end)) is not None:
@@ -102,7 +102,8 @@ def parse(template: str) -> tuple[Piece, ...]:
 
 
 def _alternatives(template: str, start: int) -> list[int] | None:
-    """Where the choice that opens at `start` is cut: its `<`, its own `|`s, its `>`; None when it never closes."""
+    """Positions that divide the choice that opens at `start`: its `<`, its own `|`s, its `>`; or None if it never
+    closes."""
     cuts, depth = [start], 0
     for position in range(start, len(template)):
         character = template[position]
@@ -138,7 +139,7 @@ def _evaluate(expression: str, bound: Mapping[str, str]) -> str:
 
 
 class Grammar:
-    """Rules by name, and the expansion of templates over them.
+    """Rules by name, and the expansion of templates with these rules.
 
     Expansion raises KeyError for a slot that is neither a rule nor a remembered name: a mistake in a template.
     """
@@ -149,11 +150,12 @@ class Grammar:
         }
 
     def expand(self, random: Random, template: str, bound: dict[str, str] | None = None) -> str:
-        """One text of the template. `bound` holds remembered draws: pass the same dict to share them between texts."""
+        """Write one text from a template. `bound` holds remembered draws: pass the same dict to share them between
+        texts."""
         return self._expand(random, parse(template), {} if bound is None else bound)
 
     def draw(self, random: Random, rule: str, bound: dict[str, str] | None = None) -> str:
-        """One text of a rule."""
+        """Write one text from a rule."""
         return self.expand(random, pick(random, self.rules[rule]), bound)
 
     def _expand(self, random: Random, pieces: tuple[Piece, ...], bound: dict[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""Math: short stories with a number for an answer, told at once or in several steps."""
+"""Math prompts: short stories with a number for an answer, told at once or in several steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .domain import Domain, PublicSet
 from .grammar import Grammar, articles, capitalized, pick, tidy
 from .phrasebook import phrasebook
 
-# Subjects of problems in several steps, with the least and the most events of each.
+# Subjects of problems in several steps, each with its least and most number of events.
 _CHAINS = (
     ("collection", 2, 5),
     ("shopping", 2, 5),
@@ -24,7 +24,7 @@ _CHAINS = (
 
 @cache
 def _grammars() -> tuple[Grammar, Grammar]:
-    """Grammars of stories about a woman and about a man: hero and pronouns belong together."""
+    """Grammars of stories about a woman and about a man, in which hero and pronouns agree."""
     rules = phrasebook("math_stories").grammar.rules
     women, men = rules["woman"], rules["man"]
     she = {"hero": (*women, *women, "Mrs. {surname}"), "she": ("she",), "her": ("her",), "him": ("her",)}
@@ -33,7 +33,7 @@ def _grammars() -> tuple[Grammar, Grammar]:
 
 
 def _chain(random: Random, grammar: Grammar, bound: dict[str, str]) -> str:
-    """An opening, a few events in any order, and a question; they share their remembered draws."""
+    """Write an opening, a few events in any order, and a question. They share their remembered draws."""
     book = phrasebook("math_chains")
     subject, least, most = pick(random, _CHAINS)
     events = random.sample(book[f"{subject} events"], random.randint(least, most))

@@ -1,4 +1,4 @@
-"""Medical: short questions about a condition, and research questions to answer from an abstract."""
+"""Medical prompts: short questions about a condition, and research questions to answer from an abstract."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .domain import Domain, PublicSet
 from .grammar import articles, capitalized, pick, tidy
 from .phrasebook import phrasebook
 
-# Draws that the parts of one abstract share, and their rules.
+# Draws that the parts of one abstract share: name → rule.
 _SHARED = {"p": "patients", "t": "treatment", "o": "outcome", "m": "marker"}
 
 

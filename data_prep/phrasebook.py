@@ -1,6 +1,6 @@
-"""Phrase lists: the text files of `phrases/`, each read once, when it is first needed.
+"""Phrase lists: the text files of `phrases/`, each read once, when first needed.
 
-A file holds sections of phrases, one a line, in the template language of `grammar`:
+A file holds sections with one phrase per line, in the template language of `grammar`:
 
     # A line that begins with a hash sign is a remark; blank lines separate groups for the reader only.
     [questions]
@@ -11,9 +11,9 @@ A file holds sections of phrases, one a line, in the template language of `gramm
     animals: dogs | cats | elephants
         | dolphins
 
-The section `rules` holds `name: alternative | alternative`; a line that begins with `|` goes on with the rule above it.
-Draws pick by position, so the order of phrases is part of what a seed stands for, and a phrase that stands there twice
-comes up twice as often.
+The section `rules` holds `name: alternative | alternative`; a line that begins with `|` continues the rule above.
+Phrases are drawn by position, so the texts of a seed depend on the order of phrases. A phrase that is listed twice is
+drawn twice as often.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ FOLDER = Path(__file__).parent / "phrases"
 
 @dataclass(frozen=True)
 class Phrasebook:
-    """The phrases of one file by section, and the grammar of its rules and the shared names."""
+    """The phrases of one file by section, and a grammar of its rules and the shared names."""
 
     name: str
     sections: Mapping[str, tuple[str, ...]]
     grammar: Grammar
 
     def __getitem__(self, section: str) -> tuple[str, ...]:
-        """The phrases of a section, as they are written. Raises KeyError for a section that the file lacks."""
+        """The phrases of a section, unexpanded. Raises KeyError if the file has no such section."""
         if section not in self.sections:
             raise KeyError(f"{self.name}.txt has no section [{section}]")
         return self.sections[section]
 
     def write(self, random: Random, section: str, bound: dict[str, str] | None = None) -> str:
-        """One text of a section; `bound` holds remembered draws as in `Grammar.expand`."""
+        """Write one text of a section; `bound` holds remembered draws as in `Grammar.expand`."""
         return self.grammar.expand(random, pick(random, self[section]), bound)
 
 
 @cache
 def phrasebook(name: str) -> Phrasebook:
-    """The phrasebook of a file, its rules over those of `names`."""
+    """Load the phrasebook of a file; its rules override the rules of `names`."""
     sections, rules = read(FOLDER / f"{name}.txt")
     return Phrasebook(name, sections, Grammar(names(), rules))
 
@@ -63,12 +63,12 @@ def names() -> dict[str, tuple[str, ...]]:
 
 
 def read(path: Path) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, ...]]]:
-    """The phrases by section, without `rules`, and the alternatives by rule.
+    """Read the phrases by section, without `rules`, and the alternatives by rule.
 
-    Raises ValueError with file and line for a phrase outside of a section, a section or rule that is there twice, one
-    with nothing in it, and a line of `rules` that is neither a rule nor the continuation of one.
+    Raises ValueError with file and line for a phrase before the first section, a repeated section or rule, an empty
+    section or rule, and a line of `rules` that neither begins nor continues a rule.
     """
-    sections: dict[str, list[tuple[str, str]]] = {}  # where a phrase stands, and the phrase
+    sections: dict[str, list[tuple[str, str]]] = {}  # (file:line, phrase)
     section = ""
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         line, where = line.strip(), f"{path.name}:{number}"
@@ -77,7 +77,7 @@ def read(path: Path) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, .
         if line.startswith("[") and line.endswith("]"):
             section = line[1:-1]
             if section in sections:
-                raise ValueError(f"{where}: section [{section}] is there twice")
+                raise ValueError(f"{where}: section [{section}] occurs twice")
             sections[section] = []
         elif not section:
             raise ValueError(f"{where}: a phrase before the first [section]")
@@ -86,7 +86,7 @@ def read(path: Path) -> tuple[dict[str, tuple[str, ...]], dict[str, tuple[str, .
     rules = _rules(sections.pop("rules", []))
     phrases = {name: tuple(line for _, line in lines) for name, lines in sections.items()}
     if empty := [name for name, texts in (phrases | rules).items() if not texts]:
-        raise ValueError(f"{path.name}: nothing stands under {', '.join(empty)}")
+        raise ValueError(f"{path.name}: no phrases under {', '.join(empty)}")
     return phrases, rules
 
 
@@ -97,11 +97,11 @@ def _rules(lines: list[tuple[str, str]]) -> dict[str, tuple[str, ...]]:
         if not line.startswith("|"):
             name, colon, line = (part.strip() for part in line.partition(":"))
             if not colon:
-                raise ValueError(f"{where}: neither `name: alternative | …` nor a line that goes on with `|`")
+                raise ValueError(f"{where}: expected `name: alternative | …`, or a line that continues a rule with `|`")
             if name in rules:
-                raise ValueError(f"{where}: rule {name!r} is there twice")
+                raise ValueError(f"{where}: rule {name!r} is defined twice")
             rules[name] = ()
         elif not name:
-            raise ValueError(f"{where}: goes on with `|`, but there is no rule above")
+            raise ValueError(f"{where}: continues a rule with `|`, but there is no rule above")
         rules[name] += tuple(" ".join(text.split()) for text in line.split("|") if text.strip())
     return rules

@@ -1,4 +1,4 @@
-"""Prompts from the public data set of a domain. The only part that needs a network and the `datasets` package."""
+"""Prompts from the public data set of a domain. Only this module needs a network and the `datasets` package."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from .domain import SPLITS, Domain, PublicSet
 
 
 def load_public(domain: Domain, split: str = "train", limit: int | None = None) -> Iterator[str]:
-    """Yields up to `limit` prompts in the order of the data set; rows whose template comes out empty are skipped.
+    """Yield up to `limit` prompts in the order of the data set; rows that give an empty prompt are skipped.
 
-    Raises ValueError for an unknown split; DataError when the set cannot be loaded or lacks a column, naming the set.
+    Raises ValueError for an unknown split. Raises DataError, naming the set, if the set cannot be loaded or lacks a
+    column.
     """
     if split not in SPLITS:
         raise ValueError(f"split {split!r} is not one of {', '.join(SPLITS)}")
     public = domain.public
     where = {key: value for key, value in (("revision", public.revision), ("data_dir", public.data_dir)) if value}
-    hint = "it needs a network once; source=generator works without one"
+    hint = "the data set needs network access the first time; source=generator does not"
     rows = load_rows(public.id, public.config, public.split[split], hint=hint, **where)
     prompts = (prompt for row in rows if (prompt := to_prompt(domain.public, row)))
     return islice(prompts, limit)
 
 
 def to_prompt(public: PublicSet, row: Mapping[str, Any]) -> str:
-    """One row as a prompt: the template over its columns, without the blank lines that empty columns leave."""
+    """Convert a row to a prompt: fill the template, and strip the blank lines that empty columns leave at its ends."""
     return public.template.format(**{name: _column(public, row, path) for name, path in public.columns.items()}).strip()
 
 
@@ -45,9 +46,10 @@ def _column(public: PublicSet, row: Mapping[str, Any], path: str) -> str:
 def load_rows(
     id: str, config: str | None = None, split: str | None = None, *, hint: str, **where: str
 ) -> Iterator[Mapping[str, Any]]:
-    """Rows of a data set's split; without `split`, of its test split if it has one, or of its first.
+    """Rows of a data set's split. Without `split`: its test split if it has one, else its first split.
 
-    Raises DataError with `hint`, here or at a row, when the set cannot be loaded or read, naming set and cause.
+    Raises DataError with `hint`, at once or at a row, if the set cannot be loaded or read; the error names set and
+    cause.
     """
     from datasets import load_dataset
 
@@ -65,16 +67,16 @@ def _rows(found: Iterable[Mapping[str, Any]], id: str, hint: str) -> Iterator[Ma
 
 @contextmanager
 def _naming(id: str, hint: str) -> Iterator[None]:
-    """DataError in place of what `datasets` and the readers below it raise, of many kinds."""
+    """Replace the many kinds of errors from `datasets` and its readers by DataError."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
         yield
-    except StopIteration as error:  # by which `datasets` says that all of its files are empty
+    except StopIteration as error:  # raised by `datasets` if all files of the set are empty
         raise DataError(f"the data set {id} has no rows", hint=hint) from error
     except Exception as error:
         cause: BaseException = error
         while isinstance(cause, DatasetGenerationError) and cause.__cause__ is not None:
-            cause = cause.__cause__  # its own message is that "an error occurred"
+            cause = cause.__cause__  # its message says only that an error occurred
         said = brief(" ".join(f"{type(cause).__name__}: {cause}".split()))
         raise DataError(f"cannot load the data set {id}: {said}", hint=hint) from error

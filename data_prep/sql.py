@@ -1,4 +1,4 @@
-"""SQL: a question over one table (two layouts) or over a database of several (`sql_university`)."""
+"""SQL prompts: a question over one table (in two layouts), or over a database of several tables (`sql_university`)."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _columns(random: Random, most: tuple[int, ...]) -> tuple[str, list[tuple[str
 
 
 def identifier(heading: str) -> str:
-    """A table heading as a schema column: lower case, underscores, brackets where a bare name would not parse."""
+    """Convert a table heading to a schema column: lower case, underscores, brackets if a bare name would not parse."""
     name = heading.lower().replace(".", "").replace(" ", "_")
     return f"[{name}]" if _BRACKETED.search(name) else name
 

@@ -1,4 +1,4 @@
-"""Questions over one table: how a column, conditions and an aggregate come together in a phrasing."""
+"""Questions over one table: phrasings that combine a column, conditions and an aggregate."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LESS = ("smaller than", "less than", "fewer than", "lower than", "under", "befo
 
 @cache
 def _cells() -> dict[str, list[str]]:
-    """The rules of cells by the section of phrasings that fits them besides `any`."""
+    """Cell rules by section of phrasings. A section fits cells of its rules, in addition to the section `any`."""
     lines = (line.partition(": ") for line in phrasebook("sql_phrasings")["cells"])
     return {section: rules.split(", ") for section, _, rules in lines}
 
 
 def _spoken(random: Random, heading: str) -> str:
-    """How a question names a column: mostly in lower case, often without its odd characters."""
+    """A column's name as a question would say it: mostly in lower case, often without odd characters."""
     name = " ".join(_ODD.sub("", heading).replace("_", " ").split()) if random.random() < 0.7 else heading
     name = name or heading
     return name.lower() if random.random() < 0.65 else name
@@ -41,9 +41,9 @@ def _condition(random: Random, column: str, rule: str, value: str, compare: bool
 
 
 def ask(random: Random, noun: str, columns: list[tuple[str, str]], style: int) -> str:
-    """A question over `columns` (heading, rule).
+    """Write a question over `columns` (heading, rule).
 
-    `style` 1: one condition as a rule, counting questions; 2: more conditions, comparisons, sums, lower-case values.
+    `style` 1: mostly one condition, and counting questions; 2: more conditions, comparisons, sums, lower-case values.
     """
     grammar, phrasings = phrasebook("sql_tables").grammar, phrasebook("sql_phrasings")
     order = random.sample(columns, len(columns))
@@ -72,7 +72,7 @@ def ask(random: Random, noun: str, columns: list[tuple[str, str]], style: int) -
 
 
 def _section(random: Random, column: tuple[str, str], given: str, style: int, many: int) -> str:
-    """The section of phrasings for the wanted column; `given` is the rule of the first condition."""
+    """Choose the section of phrasings for the wanted column; `given` is the rule of the first condition."""
     heading, wanted = column
     draw = random.random()
     if draw < (0.19 if style == 1 else 0.05):
@@ -88,7 +88,7 @@ def _section(random: Random, column: tuple[str, str], given: str, style: int, ma
 
 
 def _finish(random: Random, question: str) -> str:
-    """The carelessness of real questions: no question mark, a lower-case start."""
+    """Add the carelessness of real questions: a missing question mark, a lower-case start."""
     if question.endswith("?") and random.random() < 0.06:
         question = question[:-1] + pick(random, ("", "", ".", " ?"))
     return question[:1].lower() + question[1:] if random.random() < 0.05 else question

@@ -1,4 +1,4 @@
-"""Summarization: paper abstracts to put in one sentence, and conversations to put in a clinical note."""
+"""Summarization prompts: paper abstracts to put in one sentence, and conversations to put in a clinical note."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from .domain import Domain, PublicSet
 from .grammar import articles, capitalized, pick, tidy
 from .phrasebook import phrasebook
 
-# Draws that the parts of one abstract share, and their rules.
+# Draws that the parts of one abstract share: name → rule.
 _SHARED = {"m": "method", "p": "problem", "k": "model", "name": "name"}
-# The parts of an abstract, with the least and the most sentences of each.
+# Parts of an abstract, each with its least and most number of sentences.
 _PLAN = (("context", 1, 4), ("proposal", 1, 2), ("detail", 1, 4), ("outcome", 2, 4))
 
 
@@ -23,7 +23,7 @@ def _abstract(random: Random) -> str:
 
 
 def _dialogue(random: Random) -> str:
-    """A conversation: it may open, has some exchanges of its section, and may close."""
+    """Write a conversation: an optional opening, some exchanges of its section, and an optional closing."""
     book = phrasebook("dialogues")
     weights, sections = zip(*(line.split(" ", 1) for line in book["weights"]), strict=True)
     section = random.choices(sections, tuple(map(int, weights)))[0]

@@ -9,17 +9,20 @@ from specctl.progress import interrupts
 
 
 class Stdout(io.TextIOWrapper):
-    """A stream whose write errors are told apart from all other failures; nothing is left for the flush at exit."""
+    """Standard output that raises its write errors as specctl errors, distinct from all other failures.
+
+    After an error the descriptor points to the null device, so that the flush at exit does not fail again.
+    """
 
     def write(self, text: str) -> int:
-        """Raises ReaderGone (`specctl … | head`), SpecctlError."""
+        """Write `text`. Raises ReaderGone if the reader has closed the pipe (`specctl … | head`), else SpecctlError."""
         try:
             return super().write(text)
         except OSError as error:
             raise self._lost(error) from error
 
     def flush(self) -> None:
-        """Raises what `write` raises."""
+        """Flush the buffer. Raises the errors of `write`."""
         try:
             super().flush()
         except OSError as error:
@@ -28,12 +31,12 @@ class Stdout(io.TextIOWrapper):
     def _lost(self, error: OSError) -> SpecctlError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
         if isinstance(error, BrokenPipeError):
-            return ReaderGone("the reader of stdout is gone")
+            return ReaderGone("the reader of stdout has closed the pipe")
         return SpecctlError(f"cannot write to stdout: {error.strerror}")
 
 
 class Stderr(io.TextIOWrapper):
-    """Says what can be said: work does not end because nobody can be told of it."""
+    """Standard error that ignores write errors: a command does not stop because its messages cannot be shown."""
 
     def write(self, text: str) -> int:
         try:
@@ -55,11 +58,11 @@ class Stderr(io.TextIOWrapper):
 def main() -> None:
     """Run the command line and exit with its code."""
     _open_standard_streams()
-    interrupts.expect()
+    interrupts.exit_on_signal()
     try:
         from specctl.cli.main import run
     except BaseException as error:
-        told = interrupts.source_of(error)
+        told = interrupts.signal_error(error)
         if told is error:
             raise
         print(f"error: {told}", file=sys.stderr)
@@ -68,11 +71,14 @@ def main() -> None:
 
 
 def _open_standard_streams() -> None:
-    """The null device for those that are closed (`specctl … >&-`): the next file opened would take their place. Texts
-    that the locale cannot spell are written with escapes."""
+    """Install `Stdout` and `Stderr`, which escape characters that the locale's encoding lacks.
+
+    A standard stream that is closed (`specctl … >&-`) becomes the null device: otherwise the next file that is opened
+    would get its descriptor.
+    """
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is None:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free number, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is `number`
             setattr(sys, name, os.fdopen(number, mode, closefd=False))
     for name, kind in (("stdout", Stdout), ("stderr", Stderr)):
         before = getattr(sys, name)

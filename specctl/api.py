@@ -1,11 +1,11 @@
-"""The commands as functions: they take what the command line takes and return its result documents as dataclasses.
+"""Python interface to the commands: one function per command, which returns the result document as a dataclass.
 
     from specctl import api
     api.distill(data__domain="sql", data__limit=500)
     api.train_drafter(recipe="train-drafter/eagle3", max_minutes=5.0)
 
-A recipe is a model of `specctl.recipe`, a YAML file, or the name of a shipped recipe; keyword arguments override its
-keys, with `__` for the dot.
+A recipe is a model of `specctl.recipe`, the path of a YAML file, or the name of a shipped recipe. Keyword arguments
+override its keys, with `__` for the dot.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from specctl.recipe import (
 )
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
-from specctl.runs import Run, naming
+from specctl.runs import Run, path_in_errors
 from specctl.subcommands import SUBCOMMANDS
 
 if TYPE_CHECKING:
@@ -52,12 +52,12 @@ FUNCTIONS = {name: f"specctl.{row.function}" for name, row in SUBCOMMANDS.items(
 
 
 def distill(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> DistillResult:
-    """Responses of the target to a domain's prompts, as data for a drafter."""
+    """Sample the target's responses to a domain's prompts, as training data for a drafter."""
     return execute("distill", _recipe("distill", recipe, overrides))[0]
 
 
 def train_drafter(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> TrainResult:
-    """Train a draft head on distilled data (which must be there: only the command line distils first)."""
+    """Train a draft head on distilled data, which must exist: only the command line distils it first."""
     return execute("train-drafter", _recipe("train-drafter", recipe, overrides))[0]
 
 
@@ -76,20 +76,22 @@ def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
 
 
 def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult | ServedSelectResult:
-    """Choose among a pool of drafters while decoding, every policy on the same stream; or among servers, until a signal
-    comes."""
+    """Choose among a pool of drafters while decoding, with every policy on the same stream.
+
+    If the recipe names servers, route requests among them instead, until a signal arrives.
+    """
     from specctl.commands.select import with_domains_of_pool
-    from specctl.selection.arms import members
+    from specctl.selection.arms import pool_paths
 
     resolved = _recipe("select", recipe, overrides)
     assert isinstance(resolved, SelectRecipe)
     if resolved.server.urls:
         return execute("select", resolved)[0]
-    return execute("select", with_domains_of_pool(resolved, members(resolved)))[0]
+    return execute("select", with_domains_of_pool(resolved, pool_paths(resolved)))[0]
 
 
 def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult | ReasoningResult:
-    """Drafters that learn along a stream, from one that must be there: only the command line warms up first."""
+    """Learn along a stream, from a drafter that must exist: only the command line warms one up first."""
     return execute("online", _recipe("online", recipe, overrides))[0]
 
 
@@ -99,55 +101,62 @@ def bench(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) ->
 
 
 def export(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ExportResult:
-    """Write a drafter as vLLM, SGLang, speculators or a reference repository reads it."""
+    """Write a drafter in the format of vLLM, SGLang, speculators or a reference repository."""
     return execute("export", _recipe("export", recipe, overrides))[0]
 
 
 def import_head(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ImportResult:
-    """Convert someone else's head into a drafter of ours, and try it on a few prompts."""
+    """Convert a published draft head into a specctl drafter, and try it on a few prompts."""
     return execute("import", _recipe("import", recipe, overrides))[0]
 
 
 def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None, *, csv: bool = False) -> ReportResult:
-    """Pictures and one HTML page of run directories (default: the newest in ./runs); it has no recipe, and no run."""
+    """Write pictures and one HTML page about run directories (default: the newest in ./runs).
+
+    This command has no recipe and makes no run directory.
+    """
     from specctl.commands import report
 
     return report.report(runs, output_dir, csv=csv)
 
 
 def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
-    """Run a resolved recipe in a run directory of its own. Returns the result dataclass and the result document.
+    """Run a resolved recipe in its run directory. Returns the result dataclass and the result document.
 
-    Raises what the command raises, and UsageError where another process runs in that directory.
+    Raises the errors of the command, and UsageError if another process is running in that directory.
     """
-    if recipe.target.tensor_parallel > 1 and not isinstance(recipe, TrainRecipe):  # whose processes know each other
-        return _execute_as_one(command, recipe)
+    # Training synchronises its processes itself.
+    if recipe.target.tensor_parallel > 1 and not isinstance(recipe, TrainRecipe):
+        return _execute_sliced(command, recipe)
     return _execute(command, recipe)
 
 
 def _execute(command: str, recipe: CommandRecipe, place: Path | None = None) -> tuple[Any, dict[str, Any]]:
-    """`execute` in this process. `place`: of the run, if the recipe's own is not meant."""
+    """Run a recipe in this process. `place`: run directory to use instead of the recipe's."""
     makers = (WriterRecipe, ConverterRecipe)
-    # Their output_dir is what it makes (data, a drafter); other commands make nothing but their run directory.
+    # For these recipes output_dir is the product (data, a drafter); for the others it is the run directory.
     run = Run.create(command, recipe, place or (None if isinstance(recipe, makers) else recipe.output_dir))
     place = getattr(recipe, "output", run.dir)
-    with naming(place), threads.chosen(recipe.resources.threads), run.held():
+    with path_in_errors(place), threads.command_threads(recipe.resources.threads), run.held():
         result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
         document = run.result(dataclasses.asdict(result))
         artefacts.write(document, run.dir)
     return result, document
 
 
-def _execute_as_one(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
-    """`execute` in every process that holds a slice of the target. The first one writes; what the others write goes
-    into copies of its directories, which are thrown away: so they read what it reads, and do what it does."""
+def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
+    """Run a recipe in every process that holds a slice of the target.
+
+    Rank 0 writes the results. The other ranks work in temporary copies of its directories, so they read the same files
+    and take the same decisions. The copies are deleted at the end.
+    """
     from specctl.decoding.models.loading import pick_device
 
     count = recipe.target.tensor_parallel
-    processes.join(count, pick_device(recipe.target.device))
+    processes.join_group(count, pick_device(recipe.target.device))
     told = recipe.model_dump(mode="json")
-    if not processes.follows():
-        processes.same("their recipes", told)  # waits for the copies
+    if not processes.is_follower():
+        processes.check_same("their recipes", told)  # also a barrier: the other ranks have made their copies
         return _execute(command, recipe)
     with tempfile.TemporaryDirectory() as scratch:
         run, copy = Path(scratch) / "run", Path(scratch) / "copy"
@@ -156,7 +165,7 @@ def _execute_as_one(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
         if original is not None and original.is_dir():
             shutil.copytree(original, copy)
         copy.mkdir(exist_ok=True)
-        processes.same("their recipes", told)
+        processes.check_same("their recipes", told)
         here = recipe.model_copy(update={"output_dir": copy})
         return _execute(command, here, run if isinstance(recipe, WriterRecipe) else copy)
 
@@ -166,7 +175,7 @@ def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: 
         if not isinstance(recipe, (RECIPES[command], model_for(command, dict(recipe)))):
             raise TypeError(f"{command} takes a {RECIPES[command].__name__}, not a {type(recipe).__name__}")
         if overrides:
-            raise TypeError("overrides go with a recipe file or name; a recipe object is used as it is")
+            raise TypeError("overrides need a recipe file or name; a recipe object is used unchanged")
         return recipe
     settings = [Setting(tuple(name.split("__")), value, f"argument {name}") for name, value in overrides.items()]
     return resolve(command, recipe, flags=settings)

@@ -1,6 +1,6 @@
-"""Errors that reach the user: what was wrong, where, and what would be right.
+"""Exceptions for errors that the user can fix: the message names the problem, its place, and a remedy.
 
-Each class carries the exit code of the command-line contract. Programming errors stay ordinary exceptions.
+Each class carries its exit code of the command line. Programming errors stay ordinary exceptions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from difflib import get_close_matches
 
 
 def brief(text: str, longest: int = 200) -> str:
-    """A text for a message: one that is longer than so many characters loses its middle."""
+    """Shorten a text for a message: a text of more than `longest` characters loses its middle."""
     if len(text) <= longest:
         return text
     ends = (longest - 5) // 2
@@ -18,9 +18,10 @@ def brief(text: str, longest: int = 200) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int = 1, cutoff: float = 0.6) -> str:
-    """`did you mean X?`, with the nearest names (of a mapping what stands behind them); empty where none is near.
+    """Return `did you mean X?` with the known names nearest to `name`, or an empty string if no name is near.
 
-    `cutoff`: similarity of `difflib` from which on a name is near.
+    If `known` is a mapping, `name` is compared with the keys and the text shows their values.
+    `cutoff`: least similarity of a near name, as in `difflib`.
     """
     names = known if isinstance(known, Mapping) else {one: one for one in known}
     near = [names[one] for one in get_close_matches(name, names, n=most, cutoff=cutoff)]
@@ -28,7 +29,7 @@ def did_you_mean(name: str, known: Iterable[str] | Mapping[str, str], most: int 
 
 
 class SpecctlError(Exception):
-    """A failure with a message for people and, where there is one, the next thing to try (`hint`)."""
+    """A failure with a message for people and an optional hint: the next thing to try."""
 
     exit_code = 1
 
@@ -39,7 +40,7 @@ class SpecctlError(Exception):
 
 
 def one_line(error: Exception) -> str:
-    """Kind and first line of another library's exception."""
+    """Return the class name and the first line of another library's exception."""
     return f"{type(error).__name__} {str(error).strip().partition(chr(10))[0]:.200}".strip()
 
 
@@ -72,7 +73,7 @@ class CheckpointError(SpecctlError):
 
 
 class ReaderGone(SpecctlError):
-    """`specctl … | head` has all it wanted: a success."""
+    """The reader of stdout has closed the pipe (`specctl … | head`). This counts as success."""
 
     exit_code = 0
 

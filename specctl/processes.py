@@ -1,8 +1,8 @@
-"""Processes of torchrun that decode as one: what must they share so that all of them do the same?
+"""Tensor parallelism: the torchrun processes that hold slices of one target, and how they take the same decisions.
 
 With a target in slices (`decoding/models/parallel.py`) every process runs the same commands on the same prompts. A
-forward gives all of them the same bits, and random numbers are counted, so their decisions are equal as far as they
-follow from texts. What follows from a clock does not: there `agree` takes the first process'.
+forward gives the same bits in all processes, and random streams are counter-based, so decisions that follow from texts
+are equal. Decisions that follow from a clock differ: for them `broadcast_value` takes the value of rank 0.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-PATIENCE = timedelta(minutes=10)  # of a process for the slowest, which may still read its weights
+PATIENCE = timedelta(minutes=10)  # for the slowest process, which may still be reading its weights
 _joined = 1
 
 
-def join(count: int, device: torch.device) -> int:
-    """Decode as one with the other processes of torchrun from now on; returns which of them this one is.
+def join_group(count: int, device: torch.device) -> int:
+    """Join the process group of the target's `count` slices; returns the rank of this process.
 
-    Raises UsageError where they are not `count`.
+    Raises UsageError if torchrun has not started `count` processes.
     """
     global _joined
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world != count:
         raise UsageError(
-            f"target.tensor_parallel={count} needs {count} processes, and {world} "
+            f"target.tensor_parallel={count} needs {count} processes, but {world} "
             f"{'was' if world == 1 else 'were'} started",
             f"torchrun --nproc-per-node {count} -m specctl …",
         )
@@ -51,7 +51,7 @@ def join(count: int, device: torch.device) -> int:
 
 @cache
 def leave_at_exit() -> None:
-    """Destroy the process group when this process ends. Otherwise gloo's threads abort the process and NCCL warns."""
+    """Destroy the process group when this process ends; otherwise gloo's threads abort it, and NCCL warns."""
 
     def leave() -> None:
         import torch.distributed as dist
@@ -62,18 +62,18 @@ def leave_at_exit() -> None:
     atexit.register(leave)
 
 
-def joined() -> int:
-    """The processes that decode as one; 1 = this one is by itself."""
+def group_size() -> int:
+    """Return the number of processes that share the target, 1 without tensor parallelism."""
     return _joined
 
 
-def follows() -> bool:
-    """Whether this process only helps another one, which speaks, writes and stops for all."""
+def is_follower() -> bool:
+    """Whether this process is not rank 0 of several: rank 0 prints, writes and decides when to stop for all."""
     return _joined > 1 and os.environ["RANK"] != "0"
 
 
-def agree(value: T) -> T:
-    """The first process' value, which may be anything that can be pickled; all call this at the same place."""
+def broadcast_value(value: T) -> T:
+    """Return rank 0's `value`, which can be pickled, in every process. All processes call this at the same place."""
     if _joined == 1:
         return value
     import torch
@@ -84,8 +84,8 @@ def agree(value: T) -> T:
     return values[0]
 
 
-def same(what: str, value: object) -> None:
-    """Raise SpecctlError in every process where `value`, told apart by its `repr`, is not the same in all of them."""
+def check_same(what: str, value: object) -> None:
+    """Raise SpecctlError in every process unless `value` has the same `repr` in all. `what` names it in the message."""
     if _joined == 1:
         return
     import torch
@@ -96,6 +96,6 @@ def same(what: str, value: object) -> None:
     dist.all_gather(list(all_of_them), own)
     if (all_of_them != own).any():
         raise SpecctlError(
-            f"the processes of target.tensor_parallel={_joined} have come to differ in {what}",
-            "start all of them with the same command, environment and versions, on GPUs or processors of one kind",
+            f"the processes of target.tensor_parallel={_joined} differ in {what}",
+            "start all of them with the same command, environment and versions, on the same kind of GPU or CPU",
         )

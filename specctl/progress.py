@@ -1,7 +1,7 @@
-"""Signs of work for its user, and ways to stop it: bars, log lines, and the flag that SIGTERM sets.
+"""Progress bars, log lines and warnings on stderr, and the signals that ask a command to stop.
 
-Everything here goes to stderr; stdout belongs to the result. On a terminal that is one rich display with a bar per open
-`Progress`; anywhere else (Slurm logs, pipes) one plain line at most every `LINE_EVERY_S` seconds.
+Everything here goes to stderr; stdout belongs to the result. On a terminal, one rich display shows a bar per open
+`Progress`. Elsewhere (Slurm logs, pipes) progress is one plain line, at most every `LINE_EVERY_S` seconds.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ def set_quiet(quiet: bool) -> None:
 
 
 def log(message: str) -> None:
-    """One line about what is happening, to stderr; silent with `-q` and off rank 0."""
+    """Print one line about the current work to stderr, unless `-q` is given or this is not rank 0."""
     if not _silent():
         _line(message)
 
 
 def warn(message: str) -> None:
-    """One line the user should act on, to stderr, also with `-q`."""
-    if leads():
+    """Print one warning that the user should act on to stderr, also with `-q`."""
+    if is_rank_zero():
         _line(f"warning: {message}")
 
 
-def leads() -> bool:
-    """Whether this is the first process under torchrun, or the only one: it speaks and writes for all."""
+def is_rank_zero() -> bool:
+    """Whether this process is rank 0 under torchrun, or the only one: it prints and writes for all."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def track(description: str, total: int | None = None, unit: str = "it", quiet: bool = False) -> Progress:
-    """A bar over `total` units (None = unknown), used as a context manager."""
+    """Return a progress bar over `total` units (None = unknown), to be used as a context manager."""
     return Progress(description, total, unit, quiet)
 
 
 class Progress:
-    """One bar (or one occasional line): rate, ETA and the fields given to `update`."""
+    """One progress bar, or one occasional line: rate, ETA and the fields given to `update`."""
 
     def __init__(self, description: str, total: int | None, unit: str, quiet: bool):
         self.description, self.total, self.unit = description, total, unit
@@ -79,7 +79,7 @@ class Progress:
             self._task = None
 
     def skip(self, done: float) -> None:
-        """So many units were done before, by the run that is continued: they count, but not for the rate."""
+        """Count `done` units that the resumed run had finished before; they do not count for the rate."""
         self._before += done
         self.update(done)
 
@@ -95,7 +95,7 @@ class Progress:
             _line(self.line())
 
     def line(self) -> str:
-        """The plain form: `train 120/400 steps (30%), 2.4 steps/s, 1:56 left, loss=0.31`."""
+        """Return the progress as a plain line: `train 120/400 steps (30%), 2.4 steps/s, 1:56 left, loss=0.31`."""
         of = f"/{self.total:g} {self.unit} ({self.done / self.total:.0%})" if self.total else f" {self.unit}"
         parts = [f"{self.description} {self.done:g}{of}", *filter(None, [self._status(), self._eta()])]
         return ", ".join(parts)
@@ -165,44 +165,47 @@ class _Display:
 
 
 class Interrupts:
-    """SIGTERM and SIGUSR1 (`sbatch --signal=TERM@120 --requeue`) set a flag; long loops poll it, save and leave."""
+    """SIGTERM and SIGUSR1 (`sbatch --signal=TERM@120 --requeue`) set a flag; long loops poll it, save and exit."""
 
     def __init__(self) -> None:
         self._signal: int | None = None
         self._ctrl_c = self._early = False
 
-    def expect(self) -> None:
-        """From the first moment on: a signal ends what has not begun. Call once, in the main thread."""
+    def exit_on_signal(self) -> None:
+        """End the process at once on a signal, while no work has begun. Call once, first, in the main thread."""
         self._early = True
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._leave)
         if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # `nohup … &` ignores it
             signal.signal(signal.SIGINT, self._stop)
 
-    def source_of(self, error: BaseException) -> BaseException:
-        """The signal that an exception comes from: broken off in their imports, libraries raise others in its place."""
+    def signal_error(self, error: BaseException) -> BaseException:
+        """Return the exception of the signal that led to `error`, or `error` itself.
+
+        A library that a signal interrupts in its imports may raise another exception instead.
+        """
         if self._ctrl_c:
             return KeyboardInterrupt("stopped by SIGINT")
         if self._early and self._signal is not None:
-            return self._interrupted("start it again")
+            return self._interrupted("start the command again")
         return error
 
-    def install(self) -> None:
-        """Handle the two signals from now on; call once, in the main thread."""
+    def remember_signals(self) -> None:
+        """From now on only remember the two signals, for loops to poll. Call once, in the main thread."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, self.note)
+            signal.signal(number, self.handle)
         self._early = False
 
-    def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Remember a signal: the handler of both."""
+    def handle(self, number: int, frame: FrameType | None = None) -> None:
+        """Remember a signal. This is the handler of both signals."""
         self._signal = number
 
     def requested(self) -> bool:
-        """True once a signal arrived: finish the step, save, then call `check`.
+        """Whether a signal has arrived: finish the step, save, then call `check`.
 
-        Of processes that decode as one the first decides; others would leave it in the middle of a forward.
+        With tensor parallelism rank 0 decides: another rank would leave it in the middle of a forward.
         """
-        return self._signal is not None and not processes.follows()
+        return self._signal is not None and not processes.is_follower()
 
     def check(self) -> None:
         """Raise `Interrupted` (exit code 75) once a signal arrived."""
@@ -219,7 +222,7 @@ class Interrupts:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-        raise self._interrupted("start it again")
+        raise self._interrupted("start the command again")
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._ctrl_c = True
@@ -231,7 +234,7 @@ _display = _Display()
 
 
 def _silent() -> bool:
-    return _quiet or not leads()
+    return _quiet or not is_rank_zero()
 
 
 def _line(message: str) -> None:

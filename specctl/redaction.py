@@ -1,4 +1,4 @@
-"""Passwords and keys, left out of what is shown or kept: plans, resolved recipes, reports, messages."""
+"""Removal of passwords and API keys from plans, resolved recipes, reports and messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ NAMES = (
 _IN_ADDRESS = re.compile(r"(:/{1,2}(?:[^/\s'\"?#:@]*:)?)[^/\s'\"?#]*@")
 _NAMED = re.compile(
     rf"((?:{NAMES}(?:=|['\"]: ?)|[{{,] ?{NAMES}: ?)['\"]?)[^\s'\"&,}}]+", re.IGNORECASE
-)  # of an address or an override, of JSON, of YAML between braces; not of a sentence
+)  # in an address or an override, in JSON, in YAML between braces; not in a sentence
 _ADDRESS = re.compile(r"https?://\S+")
 _KEY = re.compile(NAMES, re.IGNORECASE)
 
 
 def redacted(value: Any) -> Any:
-    """`http://user:***@host`, `?api_key=***`, `{"token": "***"}`; lists and mappings item by item."""
+    """Replace secrets by `***`: `http://user:***@host`, `?api_key=***`, `{"token": "***"}`.
+
+    Lists and mappings are redacted item by item.
+    """
     if isinstance(value, str):
-        if ":/" in value:  # of an address taken for a path one slash is left
+        if ":/" in value:  # an address that was read as a path has one slash left
             value = _IN_ADDRESS.sub(rf"\1{STARS}@", value)
         return _NAMED.sub(rf"\1{STARS}", value)
     if isinstance(value, dict):
@@ -33,8 +36,10 @@ def redacted(value: Any) -> Any:
 
 
 def without_passwords(document: Any) -> Any:
-    """A document with `***` for what is secret in those of its strings that are addresses, such as
-    `http://user:***@host`, and in keys that are; all other texts stay as they are, whatever they hold."""
+    """Replace secrets by `***` in every string and key of a document that is an address: `http://user:***@host`.
+
+    All other texts stay unchanged, even if they contain a secret.
+    """
     if isinstance(document, str):
         return redacted(document) if _ADDRESS.fullmatch(document) else document
     if isinstance(document, dict):

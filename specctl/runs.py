@@ -1,8 +1,8 @@
-"""Run directories: the record that every command leaves, and the only thing that reports are made from.
+"""Run directories: the record that every command leaves, and the only input of reports.
 
 recipe.resolved.yaml   the recipe with every default filled in
 run.json               argv, versions, git sha, hardware, seed, target identity
-metrics.jsonl          append-only, one JSON object per line; of a run that was resumed, each once
+metrics.jsonl          append-only, one JSON object per line; a resumed run has each line once
 result.json            the result document, written last
 """
 
@@ -27,14 +27,14 @@ from typing import Any
 
 import yaml
 
-from specctl import lock, progress, regular, threads
+from specctl import lock, progress, regular_files, threads
 from specctl.errors import SpecctlError, UsageError
 from specctl.redaction import redacted, without_passwords
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
-PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700  # permissions where texts of users are
-MOST_THREADS = 4096  # that a file is believed
+PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700  # permissions if a run holds users' texts
+MOST_THREADS = 4096  # largest count of threads that is believed
 _LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]*)(-[0-9a-f]+)?\.tmp")
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
 
@@ -45,21 +45,23 @@ class Run:
     def __init__(self, dir: Path, command: str = "", target: str | None = None, seed: int | None = None):
         self.dir = Path(dir)
         self.command, self.target, self.seed = command, target, seed
-        self._started, self._others = time.monotonic(), threads.Others()
-        self._writes = progress.leads()
-        self._private = False  # holds texts of users
-        self._recipe: Any = None  # of a run that has not begun
-        self._earlier = b""  # its first metrics, where it goes on from another
+        self._started, self._others = time.monotonic(), threads.OtherProcesses()
+        self._writes = progress.is_rank_zero()
+        self._private = False  # whether it holds users' texts
+        self._recipe: Any = None  # set until the run begins
+        self._earlier = b""  # first metrics, from the resumed run
 
     @classmethod
     def create(cls, command: str, recipe: Any, output_dir: str | Path | None = None) -> Run:
         """Make the directory (default `./runs/<command>-<time>-<id>/`), which may hold an earlier run.
 
-        That stays as it is until this one has something to say: a command can be refused yet. `recipe` is one of the
-        models of `specctl.recipe`. Raises SpecctlError where the directory cannot be written, UsageError where a run
-        of another command is there: neither to be resumed nor to be replaced, file by file, by this one.
+        The earlier run's files stay until this run begins, because the command may still be refused. `recipe` is one of
+        the models of `specctl.recipe`.
+
+        Raises SpecctlError if the directory cannot be written. Raises UsageError if it holds a run of another command,
+        which this run could neither resume nor replace completely.
         """
-        private = holds_texts(command, recipe)
+        private = holds_user_texts(command, recipe)
         mode = PRIVATE_DIRECTORY if private else 0o777
         directory = Path(output_dir) if output_dir else _new_name(Path("runs"), command, mode)
         run = cls(directory, command, recipe.target.name, recipe_seed(recipe))
@@ -71,38 +73,42 @@ class Run:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """No other process runs in the directory meanwhile: UsageError where one does."""
-        with lock.held(self.dir / lock.NAME, self.dir):
-            sweep(self.dir)
+        """Hold the directory's lock during the block. Raises UsageError if another process uses the directory."""
+        with lock.hold(self.dir / lock.NAME, self.dir):
+            remove_leftovers(self.dir)
             yield
 
     @property
-    def replaces(self) -> bool:
-        """Whether an earlier run is in its directory, and this one has not begun."""
+    def replaces_earlier(self) -> bool:
+        """Whether the directory holds an earlier run, and this run has not begun."""
         return self._recipe is not None and (self.dir / "run.json").exists()
 
-    def go_on(self, earlier: Path, size: int) -> None:
-        """Begin with the first `size` bytes of the metrics.jsonl in the directory of a run that is resumed, this one or
-        another: the `metrics_size` that belongs to its kept state. What was written behind it comes again. Its number
-        of threads is kept, too."""
-        threads.keep(threads_of(earlier))
+    def resume_from(self, earlier: Path, size: int) -> None:
+        """Resume the run in the directory `earlier`, which may be this one: keep its first metrics and its threads.
+
+        `size`: bytes of its metrics.jsonl to keep, the `metrics_size` that was stored with its state. Later lines are
+        dropped, because the resumed run writes them again.
+        """
+        threads.resume_threads(threads_of(earlier))
         path = earlier / METRICS
-        with suppress(OSError):  # they are gone, then
+        with suppress(OSError):  # without readable metrics the run starts with none
             if not self._writes or not path.is_file():
                 return
-            with regular.opened(path) as file:
+            with regular_files.open_regular(path) as file:
                 kept = file.read(min(size, path.stat().st_size))
-            self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash of the machine may have taken the end of it
+            self._earlier = kept[: kept.rfind(b"\n") + 1]  # a crash may have cut the last line
 
     @property
     def metrics_size(self) -> int:
-        """Bytes of metrics.jsonl so far."""
+        """Present size of metrics.jsonl in bytes."""
         path = self.dir / METRICS
         return path.stat().st_size if path.exists() else 0
 
     def _begin(self) -> None:
-        """Forget an earlier run's result and metrics, but for those to go on from; write the resolved recipe and
-        run.json."""
+        """Begin the run: write the resolved recipe and run.json, and delete an earlier run's result and metrics.
+
+        The metrics that `resume_from` has read are kept.
+        """
         recipe, self._recipe = self._recipe, None
         if recipe is None or not self._writes:
             return
@@ -118,27 +124,31 @@ class Run:
         self._write_json("run.json", about)
 
     def annotate(self, **fields: Any) -> None:
-        """Add `fields` (e.g. the target's identity) to run.json. With this a run begins: one that is resumed, only once
-        it is clear that it may go on."""
+        """Add `fields` (e.g. the target's identity) to run.json.
+
+        The first call begins the run. A resumed run calls it only after all checks have passed.
+        """
         self._begin()
         if self._writes:
             path = self.dir / "run.json"
-            known = regular.document(path) if path.exists() else {}
+            known = regular_files.read_json(path) if path.exists() else {}
             self._write_json("run.json", without_passwords(known | fields))
 
     def metrics(self, **fields: Any) -> None:
-        """Append one line to metrics.jsonl; `elapsed_s`, since this process has begun, is added."""
+        """Append one line to metrics.jsonl, with `elapsed_s`, the seconds since this process began."""
         self._begin()
         if self._writes:
             line = to_json(without_passwords({"elapsed_s": round(self.elapsed_s, 3), **fields}))
             path = self.dir / METRICS
             options: dict[str, Any] = {"follow": False, "permissions": self._permissions}
-            with naming(path), regular.opened(path, "a", encoding="utf-8", **options) as file:
+            with path_in_errors(path), regular_files.open_regular(path, "a", encoding="utf-8", **options) as file:
                 file.write(line + "\n")
 
     def result(self, doc: dict[str, Any]) -> dict[str, Any]:
-        """Complete `doc` with the fields every result carries, write it to result.json, and return it. Addresses lose
-        their passwords."""
+        """Add the fields of every result to `doc`, write it to result.json, and return it.
+
+        Passwords in addresses are removed.
+        """
         self._begin()
         common = {
             "schema_version": SCHEMA_VERSION,
@@ -155,8 +165,10 @@ class Run:
         return document
 
     def _machine(self) -> dict[str, Any]:
-        """Cores, threads of the command, and how many cores others have kept busy meanwhile: beside them no speed is
-        that of the machine."""
+        """Return the cores, the command's threads, and how many cores other processes kept busy during the run.
+
+        With busy cores, a measured speed says little about the machine.
+        """
         import torch
 
         busy = self._others.busy()
@@ -178,18 +190,18 @@ class Run:
         return PRIVATE if self._private else 0o666
 
 
-def holds_texts(command: str, recipe: Any) -> bool:
-    """Whether the run directory of a command holds what users have written: their requests, or prompts and answers."""
+def holds_user_texts(command: str, recipe: Any) -> bool:
+    """Whether the run directory of a command holds users' texts: their requests, or prompts and answers."""
     traffic = getattr(recipe, "traffic", None)
     requests = recipe.log if command == "distill" else traffic is not None and (traffic.listen or traffic.log)
     return bool(command == "generate" or getattr(recipe, "save_outputs", False) or requests)
 
 
 def _new_name(runs: Path, command: str, mode: int = 0o777) -> Path:
-    """A directory for a run that nobody else has, made at once: the jobs of an array start within one second."""
+    """Make a new run directory with a unique name, because the jobs of an array start within one second."""
     while True:
         place = runs / f"{command}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        if not progress.leads():  # writes nothing
+        if not progress.is_rank_zero():  # the other ranks write nothing
             return place
         make_dir(runs)
         with suppress(FileExistsError):
@@ -198,36 +210,38 @@ def _new_name(runs: Path, command: str, mode: int = 0o777) -> Path:
 
 
 def check_same_command(directory: Path, command: str) -> None:
-    """UsageError where a run of another command is in the directory: this one could neither go on with it nor replace
-    all of it."""
+    """Raise UsageError if the directory holds a run of another command.
+
+    A run of `command` could neither resume it nor replace it completely.
+    """
     try:
-        there = regular.document(directory / "run.json")["command"]
+        there = regular_files.read_json(directory / "run.json")["command"]
     except (OSError, ValueError, KeyError, TypeError):
-        return  # no run, or none that says what it is
+        return  # no run, or one without the name of its command
     if there != command:
-        hint = f"--resume and --overwrite are for one of specctl {command}: choose another --output-dir, or delete it"
+        hint = f"--resume and --overwrite need a run of specctl {command}: choose another --output-dir, or delete it"
         raise UsageError(f"{directory} holds a run of specctl {there}", hint)
 
 
 def threads_of(directory: Path) -> int | None:
-    """The threads of the run in a directory; None where it does not tell."""
+    """Return the number of threads of the run in a directory, or None if it is not recorded."""
     try:
-        count = regular.document(directory / "run.json")["hardware"]["threads"]
+        count = regular_files.read_json(directory / "run.json")["hardware"]["threads"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return count if type(count) is int and 0 < count <= MOST_THREADS else None
 
 
 def recipe_seed(recipe: Any) -> int | None:
-    """The seed a result is reported under: that of sampling where the recipe samples, else that of the data, if any."""
+    """Return the seed to report with a result: from the section `sampling`, else from `data`, else None."""
     section = getattr(recipe, "sampling", None) or getattr(recipe, "data", None)
     return section.seed if section else None
 
 
 def to_json(document: Any, indent: int | None = None, ascii: bool = False) -> str:
-    """JSON that every reader accepts: NaN and infinity, which JSON has not, become null; paths become strings.
+    """Serialise to JSON that every reader accepts: NaN and infinity become null, paths become strings.
 
-    `ascii`: letters beyond ASCII are escaped.
+    `ascii`: escape all characters beyond ASCII.
     """
 
     def plain(value: Any) -> Any:
@@ -243,14 +257,15 @@ def to_json(document: Any, indent: int | None = None, ascii: bool = False) -> st
 def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o666) -> None:
     """Write a file whole or not at all: temporary file in the same directory, fsync, rename. OSErrors name `path`.
 
-    A symbolic link at `path` is replaced. `permissions`: of the file; the umask takes some away.
+    A symbolic link at `path` is replaced. `permissions`: mode bits of the file, before the umask.
     """
     path = Path(path)
-    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content  # names may be no UTF-8
-    # A name that nobody can guess, and a file that is new: a link that was put there would lead the content elsewhere.
+    # Texts name files, which need not be UTF-8.
+    data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
+    # A new file with an unguessable name: a link that another user has put there would redirect the content.
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
-        with regular.created(temporary, permissions=permissions) as file:
+        with regular_files.create_file(temporary, permissions=permissions) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -262,11 +277,13 @@ def atomic_write(path: str | Path, content: bytes | str, permissions: int = 0o66
         temporary.unlink(missing_ok=True)
 
 
-def sweep(directory: Path, name: str = "") -> None:
-    """Remove what `atomic_write` and `drafters.checkpoint.staged` have left of `name` (or of anything) where their
-    process was killed. Whoever calls it holds the lock on what is written there; under torchrun that is the first
-    process, and the others remove nothing."""
-    if not progress.leads() or not directory.is_dir():
+def remove_leftovers(directory: Path, name: str = "") -> None:
+    """Remove temporary files and directories that killed processes have left in a directory.
+
+    They come from `atomic_write` and `drafters.checkpoint.staged`. `name`: only the leftovers of this output; empty =
+    of all outputs. The caller must hold the lock on the output. Under torchrun only rank 0 removes anything.
+    """
+    if not progress.is_rank_zero() or not directory.is_dir():
         return
     for path in directory.iterdir():
         left = _LEFT.fullmatch(path.name)
@@ -279,19 +296,19 @@ def sweep(directory: Path, name: str = "") -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process of this number runs here."""
+    """Whether a process with this pid runs on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # another user's
+    except (OSError, OverflowError):  # the process of another user
         return True
     return True
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """Name `path` in an OSError from within, such as a full disk's, where the operating system names no file."""
+def path_in_errors(path: Path) -> Iterator[None]:
+    """Name `path` in an OSError of the block if the operating system names no file, as on a full disk."""
     try:
         yield
     except OSError as error:
@@ -301,9 +318,9 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def make_dir(path: Path, mode: int = 0o777) -> None:
-    """Create a directory to write into; SpecctlError, not a traceback, when the file system refuses.
+    """Create a directory to write into. Raises SpecctlError, not a traceback, if the file system refuses.
 
-    `mode`: of a new one, less what the umask takes away; one that is there stays as its owner has made it.
+    `mode`: permissions of a new directory, before the umask; an existing directory keeps its permissions.
     """
     try:
         path.mkdir(mode, parents=True, exist_ok=True)
@@ -314,7 +331,7 @@ def make_dir(path: Path, mode: int = 0o777) -> None:
 
 
 def environment(seed: int | None) -> dict[str, Any]:
-    """Facts that a reader needs to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
+    """Return the facts needed to repeat the run: argv, versions, git sha of the checkout, hardware, seed."""
     return {
         "argv": redacted(sys.argv),
         "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -326,13 +343,13 @@ def environment(seed: int | None) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    """Digest of a file, 64 hex digits."""
-    with regular.opened(path) as file:
+    """Return the SHA-256 digest of a file, 64 hex digits."""
+    with regular_files.open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # IO lacks readinto
 
 
 def version(distribution: str) -> str | None:
-    """Installed version, or None; reads metadata, so nothing heavy is imported."""
+    """Return the installed version of a distribution, or None. Only its metadata is read."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -340,7 +357,7 @@ def version(distribution: str) -> str | None:
 
 
 def git_sha() -> str | None:
-    """Commit of the checkout this package is imported from, with `+dirty` for local changes; None outside of one."""
+    """Return the commit of this package's checkout, with `+dirty` for local changes, or None without a checkout."""
     root = Path(__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None
@@ -357,7 +374,7 @@ def _git(root: Path, *args: str) -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """CPU model, usable cores, threads of this command, memory in GiB, CUDA devices."""
+    """Return CPU model, usable cores, threads of this command, memory in GiB, and CUDA devices."""
     import psutil
     import torch
 
@@ -371,7 +388,7 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Name of the processor, e.g. from /proc/cpuinfo."""
+    """Return the name of the processor, from /proc/cpuinfo if there is one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

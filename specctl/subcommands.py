@@ -1,6 +1,7 @@
-"""The table of subcommands, in the order of help: a row is all that is known of one outside of its own modules.
+"""Table of subcommands, in the order of help. A row holds everything that code outside a subcommand's modules knows.
 
-Nothing is imported here, as help texts read it, too: things are named by their path in `specctl`, `module:name`.
+This module imports no other module of specctl, because help texts read it. It names classes and functions by their path
+in `specctl`, `module:name`.
 """
 
 from __future__ import annotations
@@ -10,21 +11,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Subcommand:
-    """Facts of one.
+    """One subcommand.
 
     Attributes:
-        cli: module of `specctl.cli`, with `register(app)`.
-        recipe: class of its recipe; None = it has no recipe, and no run.
-        function: what `api` runs, of (recipe, run).
-        smaller: recipe keys to lower or to set when memory runs out.
-        report: module of `specctl.reporting.commands`, with `contents(runs, looks)`; None = its results are shown as
-            tables.
+        cli: its module in `specctl.cli`, with a function `register(app)`.
+        recipe: path of its recipe class, or None for a command without a recipe and without runs.
+        function: path of the function of (recipe, run) that `api` calls, or None.
+        memory_keys: recipe keys that the hint names, to lower or to set, when memory runs out.
+        report: its module in `specctl.reporting.commands`, with `contents(runs, looks)`, or None to report its results
+            as tables only.
     """
 
     cli: str
     recipe: str | None
     function: str | None
-    smaller: tuple[str, ...]
+    memory_keys: tuple[str, ...]
     report: str | None
 
 

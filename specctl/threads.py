@@ -1,11 +1,11 @@
-"""How many threads a command computes with: as many as pay, of the cores that are really free.
+"""Number of threads that a command computes with: no more than pay off, and no more than there are free cores.
 
-Threads of a product wait for each other at its end, and PyTorch's wait by spinning. So a thread more costs what the
-barriers take, which a small target does not earn back; and beside another busy process every barrier waits until the
-scheduler has given the core back. (Passive waiting is no way out: it halves the speed where nothing else runs.)
+The threads of a matrix product wait for each other at its end, and PyTorch's threads wait by spinning. So each further
+thread adds time at barriers, which a small target does not earn back. If another process is busy, every barrier waits
+until the scheduler returns a core. (Passive waiting is no remedy: it halves the speed of an otherwise idle machine.)
 
-Numbers are chosen once, when a command starts: sums of another number of threads round differently, and a run that is
-resumed bit for bit goes on with the number that it began with.
+The number is chosen once, when a command starts. With another number of threads sums round differently, so a run that
+is resumed bit for bit continues with its first number.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from pathlib import Path, PurePosixPath
 
 from specctl import progress
 
-ENOUGH_FLOPS = 40e6
-"""FLOPs of a step for each thread. Measured: at 17e6 (the built-in target, one text) a second thread gains nothing."""
-WATCHED_S = 0.25
-"""Seconds in which others are watched before a command starts: 25 ticks of the kernel's clock on every core."""
+FLOPS_PER_THREAD = 40e6
+"""FLOPs of a step per thread. Measured: at 17e6 (the built-in target, one text) a second thread gains nothing."""
+WATCH_SECONDS = 0.25
+"""Seconds for which other processes are watched before a command starts: 25 ticks of the kernel clock per core."""
 ROOT = Path("/")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts that a process finds about the cores around it.
+class CpuFacts:
+    """Facts about the cores that a process may use.
 
-    default: threads that PyTorch would take, by cores and affinity; or what a caller has set.
-    allowed: CPUs that the process may be scheduled on.
-    quota: seconds of CPU time that its control groups grant it in a second; inf = no limit.
-    busy: seconds of CPU time that others take of the allowed CPUs in a second.
-    processes: of this command on this machine, which share the cores.
-    asked: the number that the user has asked for, or None.
+    default: number of threads that PyTorch would use, by cores and affinity, or the number that a caller has set.
+    allowed: number of CPUs on which the process may be scheduled.
+    quota: CPU seconds per second that its control groups grant; inf = no limit.
+    busy: CPU seconds per second that other processes use on the allowed CPUs.
+    processes: number of processes of this command on this machine, which share the cores.
+    asked: number of threads that the user asks for, or None.
     """
 
     default: int
@@ -47,10 +47,10 @@ class Facts:
     asked: int | None = None
 
 
-def free(facts: Facts) -> int:
-    """Threads that do not wait for a core; at least 1. What the user asks for wins.
+def free_threads(facts: CpuFacts) -> int:
+    """Return the number of threads that need not wait for a core, at least 1. The user's number wins.
 
-    Several processes of one command keep each other busy while they start: there only quota and affinity count.
+    The processes of one command keep each other busy while they start, so for several only quota and affinity count.
     """
     if facts.asked is not None:
         return facts.asked
@@ -59,24 +59,25 @@ def free(facts: Facts) -> int:
     return max(1, min(facts.default, int(cores)))
 
 
-def paying(flops: float) -> int:
-    """Threads that a step of so many FLOPs keeps busy between two barriers."""
-    return 1 + int(flops / ENOUGH_FLOPS)
+def useful_threads(flops: float) -> int:
+    """Return the number of threads that a step of `flops` FLOPs keeps busy between two barriers."""
+    return 1 + int(flops / FLOPS_PER_THREAD)
 
 
 @contextmanager
-def chosen(asked: int | None) -> Iterator[None]:
-    """Compute with the threads that are free, or with `asked` (the recipe's), and afterwards with as many as before."""
+def command_threads(asked: int | None) -> Iterator[None]:
+    """Within the block compute with the free threads, or with the recipe's `asked`; then restore the number before."""
     import torch
 
     global _asked
     before, outer = torch.get_num_threads(), _asked
     _asked = asked
     try:
-        facts = read(before, asked)
-        count = free(facts)
+        facts = read_cpu_facts(before, asked)
+        count = free_threads(facts)
         if count < before and facts.asked is None:
-            progress.log(f"{counted(count, 'thread')} of {before}: {why(facts)} (OMP_NUM_THREADS={before} takes all)")
+            reason = reason_for_fewer(facts)
+            progress.log(f"using {counted(count, 'thread')} of {before}: {reason} (all: OMP_NUM_THREADS={before})")
         torch.set_num_threads(count)
         yield
     finally:
@@ -84,14 +85,14 @@ def chosen(asked: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_asked: int | None = None  # by the recipe of the command that runs
+_asked: int | None = None  # number of threads that the recipe of the running command names
 
 
 @contextmanager
-def suited(flops: float) -> Iterator[None]:
-    """Compute with as many of the command's threads as steps of so many FLOPs pay for.
+def step_threads(flops: float) -> Iterator[None]:
+    """Within the block compute with as many of the command's threads as steps of `flops` FLOPs keep busy.
 
-    Where one is within another only the inner one counts. A number that the user asked for stays as it is.
+    Of nested blocks only the innermost counts. A number that the user asked for does not change.
     """
     import torch
 
@@ -101,7 +102,7 @@ def suited(flops: float) -> Iterator[None]:
         yield
         return
     _available = outer or before
-    torch.set_num_threads(min(_available, paying(flops)))
+    torch.set_num_threads(min(_available, useful_threads(flops)))
     try:
         yield
     finally:
@@ -109,77 +110,84 @@ def suited(flops: float) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_available: int | None = None  # outside of the outermost `suited`
+_available: int | None = None  # number of threads outside of the outermost `step_threads`
 
 
-def keep(count: int | None) -> None:
-    """Go on with the number of threads of a run that is continued, if it is known and the user asks for no other."""
+def resume_threads(count: int | None) -> None:
+    """Use the number of threads of a resumed run, if it is known and the user asks for no number."""
     import torch
 
     if count and not _settled() and count != torch.get_num_threads():
-        progress.log(f"goes on with {counted(count, 'thread')}, as it began: another number rounds differently")
+        progress.log(f"continuing with {counted(count, 'thread')}, as before: another number would round differently")
         torch.set_num_threads(count)
 
 
 def _settled() -> bool:
-    """Whether the user has asked for a number, which then is that of everything."""
-    return (_asked or asked_by(os.environ)) is not None
+    """Whether the user has asked for a number of threads, which then holds for everything."""
+    return (_asked or requested_threads(os.environ)) is not None
 
 
-def read(default: int, asked: int | None = None, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> Facts:
-    """The facts of this process. Others are watched only where that can change the answer."""
+def read_cpu_facts(
+    default: int, asked: int | None = None, environ: Mapping[str, str] = os.environ, root: Path = ROOT
+) -> CpuFacts:
+    """Collect the facts of this process. Other processes are watched only if that can change the result."""
     allowed = usable_cpus()
-    asked = asked or asked_by(environ)
+    asked = asked or requested_threads(environ)
     processes = int(environ.get("LOCAL_WORLD_SIZE", 1))
-    facts = Facts(default, len(allowed), quota(root), 0.0, processes, asked)
-    if free(facts) == 1 or asked is not None or processes > 1:
+    facts = CpuFacts(default, len(allowed), quota(root), 0.0, processes, asked)
+    if free_threads(facts) == 1 or asked is not None or processes > 1:
         return facts
-    others = Others(allowed, root)
-    time.sleep(WATCHED_S)
-    return Facts(default, len(allowed), facts.quota, others.busy() or 0.0)
+    others = OtherProcesses(allowed, root)
+    time.sleep(WATCH_SECONDS)
+    return CpuFacts(default, len(allowed), facts.quota, others.busy() or 0.0)
 
 
-def why(facts: Facts) -> str:
-    """The reason for fewer threads than PyTorch would take, in words."""
+def reason_for_fewer(facts: CpuFacts) -> str:
+    """Return the reason for fewer threads than PyTorch's default, in words."""
     if facts.processes > 1:
         return f"{facts.processes} processes share the cores"
     if facts.quota < facts.allowed - round(facts.busy):
         return f"the container may use {facts.quota:g} cores"
-    return f"others keep {facts.busy:.1f} of {counted(facts.allowed, 'core')} busy"
+    return f"other processes keep {facts.busy:.1f} of {counted(facts.allowed, 'core')} busy"
 
 
 def counted(count: int, thing: str) -> str:
-    """`1 thread`, `2 threads`."""
+    """Return a count with its noun: `1 thread`, `2 threads`."""
     return f"{count} {thing}{'' if count == 1 else 's'}"
 
 
-def asked_by(environ: Mapping[str, str]) -> int | None:
-    """OMP_NUM_THREADS, of whose list the first level counts; None without a number, which OpenMP ignores, too."""
+def requested_threads(environ: Mapping[str, str]) -> int | None:
+    """Return the first number of the list in OMP_NUM_THREADS, or None if it is no number (OpenMP ignores that, too)."""
     first = environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     return int(first) if first.isdecimal() and int(first) else None
 
 
 def cores(root: Path = ROOT) -> int:
-    """Cores that this process may use, whoever else uses them: its affinity and quota can be narrower than the
-    machine."""
+    """Return the number of cores that this process may use, busy or not.
+
+    Its affinity and its quota can be narrower than the machine.
+    """
     return max(1, int(min(len(usable_cpus()), quota(root))))
 
 
 def usable_cpus() -> frozenset[int]:
-    """CPUs that this process may be scheduled on."""
+    """Return the CPUs on which this process may be scheduled."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def quota(root: Path = ROOT) -> float:
-    """Cores' worth of CPU time that the tightest of the control groups around this process grants; inf = no limit."""
+    """Return the CPU time, in cores, that the tightest control group around this process grants; inf = no limit."""
     return min((_limit(group) for group in _groups(root)), default=math.inf)
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Directories of the control groups that limit this process' CPU time, v1 and v2, from its own up to the outermost
-    that can be seen: a container sees its own group as the root, or nothing above its mount."""
+    """Yield the directories of the control groups (v1 and v2) that limit the CPU time of this process.
+
+    They go from its own group up to the outermost visible one. A container sees its own group as the root, or nothing
+    above its mount.
+    """
     groups = {}
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, place = line.split(":", 2)
@@ -198,7 +206,7 @@ def _groups(root: Path) -> Iterator[Path]:
 
 
 def _limit(group: Path) -> float:
-    """Cores that one control group grants; inf without a limit, or where it cannot be read."""
+    """Return the number of cores that one control group grants, inf if it has no limit or cannot be read."""
     try:
         if (group / "cpu.max").exists():
             granted, period = (group / "cpu.max").read_text().split()
@@ -209,10 +217,10 @@ def _limit(group: Path) -> float:
         return math.inf
 
 
-class Others:
-    """The CPU time that other processes take from now on.
+class OtherProcesses:
+    """Measures the CPU time that other processes use from construction on.
 
-    Not the load average: it is of the last minute, in which the process itself, or the command before it, has worked.
+    The load average would not do: it covers the last minute, in which this process or the command before it has worked.
     """
 
     def __init__(self, cpus: frozenset[int] | None = None, root: Path = ROOT):
@@ -220,14 +228,14 @@ class Others:
         self._since, self._all, self._own = time.monotonic(), self._taken(), _own_s()
 
     def busy(self) -> float | None:
-        """Cores that they have kept busy, on average; None where the kernel does not tell."""
+        """Return how many cores they kept busy on average, or None if the kernel does not tell."""
         taken, seconds = self._taken(), time.monotonic() - self._since
         if taken is None or self._all is None or seconds <= 0:
             return None
         return max(0.0, (taken - self._all - (_own_s() - self._own)) / seconds)
 
     def _taken(self) -> float | None:
-        """Seconds that anybody has used of the CPUs. Niced processes make way, unless this one is niced, too."""
+        """Return the CPU seconds of all processes. Niced processes make way: they count only if this one is niced."""
         nice = hasattr(os, "getpriority") and os.getpriority(os.PRIO_PROCESS, 0) > 0
         names, ticks = {f"cpu{number}" for number in self._cpus}, []
         for name, *fields in (line.split() for line in _lines(self._root / "proc/stat")):
@@ -238,7 +246,7 @@ class Others:
 
 
 def _own_s() -> float:
-    """CPU time of this process and of its children that have ended."""
+    """Return the CPU time of this process and of its ended children."""
     return sum(os.times()[:4])
 
 

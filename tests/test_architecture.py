@@ -19,7 +19,7 @@ LEAVES = [
     "progress",
     "recipe",
     "redaction",
-    "regular",
+    "regular_files",
     "runs",
     "subcommands",
     "threads",
@@ -47,12 +47,12 @@ ALLOWED: dict[str, set[str]] = {
     "subcommands": set(),
     "processes": {"errors"},
     "progress": {"errors", "processes", "redaction"},
-    "lock": {"errors", "progress", "regular"},
+    "lock": {"errors", "progress", "regular_files"},
     "redaction": set(),
-    "regular": set(),
-    "runs": {"errors", "lock", "progress", "redaction", "regular", "threads"},
+    "regular_files": set(),
+    "runs": {"errors", "lock", "progress", "redaction", "regular_files", "threads"},
     "threads": {"progress"},
-    "recipe": {"errors", "families", "formats.registry", "subcommands", "recipes", "redaction", "regular"},
+    "recipe": {"errors", "families", "formats.registry", "subcommands", "recipes", "redaction", "regular_files"},
     "recipes": set(),
     "data_prep": {"errors"},
     "kernels": set(),
@@ -83,8 +83,8 @@ def imported(source: str, package: list[str]) -> set[str]:
 
 
 def room_of(module: str) -> str:
-    """`decoding.loop` → `decoding`, of files with a rule of their own the file; a name that is no room (`from specctl
-    import __version__`) belongs to the root."""
+    """`decoding.offline` → `decoding`, of files with a rule of their own the file; a name that is no room (`from
+    specctl import __version__`) belongs to the root."""
     return next((room for room in (".".join(module.split(".")[:2]), module.split(".")[0]) if room in ALLOWED), "")
 
 
@@ -194,6 +194,77 @@ def test_what_a_family_borrows_is_seen():
     assert borrowed(own) == []
     other = {"drafters.eagle.drafter": "def f():\n    from specctl.drafters.lm.model import LM"}
     assert borrowed(own | other) == ["drafters.eagle.drafter imports drafters.lm.model"]
+
+
+PATHS = {"read_text", "read_bytes"}
+LIBRARIES = {"load_file", "safe_open", "ParquetFile", "read_table", "read_schema"}
+"""They open whatever is there, so that it is to be looked at before."""
+OUR_OWN = {"chat._size", "costs._machine", "doctor._cpu_flags", "lock._machine", "native._compiled", "native.version"}
+OUR_OWN |= {"phrasebook.read", "resolve.shipped", "resolve.visit", "runs.cpu_model", "threads._limit", "threads._lines"}
+"""Functions that read files of the kernel, or of the package."""
+LOOKED_AT = {
+    "checkpoint.load",
+    "head_directory._names",
+    "head_directory._tensors",
+    "layouts.find",
+    "records.read_records",
+}
+LOOKED_AT |= {"replaced_tensors._exchange"}
+"""Functions whose files another function has looked at."""
+
+
+def called(call: ast.Call) -> tuple[str, str]:
+    """(`pq`, `read_table`) of `pq.read_table(…)`; ("", `open`) of `open(…)`."""
+    match call.func:
+        case ast.Name(id=name):
+            return "", name
+        case ast.Attribute(value=ast.Name(id=owner), attr=name):
+            return owner, name
+        case ast.Attribute(attr=name):
+            return "…", name
+    return "…", ""
+
+
+def unguarded(files: dict[str, str]) -> list[str]:
+    """`module.function` that opens a file which may be a pipe or a device, neither by `specctl.regular_files` nor after
+    `regular_files.check`."""
+    wrong = set()
+    for name, source in files.items():
+        module = name.removesuffix(".__init__").split(".")[-1]
+        for function in ast.walk(ast.parse(source)):
+            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+                calls = {called(node) for node in ast.walk(function) if isinstance(node, ast.Call)}
+                bare = ("", "open") in calls or any(what in PATHS and of != "regular_files" for of, what in calls)
+                ours = {("", "read_table")}  # of `recorded/table_file.py`
+                if bare or (("regular_files", "check") not in calls and {what for _, what in calls - ours} & LIBRARIES):
+                    wrong.add(f"{module}.{function.name}")
+    return sorted(wrong)
+
+
+def test_files_that_others_name_are_looked_at():
+    """A named pipe in place of a file blocked its reader forever, and a device was read without end."""
+    files = {name: source for name, source in sources().items() if name != "regular_files"}
+    allowed = OUR_OWN | LOOKED_AT
+    assert set(unguarded(files)) - allowed == set() and allowed <= set(unguarded(files))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "with open(path) as file: ...",
+        "Path(path).read_text()",
+        "self.place.read_bytes()",
+        "load_file(path)",
+        "pq.read_table(path)",
+        "pyarrow.parquet.ParquetFile(path)",
+    ],
+)
+def test_a_file_that_is_just_opened_is_seen(line):
+    """Negative control."""
+    assert unguarded({"a.b": f"def f(path):\n    {line}\n"}) == ["b.f"]
+    assert (
+        unguarded({"a.b": "def f(path):\n    regular_files.check(path)\n    load_file(path)\n    lock.open()\n"}) == []
+    )
 
 
 def test_help_imports_nothing_heavy():

@@ -14,15 +14,15 @@ from specctl import api, families
 from specctl.cli.main import app
 from specctl.decoding.models.loading import builtin_path
 from specctl.drafters import checkpoint
-from specctl.families import FAMILIES, NAMED, Family
+from specctl.families import FAMILIES, WEIGHTLESS_DRAFTERS, Family
 from specctl.formats import registry
 from specctl.formats.registry import FORMATS, Format
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe, OnlineRecipe, TrainRecipe
 from specctl.selection.arms import PLAIN
 
 TOYS = {
-    "follower": Family("tests.toys.follower", trainee=None),
-    "head": Family("tests.toys.head", rates={"adamw": 1e-3, "muon": 1e-3}, strides=False),
+    "follower": Family("tests.toys.follower", trainable=None),
+    "head": Family("tests.toys.head", rates={"adamw": 1e-3, "muon": 1e-3}, supports_stride=False),
 }
 CHECKED = ("head",)  # a family without gradients has no forward to compare
 PROMPTS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Name the days of the week."]
@@ -97,8 +97,8 @@ def test_the_paths_of_a_row_exist(name):
     family = FAMILIES[name]
     assert family.module == f"specctl.drafters.{name}.drafter"  # where its name says, as for all the others
     pkgutil.resolve_name(family.module)
-    if family.trainee is not None:
-        pkgutil.resolve_name(family.trainee)
+    if family.trainable is not None:
+        pkgutil.resolve_name(family.trainable)
         assert set(family.rates) == {"adamw", "muon"}
 
 
@@ -130,7 +130,7 @@ def test_one_format_writes_a_family_for_a_reader():
 
 
 def test_drafters_by_name_exist():
-    for path in NAMED.values():
+    for path in WEIGHTLESS_DRAFTERS.values():
         assert pkgutil.resolve_name(path)(DraftingRecipe()).taps == ()
 
 

@@ -19,7 +19,7 @@ import subprocess, sys, time
 from pathlib import Path
 from specctl import lock
 place = Path(sys.argv[1])
-with lock.held(place / lock.NAME, place):
+with lock.hold(place / lock.NAME, place):
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     print(child.pid, flush=True)
     time.sleep(60)
@@ -38,7 +38,7 @@ def short_beats(monkeypatch):
 
 
 def take(place):
-    return lock.held(place / lock.NAME, place)
+    return lock.hold(place / lock.NAME, place)
 
 
 def sign(path, **about):
@@ -56,12 +56,12 @@ def test_a_killed_holder_keeps_nobody_out(place, capsys):
             take(place),
         ):
             pass
-        assert str(place) in caught.value.message and "wait until it has ended" in caught.value.hint
+        assert str(place) in caught.value.message and "wait for that process or stop it" in caught.value.hint
         holder.kill()
         holder.wait()
         os.kill(child, 0)
         with take(place):
-            assert f"was left by process {holder.pid}" in capsys.readouterr().err
+            assert f"from process {holder.pid}" in capsys.readouterr().err
     finally:
         holder.kill()
         os.kill(child, signal.SIGKILL)
@@ -140,7 +140,7 @@ def test_a_holder_out_of_sight_that_has_died(place, monkeypatch, capsys, flock, 
     sign(place / lock.NAME) if text is None else (place / lock.NAME).write_text(text)
     with take(place):
         err = capsys.readouterr().err
-        assert "out of our sight" in err and "which has ended" in err
+        assert "cannot be seen from here" in err and "which has ended" in err
         assert ("process 7 on elsewhere" in err) == (text is None)
     assert not place.exists()
 
@@ -195,7 +195,7 @@ def test_a_file_that_is_no_lock_is_left_alone(place, tmp_path, kind):
             os.mkfifo(path)
         case _:
             path.write_text(texts[kind])
-    with pytest.raises(UsageError, match=f"{path} is no lock") as caught, take(place):
+    with pytest.raises(UsageError, match=f"{path} is not a lock") as caught, take(place):
         pass
     assert other.read_text() == "my thesis" and os.path.lexists(path) and "move it away" in caught.value.hint
     assert path.is_symlink() or not path.is_file() or path.read_text() == texts[kind]

@@ -79,7 +79,7 @@ def test_a_signal_sets_the_flag(number):
     interrupts = progress.Interrupts()
     before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGUSR1)}
     try:
-        interrupts.install()
+        interrupts.remember_signals()
         interrupts.check()
         os.kill(os.getpid(), number)
         assert interrupts.requested()

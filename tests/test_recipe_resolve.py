@@ -28,7 +28,7 @@ from specctl.recipe import (
     TrainRecipe,
     yaml_file,
 )
-from specctl.recipe.resolve import SIZES, SWITCHES, Setting, resolve
+from specctl.recipe.resolve import ENV_SIZES, ENV_SWITCHES, Setting, resolve
 
 
 def problems(*args, **kwargs) -> list[str]:
@@ -121,12 +121,12 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     [
         (LAUGHS, "more than 10000 values"),
         (LAUGHS + "? *a8\n: 1\n", "more than 10000 values"),
-        ("target:\n  ? {a: 1}\n  : 1\n", ":2: a key that is no text"),
+        ("target:\n  ? {a: 1}\n  : 1\n", ":2: a key that is not text"),
         ("x: [" + "a," * 20_000 + "]", "more than 10000 values"),
         ("x: " + "{a: " * 60 + "1" + "}" * 60, "nested too deeply"),
         ("x: !!timestamp 2020-01-01\n", ":1: not a value of"),
         ("#" * (1 << 20) + "\n", "too long for a recipe"),
-        ("sampling:\n  seed: 9223372036854775808\n", ":2: sampling.seed: a whole number beyond 64 bits"),
+        ("sampling:\n  seed: 9223372036854775808\n", ":2: sampling.seed: an integer beyond 64 bits"),
         ('target:\n  name: "\\ud800"\n', ":2: target.name: not UTF-8"),
         ("sampling:\n  temperature: .inf\n", ":2: sampling.temperature: should be a finite number"),
     ],
@@ -147,8 +147,8 @@ def test_a_recipe_is_bounded_whatever_its_aliases_stand_for(tmp_path, text, says
         ("target.chat_template_kwargs=&a {x: *a}", "contains itself"),
         ("target.chat_template_kwargs={a: 1, a: 2}", "duplicate key"),
         ("target.chat_template_kwargs" + ".x" * 3000 + "=1", "nested too deeply"),
-        ("target.chat_template_kwargs.x=" + "9" * 4000, "a whole number beyond 64 bits"),
-        ("target.name" + ".x" * 3000 + "=1", "has no keys of its own"),
+        ("target.chat_template_kwargs.x=" + "9" * 4000, "an integer beyond 64 bits"),
+        ("target.name" + ".x" * 3000 + "=1", "has no sub-keys"),
         ("." * 3000 + "=1", "unknown key"),
         ("target.device=" + "x" * 100_000, "should match pattern"),
         ("target.dtype=" + "x" * 100_000, "should be 'auto'"),
@@ -221,17 +221,17 @@ def test_what_they_read_is_checked_before_anything_runs():
         "SPECCTL_GRAPHS: must be one of 0, 1, eager (got '2')",
         "SPECCTL_KERNELS: must be one of reference, cpu, triton (got 'nope')",
     ]
-    assert SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
-    assert SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
-    assert SWITCHES["SPECCTL_LAYERS"] == fused.CHOICES
-    assert SWITCHES["SPECCTL_KV"] == paged.CHOICES
-    assert SWITCHES["SPECCTL_STEP"] == native.CHOICES
+    assert ENV_SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
+    assert ENV_SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
+    assert ENV_SWITCHES["SPECCTL_LAYERS"] == fused.CHOICES
+    assert ENV_SWITCHES["SPECCTL_KV"] == paged.CHOICES
+    assert ENV_SWITCHES["SPECCTL_STEP"] == native.CHOICES
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-1", "nan", "inf"])
 def test_a_size_is_a_number_above_0(size):
     assert problems("eval", environ={"SPECCTL_KV_GIB": size}) == [
-        f"SPECCTL_KV_GIB: must be GiB, a number above 0 (got {size!r})"
+        f"SPECCTL_KV_GIB: must be a number of GiB above 0 (got {size!r})"
     ]
 
 
@@ -239,7 +239,7 @@ def test_every_variable_that_the_package_reads_is_known():
     """One that is documented and unknown here ends every command."""
     sources = (path.read_text() for path in Path(attention.__file__).parent.parent.rglob("*.py"))
     read = {name for text in sources for name in re.findall(r'os\.environ\.get\("(SPECCTL_\w+)"', text)}
-    assert read and read <= {*SWITCHES, *SIZES}
+    assert read and read <= {*ENV_SWITCHES, *ENV_SIZES}
 
 
 @pytest.mark.parametrize("command", sorted(RECIPES))
@@ -340,17 +340,17 @@ def test_both_kinds_of_online_have_one_form(tmp_path):
     (tmp_path / "resolved.yaml").write_text(yaml.safe_dump({"command": "online", **shown}))
     again = resolve("online", tmp_path / "resolved.yaml", environ={})
     assert again == steps and recipe_stamp(again) == recipe_stamp(steps)
-    with pytest.raises(ValidationError, match="it takes a ReasonRecipe"):
+    with pytest.raises(ValidationError, match="it needs a ReasonRecipe"):
         OnlineRecipe(algo=["lr"])
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("buffer.max_mb=3", "buffer is of learning by tokens, not of lr"),
-        ("target_schedule=a:1", "target_schedule is of learning by tokens"),
-        ("baselines=[vanilla]", "baselines is of learning by tokens, not of lr: set reasoning.baselines"),
-        ("arch=nope", "arch is of learning by tokens, not of lr: the draft model is an LM"),
+        ("buffer.max_mb=3", "buffer is for token-level learning, not for lr"),
+        ("target_schedule=a:1", "target_schedule is for token-level learning"),
+        ("baselines=[vanilla]", "baselines is for token-level learning, not for lr: set reasoning.baselines"),
+        ("arch=nope", "arch is for token-level learning, not for lr: the draft model is an LM"),
         ("bufer.max_mb=3", "did you mean buffer.max_mb?"),
     ],
 )
@@ -363,7 +363,7 @@ def test_a_key_of_learning_by_tokens_is_refused_where_steps_are_drafted(override
     "address", ["http://", "http://:8000", "http://b:99999", "http://[::1", "http://a b", "a:8000"]
 )
 def test_no_address_of_a_server(address):
-    with pytest.raises(ValueError, match="is no address such as http://host:8000"):
+    with pytest.raises(ValueError, match="is not an address such as http://host:8000"):
         ServerRecipe(urls=[address])
     assert ServerRecipe(urls=["http://a:8000/v1/", "https://[::1]:1"]).urls == ["http://a:8000", "https://[::1]:1"]
 

@@ -64,10 +64,10 @@ def test_what_a_killed_process_has_left_is_removed(tmp_path, monkeypatch):
     for name in left + kept:
         (tmp_path / name).mkdir() if "-ab" in name else (tmp_path / name).write_text("")
     monkeypatch.setenv("RANK", "1")
-    runs.sweep(tmp_path)
+    runs.remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {*left, *kept}, "the first process alone holds the lock"
     monkeypatch.delenv("RANK")
-    runs.sweep(tmp_path, "drafter")
+    runs.remove_leftovers(tmp_path, "drafter")
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([left[0], *kept])
     with runs.Run(tmp_path).held():
         assert {path.name for path in tmp_path.iterdir()} == {*kept, lock.NAME}
@@ -100,18 +100,18 @@ def test_metrics_of_a_run_that_goes_on(tmp_path):
 
     def steps(place, kept):
         run = runs.Run.create("eval", EvalRecipe(), place)
-        assert run.replaces == (place == tmp_path)
-        run.go_on(tmp_path, kept)
+        assert run.replaces_earlier == (place == tmp_path)
+        run.resume_from(tmp_path, kept)
         assert out.read_bytes() == before
         run.annotate(target={})
-        assert not run.replaces
+        assert not run.replaces_earlier
         run.metrics(step="next")
         return [json.loads(line)["step"] for line in (place / "metrics.jsonl").read_text().splitlines()]
 
     assert steps(tmp_path / "other", size) == [1, 2, "next"]
     assert steps(tmp_path / "lost its end", size - 5) == [1, "next"]
     assert steps(tmp_path, size) == [1, 2, "next"]
-    runs.Run.create("eval", EvalRecipe(), tmp_path / "gone").go_on(tmp_path / "nowhere", size)
+    runs.Run.create("eval", EvalRecipe(), tmp_path / "gone").resume_from(tmp_path / "nowhere", size)
 
 
 def test_a_run_of_another_command_is_not_resumed(tmp_path):
@@ -139,12 +139,12 @@ def test_a_run_that_goes_on_computes_with_the_threads_of_the_first(tmp_path, mon
     (tmp_path / "run.json").write_text(json.dumps(about))
     found = []
     monkeypatch.setattr(torch, "set_num_threads", found.append)
-    runs.Run.create("eval", EvalRecipe(), tmp_path).go_on(tmp_path, 0)
+    runs.Run.create("eval", EvalRecipe(), tmp_path).resume_from(tmp_path, 0)
     assert found == kept
 
 
 def test_the_result_says_how_busy_the_machine_was(tmp_path, monkeypatch):
-    monkeypatch.setattr(runs.threads.Others, "busy", lambda self: 1.234)
+    monkeypatch.setattr(runs.threads.OtherProcesses, "busy", lambda self: 1.234)
     document = runs.Run.create("eval", EvalRecipe(), tmp_path).result({})
     assert document["machine"] == {"cores": runs.threads.cores(), "threads": 1, "others_busy": 1.23}
 

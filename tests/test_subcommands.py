@@ -31,4 +31,4 @@ def test_the_facts_of_a_command(name):
     assert f"`specctl {name}`" in RECIPES[name].__doc__
     assert list(inspect.signature(pkgutil.resolve_name(api.FUNCTIONS[name])).parameters)[:2] == ["recipe", "run"]
     assert row.report is None or callable(pkgutil.resolve_name(f"specctl.reporting.commands.{row.report}:contents"))
-    assert bool(row.smaller) == (name not in LOADS_NO_TARGET_FOR_LONG)
+    assert bool(row.memory_keys) == (name not in LOADS_NO_TARGET_FOR_LONG)

@@ -7,7 +7,7 @@ import torch
 
 from specctl import api, threads
 from specctl.recipe import GenerateRecipe, ResourceRecipe
-from specctl.threads import Facts
+from specctl.threads import CpuFacts
 
 CPU_LINE = "cpu{n} {user} {nice} {system} 1000 7 0 0 {stolen} 0 0\n"
 
@@ -25,27 +25,27 @@ def count(monkeypatch):
 @pytest.mark.parametrize(
     ("facts", "expected"),
     [
-        (Facts(2, 2), 2),
-        (Facts(2, 2, busy=0.3), 2),
-        (Facts(2, 2, busy=1.0), 1),  # a barrier would wait for that one
-        (Facts(2, 2, busy=4.8), 1),
-        (Facts(16, 16, busy=1.2), 15),
-        (Facts(8, 16), 8),  # PyTorch leaves hyperthreads out
-        (Facts(64, 64, quota=4.0), 4),  # a container whose affinity is that of its host
-        (Facts(64, 64, quota=2.5), 2),  # a third one would be stopped for half of every period
-        (Facts(64, 64, quota=0.5), 1),
-        (Facts(64, 64, quota=4.0, busy=30.0), 4),
-        (Facts(64, 64, quota=40.0, busy=30.0), 34),
-        (Facts(16, 16, processes=4), 4),
-        (Facts(16, 16, busy=15.0, processes=4), 4),  # they are busy themselves
-        (Facts(2, 2, processes=8), 1),
-        (Facts(2, 2, busy=2.0, quota=1.0, asked=2), 2),
-        (Facts(2, 2, asked=1), 1),
+        (CpuFacts(2, 2), 2),
+        (CpuFacts(2, 2, busy=0.3), 2),
+        (CpuFacts(2, 2, busy=1.0), 1),  # a barrier would wait for that one
+        (CpuFacts(2, 2, busy=4.8), 1),
+        (CpuFacts(16, 16, busy=1.2), 15),
+        (CpuFacts(8, 16), 8),  # PyTorch leaves hyperthreads out
+        (CpuFacts(64, 64, quota=4.0), 4),  # a container whose affinity is that of its host
+        (CpuFacts(64, 64, quota=2.5), 2),  # a third one would be stopped for half of every period
+        (CpuFacts(64, 64, quota=0.5), 1),
+        (CpuFacts(64, 64, quota=4.0, busy=30.0), 4),
+        (CpuFacts(64, 64, quota=40.0, busy=30.0), 34),
+        (CpuFacts(16, 16, processes=4), 4),
+        (CpuFacts(16, 16, busy=15.0, processes=4), 4),  # they are busy themselves
+        (CpuFacts(2, 2, processes=8), 1),
+        (CpuFacts(2, 2, busy=2.0, quota=1.0, asked=2), 2),
+        (CpuFacts(2, 2, asked=1), 1),
     ],
 )
 def test_threads_that_are_free(facts, expected):
-    assert threads.free(facts) == expected
-    assert threads.why(facts)
+    assert threads.free_threads(facts) == expected
+    assert threads.reason_for_fewer(facts)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_threads_that_are_free(facts, expected):
 )
 def test_threads_that_pay(weights, texts, expected):
     """One thread decodes a text of a small target as fast as two, and much faster where the second core is taken."""
-    assert threads.paying(2 * weights * texts) == expected
+    assert threads.useful_threads(2 * weights * texts) == expected
 
 
 def tree(root, files):
@@ -113,7 +113,7 @@ def test_the_quota_of_a_container(tmp_path, cgroup, mounts, files, expected):
 
 def test_a_machine_without_control_groups_has_no_quota(tmp_path):
     assert threads.quota(tmp_path) == math.inf
-    assert threads.Others(frozenset({0}), tmp_path).busy() is None
+    assert threads.OtherProcesses(frozenset({0}), tmp_path).busy() is None
 
 
 def test_others_are_those_on_the_allowed_cores_without_this_process(tmp_path, monkeypatch):
@@ -131,12 +131,12 @@ def test_others_are_those_on_the_allowed_cores_without_this_process(tmp_path, mo
     monkeypatch.setattr(threads.os, "getpriority", lambda *_: nice[0])
     monkeypatch.setattr(threads.os, "sysconf", lambda _: 100)
     root = tree(tmp_path, {"proc/stat": stat()})
-    others = threads.Others(frozenset({0, 1}), root)
+    others = threads.OtherProcesses(frozenset({0, 1}), root)
     clock[0], own[0] = 4.0, 2.0
     tree(root, {"proc/stat": stat(user0=380, system1=200, stolen1=20, user2=400, nice1=100)})
     assert others.busy() == pytest.approx((3.8 + 2.2 - 2.0) / 4)
     nice[0] = 10
-    others = threads.Others(frozenset({0, 1}), root)
+    others = threads.OtherProcesses(frozenset({0, 1}), root)
     clock[0] = 8.0
     tree(root, {"proc/stat": stat(user0=380, system1=200, stolen1=20, user2=400, nice1=300)})
     assert others.busy() == pytest.approx(2.0 / 4)
@@ -144,50 +144,50 @@ def test_others_are_those_on_the_allowed_cores_without_this_process(tmp_path, mo
 
 @pytest.mark.parametrize(("value", "expected"), [("3", 3), ("4,2", 4), ("", None), ("0", None), ("many", None)])
 def test_the_number_of_openmp(value, expected):
-    assert threads.asked_by({"OMP_NUM_THREADS": value}) == expected
+    assert threads.requested_threads({"OMP_NUM_THREADS": value}) == expected
 
 
 def test_others_are_watched_only_where_that_could_change_anything(monkeypatch, tmp_path):
     monkeypatch.setattr(threads.time, "sleep", lambda _: pytest.fail("waited for nothing"))
     monkeypatch.setattr(threads, "usable_cpus", lambda: frozenset(range(4)))
-    assert threads.read(1, environ={}, root=tmp_path) == Facts(1, 4)
-    assert threads.read(4, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == Facts(4, 4, asked=2)
-    assert threads.read(4, 3, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == Facts(4, 4, asked=3)
-    assert threads.read(4, environ={"LOCAL_WORLD_SIZE": "2"}, root=tmp_path) == Facts(4, 4, processes=2)
+    assert threads.read_cpu_facts(1, environ={}, root=tmp_path) == CpuFacts(1, 4)
+    assert threads.read_cpu_facts(4, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == CpuFacts(4, 4, asked=2)
+    assert threads.read_cpu_facts(4, 3, environ={"OMP_NUM_THREADS": "2"}, root=tmp_path) == CpuFacts(4, 4, asked=3)
+    assert threads.read_cpu_facts(4, environ={"LOCAL_WORLD_SIZE": "2"}, root=tmp_path) == CpuFacts(4, 4, processes=2)
 
 
 def test_a_command_takes_what_is_free_and_its_steps_what_pays(count, monkeypatch, capsys):
     """Prefill and batches take more than a text that is decoded; afterwards all is as before."""
-    monkeypatch.setattr(threads, "read", lambda default, asked: Facts(default, 8, busy=2.0, asked=asked))
-    with threads.chosen(None):
+    monkeypatch.setattr(threads, "read_cpu_facts", lambda default, asked: CpuFacts(default, 8, busy=2.0, asked=asked))
+    with threads.command_threads(None):
         assert count[-1] == 6
-        with threads.suited(20e6):
+        with threads.step_threads(20e6):
             assert count[-1] == 1
-            with threads.suited(150e6):
+            with threads.step_threads(150e6):
                 assert count[-1] == 4
-            with threads.suited(9e9):
+            with threads.step_threads(9e9):
                 assert count[-1] == 6
             assert count[-1] == 1
         assert count[-1] == 6
     assert count[-1] == 8
-    assert "6 threads of 8: others keep 2.0 of 8 cores busy" in capsys.readouterr().err
+    assert "6 threads of 8: other processes keep 2.0 of 8 cores busy" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("by", ["environment", "recipe"])
 def test_what_the_user_asks_for_wins_everywhere(count, monkeypatch, by):
     if by == "environment":
         monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    with threads.chosen(8 if by == "recipe" else None):
-        with threads.suited(1.0):
+    with threads.command_threads(8 if by == "recipe" else None):
+        with threads.step_threads(1.0):
             assert count[-1] == 8
-        threads.keep(2)
+        threads.resume_threads(2)
         assert count[-1] == 8
 
 
 def test_a_run_that_goes_on_keeps_its_threads(count):
-    threads.keep(None)
+    threads.resume_threads(None)
     assert count == [8]
-    threads.keep(2)
+    threads.resume_threads(2)
     assert count[-1] == 2
 
 

@@ -1,1 +1,1 @@
-"""Drafters that go on learning while they draft: the stream of prompts, the feedback, the update rules."""
+"""Online learning: drafters that keep learning while they draft, from a stream of prompts and the target's feedback."""

@@ -1,4 +1,4 @@
-"""Draft lengths that follow the drafter: longer where its drafts are accepted, none where they do not pay."""
+"""Adaptive draft length: longer drafts while they are accepted, none while they do not pay."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
 from specctl.recipe import DraftingRecipe
 
-LONGEST = 15  # K, where a drafter names none
-MEMORY = 0.98  # of rates and times, per round
-TRY_EVERY = 16  # rounds after which a drafter that is not used may show what it can do
+DEFAULT_MAX_LENGTH = 15  # K, if a drafter names none
+DECAY = 0.98  # decay of rates and times, per round
+TRIAL_EVERY = 16  # rounds after which an unused drafter gets a trial
 
 
 def tokens_per_cost(a: float, k: int, alpha: float) -> float:
@@ -24,7 +24,7 @@ def tokens_per_cost(a: float, k: int, alpha: float) -> float:
     al. 2023, theorem 3.8, is the same quotient.)
 
     Args:
-        a: probability that a draft token is accepted, given those before it.
+        a: probability that a draft token is accepted if all before it were.
         alpha: α, cost of drafting one token ÷ cost of a target step.
     """
     expected = k + 1.0 if a == 1 else (1 - a ** (k + 1)) / (1 - a)
@@ -32,36 +32,36 @@ def tokens_per_cost(a: float, k: int, alpha: float) -> float:
 
 
 def best_length(a: float, alpha: float, longest: int) -> int:
-    """The k in 0 … `longest` of the most tokens per cost; the shortest of several."""
+    """The k in 0 … `longest` with the most tokens per cost; the shortest one in a tie."""
     return max(range(longest + 1), key=lambda k: (tokens_per_cost(a, k, alpha), -k))
 
 
 class AutoLength(Controller):
-    """A controller: one drafter, at the depth that pays at the moment.
+    """Controller that drafts with one drafter, at the depth that pays best at the moment.
 
-    a is the running share of accepted draft tokens among those that were verified (accepted and rejected), α the
-    running quotient of the seconds of a draft token and of a target step.
+    a is the running share of accepted draft tokens among the verified ones (accepted and rejected). α is the running
+    quotient of the seconds per draft token and the seconds per target step.
     """
 
     def __init__(self, drafter: Drafter, alpha: float | None = None):
-        """`alpha`: a declared cost ratio; None measures it, and makes a run depend on the clock."""
+        """`alpha`: a fixed cost ratio; if None it is measured, which makes a run depend on the clock."""
         self._declared = alpha
-        self.rounds: Counter[int] = Counter()  # by k
+        self.rounds: Counter[int] = Counter()  # number of rounds, by k
         self.texts: set[Text] = set()
         self.forget()
         self.use(drafter)
 
     def forget(self) -> None:
-        """As new: nothing is known."""
+        """Forget all statistics."""
         self.accepted = self.verified = 0.0
         self.draft_s = self.draft_tokens = self.step_s = self.steps = 0.0
         self.rounds.clear()
         self.unused = 0
 
     def use(self, drafter: Drafter) -> None:
-        """Draft with this one from now on: with new weights, not a new family."""
+        """Draft with this drafter from now on; it has new weights, not another family."""
         self.drafter, self._shaped = drafter, {}
-        self.longest: int = getattr(getattr(drafter, "shape", None), "depth", None) or LONGEST
+        self.longest: int = getattr(getattr(drafter, "shape", None), "depth", None) or DEFAULT_MAX_LENGTH
 
     _shaped: dict[int, Drafter]
 
@@ -74,7 +74,8 @@ class AutoLength(Controller):
         return (self.draft_s / self.draft_tokens) / (self.step_s / self.steps)
 
     def length(self) -> int:
-        """k of the next round: the longest until something is known."""
+        """k of the next round: the longest until a draft was verified. While drafting does not pay, 0, with a trial of
+        one token in every `TRIAL_EVERY`-th round."""
         if not self.verified:
             return self.longest
         k = best_length(self.accepted / self.verified, self.alpha, self.longest)
@@ -82,7 +83,7 @@ class AutoLength(Controller):
             self.unused = 0
             return k
         self.unused += 1
-        return 1 if self.unused % TRY_EVERY == 0 else 0
+        return 1 if self.unused % TRIAL_EVERY == 0 else 0
 
     def begin(self, text: Text) -> None:
         self.texts.add(text)
@@ -112,19 +113,19 @@ class AutoLength(Controller):
         return draft
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        self.step_s = MEMORY * self.step_s + time.perf_counter() - self._drafted
-        self.steps = MEMORY * self.steps + 1
+        self.step_s = DECAY * self.step_s + time.perf_counter() - self._drafted
+        self.steps = DECAY * self.steps + 1
         rows = [(row, *before) for row, before in zip(state.rows, self._before, strict=True) if row in self.texts]
         accepted = sum(row.accepted - before for row, before, _ in rows)
         rejected = sum(row.rejections - before for row, _, before in rows)
         if self._k:
-            self.draft_s = MEMORY * self.draft_s + self._seconds
-            self.draft_tokens = MEMORY * self.draft_tokens + max(verdict.depths)  # likely tokens only may be drafted
-            self.accepted = MEMORY * self.accepted + accepted
-            self.verified = MEMORY * self.verified + accepted + rejected
+            self.draft_s = DECAY * self.draft_s + self._seconds
+            self.draft_tokens = DECAY * self.draft_tokens + max(verdict.depths)  # a drafter may stop early
+            self.accepted = DECAY * self.accepted + accepted
+            self.verified = DECAY * self.verified + accepted + rejected
 
-    def take_mean(self) -> float | None:
-        """Mean k of the rounds since the last time."""
+    def pop_mean_length(self) -> float | None:
+        """Mean k of the rounds since the last call, or None without rounds."""
         rounds = sum(self.rounds.values())
         mean = sum(k * count for k, count in self.rounds.items()) / rounds if rounds else None
         self.rounds.clear()

@@ -1,8 +1,8 @@
-"""Several processes that learn as one: each makes the sums over its share of every batch, and all the same update.
+"""Data-parallel learning: each process sums over its share of every batch, and all processes make the same update.
 
-An update is a function of whole vectors (the norm that clips, the distance that projects, two points w_t and ŵ_t, N
-members under Hedge, a state to go back to), where DeepSpeed's engine has one set of weights, which ZeRO cuts up, and an
-optimizer of its own: so it is losses and gradients that are summed here, and nothing else knows of it.
+An update is a function of whole vectors: the norm for clipping, the distance for projection, the points w_t and ŵ_t, N
+members under Hedge, a state to go back to. DeepSpeed's engine has one set of weights, which ZeRO partitions, and an
+optimizer of its own. So losses and gradients are summed here, and no other module knows about the ranks.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from specctl.errors import RecipeError
 
 Item = TypeVar("Item")
 
-# Of a sum. The decoder sees who has died; and all may stand still for hours while others have their turn.
-PATIENCE = timedelta(days=365)
+# Timeout of a sum. The decoder notices a worker that died, and all may be stopped for hours while other contenders run.
+TIMEOUT = timedelta(days=365)
 
 
 class Group:
-    """One process on its own."""
+    """A group of one process."""
 
     rank, size = 0, 1
 
     def share(self, batch: Sequence[Item]) -> list[Item]:
-        """The texts of a batch that are this rank's, perhaps none. Dealt out in turn: neighbours are about as long."""
+        """This rank's texts of a batch, perhaps none: dealt out in turn, because neighbours have similar lengths."""
         return list(batch[self.rank :: self.size])
 
     def sum(self, x: Tensor) -> Tensor:
-        """Σ over the ranks, bit for bit the same on all of them. It may take the place of x, to save memory."""
+        """Σ over the ranks, bit for bit the same on each. It may overwrite x, to save memory."""
         return x
 
 
-ALONE = Group()
+SINGLE_PROCESS = Group()
 
 
 class Ranks(Group):
-    """Processes on devices of this machine, all of one kind: they talk by NCCL on GPUs, else by gloo.
+    """Processes on devices of this machine, all of one kind. They communicate by NCCL on GPUs, otherwise by gloo.
 
-    They meet in a file, as another program could take a port in the meantime.
+    They meet through a file, because another program could take a port in the meantime.
     """
 
-    def __init__(self, rank: int, devices: Sequence[str], meeting: Path):
-        """Wait for the others. `devices` are those of all ranks, `meeting` is a directory that only they know."""
+    def __init__(self, rank: int, devices: Sequence[str], rendezvous: Path):
+        """Wait for the other ranks. `devices` are the devices of all ranks; `rendezvous` is their private directory."""
         self.rank, self.size, self.device = rank, len(devices), torch.device(devices[rank])
         gpu = self.device.type == "cuda"
         if gpu:
             torch.cuda.set_device(self.device)
-            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # it kills what has stood still
+            os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # the monitor kills processes that were stopped
         elif sys.platform == "linux":
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else it listens where the host's name points to
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # otherwise gloo listens on the address of the host name
         dist.init_process_group(
             "nccl" if gpu else "gloo",
-            store=dist.FileStore(str(meeting / "ranks"), self.size),
+            store=dist.FileStore(str(rendezvous / "ranks"), self.size),
             rank=rank,
             world_size=self.size,
-            timeout=PATIENCE,
+            timeout=TIMEOUT,
             device_id=self.device if gpu else None,
         )
 
@@ -74,8 +74,8 @@ class Ranks(Group):
 
 
 def check(devices: Sequence[str]) -> None:
-    """Raises RecipeError where this machine has no such GPU."""
+    """Raise RecipeError if this machine lacks one of these GPUs."""
     count = torch.cuda.device_count()
     for name in devices:
         if name.startswith("cuda") and (torch.device(name).index or 0) >= count:
-            raise RecipeError(f"learner_device: there is no {name}, this machine has {count} GPU(s)")
+            raise RecipeError(f"learner_device: {name} does not exist, this machine has {count} GPU(s)")

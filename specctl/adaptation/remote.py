@@ -1,14 +1,14 @@
-"""A pupil that learns in a process of its own, on its own core or GPU, while the decoder goes on (OnlineSpec, B.2).
+"""Asynchronous online drafter: it learns during decoding, in a process on another core or GPU (OnlineSpec, B.2).
 
-The learner's process loads of the target what its losses need: embedding, final norm and vocabulary head; the layers
-only where texts are run again (`buffer.feedback`).
+The learner's process loads only the parts of the target that its losses need: embedding, final norm and vocabulary
+head. It loads the layers only if texts are run again (`buffer.feedback`).
 
-The decoder never waits: it hands over the texts of a chunk with their features, and looks between two sequences whether
-there are new weights. Both go through shared memory. What is answered while the learner is at work waits here; then it
-learns from all chunks that wait at once. They share the room of the buffer: where a learner is so much slower than the
-stream that there is none left, the oldest are dropped. What its own buffer cannot hold is dropped there.
+The decoder never waits. It hands over the texts of a chunk with their features, and checks for new weights between two
+sequences. Both go through shared memory. Chunks that are answered while the learner is at work wait here; then it
+learns from all waiting chunks at once. The waiting chunks share the room of the buffer. If the learner is so slow that
+no room is left, the oldest chunks are dropped. The learner also drops the texts that its own buffer cannot hold.
 
-On several devices there is a process for each, which learns from its share of every batch (`adaptation.ranks`).
+On several devices there is one process per device, which learns from its share of every batch (`adaptation.ranks`).
 """
 
 from __future__ import annotations
@@ -37,63 +37,63 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
-from specctl.adaptation.worker import Chunk, Failed, Learnt, Parcel, Ready, State, WorkerPlace
+from specctl.adaptation.worker import Chunk, Failed, LearnerResult, PackedTensors, Ready, State, WorkerPlacement
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
 from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
-PATIENCE_S = 600.0  # for the last chunks of a stream, and for the processes to start
+TIMEOUT_S = 600.0  # timeout for the last chunks of a stream, and for starting the processes
 
 
-class RemoteOnlineDrafter(OnlineDrafter):
-    """An `OnlineDrafter` whose learner lives elsewhere; here are the buffer that feeds it, and the drafter of its last
-    weights.
+class AsyncOnlineDrafter(OnlineDrafter):
+    """An `OnlineDrafter` with its learner in other processes. This process has the buffer that feeds the learner, and
+    the drafter with its newest weights.
 
-    On a CPU half of this process' threads are the learner's while it runs.
+    On a CPU, the learner has half of this process' threads while it runs.
     """
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
-        """Raises RecipeError where a device is missing, SpecctlError where a process cannot start on it."""
+        """Raises RecipeError if a device is missing, SpecctlError if a worker cannot start on it."""
         super().__init__(recipe, algo, target, seed, start)
         self._devices = _devices(recipe, target)
         ranks.check(self._devices)
         self._threads = max(1, torch.get_num_threads() // 2)
         each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
-        self._meeting, self._kept = meeting_place()
+        self._meeting, self._kept = rendezvous_directory()
         inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
         self._inbox = inboxes[0]
         self._processes = []
         for rank in range(len(self._devices)):
-            place = WorkerPlace(rank, self._devices, each, Path(self._meeting.name))
+            place = WorkerPlacement(rank, self._devices, each, Path(self._meeting.name))
             arguments = (place, recipe, algo, seed, start, inboxes, self._outbox)
-            self._processes.append(context.Process(target=worker.live, args=arguments, daemon=True))
+            self._processes.append(context.Process(target=worker.run_worker, args=arguments, daemon=True))
         self._algo = algo
-        self._last: Learnt | None = None
-        self._fresh: list[Lesson] = []  # that no chunk's row has told of yet
-        self._known: State = super().state()  # of the learner, the newest
-        self.sent: list[Chunk] = []  # what it learns from at the moment
-        self.waiting: list[Chunk] = []  # what it is sent next
-        self._vector: Tensor | None = None  # [P] the newest weights; None = those to start from
-        self._swap_s, self._warned = 0.0, False  # since the last chunk; of chunks that were dropped
-        atexit.register(self.close)  # multiprocessing would wait for processes that heed no SIGTERM
+        self._last: LearnerResult | None = None
+        self._unreported: list[Lesson] = []  # lessons that no chunk's row has reported yet
+        self._learner_state: State = super().state()  # the learner's newest state
+        self.sent: list[Chunk] = []  # chunks that the learner has at the moment
+        self.waiting: list[Chunk] = []  # chunks to send next
+        self._vector: Tensor | None = None  # [P] the newest weights, or None before the first update
+        self._swap_s, self._warned = 0.0, False  # since the last chunk; whether drops were reported
+        atexit.register(self.close)  # multiprocessing would wait for workers, which ignore SIGTERM
         try:
             self._start()
-            until = time.monotonic() + PATIENCE_S
+            until = time.monotonic() + TIMEOUT_S
             while not isinstance(self.receive(1.0), Ready):
                 interrupts.check()
                 if time.monotonic() > until:
-                    raise SpecctlError(f"the process that learns has not started within {PATIENCE_S:.0f} s")
+                    raise SpecctlError(f"the learner process did not start within {TIMEOUT_S:.0f} s")
         except BaseException:
             self.close()
             raise
 
     def _start(self) -> None:
-        """Signals are kept from the processes from the first moment: they inherit what is blocked here."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.UNHEARD)
+        """Block signals before starting the workers: they inherit the mask."""
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.IGNORED_SIGNALS)
         try:
             for process in self._processes:
                 process.start()
@@ -101,9 +101,8 @@ class RemoteOnlineDrafter(OnlineDrafter):
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """The processes run only inside of this: while other contenders decode, they may not use the time, and those
-        have all threads."""
+    def active(self) -> Iterator[None]:
+        """Context in which the workers run. They stop while other contenders decode, and leave them all threads."""
         threads = torch.get_num_threads()
         if self.target.device.type == "cpu":
             torch.set_num_threads(self._threads)
@@ -118,18 +117,18 @@ class RemoteOnlineDrafter(OnlineDrafter):
 
     @property
     def pending(self) -> int:
-        """Chunks that were answered and are not learnt from yet."""
+        """Number of chunks that were answered and are not learnt from yet."""
         return len(self.sent) + len(self.waiting)
 
-    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
-        """Hand over the chunk that was just answered. What is said about learning is the newest that is known."""
+    def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+        """Hand over the chunk that was just answered. The lesson that is returned is the newest known one."""
         began = time.perf_counter()
         self._hand_over(acceptance)
-        fresh, self._fresh = self._fresh, []
+        fresh, self._unreported = self._unreported, []
         lesson = Lesson("keep", UpdateOutcome("pending"), 0, 0, 0, (), 0.0) if self._last is None else self._last.lesson
         if any(earlier.ruling == "rollback" for earlier in fresh):
             lesson = replace(lesson, ruling="rollback")
-        elif not fresh:  # what was said of it a chunk ago happened once
+        elif not fresh:  # the last lesson was reported a chunk ago: report no event twice
             lesson = replace(lesson, ruling="keep", outcome=replace(lesson.outcome, status="pending"))
         self.chunks += 1
         spent, self._swap_s = self._swap_s, 0.0
@@ -138,7 +137,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
             dropped=lesson.dropped + self.buffer.dropped,
             learn_s=time.perf_counter() - began,
             swap_s=spent,
-            behind=self.pending,
+            lag_chunks=self.pending,
         )
 
     def _hand_over(self, acceptance: Acceptance) -> None:
@@ -149,7 +148,7 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self._send()
 
     def _send(self) -> None:
-        """Send all chunks that wait to a learner that has nothing to do."""
+        """Send all waiting chunks to the learner if it is idle."""
         if self.waiting and not self.sent:
             self.sent, self.waiting = self.waiting, []
             for chunk in self.sent:
@@ -157,23 +156,24 @@ class RemoteOnlineDrafter(OnlineDrafter):
             self._inbox.put(self.sent)
 
     def _make_room(self) -> None:
-        """Drop the oldest chunks that wait until they and the buffer together hold no more than the buffer may.
+        """Drop the oldest waiting chunks until they and the buffer together hold no more than the buffer may.
 
-        What was sent is the learner's, and cannot be taken back: at most as much again, behind a resumption twice.
+        Chunks that were sent belong to the learner and cannot be taken back. They hold at most as much again, after a
+        resumption twice as much.
         """
         while self.waiting and self.buffer.bytes + sum(chunk.bytes for chunk in self.waiting) > self.buffer.max_bytes:
             self.buffer.dropped += len(self.waiting.pop(0).texts)
             if not self._warned:
                 self._warned = True
                 warn(
-                    f"{self._algo}: the learner is slower than the stream, and what waits for it has no room in "
-                    "buffer.max_mb: the oldest chunks are dropped (their texts are counted as `dropped`)"
+                    f"{self._algo}: the learner is slower than the stream, and the chunks that wait for it exceed "
+                    "buffer.max_mb: the oldest chunks are dropped (their sequences are counted as `dropped`)"
                 )
 
     def finish(self) -> None:
-        """Wait for what was handed over, and take it."""
-        with self.awake():
-            until = time.monotonic() + PATIENCE_S
+        """Wait until the learner has finished the chunks handed over, and take its weights."""
+        with self.active():
+            until = time.monotonic() + TIMEOUT_S
             while self.pending and time.monotonic() < until:
                 interrupts.check()
                 self.receive(1.0)
@@ -181,14 +181,14 @@ class RemoteOnlineDrafter(OnlineDrafter):
         self.close()
 
     def close(self) -> None:
-        """End the processes, whatever they do."""
+        """Kill the workers, also in the middle of an update."""
         atexit.unregister(self.close)
         started = [process for process in self._processes if process.pid is not None]
         for process in started:
             process.kill()
         for process in started:
             process.join()
-        self._inbox.cancel_join_thread()  # nobody reads what is still to be sent
+        self._inbox.cancel_join_thread()  # unsent messages have no reader any more
         self._meeting.cleanup()
         if self._kept is not None:
             os.close(self._kept)
@@ -198,28 +198,28 @@ class RemoteOnlineDrafter(OnlineDrafter):
         return super().played() if self._vector is None else self._vector
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The learner's behind the last chunk that it is known to have learnt from, and the chunks that wait for it."""
-        facts, tensors = self._known
+        """The learner's state after the last chunk known to be learnt from, and the chunks that still wait."""
+        facts, tensors = self._learner_state
         waiting = [chunk.state() for chunk in [*self.sent, *self.waiting]]
         for place, (_, features) in enumerate(waiting):
-            tensors = tensors | prefixed(f"waiting{place}.", features)
-        # Texts are numbered here: a number that comes twice would replace a text that the learner replays.
+            tensors = tensors | add_prefix(f"waiting{place}.", features)
+        # Texts are numbered in this process. A number that is used twice would replace a text that the learner replays.
         numbered = facts["buffer"] | {"next": self.buffer.state()[0]["next"]}
         unlearnt = {"waiting": [texts for texts, _ in waiting], "dropped_here": self.buffer.dropped}
         return facts | {"buffer": numbered} | unlearnt, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
         super().restore(facts, tensors)
-        self.buffer.clear()  # the learner replays them, who has its own
-        self.buffer.dropped = facts.get("dropped_here", 0)  # a pupil that learns here has no such thing
-        self._known = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
-        self._inbox.put((facts, Parcel.of(self._known[1])))
+        self.buffer.clear()  # the learner replays them from its own buffer
+        self.buffer.dropped = facts.get("dropped_here", 0)  # missing in the state of an `OnlineDrafter`
+        self._learner_state = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
+        self._inbox.put((facts, PackedTensors.of(self._learner_state[1])))
         for place, chunk in enumerate(facts.get("waiting", [])):
-            self.waiting.append(Chunk.restored(chunk, under(f"waiting{place}.", tensors)))
+            self.waiting.append(Chunk.restored(chunk, strip_prefix(f"waiting{place}.", tensors)))
         self._send()
 
     def _take(self) -> None:
-        """New weights, if there are any."""
+        """Take over new weights, if there are any."""
         before = self._last
         while self.receive(0.0) is not None:
             pass
@@ -232,34 +232,34 @@ class RemoteOnlineDrafter(OnlineDrafter):
         synchronise(self.target.device)
         self._swap_s += time.perf_counter() - began
 
-    def receive(self, seconds: float) -> Ready | Learnt | None:
-        """The next message, or None. SpecctlError where a process has failed."""
+    def receive(self, seconds: float) -> Ready | LearnerResult | None:
+        """The next message of the workers, or None. Raises SpecctlError if a worker has failed."""
         try:
             message = self._outbox.get(timeout=seconds) if seconds else self._outbox.get_nowait()
         except queue.Empty:
-            self._mourn()
+            self._check_alive()
             return None
-        except (OSError, EOFError) as error:  # its tensors are fetched from the process itself
-            self._mourn()
-            raise SpecctlError(f"the process that learns did not finish what it said: {error}") from error
+        except (OSError, EOFError) as error:  # the worker died while its tensors were fetched
+            self._check_alive()
+            raise SpecctlError(f"the learner process ended while it sent a message: {error}") from error
         if isinstance(message, Failed):
-            for process in self._processes:  # of one that is killed the others hear before its end is known
+            for process in self._processes:  # when one is killed, the others fail before its exit code is known
                 process.join(1.0)
-            self._mourn()
-            raise SpecctlError(f"the process that learns failed: {message.message}", hint="try it without --async")
-        if isinstance(message, Learnt):
+            self._check_alive()
+            raise SpecctlError(f"the learner process failed: {message.message}", hint="try it without --async")
+        if isinstance(message, LearnerResult):
             self._last, self.sent = message, []
-            self._fresh.append(message.lesson)
-            self._known = message.facts, message.state.tensors()
+            self._unreported.append(message.lesson)
+            self._learner_state = message.facts, message.state.tensors()
             self._vector = message.played.to(self.target.device)
             self._send()
         return message
 
-    def _mourn(self) -> None:
-        """Raises SpecctlError where a process was killed. (One that fails says so, and ends with code 0.)"""
+    def _check_alive(self) -> None:
+        """Raise SpecctlError if a worker was killed. (One that fails says so, and ends with code 0.)"""
         for process, device in zip(self._processes, self._devices, strict=True):
             if process.exitcode:
-                raise SpecctlError(f"the process that learns on {device} ended with code {process.exitcode}")
+                raise SpecctlError(f"the learner process on {device} ended with code {process.exitcode}")
 
     def _signal(self, number: int) -> None:
         for process in self._processes:
@@ -267,9 +267,9 @@ class RemoteOnlineDrafter(OnlineDrafter):
                 os.kill(process.pid, number)
 
 
-def meeting_place() -> tuple[TemporaryDirectory[str], int | None]:
-    """A directory that only this process and its learners know, and the descriptor by which it is flocked. Those that
-    nobody holds are of killed runs, and removed."""
+def rendezvous_directory() -> tuple[TemporaryDirectory[str], int | None]:
+    """A new directory that only this process and its workers know, and the file descriptor that holds a lock on it
+    (None on file systems without locks). Unlocked directories are left over from killed runs and removed."""
     for left in Path(tempfile.gettempdir()).glob("specctl-learner-*"):
         with suppress(OSError):
             os.close(_flocked(left))
@@ -278,14 +278,14 @@ def meeting_place() -> tuple[TemporaryDirectory[str], int | None]:
         place = TemporaryDirectory(prefix="specctl-learner-")
         try:
             return place, _flocked(Path(place.name))
-        except (FileNotFoundError, BlockingIOError):  # somebody who removes such directories came between
+        except (FileNotFoundError, BlockingIOError):  # another process removed or locked it in between
             continue
         except OSError:  # a file system without flocks
             return place, None
 
 
 def _flocked(directory: Path) -> int:
-    """A descriptor of a directory that nobody else has flocked. OSError otherwise."""
+    """Lock a directory and return its file descriptor. Raises OSError if another process holds the lock."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -297,7 +297,7 @@ def _flocked(directory: Path) -> int:
 
 
 def _devices(recipe: OnlineRecipe, target: Target) -> list[str]:
-    """Where to learn: on another GPU than the target's, if there is one."""
+    """The devices to learn on; by default another GPU than the target's, if there is one."""
     if recipe.learner_device != ["auto"]:
         return recipe.learner_device
     if target.device.type == "cpu":

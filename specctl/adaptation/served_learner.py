@@ -1,4 +1,4 @@
-"""A drafter that learns from what engines write, and the versions of it that they draft with."""
+"""Online learning from the texts of inference engines: the learner, and the drafter versions in the engines."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from specctl.adaptation.traffic import ServedText
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance, fell
 from specctl.drafters import checkpoint
-from specctl.engines.records import Drafting, EngineError
+from specctl.engines.records import DraftCounters, EngineError
 from specctl.errors import SpecctlError
 from specctl.recipe import OnlineRecipe
 from specctl.redaction import redacted
 from specctl.training.example import Example
 
-GIVE_UP = 5  # chunks in a row whose updates did harm, here or in the engine
+GIVE_UP = 5  # chunks in a row with an update that did harm, here or in the engine
 ENDED = Lesson("keep", UpdateOutcome("rested"), 0, 0, 0, (), 0.0)
 
 
 @dataclass(frozen=True)
 class ServedChunk:
-    """A line of `chunks.jsonl`: texts that the engines wrote, and what became of them.
+    """A line of `chunks.jsonl`: the texts of a chunk that engines wrote, and the results of the learning.
 
     Attributes:
-        version: of the drafter that the engines had; texts that were begun with the one before may be among them.
-        mat: tokens of a round of verification, the target's own included; None where the engines do not tell.
-        baseline_mat: of the same prompts by the server that keeps its drafter.
-        ruling: the learner's on its update before this one.
-        status, loss, steps, texts, learn_s: of the update from this chunk.
-        publication: None where nothing new was to be published.
-        restored: the engines drafted with something else than `version`, which was published again.
+        version: drafter version in the engines. Some texts may have been begun with the version before.
+        mat: tokens per round, bonus token included, or None if the engines do not report it.
+        baseline_mat: tokens per round for the same prompts on the server that keeps its drafter.
+        ruling: the learner's ruling on the update before this one.
+        status, loss, steps, texts, learn_s: results of the update on this chunk.
+        publication: the version made from this chunk, or None if there were no new weights.
+        restored: whether the engines drafted with something other than `version`, which was published again.
     """
 
     chunk: int
@@ -61,55 +61,56 @@ class ServedChunk:
 
 
 class ServedLearner:
-    """A drafter that learns chunk by chunk of what engines write, and the versions of it that they draft with."""
+    """Learns chunk by chunk from the texts that engines write, and publishes its drafter to these engines."""
 
-    def __init__(self, recipe: OnlineRecipe, pupil: OnlineDrafter, publisher: Publisher, place: Path):
-        """`place`: directory of what is learnt."""
-        self.recipe, self.pupil, self.publisher, self.place = recipe, pupil, publisher, place
-        self._before = Acceptance()  # of the chunk before
-        self._since = 0.0  # when the present version was published, in seconds since 1970
-        self._count = 0  # texts so far, which numbers them
-        self._harmed = 0  # chunks in a row
+    def __init__(self, recipe: OnlineRecipe, online_drafter: OnlineDrafter, publisher: Publisher, place: Path):
+        """`place`: directory that the learnt drafter is saved in."""
+        self.recipe, self.online_drafter, self.publisher, self.place = recipe, online_drafter, publisher, place
+        self._before = Acceptance()  # acceptance in the chunk before
+        self._since = 0.0  # time at which the present version was published, in seconds since 1970
+        self._count = 0  # number of texts seen: the index of the next one
+        self._failures_in_a_row = 0  # chunks in a row with a harmful update
         self._ended = False
 
     @property
     def publishes(self) -> bool:
-        """Whether engines are given what is learnt."""
+        """Whether the learnt drafter is published to the engines."""
         return self.recipe.publication.enabled
 
     def begin(self, start: Path) -> None:
-        """Publish the drafter to start from, unless an earlier version goes on."""
+        """Publish the drafter to start from, unless an earlier version was restored."""
         if self.publishes and not self.publisher.version:
             self.publisher.begin(start)
         self._since = time.time()
 
     def learn(self, chunk: Sequence[ServedText], number: int, passed_over: int) -> ServedChunk:
-        """Learn from a chunk, and publish what came of it.
+        """Learn from a chunk, and publish the result.
 
-        Raises SpecctlError where that has done harm for `GIVE_UP` chunks; behind a proxy learning ends, and it stays.
+        Raises SpecctlError if updates did harm in `GIVE_UP` chunks in a row. In a proxy, learning ends instead and the
+        proxy goes on.
         """
         version, restored = self.publisher.version, self.publisher.restored
         accepted = acceptance(chunk, self._since)
         if self._replaced(fell(self._before, accepted, self.recipe.learner.tolerance)):
-            accepted = Acceptance()  # it tells nothing about what was learnt
+            accepted = Acceptance()  # measured with another drafter: it says nothing about the learner
         first = self._count
         for text in chunk:
             example = Example(self._count, text.id, [*text.prompt_ids, *text.output_ids], len(text.prompt_ids))
-            self.pupil.buffer.take(BufferedText(example, []), None)
+            self.online_drafter.buffer.add(BufferedText(example, []), None)
             self._count += 1
-        before, played = self.pupil.state(), self.pupil.played()
-        lesson = ENDED if self._ended else self.pupil.learn(accepted)
+        before, played = self.online_drafter.state(), self.online_drafter.played()
+        lesson = ENDED if self._ended else self.online_drafter.learn(accepted)
         self._before = accepted
         publication = None
-        if self.publishes and not torch.equal(played, self.pupil.played()):
-            judges = [chunk[index - first] for index in self.pupil.judges if index >= first]
+        if self.publishes and not torch.equal(played, self.online_drafter.played()):
+            judges = [chunk[index - first] for index in self.online_drafter.held_out if index >= first]
             publication = self._proposed(judges or chunk)
             self._since = time.time()
-            self._before = Acceptance()  # of another version
+            self._before = Acceptance()  # the next chunk has another version
             if publication.verdict != "published":
-                self.pupil.restore(*before)
+                self.online_drafter.restore(*before)
             if publication.verdict == "rolled back":
-                self.pupil.learner.slow(self.recipe.learner.backoff)
+                self.online_drafter.learner.slow(self.recipe.learner.backoff)
         self._watch(lesson, publication)
         return ServedChunk(
             chunk=number,
@@ -130,64 +131,67 @@ class ServedLearner:
         )
 
     def _proposed(self, newest: Sequence[ServedText]) -> Publication:
-        """The publication of what is played now. An engine that fails for a moment ends nothing: clients are served."""
+        """Publish the weights that are played now. In a proxy, the error of an engine is only reported, because clients
+        must be served."""
         began = time.perf_counter()
         try:
             return self.publisher.propose(self._saved(), newest)
         except EngineError as error:
             if self.recipe.traffic.listen is None:
                 raise
-            progress.warn(f"nothing is published: {error.message}")
+            progress.warn(f"the drafter is not published: {error.message}")
             return Publication(self.publisher.version, "failed", None, None, time.perf_counter() - began)
 
     def _replaced(self, suspected: bool) -> bool:
-        """Whether the engines drafted with something else, and had to be given the present version again."""
+        """Whether the engines drafted with something else, and were given the present version again."""
         try:
             return self.publishes and self.publisher.restore_if_replaced(suspected)
         except EngineError as error:
             if self.recipe.traffic.listen is None:
                 raise
-            progress.warn(f"the engines do not tell what they draft with: {error.message}")
+            progress.warn(f"the engines do not report their drafter: {error.message}")
             return False
 
     def _watch(self, lesson: Lesson, publication: Publication | None) -> None:
-        """Say what went wrong; give up where nothing helps."""
+        """Report an update that went wrong; give up after `GIVE_UP` in a row."""
         back = publication is not None and publication.verdict == "rolled back"
         if back and publication is not None:
             progress.warn(
-                f"{publication.version} had {publication.mat_after:.2f} tokens a round where {self.publisher.version} "
+                f"{publication.version} had {publication.mat_after:.2f} tokens per round, but {self.publisher.version} "
                 f"had {publication.mat_before:.2f}: rolled back"
             )
         failed = publication is not None and publication.verdict != "published"
-        self._harmed = self._harmed + 1 if failed or lesson.outcome.status == "refused" else 0
-        if self._harmed == GIVE_UP:
-            problem = f"nothing was learnt from {GIVE_UP} chunks in a row: updates do harm, are not finite or not taken"
+        self._failures_in_a_row = self._failures_in_a_row + 1 if failed or lesson.outcome.status == "refused" else 0
+        if self._failures_in_a_row == GIVE_UP:
+            problem = (
+                f"nothing was learned from {GIVE_UP} chunks in a row: updates are harmful, not finite or not accepted"
+            )
             hint = "lower learner.lr, or set learner.clip"
             if self.recipe.traffic.listen is None:
                 raise SpecctlError(problem, hint=hint)
             self._ended = True
-            progress.warn(f"{problem} ({hint}): learning ends here, requests are passed on")
+            progress.warn(f"{problem} ({hint}): learning ends, but requests are still forwarded")
 
     def _saved(self) -> Path:
-        return self.pupil.save(self.place, {"mat": {}})
+        return self.online_drafter.save(self.place, {"mat": {}})
 
     def save(self, start: Path) -> Path:
-        """Write what was learnt as a drafter directory."""
+        """Write the learnt drafter as a drafter directory."""
         learnt = f"{self.recipe.algo[0]} from texts of {', '.join(redacted(self.recipe.server.urls))}, from {start}"
-        return self.pupil.save(self.place, {**checkpoint.read_info(start), "learnt": learnt, "mat": {}})
+        return self.online_drafter.save(self.place, {**checkpoint.read_info(start), "learnt": learnt, "mat": {}})
 
     def state(self) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
-        facts, tensors = self.pupil.state()
+        """(JSON-able facts, tensors) that `restore` needs, between two chunks."""
+        facts, tensors = self.online_drafter.state()
         return {"pupil": facts, "publisher": self.publisher.state(), "texts": self._count}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-        """Go on from what `state` has told; its version is published again."""
-        self.pupil.restore(facts["pupil"], tensors)
+        """Restore a `state`, and publish its version again."""
+        self.online_drafter.restore(facts["pupil"], tensors)
         self._count = facts["texts"]
         if self.publishes:
             self.publisher.restore(facts["publisher"])
 
 
-def _mat(parts: Sequence[Drafting | None]) -> float | None:
-    return Drafting.total([part for part in parts if part is not None]).mat
+def _mat(parts: Sequence[DraftCounters | None]) -> float | None:
+    return DraftCounters.total([part for part in parts if part is not None]).mat

@@ -1,7 +1,7 @@
-"""Learning while selecting: a policy chooses among specialists, and each learns from the texts that it has won.
+"""Learning while selecting: a policy chooses among specialists, and each one learns from the texts it has won.
 
-The pool moves while it is chosen from: what a policy has learnt about the drafters is forgotten with every query or
-chunk, before it can be about drafters that are no more.
+The pool changes while it is chosen from. So the policy forgets its knowledge of the drafters with every query or chunk,
+before it can be about weights that no longer exist.
 """
 
 from __future__ import annotations
@@ -27,60 +27,62 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
-from specctl.families import learning
+from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
+from specctl.selection.arm import Arm
 from specctl.selection.arms import named
 from specctl.selection.assembly import make_selector, plain_step
 from specctl.selection.controller import RoundLine, Selector
-from specctl.selection.game.rules import overruled
-from specctl.selection.guarded import Guarded
+from specctl.selection.game.rules import overridden_options
 from specctl.selection.policies import registry
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 from specctl.training.feature_files import Features
 
 
 class Specialists(StreamLearner):
-    """The pupils of a pool under one selection policy; drafters of families that do not learn are arms, too.
+    """The learning specialists of a pool under one selection policy. Drafters that cannot learn are arms, too.
+
+    A specialist wins a text if its rounds committed more of the tokens than any other arm's.
 
     Attributes:
-        pupils: by name, those that learn.
-        learns: False of a pool that stays as it is.
-        lessons: of the last chunk, those who had won a text.
+        online_drafters: online drafters, by name.
+        learns: False for a pool that does not change.
+        lessons: lessons of the last chunk, for the specialists that had won a text.
     """
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int):
-        """Raises CheckpointError where a member is no drafter for this target."""
+        """Raises CheckpointError if a drafter of the pool is not for this target."""
         assert recipe.pool is not None
         self._pool = recipe.pool
         paths = named([str(path) for path in pool.find_pool(recipe.pool)])
         self.recipe, self.target, self.seed = recipe, target, seed
-        self.pupils: dict[str, OnlineDrafter] = {}
+        self.online_drafters: dict[str, OnlineDrafter] = {}
         self.fixed: dict[str, Drafter] = {}
         for path, name in paths.items():
-            if checkpoint.family(Path(path)) in learning():
-                self.pupils[name] = OnlineDrafter(recipe, algo, target, seed, Path(path))
+            if checkpoint.family(Path(path)) in online_families():
+                self.online_drafters[name] = OnlineDrafter(recipe, algo, target, seed, Path(path))
             else:
                 self.fixed[name] = pool.load_drafter(path, target, recipe.drafting)
         taps = {tap for drafter in self._drafters().values() for tap in drafter.taps}
         self._taps = tuple(sorted(taps))
         self.buffer = self._new_buffer()
-        self.learns = recipe.rule_of(algo).algo != "static"
+        self.learns = recipe.learner_of(algo).algo != "static"
         self.chunks = 0
         self.lessons: dict[str, Lesson] = {}
-        self.rounds: Counter[str] = Counter()  # of the chunk, by arm
-        self._won: dict[str, Counter[str]] = defaultdict(Counter)  # tokens by query and arm
-        self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # draft tokens by arm and query
-        self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # positions likewise
-        for line in overruled([recipe.policy.name], recipe.game):
+        self.rounds: Counter[str] = Counter()  # rounds of the chunk, by arm
+        self._won: dict[str, Counter[str]] = defaultdict(Counter)  # committed tokens, by query and arm
+        self._accepted: dict[str, Counter[str]] = defaultdict(Counter)  # accepted draft tokens, by arm and query
+        self._verified: dict[str, Counter[str]] = defaultdict(Counter)  # verified positions, by arm and query
+        for line in overridden_options([recipe.policy.name], recipe.game):
             progress.log(line)
         self._selector = self._select()
 
     def retarget(self, target: Target) -> None:
-        """Draft for, and learn from, another target from now on. CheckpointError where the drafters do not fit it."""
+        """Draft for, and learn from, another target from now on. Raises CheckpointError if a drafter does not fit."""
         self.target = target
         vars(self).pop("_step", None)
-        for pupil in self.pupils.values():
-            pupil.retarget(target)
+        for online_drafter in self.online_drafters.values():
+            online_drafter.retarget(target)
         paths = {name: path for path, name in named([str(path) for path in pool.find_pool(self._pool)]).items()}
         self.fixed = {name: pool.load_drafter(paths[name], target, self.recipe.drafting) for name in self.fixed}
         self.buffer = self._new_buffer()
@@ -90,18 +92,18 @@ class Specialists(StreamLearner):
         return new_buffer(self.recipe, self.target, self._taps)
 
     def _drafters(self) -> dict[str, Drafter]:
-        return {name: pupil.drafter for name, pupil in self.pupils.items()} | self.fixed
+        return {name: online_drafter.drafter for name, online_drafter in self.online_drafters.items()} | self.fixed
 
     @cached_property
     def _step(self) -> float:
         return plain_step(self.target, self.recipe.batch)
 
     def _select(self) -> Selector:
-        """A selector among the drafters as they are now."""
+        """Build a selector among the drafters with their present weights."""
         policy = self.recipe.policy
         return make_selector(
             self.target,
-            [Guarded(name, drafter) for name, drafter in self._drafters().items()],
+            [Arm(name, drafter) for name, drafter in self._drafters().items()],
             policy.name,
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
@@ -119,10 +121,10 @@ class Specialists(StreamLearner):
         self._verified[entry.arm][entry.query] += min(entry.accepted + 1, entry.drafted)
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """While answers are to leave no trace; between two chunks, when there is nothing to be counted yet."""
+    def warming_up(self) -> Iterator[None]:
+        """Context in which answers leave no trace. To be entered between two chunks, while nothing is counted yet."""
         try:
-            with super().rehearsing():
+            with super().warming_up():
                 yield
         finally:
             for counts in (self.rounds, self._won, self._accepted, self._verified):
@@ -130,28 +132,29 @@ class Specialists(StreamLearner):
             self._selector = self._select()
 
     def drafting(self, labels: list[Label]) -> dict[str, Any]:
-        """Options of `decode` for texts of these labels; within a chunk those of one slot are one game's."""
+        """Options of `decode` for texts with these labels. Unless the policy is reset with every query, the texts that
+        share a slot within a chunk share one game."""
         if self.recipe.policy.reset != "query":
             labels = [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
         options: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
-        return options | self.buffer.listening if self.learns else options
+        return options | self.buffer.decode_options if self.learns else options
 
-    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
-        """Every specialist learns from the texts of the chunk that it has won, judged by the rounds that it played, and
-        has its share of the seconds by them."""
+    def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+        """Let every specialist learn from the texts of the chunk it has won. The rounds of a specialist judge its
+        update, and its share of all rounds is its share of the seconds."""
         total = max(1, self.rounds.total())
         winners = set()
         for index, text in self.buffer.texts.items():
             played = self._won[text.example.prompt_id]
             winner = max(played, key=lambda arm: played[arm]) if played else ""
-            if winner in self.pupils:
+            if winner in self.online_drafters:
                 winners.add(winner)
-                buffer = self.pupils[winner].buffer
-                buffer.take(text, self._own(self.buffer.kept.get(index), buffer.taps))
+                buffer = self.online_drafters[winner].buffer
+                buffer.add(text, self._features_for(self.buffer.kept.get(index), buffer.taps))
         self.buffer.clear()
         self.lessons = {
-            name: pupil.sit(self._acceptance(name), decode_s * self.rounds[name] / total)
-            for name, pupil in self.pupils.items()
+            name: online_drafter.learn_chunk(self._acceptance(name), decode_s * self.rounds[name] / total)
+            for name, online_drafter in self.online_drafters.items()
             if name in winners
         }
         for counts in (self._won, self._accepted, self._verified):
@@ -159,23 +162,24 @@ class Specialists(StreamLearner):
         self.chunks += 1
         began = time.perf_counter()
         self._selector = self._select()
-        lesson = self._together(acceptance)
+        lesson = self._combined(acceptance)
         return replace(lesson, swap_s=lesson.swap_s + time.perf_counter() - began)
 
     def _acceptance(self, arm: str) -> Acceptance:
-        """Acceptance in the rounds that an arm has played, by query."""
+        """Acceptance in the rounds that an arm drafted, by query."""
         return Acceptance.of((self._accepted[arm][query], count) for query, count in self._verified[arm].items())
 
-    def _own(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
-        """The states that one specialist reads, out of those that the pool does."""
+    def _features_for(self, features: Features | None, taps: tuple[int, ...]) -> Features | None:
+        """The states that one specialist reads, cut out of the states that the pool retains."""
         if features is None or taps == self.buffer.taps:
             return features
         places = [self.buffer.taps.index(tap) for tap in taps]
         states = features.taps.unflatten(-1, (len(self.buffer.taps), -1))[:, places].flatten(1)
         return replace(features, taps=states)
 
-    def _together(self, acceptance: Acceptance) -> Lesson:
-        """The lessons of all as one: sums, mean loss per token, and the arms' rounds instead of members' weights."""
+    def _combined(self, acceptance: Acceptance) -> Lesson:
+        """Combine the lessons of all specialists into one: sums, the mean loss per token, and the arms' shares of the
+        rounds in place of members' weights."""
         lessons = list(self.lessons.values())
         total = max(1, self.rounds.total())
         shares = tuple(self.rounds[name] / total for name in self._drafters())
@@ -195,32 +199,33 @@ class Specialists(StreamLearner):
             outcome,
             sum(lesson.texts for lesson in lessons),
             sum(lesson.tokens for lesson in lessons),
-            self.buffer.dropped + sum(pupil.buffer.dropped for pupil in self.pupils.values()),
-            tuple(rate for pupil in self.pupils.values() for rate in pupil.learner.rates),
+            self.buffer.dropped
+            + sum(online_drafter.buffer.dropped for online_drafter in self.online_drafters.values()),
+            tuple(rate for online_drafter in self.online_drafters.values() for rate in online_drafter.learner.rates),
             sum(lesson.learn_s for lesson in lessons),
             sum(lesson.swap_s for lesson in lessons),
         )
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
-        """Write every specialist as a drafter directory below `directory`: a pool again."""
-        for name, pupil in self.pupils.items():
-            start = checkpoint.read_info(pupil.start)
-            pupil.save(directory / name, {**info, "domain": start.get("domain", []), "mat": {}})
+        """Write every specialist as a drafter directory below `directory`, which is a pool again."""
+        for name, online_drafter in self.online_drafters.items():
+            start = checkpoint.read_info(online_drafter.start)
+            online_drafter.save(directory / name, {**info, "domain": start.get("domain", []), "mat": {}})
         return directory
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        """(JSON-able facts, tensors) that `restore` needs, between two chunks."""
         facts: dict[str, Any] = {"chunks": self.chunks, "buffer": self.buffer.state()[0], "pupils": {}}
         tensors: dict[str, Tensor] = {}
-        for name, pupil in self.pupils.items():
-            facts["pupils"][name], found = pupil.state()
-            tensors |= prefixed(f"{name}/", found)
+        for name, online_drafter in self.online_drafters.items():
+            facts["pupils"][name], found = online_drafter.state()
+            tensors |= add_prefix(f"{name}/", found)
         return facts, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on from what `state` has told."""
+        """Restore a `state`."""
         self.chunks = facts["chunks"]
-        self.buffer.restore(facts["buffer"], {})  # no text, but their numbers go on
-        for name, pupil in self.pupils.items():
-            pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
+        self.buffer.restore(facts["buffer"], {})  # no texts, but their numbering goes on
+        for name, online_drafter in self.online_drafters.items():
+            online_drafter.restore(facts["pupils"][name], strip_prefix(f"{name}/", tensors))
         self._selector = self._select()

@@ -1,8 +1,8 @@
 """The stream of prompts that `specctl online` answers, in chunks.
 
-Sources are read line by line and never held: a file once to see what it has and once to give it out, stdin as the
-lines come. The stream is a function of sources, schedule and seed, so a run goes on at any chunk by reading again what
-it had taken before.
+Sources are read line by line and never held in memory. A file is read once to count its prompts and once to give them
+out; stdin is read as its lines come. The stream is a function of sources, schedule and seed. So a run can resume at any
+chunk by reading the earlier prompts again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from operator import index
 from typing import Any
 
 from specctl import data_prep
-from specctl.adaptation.segments import order
+from specctl.adaptation.segments import interleave
 from specctl.decoding.target import Target
 from specctl.distillation.plan import render
 from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts
@@ -23,12 +23,12 @@ from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts, warn
 from specctl.recipe import DataRecipe, LearningRecipe, StreamRecipe
 
-JUDGED = 100  # lines from which on the share of rejected ones says something
+MIN_LINES_TO_JUDGE = 100  # lines after which the share of rejected lines is judged
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A prompt and its ids."""
+class EncodedPrompt:
+    """A prompt and its token ids."""
 
     prompt: Prompt
     ids: list[int]
@@ -36,14 +36,14 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Position:
-    """A place in a stream, behind what has been given out. `digest`, a chain of prompts' ids, tells streams apart."""
+    """A place in a stream, after the prompts already given out. `digest` is a hash chain of the prompts' ids."""
 
     chunks: int = 0
     prompts: int = 0
     digest: str = ""
 
-    def after(self, chunk: Iterable[Arrival]) -> Position:
-        """The position when this chunk is answered."""
+    def after(self, chunk: Iterable[EncodedPrompt]) -> Position:
+        """The position after this chunk."""
         prompts, digest = self.prompts, self.digest
         for arrival in chunk:
             prompts, digest = prompts + 1, hashlib.sha256((digest + arrival.prompt.id).encode()).hexdigest()[:16]
@@ -53,12 +53,12 @@ class Position:
 class PromptStream:
     """Chunks of prompts, given out once.
 
-    A line that is no prompt, and a prompt that leaves the target no room for an answer, goes to `rejections`. A file
-    with too many of the first is refused; else too many stop the stream where it is, from the hundredth line on.
-    Repeated prompts stay: so do users.
+    Lines that are no prompts, and prompts that leave the target no room for an answer, go to `rejections`. A file with
+    too many bad lines is refused. Otherwise too many rejections stop the stream, from the hundredth line on. Repeated
+    prompts stay, because users repeat prompts, too.
 
     Attributes:
-        total: prompts that are to come in all; None where only the end of stdin or of a generator tells.
+        total: number of prompts in all, or None if only the end of stdin or of a generator tells.
     """
 
     def __init__(
@@ -76,13 +76,13 @@ class PromptStream:
             size: prompts in a chunk (`StreamRecipe.chunk_of`); the last one may have fewer.
 
         Raises:
-            UsageError: an unknown domain, one file for several domains, a schedule and data.limit at once.
-            DataError: a file is missing, has no prompts, too many lines that are none, or fewer prompts than the
-                schedule asks for.
+            UsageError: an unknown domain, one file for several domains, or a schedule together with data.limit.
+            DataError: a file is missing, has no prompts, has too many bad lines, or has fewer prompts than the schedule
+                asks for.
         """
         segments: list[tuple[str, int | None]] = [*recipe.segments]
         if segments and data.limit is not None:
-            raise UsageError("a schedule says how many prompts come: leave data.limit out")
+            raise UsageError("a schedule determines the number of prompts: leave out data.limit")
         segments = segments or [(domain, data.limit) for domain in data.domain]
         self.data = data.model_copy(update={"domain": list(dict.fromkeys(domain for domain, _ in segments))})
         check_files(self.data)
@@ -101,26 +101,26 @@ class PromptStream:
 
     @classmethod
     def of_pass(cls, recipe: LearningRecipe, target: Target, rejections: Rejections, seed: int) -> PromptStream:
-        """The stream of one of the `seeds` of `specctl online`."""
+        """The stream for one of the `seeds` of `specctl online`."""
         data = recipe.data.model_copy(update={"seed": recipe.data.seed + seed})
         options = recipe.target.chat_template_kwargs
         return cls(data, recipe.stream, target, rejections, size=recipe.chunk, chat_template_kwargs=options)
 
     def position(self) -> dict[str, Any]:
-        """Behind the last chunk that was given out; JSON-able, for `resume`."""
+        """The position after the last chunk that was given out; JSON-able, for `resume`."""
         return asdict(self._at)
 
     def resume(self, position: dict[str, Any], *, rewind: bool = True) -> None:
-        """Go to a `position` that an equal stream has told, before a chunk is taken: what came before is read again.
+        """Go to a `position` of an equal stream, before any chunk is taken, by reading the earlier prompts again.
 
-        With `rewind=False` nothing is: the next prompts are those that come, as stdin wants it.
+        With `rewind=False` nothing is read again: the stream goes on with the prompts that come next, as on stdin.
 
-        Raises UsageError for stdin, which cannot be rewound, DataError where other prompts come than those before it.
+        Raises UsageError for stdin, which cannot be rewound, and DataError if the earlier prompts are not the same.
         """
         if self.stdin and rewind:
             raise UsageError(
-                f"stdin cannot be rewound to behind its first {position['prompts']} prompts",
-                "name the file with --prompts, or continue with the lines that come",
+                f"stdin cannot be rewound to the position after its first {position['prompts']} prompts",
+                "name the file with --prompts, or continue with new lines from stdin",
             )
         self._at = Position(index(position["chunks"]), index(position["prompts"]), position["digest"])
         if not rewind:
@@ -128,18 +128,18 @@ class PromptStream:
         reached = Position().after(islice(self._left, self._at.prompts))
         if (reached.prompts, reached.digest) != (self._at.prompts, self._at.digest):
             raise DataError(
-                f"the stream does not begin with the {self._at.prompts} prompts that this run has answered",
-                hint="resume with the prompts, schedule and seed it was started with, or start again",
+                f"the stream does not begin with the {self._at.prompts} prompts that this run has already answered",
+                hint="resume with the original prompts, schedule and seed, or start again",
             )
 
-    def chunks(self) -> Iterator[list[Arrival]]:
-        """The chunks that are left.
+    def chunks(self) -> Iterator[list[EncodedPrompt]]:
+        """The remaining chunks.
 
         Raises:
             DataError: no prompts at all, or too many rejected.
             Interrupted: SIGTERM or SIGUSR1, between two prompts.
         """
-        chunk: list[Arrival] = []
+        chunk: list[EncodedPrompt] = []
         try:
             for arrival in self._left:
                 chunk.append(arrival)
@@ -148,25 +148,25 @@ class PromptStream:
                     chunk = []
         except Interrupted:
             if self.stdin:
-                warn(f"what came from stdin behind the first {self._at.prompts} prompts is not answered: send it again")
+                warn(f"stdin lines after the first {self._at.prompts} prompts are not answered: send them again")
             raise
         if chunk:
             yield self._close(chunk)
-        if not self._at.prompts or self.rejections.seen >= JUDGED:
+        if not self._at.prompts or self.rejections.seen >= MIN_LINES_TO_JUDGE:
             self.rejections.check()
-        self.rejections.tell()  # a few lines are no reason to throw away what the others have been answered
+        self.rejections.report()  # a few bad lines do not void the answers to the others
         if not self._at.prompts:
             raise no_prompts(", ".join(self.data.prompts_of(domain) or domain for domain in self.data.domain))
         if self.recipe.schedule and self._at.prompts < (self.total or 0):
-            warn(f"the schedule asks for {self.total} prompts, {self._at.prompts} came that the target can answer")
+            warn(f"the schedule asks for {self.total} prompts, but only {self._at.prompts} prompts could be answered")
 
-    def _close(self, chunk: list[Arrival]) -> list[Arrival]:
+    def _close(self, chunk: list[EncodedPrompt]) -> list[EncodedPrompt]:
         self._at = self._at.after(chunk)
-        if self.rejections.seen >= JUDGED:
+        if self.rejections.seen >= MIN_LINES_TO_JUDGE:
             self.rejections.check()
         return chunk
 
-    def _arrivals(self) -> Iterator[Arrival]:
+    def _arrivals(self) -> Iterator[EncodedPrompt]:
         """All prompts, in the order of the schedule."""
         needed: dict[str, int | None] = {}
         for domain, count in self.segments:
@@ -179,18 +179,18 @@ class PromptStream:
         if self.recipe.kind == "abrupt" or self.total is None:
             return self.segments
         counts = [count or 0 for _, count in self.segments]
-        return ((self.segments[at][0], 1) for at in order(counts, self.recipe.kind, self.data.seed).tolist())
+        return ((self.segments[at][0], 1) for at in interleave(counts, self.recipe.kind, self.data.seed).tolist())
 
-    def _source(self, domain: str, needed: int | None) -> Iterator[Arrival]:
+    def _source(self, domain: str, needed: int | None) -> Iterator[EncodedPrompt]:
         """The prompts of one domain that can be answered."""
         rejections = self.rejections
-        lines = Rejections(None, 1) if self.counted else rejections  # counting has told of bad lines already
+        lines = Rejections(None, 1) if self.counted else rejections  # counting has already reported bad lines
         for prompt in self._candidates(domain, needed, lines):
             rejections.seen += not self.counted
             ids = None if prompt is None else render(self.target, prompt, rejections, self.options)
             if prompt is not None and ids is not None:
-                yield Arrival(prompt, ids)
-            elif rejections.seen >= JUDGED and rejections.too_many:
+                yield EncodedPrompt(prompt, ids)
+            elif rejections.seen >= MIN_LINES_TO_JUDGE and rejections.too_many:
                 rejections.check()
             interrupts.check()
 
@@ -200,7 +200,7 @@ class PromptStream:
         return _shuffled(prompts, self.data.seed) if self.recipe.shuffle else prompts
 
     def _count(self, segments: list[tuple[str, int | None]]) -> list[tuple[str, int | None]]:
-        """The segments with their counts, after a first reading that keeps nothing."""
+        """The segments with their numbers of prompts, from a first reading that keeps nothing."""
         counted: list[tuple[str, int | None]] = []
         for domain in self.data.domain:
             wanted = sum(count or 0 for name, count in segments if name == domain) or None
@@ -213,7 +213,7 @@ class PromptStream:
                     break
             self.rejections.check()
             if there < (wanted if wanted and self.recipe.schedule else 1):
-                asked = f", the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""
+                asked = f", but the schedule asks for {wanted} of {domain}" if self.recipe.schedule else ""
                 raise DataError(
                     f"{self.data.prompts_of(domain) or domain} has {there} prompts{asked}",
                     "ask for fewer with --schedule" if asked else f"expected {EXPECTED}",
@@ -223,7 +223,7 @@ class PromptStream:
 
 
 def _shuffled(prompts: Iterable[Prompt | None], seed: int) -> Iterator[Prompt | None]:
-    """In an order of the seed's and their own: it is the same whatever else the file holds."""
+    """Sort by a hash of the seed and each prompt's id, so that other lines of the file do not affect the order."""
 
     def rank(prompt: Prompt | None) -> bytes:
         return hashlib.sha256(f"{seed}/{prompt.id}".encode()).digest() if prompt is not None else b""

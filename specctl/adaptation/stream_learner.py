@@ -1,4 +1,4 @@
-"""Learners along a stream: one drafter, here or in another process, or the specialists of a pool."""
+"""Base class of the learners along a stream: an online drafter, in this or another process, or a pool's specialists."""
 
 from __future__ import annotations
 
@@ -21,68 +21,69 @@ from specctl.recipe import OnlineRecipe
 
 @dataclass(frozen=True)
 class Lesson:
-    """The result of a chunk: the watchdog's ruling on the update before, the new update, and what both cost."""
+    """Result of learning from a chunk: the watchdog's ruling on the update before, the new update, and both times."""
 
     ruling: Ruling
     outcome: UpdateOutcome
-    texts: int  # learnt from
-    tokens: int  # of their responses
-    dropped: int  # texts that the buffer had no room for, so far
-    rates: tuple[float, ...]  # η of the members afterwards
+    texts: int  # texts learnt from
+    tokens: int  # response tokens of these texts
+    dropped: int  # texts that the buffer had no room for, in total
+    rates: tuple[float, ...]  # η of the members after the update
     learn_s: float
-    swap_s: float = 0.0  # making a drafter of the new weights
-    behind: int = 0  # chunks that were answered and not learnt from yet
+    swap_s: float = 0.0  # building a drafter with the new weights
+    lag_chunks: int = 0  # lag: answered chunks not learnt from yet
 
 
 def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
-    """An empty one, as large as the recipe allows."""
+    """An empty replay buffer of the recipe's size."""
     options = recipe.buffer
     return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)
 
 
 class StreamLearner(ABC):
-    """A contender that learns from the texts that it has drafted.
+    """A contender that learns from the texts it has drafted.
 
     Attributes:
-        buffer: its `observe` is the decoding loop's `on_commit`.
+        buffer: pass its `observe` to the decoding loop as `on_commit`.
     """
 
     buffer: ReplayBuffer
 
     @abstractmethod
     def drafting(self, labels: list[Label]) -> dict[str, Any]:
-        """Options of `decode` for texts of these labels."""
+        """Options of `decode` for texts with these labels."""
 
     @abstractmethod
-    def sit(self, acceptance: Acceptance, decode_s: float) -> Lesson:
-        """Learn from the chunk that was just answered in so many seconds, and play the new weights from now on."""
+    def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+        """Learn from the chunk that was just answered in `decode_s` seconds, and draft with the new weights."""
 
     @abstractmethod
     def retarget(self, target: Target) -> None:
         """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
 
-        What was learnt stays; texts of the old target are forgotten. CheckpointError where a drafter does not fit it.
+        The learnt weights stay; texts of the old target are forgotten. Raises CheckpointError if a drafter does not
+        fit.
         """
 
     @abstractmethod
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
-        """Write what is played below a directory."""
+        """Write the played weights below a directory."""
 
     @abstractmethod
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        """(JSON-able facts, tensors) that `restore` needs, between two chunks."""
 
     @abstractmethod
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on from what `state` has told. CheckpointError where it is that of another learner."""
+        """Restore a `state`. Raises CheckpointError if it belongs to another learner."""
 
     @abstractmethod
     def _new_buffer(self) -> ReplayBuffer:
         """An empty buffer for the present target."""
 
     @contextmanager
-    def rehearsing(self) -> Iterator[None]:
-        """While answers are to leave no trace: nothing is learnt from them, and no text makes room for theirs."""
+    def warming_up(self) -> Iterator[None]:
+        """Context in which answers leave no trace: they are not learnt from, and displace no buffered text."""
         kept, self.buffer = self.buffer, self._new_buffer()
         try:
             yield
@@ -90,12 +91,12 @@ class StreamLearner(ABC):
             self.buffer = kept
 
     @contextmanager
-    def awake(self) -> Iterator[None]:
-        """While it is this one's turn to draft."""
+    def active(self) -> Iterator[None]:
+        """Context for this contender's turn to draft."""
         yield
 
     def finish(self) -> None:  # noqa: B027
-        """The stream has ended: wait for what learns elsewhere."""
+        """Wait for a learner in another process to finish; the stream has ended."""
 
     def close(self) -> None:  # noqa: B027
-        """Free what it holds besides memory."""
+        """Free resources other than memory."""

@@ -1,1 +1,1 @@
-"""The command line: resolve the recipe, call the library, hand the result to `output`. No heavy imports up here."""
+"""The command line: resolves the recipe, calls the library, prints the result. Heavy imports are in the functions."""

@@ -1,4 +1,4 @@
-"""`specctl bench`: kernels, target steps and batches against their baselines on this machine."""
+"""`specctl bench`: time kernels, target steps and batches against their baselines on this machine."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
-from specctl.reporting.tables import doubts, machine, marked
+from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
     from specctl.recipe import BenchRecipe
@@ -71,7 +71,7 @@ FLOORS = {
     "rows_ms": "their step ms ≥",
     "of_plain": "× plain step",
 }
-"""Fields of the rows that people are shown, and their headings."""
+"""Row fields shown to people, with their headings."""
 EXAMPLE = "specctl bench --parts steps,decoding --drafter drafters/sql-eagle3"
 
 
@@ -81,47 +81,47 @@ def register(app: typer.Typer) -> None:
 
 def bench(recipe: BenchRecipe, dry_run: bool) -> None:
     """Time kernels, target steps and batched decoding against their baselines and floors, on this machine."""
-    from specctl.cli import plan
+    from specctl.cli import checks
 
-    plan.check_drafters(recipe.drafters)
-    plan.check_data(recipe.data)
+    checks.check_drafters(recipe.drafters)
+    checks.check_data(recipe.data)
     if recipe.output_dir:
-        plan.check_output("bench", recipe.output_dir, overwrite=recipe.overwrite)
-    carry_out("bench", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
+        checks.check_output("bench", recipe.output_dir, overwrite=recipe.overwrite)
+    run_or_plan("bench", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
 
 
 def steps(recipe: BenchRecipe) -> list[str]:
-    """The plan of `bench`, in words."""
-    from specctl.cli import plan
+    """Return the plan of `bench` in words."""
+    from specctl.cli import checks
     from specctl.measuring.bench import shapes
 
     plans = []
     if "kernels" in recipe.parts:
-        plans.append(f"time kernels at batches {recipe.batches} and vocabularies {recipe.vocabularies}")
+        plans.append(f"time kernels at batch sizes {recipe.batches} and vocabulary sizes {recipe.vocabularies}")
     if {"steps", "rounds", "decoding"} & {*recipe.parts}:
-        shapes.check_room(recipe)
-        plans.append(plan.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
+        shapes.check_memory(recipe)
+        plans.append(checks.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
     if "steps" in recipe.parts:
-        plans.append(f"time target steps behind {recipe.context} tokens, ours and transformers'")
+        plans.append(f"time target steps of specctl and of transformers after {recipe.context} tokens of context")
     if "rounds" in recipe.parts:
         plans.append(
-            "on a GPU: time whole rounds behind as many tokens, plain and drafted, and the target's part of them"
+            "on a GPU: time whole rounds after the same context, plain and drafted, and the target's part of each"
         )
     if "decoding" in recipe.parts:
         names = ", ".join(recipe.drafters) or "no drafter"
-        theirs = "by `transformers`, " if recipe.shape is None else ""
-        plans.append(f"decode {recipe.limit} prompts in batches {recipe.batches}: plainly, {theirs}with {names}")
+        theirs = "with `transformers`, " if recipe.shape is None else ""
+        plans.append(f"decode {recipe.limit} prompts at batch sizes {recipe.batches}: plain, {theirs}with {names}")
     if "floors" in recipe.parts:
-        plans.append(f"compute floors of steps at batches {recipe.batches} on {', '.join(recipe.gpus)}")
+        plans.append(f"compute the minimum time of a step at batch sizes {recipe.batches} on {', '.join(recipe.gpus)}")
     return plans
 
 
 def show(document: dict[str, Any]) -> Any:
-    """A table for each part, and what they were measured on."""
+    """Render a table per part, and the machine, target and versions of the measurement."""
     from rich.console import Group
 
     tables = [
-        table(*columns.values(), rows=[[marked(row, name) for name in columns] for row in document[part]])
+        table(*columns.values(), rows=[[with_mark(row, name) for name in columns] for row in document[part]])
         for part, columns in (
             ("kernels", KERNELS),
             ("steps", STEPS),
@@ -135,4 +135,4 @@ def show(document: dict[str, Any]) -> Any:
     where = ", ".join(hardware["cuda"]) or f"{hardware['cpu']}, {machine(document['machine'])}"
     versions = ", ".join(f"{name} {number}" for name, number in document["versions"].items() if number)
     on = cell(f"{document['target']}, {document['dtype']}, {where}; {versions}")
-    return Group(*tables, *map(cell, doubts(document)), on, f"run: {cell(document['run_dir'])}")
+    return Group(*tables, *map(cell, unusable_notes(document)), on, f"run: {cell(document['run_dir'])}")

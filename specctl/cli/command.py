@@ -1,4 +1,7 @@
-"""Two decorators: `command` adds the global options, `recipe_command` also --recipe, --dry-run, overrides and flags."""
+"""Decorators that register subcommands with their options, and the run of a resolved recipe.
+
+`command` adds the global options; `recipe_command` also adds --recipe, --dry-run, overrides and flags.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ Quiet = Annotated[
         "-q",
         "--quiet",
         metavar=options.SWITCH,
-        help="No progress; only the result's path or name.",
+        help="Hide progress; print only the path or name of the result.",
         rich_help_panel=PANEL,
     ),
 ]
@@ -51,7 +54,7 @@ GLOBALS = {"json": Json, "quiet": Quiet, "verbose": Verbose}
 
 
 def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a function as a subcommand that takes --json, -q and -v after its name, too; `example` ends its help."""
+    """Register a function as a subcommand that also takes --json, -q and -v after its name. `example` ends its help."""
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
@@ -59,7 +62,7 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
             output.configure(json, quiet, verbose)
             function(**arguments)
 
-        _sign(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
+        _set_signature(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
         app.command(name, epilog=f"Example: {example}" if example else None)(wrapper)
         return function
 
@@ -73,8 +76,9 @@ def recipe_command(
 
     Args:
         flags: names in `options.FLAGS`.
-        example: a whole command line, for its help.
-        operand: recipe key that a plain argument sets (`generate "prompt"`); `meaning`: what that is.
+        example: a whole command line, for the help.
+        operand: recipe key that a plain argument sets, as in `generate "prompt"`.
+        meaning: help text of that argument.
     """
 
     def register(function: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
@@ -86,7 +90,7 @@ def recipe_command(
         overrides = "Overrides of recipe keys, such as target.dtype=fp32."
         help = f"{meaning} {overrides}" if operand else overrides
         operands = Annotated[list[str] | None, typer.Argument(metavar=metavar, help=help, show_default=False)]
-        _sign(
+        _set_signature(
             run,
             [
                 _option("operands", operands, None),
@@ -101,18 +105,21 @@ def recipe_command(
     return register
 
 
-def carry_out(
+def run_or_plan(
     name: str, recipe: Any, dry_run: bool, steps: Callable[[], list[str]], show: Callable[[Any], Any], brief: str
 ) -> None:
-    """Show the plan, where only that is asked for; else run the recipe and print its result document.
+    """Run a recipe and print its result document, or only show the plan for --dry-run.
 
-    `steps`: the plan in words. `show`: the document for people. `brief`: its field that --quiet prints.
+    Args:
+        steps: returns the plan in words.
+        show: renders the result document for people.
+        brief: field of the document that --quiet prints.
     """
     from specctl import api
-    from specctl.cli import plan
+    from specctl.cli import checks
 
     if dry_run:
-        return plan.show(name, recipe, steps())
+        return checks.show(name, recipe, steps())
     with library_output():
         _, document = api.execute(name, recipe)
     output.result(document, show, brief=document[brief])
@@ -120,7 +127,7 @@ def carry_out(
 
 @contextmanager
 def library_output() -> Iterator[None]:
-    """Send what libraries print to stderr, also from C and child processes: stdout is the result's."""
+    """Redirect stdout to stderr during the block, also for C code and child processes: stdout is for the result."""
     if not output.verbose:
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         if not sys.stderr.isatty() or output.quiet:
@@ -144,10 +151,10 @@ def _resolve(
     overrides = [text for text in operands if OVERRIDE.fullmatch(text)]
     plain = [text for text in operands if not OVERRIDE.fullmatch(text)]
     if len(plain) > (operand is not None):
-        raise UsageError(f"unexpected argument {plain[-1]!r}", hint="overrides are written key.sub=value")
+        raise UsageError(f"unexpected argument {plain[-1]!r}", hint="write overrides as key.sub=value")
     flags = [Setting((operand,), text, operand.upper()) for text in plain if operand]
     resolved = resolve(name, recipe, overrides, flags + options.settings(given, name))
-    progress.interrupts.install()
+    progress.interrupts.remember_signals()
     return resolved
 
 
@@ -160,8 +167,8 @@ def _parameters(function: Callable[..., None]) -> list[inspect.Parameter]:
     return [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in signature.parameters.values()]
 
 
-def _sign(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
-    """Typer reads the options from the signature and the annotations; these are put together here."""
+def _set_signature(function: Callable[..., Any], parameters: list[inspect.Parameter]) -> None:
+    """Give a function the signature and the annotations from which Typer reads the options."""
     function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     function.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     function.__dict__.pop("__wrapped__", None)

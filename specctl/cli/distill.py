@@ -1,4 +1,4 @@
-"""`specctl distill`: the target writes data for its own drafter."""
+"""`specctl distill`: the target generates training data for its drafter."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields
 from specctl.errors import DataError
@@ -28,84 +28,85 @@ def register(app: typer.Typer) -> None:
 
 
 def distill(recipe: DistillRecipe, dry_run: bool) -> None:
-    """Generate self-distilled domain data from a target."""
-    from specctl.cli import plan
+    """Generate training data for a drafter: the target's responses to a domain's prompts."""
+    from specctl.cli import checks
 
     if recipe.log is None:
-        plan.check_data(recipe.data)
+        checks.check_data(recipe.data)
     else:
         check_log(recipe, recipe.log)
     check_store(recipe)
-    carry_out("distill", recipe, dry_run, lambda: steps(recipe), fields, "output")
+    run_or_plan("distill", recipe, dry_run, lambda: steps(recipe), fields, "output")
 
 
 def check_log(recipe: DistillRecipe, log: str) -> None:
-    """The log is there, and its name can name a directory. Raises UsageError, DataError."""
-    from specctl.cli import plan
+    """Check that the log exists and that its domain can name a directory. Raises UsageError, DataError."""
+    from specctl.cli import checks
     from specctl.distillation.logs import EXPECTED
 
-    plan.check_label(recipe.data.domain[0])
-    if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # a pipe such as the shell's `<(…)`
-        raise DataError(f"no log {log}", hint=f"expected {EXPECTED}, or - for stdin")
+    checks.check_label(recipe.data.domain[0])
+    if log != "-" and not (Path(log).is_file() or Path(log).is_fifo()):  # the shell's `<(…)` is a pipe
+        raise DataError(f"log file {log} does not exist", hint=f"expected {EXPECTED}, or - for stdin")
 
 
 def check_store(recipe: DistillRecipe) -> None:
-    """The output can be written. The jobs of an array share one directory, where each minds its own shards."""
-    from specctl.cli import plan
+    """Check that the output can be written. The jobs of an array share one directory, and each writes its shards."""
+    from specctl.cli import checks
 
     shared = recipe.shard != "0/1"
-    plan.check_output("distill", recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
+    checks.check_output("distill", recipe.output, resume=recipe.resume or shared, overwrite=recipe.overwrite)
 
 
-def asked(recipe: DistillRecipe) -> str:
-    """One line about the servers, none of which is asked."""
+def server_step(recipe: DistillRecipe) -> str:
+    """Return one line about the servers, without asking them."""
     server = recipe.server
     return (
-        f"ask {', '.join(server.urls)} for texts of {recipe.target.name}, {server.concurrency} at a time; not checked"
+        f"request responses of {recipe.target.name} from {', '.join(server.urls)}, {server.concurrency} at a time; "
+        "the servers are not checked"
     )
 
 
 def steps(recipe: DistillRecipe) -> list[str]:
-    """The plan of `distill`, in words."""
-    from specctl.cli import plan
+    """Return the plan of `distill` in words."""
+    from specctl.cli import checks
 
     data = recipe.data
     if recipe.log is not None:
         return [
-            f"read the responses in {recipe.log}, as target {recipe.target.name} lays them out",
-            *filters(recipe),
-            *handled(recipe),
+            f"read the responses in {recipe.log}, and render them with the chat template of {recipe.target.name}",
+            *prompt_filters(recipe),
+            *response_filters(recipe),
             f"write {recipe.format} shards to {recipe.output}",
         ]
-    origin = f"from {data.prompts}" if data.prompts else f"of the {data.source} source"
+    origin = f"from {data.prompts}" if data.prompts else f"(source: {data.source})"
     number = f"up to {data.limit}" if data.limit else "all"
     return [
-        asked(recipe) if recipe.server.urls else plan.check_target(recipe.target),
+        server_step(recipe) if recipe.server.urls else checks.check_target(recipe.target),
         f"read {number} prompts {origin} for {', '.join(data.domain)}",
-        *filters(recipe),
-        f"generate {recipe.samples_per_prompt} response(s) of up to {recipe.sampling.max_new_tokens} tokens to each, "
-        f"at temperatures {', '.join(map(str, recipe.temperatures))}",
-        *handled(recipe),
+        *prompt_filters(recipe),
+        f"generate {recipe.samples_per_prompt} response(s) per prompt, up to {recipe.sampling.max_new_tokens} tokens "
+        f"each, at temperatures {', '.join(map(str, recipe.temperatures))}",
+        *response_filters(recipe),
         f"write {recipe.format} shards to {recipe.output}",
     ]
 
 
-def filters(recipe: DistillRecipe) -> list[str]:
-    """A sentence about the prompts that are left out."""
+def prompt_filters(recipe: DistillRecipe) -> list[str]:
+    """Return a sentence about the prompts that are left out."""
     near, near_excluded = recipe.filters.near_prompts, recipe.filters.near_excluded
-    kinds = ["repeated ones"]
+    kinds = ["duplicates"]
     if near is not None:
-        kinds.append(f"those {near:g} similar to an earlier one")
+        kinds.append(f"near-duplicates (similarity {near:g})")
     if recipe.exclude is not None:
-        alike = f", and those {near_excluded:g} similar to one of them" if near_excluded is not None else ""
-        kinds.append(f"those in {recipe.exclude}{alike}")
-    return [f"leave out of the prompts {', '.join(kinds)}"]
+        alike = f" and near-duplicates of them (similarity {near_excluded:g})" if near_excluded is not None else ""
+        kinds.append(f"the prompts in {recipe.exclude}{alike}")
+    return [f"leave out {', '.join(kinds)}"]
 
 
-def handled(recipe: DistillRecipe) -> list[str]:
-    """A sentence about what becomes of responses that teach the wrong things."""
+def response_filters(recipe: DistillRecipe) -> list[str]:
+    """Return a sentence about the treatment of loops, truncated responses and near-duplicates."""
     loops, truncated, near = recipe.filters.loops, recipe.filters.truncated, recipe.filters.near_responses
     kinds = [f"{loops} loops"] if loops != "keep" else []
-    kinds += ["drop truncated ones"] if truncated == "drop" else []
-    kinds += [f"drop those {near:g} similar to an earlier one"] if near is not None else []
-    return [f"of the responses {', '.join(kinds)}"] if kinds else []
+    kinds += ["drop truncated responses"] if truncated == "drop" else []
+    kinds += [f"drop near-duplicates (similarity {near:g})"] if near is not None else []
+    return [f"filter the responses: {', '.join(kinds)}"] if kinds else []

@@ -1,4 +1,4 @@
-"""`specctl doctor`: what this machine can do, what is missing, and the command that fixes it."""
+"""`specctl doctor`: check software, hardware and a target, and show how to fix each problem."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from specctl import regular
+from specctl import regular_files
 from specctl.cli.command import command, library_output
 from specctl.cli.output import cell, fields, output
 from specctl.errors import CheckpointError, SpecctlError
 
 if TYPE_CHECKING:
     from specctl.decoding.models.describe import Description
-    from specctl.threads import Facts
+    from specctl.threads import CpuFacts
 
 TargetName = Annotated[
-    str | None, typer.Option("--target", help="Also say what this target is and how it would run.", show_default=False)
+    str | None, typer.Option("--target", help="Also describe this target and how it would run.", show_default=False)
 ]
 LOW_DISK_GB = 5
 LOW_MEMORY_GB = 5
@@ -31,7 +31,10 @@ LOW_MEMORY_GB = 5
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report. `missing` is required, `note` costs speed or an option; `fix` is what to type or do."""
+    """One line of the report.
+
+    State `missing` is a failed requirement; `note` costs speed or an option. `fix`: a command or other advice.
+    """
 
     what: str
     state: Literal["ok", "note", "missing"]
@@ -44,10 +47,10 @@ def register(app: typer.Typer) -> None:
 
 
 def doctor(target: TargetName = None) -> None:
-    """Show what this machine can do, what is missing, and the command that fixes it."""
+    """Check this machine and a target: show problems, and the command that fixes each."""
     with library_output():
-        machine = [*software(), *hardware(), *surroundings()]
-        about, usable = examine(target or "builtin")
+        machine = [*software(), *hardware(), *working_directory()]
+        about, usable = describe_target(target or "builtin")
         files = weights_of(target) if about and target else []
     findings = [*machine, *files, usable]
     missing = sum(finding.state == "missing" for finding in findings)
@@ -57,7 +60,7 @@ def doctor(target: TargetName = None) -> None:
         "findings": [asdict(finding) for finding in findings],
         "target": asdict(about) if about is not None else None,
     }
-    shown = about if target is not None else None  # nobody has asked about the built-in one
+    shown = about if target is not None else None  # the built-in target is described only on request
     output.result(document, partial(_report, about=shown), brief="ok" if not missing else f"{missing} missing")
     if missing:
         unusable = missing == sum(finding.state == "missing" for finding in (*files, usable))
@@ -65,7 +68,7 @@ def doctor(target: TargetName = None) -> None:
 
 
 def software() -> Iterator[Finding]:
-    """Python and every required package against its lower bound; the optional ones."""
+    """Check Python, every required package against its bounds, and optional software."""
     from importlib import metadata
 
     from packaging.requirements import Requirement
@@ -92,7 +95,7 @@ def software() -> Iterator[Finding]:
 
 
 def package(name: str, bounds: str, installed: str | None) -> Finding:
-    """Python or a required package: present, and within its bounds."""
+    """Check that Python or a required package is installed, within its version bounds."""
     from packaging.specifiers import SpecifierSet
 
     if installed is None:
@@ -103,7 +106,7 @@ def package(name: str, bounds: str, installed: str | None) -> Finding:
 
 
 def hardware() -> Iterator[Finding]:
-    """CPU and its bf16, cores, memory, CUDA devices."""
+    """Report on the CPU and its bf16, threads, memory and CUDA devices."""
     import psutil
     import torch
 
@@ -111,14 +114,14 @@ def hardware() -> Iterator[Finding]:
     from specctl.decoding.models.loading import cpu_has_bf16
 
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {threads.counted(threads.cores(), 'core')}")
-    yield taken(threads.read(threads.cores(), environ={}), threads.asked_by(os.environ))
-    bf16 = "yes, --dtype auto takes bf16" if cpu_has_bf16() else "no native instructions, --dtype auto takes fp32"
+    yield threads_finding(threads.read_cpu_facts(threads.cores(), environ={}), threads.requested_threads(os.environ))
+    bf16 = "yes, --dtype auto selects bf16" if cpu_has_bf16() else "no native instructions, --dtype auto selects fp32"
     amx = ", AMX" if "amx_bf16" in _cpu_flags() else ""
     yield Finding("bf16 on cpu", "ok", bf16 + amx)
     memory = psutil.virtual_memory()
     text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
     if memory.available < LOW_MEMORY_GB * 2**30:
-        yield Finding("memory", "note", text, "smaller features.budget_gb and batch_tokens need less")
+        yield Finding("memory", "note", text, "lower features.budget_gb and batch_tokens")
     else:
         yield Finding("memory", "ok", text)
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -128,23 +131,23 @@ def hardware() -> Iterator[Finding]:
         yield Finding("cuda", "note", f"no device, torch {torch.__version__}", "not needed: everything runs on the CPU")
 
 
-def taken(facts: Facts, asked: int | None) -> Finding:
-    """The threads that commands take: `asked` where the user has set it, which may be more than are free."""
+def threads_finding(facts: CpuFacts, asked: int | None) -> Finding:
+    """Report on the threads that commands use. `asked`: the user's number, which may exceed the free cores."""
     from specctl import threads
 
-    count = threads.free(facts)
+    count = threads.free_threads(facts)
     text = f"{threads.counted(asked or count, 'thread')} on {threads.counted(facts.allowed, 'core')}"
     if count < facts.default:
-        text += f": {threads.why(facts)}"
+        text += f": {threads.reason_for_fewer(facts)}"
     if asked and asked > count:
-        return Finding("threads", "note", text, f"unset OMP_NUM_THREADS: commands then take {count}")
+        return Finding("threads", "note", text, f"unset OMP_NUM_THREADS: commands then use {count}")
     if count < facts.default:
-        return Finding("threads", "note", text, "speeds that are measured now are not those of a quiet machine")
+        return Finding("threads", "note", text, "speeds measured now are lower than on an idle machine")
     return Finding("threads", "ok", text)
 
 
-def surroundings() -> Iterator[Finding]:
-    """The working directory and the disk under it."""
+def working_directory() -> Iterator[Finding]:
+    """Report on the working directory and the space on its disk."""
     here = Path.cwd()
     if os.access(here, os.W_OK):
         yield Finding("working directory", "ok", f"{here} is writable")
@@ -152,79 +155,81 @@ def surroundings() -> Iterator[Finding]:
         yield Finding("working directory", "missing", f"{here} is read-only", "cd to a directory you can write to")
     free = shutil.disk_usage(here).free / 2**30
     if free < LOW_DISK_GB:
-        yield Finding("disk", "note", f"{free:.1f} GiB free", "set features.mode=online, or make room")
+        yield Finding("disk", "note", f"{free:.1f} GiB free", "free disk space, or set features.mode=online")
     else:
         yield Finding("disk", "ok", f"{free:.1f} GiB free")
 
 
-def examine(name: str) -> tuple[Description | None, Finding]:
-    """A target from its configuration alone: what it is, and whether and how it can be used."""
-    from specctl.cli import plan
+def describe_target(name: str) -> tuple[Description | None, Finding]:
+    """Describe a target from its configuration alone, with a finding on whether and how it can run."""
+    from specctl.cli import checks
     from specctl.decoding.models.describe import describe
     from specctl.decoding.models.gguf_target import is_gguf
     from specctl.recipe import TargetRecipe
 
     what = f"target {name}"
     try:
-        where = plan.local_target(TargetRecipe(name=name))
+        where = checks.local_target(TargetRecipe(name=name))
         if where is None:
             raise CheckpointError(
-                "not a directory here, and not in the Hugging Face cache",
-                f"hf download {name} --include '*.json' '*.jinja' (no weights; this command does not ask the hub)",
+                "not a local directory, and not in the Hugging Face cache",
+                f"hf download {name} --include '*.json' '*.jinja' (no weights; doctor does not contact the hub)",
             )
         about = describe(where, name)
     except SpecctlError as error:
         fix = "pip install --force-reinstall --no-deps specctl" if name == "builtin" else error.hint
         return None, Finding(what, "missing", error.message, fix)
-    path = f"{plan.step_name(about.path).removeprefix('the ')}: {about.why}"
+    path = f"{checks.step_name(about.path).removeprefix('the ')}: {about.why}"
     if about.chat_template is None:
-        return about, Finding(what, "missing", "its tokenizer cannot be read", "put its files beside config.json")
+        return about, Finding(what, "missing", "its tokenizer cannot be read", "put its files next to config.json")
     if not about.chat_template:
-        fix = "add chat_template.jinja to its directory (for a base model: '{{ messages[0].content }}')"
+        fix = "add chat_template.jinja to the target's directory (for a base model: '{{ messages[0].content }}')"
         if is_gguf(name):
             fix = (
                 f"gguf-new-metadata --chat-template '{{{{ messages[0].content }}}}' {name} NEW.gguf (for a base model)"
             )
-        return about, Finding(what, "note", f"{path}; it has no chat template, which prompts need", fix)
+        return about, Finding(what, "note", f"{path}; it has no chat template, which is needed to render prompts", fix)
     return about, Finding(what, "ok", path)
 
 
 def weights_of(target: str) -> list[Finding]:
-    """Whether a target that could be described has all its weights; nothing where they are not looked at."""
+    """Check the weights of a target that could be described; empty if its weights are not examined."""
     from specctl.decoding.models import gguf_target
 
-    if gguf_target.is_gguf(target):  # whoever describes it has looked at the sizes and shapes of all tensors
+    if gguf_target.is_gguf(target):  # the description has checked the sizes and shapes of all tensors
         parts = gguf_target.files(target)
         return [Finding("weights", "ok", f"{parts[0].name}{f' and {len(parts) - 1} more' if parts[1:] else ''}")]
     return [weights(Path(target))] if Path(target).is_dir() else []
 
 
 def weights(directory: Path) -> Finding:
-    """The files of a target's weights: all there, as long as their headers say, and with the tensors that config.json
-    calls for. No weight is read."""
+    """Check the weight files of a target, without reading weights.
+
+    All files must exist, have the size in their headers, and hold the tensors that config.json requires.
+    """
     from specctl.decoding.models.loading import load_config
     from specctl.decoding.models.tensors import check_headers
 
     index = file = directory / "model.safetensors.index.json"
     try:
-        named = set(regular.document(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        named = set(regular_files.read_json(index)["weight_map"].values()) if index.is_file() else {"model.safetensors"}
         files = sorted(directory / name for name in named)
         if not index.is_file() and not os.path.lexists(files[0]):
             if any(file.is_file() for file in directory.glob("pytorch_model*.bin")):
-                return Finding("weights", "ok", "pytorch_model.bin, not looked into")
-            return Finding("weights", "missing", f"none in {directory}", "put model.safetensors beside config.json")
+                return Finding("weights", "ok", "pytorch_model.bin; its content is not checked")
+            return Finding("weights", "missing", f"none in {directory}", "put model.safetensors next to config.json")
         for file in files:
-            with regular.opened(file) as opened:
+            with regular_files.open_regular(file) as opened:
                 size = os.fstat(opened.fileno()).st_size
                 header = int.from_bytes(opened.read(8), "little")
-                tensors = regular.parsed(opened.read(min(header, size)))
+                tensors = regular_files.parse_json(opened.read(min(header, size)))
             ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
             if size != 8 + header + max(ends, default=0):
-                raise ValueError(f"{size:,} bytes, its header says {8 + header + max(ends, default=0):,}")
+                raise ValueError(f"{size:,} bytes, but its header says {8 + header + max(ends, default=0):,}")
     except OSError as error:
-        return Finding("weights", "missing", f"{error.filename}: {error.strerror}", "copy it again")
+        return Finding("weights", "missing", f"{error.filename}: {error.strerror}", "copy the file again")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        return Finding("weights", "missing", f"{file} is damaged: {error}", "copy it again")
+        return Finding("weights", "missing", f"{file} is damaged: {error}", "copy the file again")
     try:
         check_headers(f"target {directory}", directory, load_config(str(directory)))
     except CheckpointError as error:
@@ -241,27 +246,27 @@ def _cpu_flags() -> set[str]:
 
 
 def _in_words(about: Description) -> dict[str, Any]:
-    """A description in words, for people."""
-    from specctl.cli.plan import step_name
+    """Put a description into words for people."""
+    from specctl.cli.checks import step_name
 
     context: Any = about.context_length
     if about.trained_context:
-        context = f"{context:,} of {about.trained_context:,}: behind them {', '.join(about.rope)} changes frequencies"
+        context = f"{context:,} of {about.trained_context:,}: beyond that, {', '.join(about.rope)} changes frequencies"
     heads, kv_heads, head_dim = (n or "(layers differ)" for n in (about.heads, about.kv_heads, about.head_dim))
     return {
         "architecture": about.architecture,
         "runs by": f"{step_name(about.path)}: {about.why}",
-        "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB in {about.dtype}, which --dtype auto takes",
+        "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB in {about.dtype}, as --dtype auto selects",
         "checkpoint in": about.checkpoint_dtype,
         "layers": f"{about.layers}, of hidden size {about.hidden_size:,}",
-        "heads": f"{heads} of dimension {head_dim}, {kv_heads} of keys and values",
-        "vocabulary": f"{about.vocab_size:,}, {'head tied to the embedding' if about.tied_head else 'head of its own'}",
+        "heads": f"{heads} of dimension {head_dim}, {kv_heads} KV heads",
+        "vocabulary": f"{about.vocab_size:,}, {'head tied to the embedding' if about.tied_head else 'separate head'}",
         "context": context,
         "RoPE": about.rope or "none",
         "sliding window": about.sliding_window or "none",
         "ends with": f"token {' or '.join(map(str, about.eos_ids))}",
         "chat template": "not known" if about.chat_template is None else about.chat_template,
-        "features": f"hidden states 0 to {about.features}, for every feature drafter",
+        "features": f"hidden states 0 to {about.features}, for drafters that read features",
     }
 
 
@@ -276,5 +281,5 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
         fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
         grid.add_row(state, cell(finding["what"]), f"{cell(finding['value'])}  {fix}".rstrip())
     missing = document["missing"]
-    verdict = "everything that is required is there" if not missing else f"{missing} required, missing"
+    verdict = "all requirements are met" if not missing else f"{missing} requirements are missing"
     return Group(grid, "", *([fields(_in_words(about)), ""] if about else []), verdict)

@@ -1,4 +1,4 @@
-"""`specctl domains`: the domains that prompts can be had for."""
+"""`specctl domains`: list and show the domains with prompts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="Seed of the generator.
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(name="domains", help="ls | show: what prompts can be had for.", no_args_is_help=True)
+    group = typer.Typer(name="domains", help="ls | show: domains with prompts.", no_args_is_help=True)
     command(group, "ls")(ls)
     command(group, "show")(show)
     app.add_typer(group)
@@ -33,7 +33,7 @@ def ls() -> None:
 
 
 def show(name: Name, samples: Samples = 3, seed: Seed = 0) -> None:
-    """Show a domain: its public data set, the layout of its prompts, its licence, and prompts of its generator."""
+    """Show a domain: its public data set, prompt layout and licence, and some generated prompts."""
     from dataclasses import asdict
 
     from specctl import data_prep
@@ -57,4 +57,4 @@ def _card(document: dict[str, Any]) -> str:
     public = "\n".join(f"  {key}: {cell(value)}" for key, value in document["public"].items() if value)
     samples = "\n\n".join(cell(sample) for sample in document["samples"])
     heading = f"{document['name']}: {cell(document['description'])}"
-    return f"{heading}\n\npublic data set\n{public}\n\nprompts of the generator\n\n{samples}".rstrip()
+    return f"{heading}\n\npublic data set\n{public}\n\nprompts from the generator\n\n{samples}".rstrip()

@@ -1,4 +1,4 @@
-"""`specctl eval`: the drafter × domain matrix."""
+"""`specctl eval`: measure drafters × domains, in this process or on servers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
-from specctl.reporting.tables import doubts, machine, marked
+from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
     from specctl.recipe import EvalRecipe
@@ -31,7 +31,7 @@ COLUMNS = {
     "speedup_transformers": "× transformers",
     "tokens": "tokens",
 }
-"""Fields of a row that people are shown, and their headings."""
+"""Row fields shown to people, with their headings."""
 SERVED = {
     "server": "server",
     "domain": "domain",
@@ -45,7 +45,7 @@ SERVED = {
     "same_texts": "same texts",
     "requests": "of",
 }
-"""The same of a server; `a request`: tokens/s that one sees."""
+"""Row fields of a server, with their headings; `a request`: tokens/s of a single request."""
 LENGTHS = {
     "server": "server",
     "concurrency": "in flight",
@@ -58,7 +58,7 @@ LENGTHS = {
     "speedup": "× baseline",
     "requests": "of",
 }
-"""The same by the length of prompts."""
+"""Row fields of a server by prompt length, with their headings."""
 EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
@@ -67,74 +67,74 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
-    """Measure drafter × domain: mat, acceptance, tokens/s, speed-up, and a losslessness check."""
-    from specctl.cli import plan
+    """Measure drafters × domains: mat (tokens per round), acceptance, tokens/s, speed-up, and losslessness."""
+    from specctl.cli import checks
 
-    plan.check_drafters(recipe.drafters)
-    members = plan.pool_members(recipe.pool) if recipe.pool else []
+    checks.check_drafters(recipe.drafters)
+    members = checks.pool_members(recipe.pool) if recipe.pool else []
     if recipe.matrix:
         from specctl.commands.eval import with_domains_of_drafters
 
         recipe = with_domains_of_drafters(recipe)
-    plan.check_data(recipe.data)
+    checks.check_data(recipe.data)
     if recipe.output_dir:
-        plan.check_output("eval", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+        checks.check_output("eval", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir and recipe.resume:
         from specctl.measuring.records import check_stamp, recipe_stamp
 
         check_stamp(recipe.output_dir, recipe_stamp(recipe))
-    carry_out(
+    run_or_plan(
         "eval",
         recipe,
         dry_run,
         lambda: steps(recipe, [*recipe.drafters, *members]),
-        partial(show_served if recipe.server.urls else show, measured=asked(recipe)),
+        partial(show_served if recipe.server.urls else show, measured=describe_prompts(recipe)),
         "run_dir",
     )
 
 
-def asked(recipe: EvalRecipe) -> str:
-    """The prompts and the sampling that a table was measured on, in words."""
+def describe_prompts(recipe: EvalRecipe) -> str:
+    """Describe the prompts and the sampling of a measurement in words."""
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
     return (
-        f"{number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, {sampling}, "
+        f"{number} {recipe.split} prompts per domain ({', '.join(recipe.data.domain)}), {sampling}, "
         f"up to {recipe.sampling.max_new_tokens} new tokens"
     )
 
 
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
-    """The plan of `eval`, in words."""
-    from specctl.cli import plan
+    """Return the plan of `eval` in words."""
+    from specctl.cli import checks
 
     if recipe.server.urls:
         addresses = [*recipe.server.urls, *recipe.baseline_server.urls]
         return [
-            f"ask {', '.join(addresses)} for texts of {recipe.target.name}; none of them is checked",
-            f"send {asked(recipe)}, {', '.join(map(str, recipe.concurrency))} at a time",
-            "count what was accepted of the drafts, and time the first and the next tokens",
+            f"request responses of {recipe.target.name} from {', '.join(addresses)}; the servers are not checked",
+            f"send {describe_prompts(recipe)}, with {', '.join(map(str, recipe.concurrency))} requests in flight",
+            "count the accepted draft tokens, and time the first token and the following tokens",
         ]
     return [
-        plan.check_target(recipe.target),
-        f"decode {asked(recipe)}, {len(recipe.seeds)} time(s)",
+        checks.check_target(recipe.target),
+        f"decode {describe_prompts(recipe)}, {len(recipe.seeds)} time(s)",
         f"with {', '.join(drafters) or 'no drafter'}; baselines {', '.join(recipe.baselines) or 'none'}",
-        "compare every text with plain decoding's",
+        "compare every text with the text of plain decoding",
     ]
 
 
 def show(document: dict[str, Any], measured: str) -> Any:
-    """The matrix if there is one, else one row per drafter and domain; then the verdict on losslessness."""
+    """Render the matrix, if any, or one row per drafter and domain; then the verdict on losslessness."""
     from rich.console import Group
 
-    from specctl.cli.matrix import shown
+    from specctl.cli.matrix import render
 
-    rows = [[marked(row, name) for name in COLUMNS] for row in document["rows"]]
+    rows = [[with_mark(row, name) for name in COLUMNS] for row in document["rows"]]
     return Group(
-        *(shown(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
-        *map(cell, doubts(document)),
-        "with drafters against plain decoding: " + verdict(document["lossless"]),
-        "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
-        *turns(document, "plain decoding's answers"),
+        *(render(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
+        *map(cell, unusable_notes(document)),
+        "drafters compared with plain decoding: " + verdict(document["lossless"]),
+        "plain decoding compared with transformers: " + verdict(document["lossless_transformers"]),
+        *later_turns(document, "plain decoding's answers"),
         f"measured on: {cell(measured)}",
         f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
@@ -142,14 +142,14 @@ def show(document: dict[str, Any], measured: str) -> Any:
 
 
 def show_served(document: dict[str, Any], measured: str) -> Any:
-    """One row per server, domain and number of requests in flight; then what was accepted at each place."""
+    """Render one row per server, domain and concurrency, then the acceptance at each draft position."""
     from rich.console import Group
 
     from specctl.reporting.tables import text
 
     rows = [[row[name] for name in SERVED] for row in document["servers"]]
     places = [
-        f"accepted at each place, {row['server']}, {row['domain']}, {row['concurrency']} in flight: "
+        f"accepted at each draft position, {row['server']}, {row['domain']}, {row['concurrency']} in flight: "
         + ", ".join(map(text, row["acceptance_by_position"]))
         for row in document["servers"]
         if row["acceptance_by_position"]
@@ -159,17 +159,17 @@ def show_served(document: dict[str, Any], measured: str) -> Any:
     return Group(
         table(*SERVED.values(), rows=rows),
         *([table(*LENGTHS.values(), rows=lengths)] if lengths else []),
-        *worth(document["worth"]),
+        *predicted_speedups(document["worth"]),
         *map(cell, places),
-        *([f"{failures} requests failed and were sent again"] if failures else []),
-        *turns(document, "the server's own answers"),
+        *([f"{failures} requests failed and were retried"] if failures else []),
+        *later_turns(document, "the server's own answers"),
         f"measured on: {cell(measured)}",
         f"run: {cell(document['run_dir'])}",
     )
 
 
-def worth(loads: list[dict[str, Any]]) -> list[Any]:
-    """The speed to expect of other drafters at every load, and how that is checked; nothing where it is not known."""
+def predicted_speedups(loads: list[dict[str, Any]]) -> list[Any]:
+    """Render the predicted speed of other drafters at every load, and how to check it; empty without a prediction."""
     if not loads:
         return []
     mats = loads[0]["mats"]
@@ -177,19 +177,19 @@ def worth(loads: list[dict[str, Any]]) -> list[Any]:
     rows = [[load["concurrency"], load["mat"], load["break_even"], *load["speedups"]] for load in loads]
     return [
         table("in flight", "mat", "even at mat", *(f"× at mat {mat:g}" for mat in mats), rows=rows),
-        "predicted for drafters that cost what this one does; to measure one that does not exist, add to a GPU's vLLM",
+        "predicted for drafters with the cost of this one; to measure a mat without a drafter, run vLLM on a GPU with",
         f"--speculative-config {json.dumps(synthetic)}",
     ]
 
 
-def turns(document: dict[str, Any], behind: str) -> list[str]:
-    """How later turns of conversations were asked, in words, where there were some."""
+def later_turns(document: dict[str, Any], answers: str) -> list[str]:
+    """Say how many prompts are later turns of conversations, and which answers precede them (`answers`)."""
     number = document["later_turns"]
-    return [f"{number} prompts are later turns of conversations, behind {behind}"] if number else []
+    return [f"{number} prompts are later turns of conversations and follow {answers}"] if number else []
 
 
 def verdict(lossless: dict[str, int]) -> str:
-    """Equal, tied and different texts, in words."""
+    """Put the counts of different and tied texts into words."""
     if not lossless["sequences"]:
         return "not compared"
     return "{mismatches} mismatches, {ties} ties in {sequences} sequences".format(**lossless)

@@ -1,4 +1,4 @@
-"""`specctl export`: a drafter as vLLM, SGLang, speculators or a reference repository reads it."""
+"""`specctl export`: write a drafter in the format of vLLM, SGLang, speculators or a reference repository."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.output import cell, fields, table
 from specctl.errors import CheckpointError, UsageError
-from specctl.families import NAMED
+from specctl.families import WEIGHTLESS_DRAFTERS
 
 if TYPE_CHECKING:
     from specctl.recipe import ExportRecipe
 
 FLAGS = ("to", "tune", "check", "server", "target", "output_dir", "overwrite")
 SHOWN = ("family", "to", "output", "params", "max_difference")
-NAMELESS = "vLLM takes it by its name (README, text drafters in vLLM), SGLang's NGRAM drafts so by itself"
+NAMELESS = "for vLLM, use its name (specctl guide engines); SGLang's NGRAM drafts in the same way"
 EXAMPLE = "specctl export drafters/sql-eagle3 --to vllm --check"
 
 
@@ -27,40 +27,43 @@ def register(app: typer.Typer) -> None:
 
 def export(recipe: ExportRecipe, dry_run: bool) -> None:
     """Write a drafter for vLLM, SGLang, speculators or transformers, and print the command that serves it."""
-    from specctl.cli import plan
+    from specctl.cli import checks
 
-    if str(recipe.source) in NAMED and not recipe.source.exists():
-        raise UsageError(f"{recipe.source} has nothing to export: it drafts from the text at hand", NAMELESS)
-    plan.check_directory(str(recipe.source))
+    if str(recipe.source) in WEIGHTLESS_DRAFTERS and not recipe.source.exists():
+        raise UsageError(f"{recipe.source} has no weights to export: it drafts from the text of the request", NAMELESS)
+    checks.check_directory(str(recipe.source))
     if writes(recipe):
-        plan.check_output("export", recipe.output, overwrite=recipe.overwrite)
-    carry_out("export", recipe, dry_run, lambda: steps(recipe), show, "output")
+        checks.check_output("export", recipe.output, overwrite=recipe.overwrite)
+    run_or_plan("export", recipe, dry_run, lambda: steps(recipe), show, "output")
 
 
 def writes(recipe: ExportRecipe) -> bool:
-    """Whether a directory is written: not into servers that run, and not of a datastore for vLLM, which reads ours."""
+    """Whether the export writes a directory.
+
+    It does not if running servers take the drafter, nor for a datastore for vLLM, which reads specctl's files.
+    """
     from specctl.drafters import checkpoint
 
     if recipe.server.urls or recipe.to != "vllm":
         return not recipe.server.urls
-    with suppress(CheckpointError):  # it is told of later
+    with suppress(CheckpointError):  # reported later
         return checkpoint.family(recipe.source) != "retrieval"
     return True
 
 
 def steps(recipe: ExportRecipe) -> list[str]:
-    """The plan of `export`, in words."""
+    """Return the plan of `export` in words."""
     if not writes(recipe):
         servers = ", ".join(recipe.server.urls)
-        end = f"give its documents to {servers}, in place of earlier ones" if servers else "print the command"
+        end = f"publish its documents to {servers}, replacing earlier ones" if servers else "print its command"
         return [f"verify {recipe.drafter}", end]
-    tuned = [f"derive its draft lengths by load from {recipe.tune}"] if recipe.tune else []
+    tuned = [f"derive draft lengths by load from {recipe.tune}"] if recipe.tune else []
     checked = [f"read it back and compare logits of draft steps 1 … {recipe.tokens}"] if recipe.check else []
     return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *tuned, *checked]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The files that were written, and how they are served."""
+    """Render the facts of the export, and the commands that serve it."""
     from rich.console import Group
 
     facts = {name: document[name] for name in SHOWN if document[name] is not None}
@@ -69,21 +72,21 @@ def show(document: dict[str, Any]) -> Any:
         fields(facts),
         "",
         *(lengths(tuning) if tuning else []),
-        *(cell(line) for line in map(given, document["published"])),
+        *(cell(line) for line in map(publication_line, document["published"])),
         *(cell(line) for line in (*document["notes"], *document["commands"])),
     )
 
 
-def given(one: dict[str, Any]) -> str:
-    """A line of a corpus that a server has now."""
+def publication_line(one: dict[str, Any]) -> str:
+    """Return a line about a corpus that a server has now."""
     if one["tokens"] is None:
-        return f"{one['server']} has {one['corpus']} already"
-    before = f" in place of {', '.join(one['replaced'])}" if one["replaced"] else ""
+        return f"{one['server']} already has {one['corpus']}"
+    before = f", replacing {', '.join(one['replaced'])}" if one["replaced"] else ""
     return f"{one['server']} drafts from {one['corpus']}, {one['tokens']} tokens{before}"
 
 
 def lengths(tuning: dict[str, Any]) -> list[Any]:
-    """The draft lengths by load, and the model's times beside the measured ones."""
+    """Render the draft lengths by load, and the times of the cost model next to the measured times."""
     ranges = [
         [
             f"{one['first']}–{one['last']}",
@@ -100,8 +103,9 @@ def lengths(tuning: dict[str, Any]) -> list[Any]:
     return [
         table("texts at once", "draft tokens", "mat", "× plain", "measured at", rows=ranges),
         table("in flight", "on average", "step, ms", "model", "round, ms", "model", rows=fits),
-        "model: {step:.3g} + {step_per_text:.3g} b + k ({token:.3g} + {token_per_text:.3g} b) ms a round that drafts k "
-        "tokens for each of b texts".format(**costs),
-        "accepted, once those before are: " + ", ".join(f"{share:.2f}" for share in tuning["acceptance"]),
+        "model: {step:.3g} + {step_per_text:.3g} b + k ({token:.3g} + {token_per_text:.3g} b) ms per round that "
+        "drafts k tokens for each of b texts".format(**costs),
+        "acceptance of each draft position, if the earlier ones are accepted: "
+        + ", ".join(f"{share:.2f}" for share in tuning["acceptance"]),
         "",
     ]

@@ -1,4 +1,4 @@
-"""The one table from exception to message, hint and exit code."""
+"""Conversion of exceptions into message, hint and exit code."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from specctl.errors import SpecctlError, brief
 from specctl.redaction import redacted
 from specctl.subcommands import SUBCOMMANDS
 
-ENDPOINT = "HF_ENDPOINT"  # the variable that huggingface_hub takes its address from
-LINES = 10  # of a message
-LINE = 400  # characters of each
+ENDPOINT = "HF_ENDPOINT"  # environment variable with the address for huggingface_hub
+LINES = 10  # most lines of a message
+LINE = 400  # most characters of a line
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-MESSAGE = 1500  # characters of all lines, the first of which is always shown
+MESSAGE = 1500  # most characters of all lines; the first line is always shown
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An error as a user is told of it: type for programs, message and hint for people, the exit code."""
+    """An error as reported to the user: type for programs, message and hint for people, and the exit code."""
 
     type: str
     message: str
@@ -30,14 +30,16 @@ class Failure:
 
 
 def explain(error: BaseException, command: str | None = None) -> Failure:
-    """The failure an exception of `command` stands for, in words that fit a screen whatever was given."""
+    """Return the failure for an exception of `command`, with a message that always fits a screen."""
     failure = _explain(error, command)
     return replace(failure, message=presentable(failure.message), hint=failure.hint and presentable(failure.hint))
 
 
 def presentable(message: str) -> str:
-    """A message without passwords, without the middle of long lines, with so many lines as can be read at once, and
-    without characters that a terminal would obey."""
+    """Make a message safe and short for a terminal.
+
+    It loses passwords, control characters, the middle of long lines, and the lines beyond the limits.
+    """
     lines = [
         CONTROL.sub(lambda char: f"\\x{ord(char[0]):02x}", brief(line, LINE)) for line in redacted(message).split("\n")
     ]
@@ -51,35 +53,37 @@ def presentable(message: str) -> str:
 
 
 def _explain(error: BaseException, command: str | None) -> Failure:
-    """The failure, whole: errors of our own carry everything, the rest is put into words here."""
+    """Return the full failure: specctl's errors carry all facts; other exceptions are put into words here."""
     if isinstance(error, SpecctlError):
         return Failure(type(error).__name__, error.message, error.hint, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return Failure("Interrupted", "stopped by SIGINT", "commands with --resume can go on", 130)
-    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # Typer's own: the command line is wrong
-        message = error.format_message().rstrip(".") or "the command is missing"  # help, which says nothing else
+        return Failure("Interrupted", "stopped by SIGINT", "commands with --resume can continue", 130)
+    if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # Typer's error: the command line is wrong
+        message = error.format_message().rstrip(".") or "the command is missing"  # without a message, help was shown
         return Failure("UsageError", message, _usage_hint(error, command), error.exit_code)
     if isinstance(error, OSError) and error.strerror:
         where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else ""
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        hint = "make room where --output-dir is, or choose another" if full else None
-        code = 2 if error.errno == errno.ENAMETOOLONG else 1  # no file has such a name: it was asked for
+        hint = "free space on the disk of --output-dir, or choose another one" if full else None
+        code = 2 if error.errno == errno.ENAMETOOLONG else 1  # no file can have such a name, so the user has given it
         return Failure(type(error).__name__, f"{where}{error.strerror}", hint, code)
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else ""
     if _out_of_memory(error):
         row = SUBCOMMANDS.get(command or "")
-        hint = f"lower or set {', '.join(row.smaller)}" if row and row.smaller else None
+        hint = f"lower or set {', '.join(row.memory_keys)}" if row and row.memory_keys else None
         return Failure(
             "MemoryError", f"out of memory: {first_line.partition('err == 0. ')[2] or first_line}".rstrip(": "), hint, 1
         )
     if isinstance(error, ValueError) and not _is_address(endpoint := os.environ.get(ENDPOINT, "")):
-        return Failure("UsageError", f"{ENDPOINT} is no address: {endpoint}", "unset it, or https://HOST[:PORT]", 2)
+        return Failure(
+            "UsageError", f"{ENDPOINT} is not an address: {endpoint}", "unset it, or set it to https://HOST[:PORT]", 2
+        )
     hint = "specctl -v … shows the traceback"
     return Failure(type(error).__name__, f"unexpected {type(error).__name__}: {first_line}".rstrip(": "), hint, 1)
 
 
 def _is_address(url: str) -> bool:
-    """Whether a URL can be taken apart: huggingface_hub does that when it is imported, and says nothing more."""
+    """Whether a URL can be parsed. The import of huggingface_hub parses it, with an error that explains nothing."""
     try:
         return urlsplit(url).port != 0
     except ValueError:
@@ -87,13 +91,16 @@ def _is_address(url: str) -> bool:
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """Python's own, or PyTorch's (told by name and words: importing torch would take longer than most commands)."""
+    """Whether an exception means that memory ran out, in Python or in PyTorch.
+
+    PyTorch's exceptions are recognised by name and text: importing torch takes longer than most commands.
+    """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "allocate memory" in str(error)
 
 
 def _usage_hint(error: BaseException, command: str | None) -> str:
-    context = getattr(error, "ctx", None)  # the parser of a command's options knows of none
+    context = getattr(error, "ctx", None)  # errors of the option parser have none
     path = context.command_path if context is not None else " ".join(filter(None, ("specctl", command)))
     return f"see {path} --help"

@@ -1,4 +1,4 @@
-"""`specctl generate`: the thirty-second first look."""
+"""`specctl generate`: answer one prompt with and without a drafter, as a first look."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl import progress
-from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, fields
 from specctl.errors import DataError, UsageError
-from specctl.reporting.tables import doubts, marked
+from specctl.reporting.tables import unusable_notes, with_mark
 
 if TYPE_CHECKING:
     from specctl.recipe import GenerateRecipe
@@ -26,51 +26,51 @@ EXAMPLE = 'specctl generate "How many students are there?" --drafter drafters/sq
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "generate", FLAGS, EXAMPLE, "prompt", "What to answer; - is stdin.")(generate)
+    recipe_command(app, "generate", FLAGS, EXAMPLE, "prompt", "Prompt to answer; - reads stdin.")(generate)
 
 
 def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
-    """Decode a prompt (- reads it from stdin) with and without a drafter and show the difference."""
-    from specctl.cli import plan
+    """Answer one prompt with and without a drafter, and show the difference. Prompt - reads stdin."""
+    from specctl.cli import checks
 
     if recipe.drafter:
-        plan.check_drafters([recipe.drafter])
+        checks.check_drafters([recipe.drafter])
     if recipe.output_dir:
-        plan.check_output("generate", recipe.output_dir, overwrite=recipe.overwrite)
+        checks.check_output("generate", recipe.output_dir, overwrite=recipe.overwrite)
     recipe = recipe.model_copy(update={"prompt": prompt_of(recipe)})
-    carry_out("generate", recipe, dry_run, lambda: steps(recipe), show, "text")
+    run_or_plan("generate", recipe, dry_run, lambda: steps(recipe), show, "text")
 
 
 def prompt_of(recipe: GenerateRecipe) -> str:
-    """The prompt to answer: as given, from stdin, or the first one that the SQL generator writes."""
+    """Return the prompt: as given, from stdin, or the first prompt of the SQL generator."""
     if recipe.prompt is None:
         from specctl import data_prep
 
-        progress.log("no prompt was given: this answers one that the SQL generator writes (--json shows it)")
+        progress.log("no prompt given: answering one from the SQL generator (--json shows it)")
         return next(data_prep.get("sql").generate(1, recipe.sampling.seed, "test"))
     text = sys.stdin.read() if recipe.prompt == "-" else recipe.prompt
     if not text.strip():
         raise UsageError("the prompt is empty", hint='specctl generate "your question"')
-    if any("\ud800" <= char <= "\udfff" for char in text):  # what Python makes of bytes that are no text
+    if any("\ud800" <= char <= "\udfff" for char in text):  # Python decodes invalid bytes to these
         raise DataError("the prompt is not UTF-8")
     return text
 
 
 def steps(recipe: GenerateRecipe) -> list[str]:
-    """The plan of `generate`, in words."""
-    from specctl.cli import plan
+    """Return the plan of `generate` in words."""
+    from specctl.cli import checks
 
-    how = f"plainly and with {recipe.drafter}" if recipe.drafter else "plainly"
-    return [plan.check_target(recipe.target), f"decode up to {recipe.sampling.max_new_tokens} tokens, {how}"]
+    how = f"without a drafter and with {recipe.drafter}" if recipe.drafter else "without a drafter"
+    return [checks.check_target(recipe.target), f"decode up to {recipe.sampling.max_new_tokens} tokens, {how}"]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The text, with accepted draft tokens in colour, then the numbers."""
+    """Render the text, with accepted draft tokens in colour, then the numbers."""
     from rich.console import Group
     from rich.text import Text
 
     text = Text()
     for piece in document["pieces"]:
         text.append(piece["text"], style="green" if piece["accepted"] else "")
-    numbers = {name: marked(document, name) for name in NUMBERS if document[name] is not None}
-    return Group(text, "", fields(numbers), *map(cell, doubts(document)))
+    numbers = {name: with_mark(document, name) for name in NUMBERS if document[name] is not None}
+    return Group(text, "", fields(numbers), *map(cell, unusable_notes(document)))

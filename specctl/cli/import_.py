@@ -1,4 +1,4 @@
-"""`specctl import`: someone else's head as a drafter of ours."""
+"""`specctl import`: convert a published draft head into a specctl drafter."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
 from specctl.cli.output import fields
 from specctl.errors import CheckpointError, UsageError
@@ -24,32 +24,33 @@ def register(app: typer.Typer) -> None:
 
 
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
-    """Convert a head (EAGLE, EAGLE-3, Hydra, Medusa, speculators) into a drafter, and try it on a few prompts."""
-    from specctl.cli import plan
+    """Convert a published head into a drafter, and try it. Reads EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, Hydra,
+    Medusa, speculators and Hugging Face directories."""
+    from specctl.cli import checks
 
     if not recipe.source.is_dir():
-        raise UsageError(f"no head directory {recipe.source}", hint="download the head first: nothing is fetched")
+        raise UsageError(f"no head directory {recipe.source}", hint="download the head first: import does not")
     if not (recipe.source / "config.json").is_file():
-        raise CheckpointError(f"{recipe.source} has no config.json", hint="a head is config.json and weights")
-    plan.check_data(recipe.data)
-    plan.check_output("import", recipe.output, overwrite=recipe.overwrite)
-    carry_out("import", recipe, dry_run, lambda: steps(recipe), show, "drafter")
+        raise CheckpointError(f"{recipe.source} has no config.json", hint="a head has config.json and weights")
+    checks.check_data(recipe.data)
+    checks.check_output("import", recipe.output, overwrite=recipe.overwrite)
+    run_or_plan("import", recipe, dry_run, lambda: steps(recipe), show, "drafter")
 
 
 def steps(recipe: ImportRecipe) -> list[str]:
-    """The plan of `import`, in words."""
-    from specctl.cli import plan
+    """Return the plan of `import` in words."""
+    from specctl.cli import checks
 
     what = f"{recipe.probe.prompts} prompts of {recipe.data.prompts or recipe.data.domain[0]}"
     return [
-        plan.check_target(recipe.target),
-        f"read {recipe.head} (format {recipe.format}), check it against the target",
-        *([f"try it on {what}"] if recipe.probe.enabled else []),
+        checks.check_target(recipe.target),
+        f"read {recipe.head} (format {recipe.format}), and check it against the target",
+        *([f"test it on {what}"] if recipe.probe.enabled else []),
         f"write the drafter to {recipe.output}",
     ]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The drafter that it became, and how it drafts."""
+    """Render the facts of the new drafter, and the results of the probe."""
     facts = {name: document[name] for name in SHOWN if document[name]}
     return fields(facts | {f"probe: {name}": value for name, value in (document["probe"] or {}).items()})

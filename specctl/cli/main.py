@@ -1,4 +1,4 @@
-"""The `specctl` command: its subcommands, its global options, and the way every invocation ends."""
+"""The `specctl` command: its subcommands, its global options, and the exit of every invocation."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def globals_(
 
 
 def run(argv: list[str]) -> int:
-    """Run one command line; returns its exit code, and has told stderr why when that is not 0."""
+    """Run one command line and return its exit code. Errors are reported on stderr."""
     output.reset(argv)
     try:
         if sys.flags.optimize > 1:
-            raise UsageError("transformers reads the docstrings that PYTHONOPTIMIZE=2 (python -OO) strips")
+            raise UsageError("transformers needs docstrings, which PYTHONOPTIMIZE=2 (python -OO) strips: unset it")
         code = app(argv, prog_name="specctl", standalone_mode=False)
-        if code == 130:  # Typer has caught Ctrl-C and said nothing
+        if code == 130:  # Typer has caught Ctrl-C without a message
             raise KeyboardInterrupt
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
@@ -63,9 +63,9 @@ def run(argv: list[str]) -> int:
         return int(stop.code or 0)
     except (Exception, KeyboardInterrupt) as error:
         command = next((word for word in argv if not word.startswith("-")), None)
-        failure = explain(progress.interrupts.source_of(error), command)
+        failure = explain(progress.interrupts.signal_error(error), command)
         if output.verbose:
             print(redacted("".join(traceback.format_exception(error))), end="", file=sys.stderr)
-        with suppress(SpecctlError):  # stdout may be what failed
+        with suppress(SpecctlError):  # the failure may be stdout itself
             output.failure(failure)
         return failure.code

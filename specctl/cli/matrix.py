@@ -1,4 +1,4 @@
-"""How `eval --matrix` looks on a terminal: the matrix, then its diagonal."""
+"""Rendering of `eval --matrix` on a terminal: the matrix, then the test of its diagonal."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-def shown(matrix: dict[str, Any]) -> list[RenderableType]:
-    """Drafters above baselines, domains and the macro average; the best drafter of a column is bold and has a star."""
+def render(matrix: dict[str, Any]) -> list[RenderableType]:
+    """Render drafters above baselines, by domain and macro average, then the test of the diagonal and the verdict.
+
+    The best drafter of a column is bold and has a star.
+    """
     diagonal = [_diagonal(matrix["diagonal"])] if matrix["diagonal"] else []
-    return [_cells(matrix), *diagonal, cell(matrix["verdict"]), *_outdone(matrix)]
+    return [_cells(matrix), *diagonal, cell(matrix["verdict"]), *_baseline_wins(matrix)]
 
 
 def _cells(matrix: dict[str, Any]) -> Table:
@@ -37,12 +40,12 @@ def _cells(matrix: dict[str, Any]) -> Table:
 def _value(value: float | None, best: bool) -> Text:
     from rich.text import Text
 
-    # Digits stay in line: where a star stands in one row the others have a space.
+    # Values without a star get a space, so that digits stay aligned.
     return Text(cell(value) + ("*" if best else " "), style="bold" if best else "")
 
 
-def _outdone(matrix: dict[str, Any]) -> list[str]:
-    """Domains in which a baseline beats every trained drafter, in a line: the stars alone would hide them."""
+def _baseline_wins(matrix: dict[str, Any]) -> list[str]:
+    """Return a line with the domains in which a baseline beats every trained drafter, which the stars do not show."""
     count = len(matrix["drafters"])
     outdone = []
     for domain, column in zip(matrix["domains"], zip(*matrix["values"], strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""`specctl online`: drafters that learn along a stream; warms one up first when there is none."""
+"""`specctl online`: run drafters that learn along a stream, and first warm up the missing ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
 from specctl.errors import Interrupted, UsageError
-from specctl.reporting.tables import doubts, machine, marked
+from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, LearningRecipe, OnlineRecipe, ReasonRecipe, TrainRecipe
@@ -37,7 +37,7 @@ COLUMNS = {
     "over_lookup_with_training": "× lookup, net",
     "learn_share": "learning",
 }
-"""Fields of a row that people are shown, and their headings; net: the time of learning counts."""
+"""Row fields shown to people, with their headings; net: the time of learning counts."""
 SHARES = {"learn_share"}
 EXAMPLE = "specctl online --algo opt-hydra --schedule sql:400,math:400"
 
@@ -47,27 +47,28 @@ def register(app: typer.Typer) -> None:
 
 
 def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
-    """Decode a stream with drafters that keep learning from what verification says about their drafts.
+    """Decode a stream of prompts with drafters that keep learning from the verification of their drafts.
 
-    lr, osd-lr and online-lr draft whole reasoning steps with a small LM: not lossless, so answers are compared.
+    The algos lr, osd-lr and online-lr draft whole reasoning steps with a small LM. They are not lossless, so final
+    answers are compared with the target's.
     """
     from specctl import api
     from specctl.adaptation import ranks
-    from specctl.cli import plan
+    from specctl.cli import checks
     from specctl.recipe import OnlineRecipe, ReasonRecipe
 
-    plan.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
+    checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
     if isinstance(recipe, ReasonRecipe):
         online_reasoning.check(recipe)
     else:
-        recipe = checked(recipe)
+        recipe = with_checks(recipe)
     if recipe.output_dir:
-        plan.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+        checks.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     served = isinstance(recipe, OnlineRecipe) and recipe.served
     first = [] if served else warm_ups(recipe)
     data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
     if dry_run:
-        return plan.show("online", recipe, steps(recipe, first, data))
+        return checks.show("online", recipe, steps(recipe, first, data))
     if isinstance(recipe, ReasonRecipe):
         online_reasoning.check_draft(recipe)
     else:
@@ -79,59 +80,61 @@ def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
     output.result(document, shown, brief=document["run_dir"])
 
 
-def checked(recipe: OnlineRecipe) -> OnlineRecipe:
-    """The recipe with the family of the drafter it starts from; drafters, policy and pool are there."""
-    from specctl.cli import plan
+def with_checks(recipe: OnlineRecipe) -> OnlineRecipe:
+    """Check drafters, policy and pool, and return the recipe with the family of its first drafter."""
+    from specctl.cli import checks
     from specctl.selection.policies import registry
 
-    recipe = of_init(recipe)
+    recipe = with_init_family(recipe)
     if recipe.served:
-        start = recipe.start_of(recipe.families[0])
+        start = recipe.initial_drafter(recipe.families[0])
         if not (start / "config.json").is_file():
-            raise UsageError(f"no drafter in {start}", "--init names the one that the engines draft with")
+            raise UsageError(f"no drafter in {start}", "name the drafter that the engines draft with: --init DIR")
     registry.check([recipe.policy.name])
     if recipe.pool is not None:
-        plan.pool_members(recipe.pool)
+        checks.pool_members(recipe.pool)
     return recipe
 
 
-def of_init(recipe: OnlineRecipe) -> OnlineRecipe:
-    """The recipe with the family of the drafter it starts from, where it names none itself."""
-    from specctl.cli import plan
+def with_init_family(recipe: OnlineRecipe) -> OnlineRecipe:
+    """Return the recipe with the family of its drafter `init`, unless it names a family itself."""
+    from specctl.cli import checks
     from specctl.drafters import checkpoint
     from specctl.errors import RecipeError
-    from specctl.families import learning
+    from specctl.families import online_families
 
     if recipe.init is None:
         return recipe
-    plan.check_directory(str(recipe.init))
+    checks.check_directory(str(recipe.init))
     family = checkpoint.family(recipe.init)
-    if family not in learning():
-        raise RecipeError(f"init: {recipe.init} is of family {family}, which has no weights that could learn")
+    if family not in online_families():
+        raise RecipeError(f"init: {recipe.init} is of family {family}, which has no weights to train")
     if recipe.arch is None:
         recipe = recipe.model_copy(update={"arch": family})
     other = next((name for name in recipe.families if name != family), None)
     if other is not None:
-        raise RecipeError(f"init: {recipe.init} is of family {family}, the algo asks for {other}", "leave --init out")
+        raise RecipeError(f"init: {recipe.init} is of family {family}, but the algo needs {other}", "leave --init out")
     return recipe
 
 
 def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
-    """Trainings of the drafters that the stream should start from and that are not there. UsageError where they
-    have no prompts."""
+    """Return the recipes that train the missing drafters from which the stream should start.
+
+    Raises UsageError if there are no prompts for a training.
+    """
     from specctl import data_prep
     from specctl.recipe import DataRecipe, TrainRecipe
-    from specctl.recipe.train import FirstDataRecipe
+    from specctl.recipe.train import AutoDistillRecipe
 
     options, trainings = recipe.warmup, []
     for family in recipe.families:
-        place = recipe.start_of(family)
+        place = recipe.initial_drafter(family)
         if (place / "config.json").is_file():
             continue
         if options.prompts is None and recipe.first_domain not in data_prep.DOMAINS:
             raise UsageError(
-                f"no drafter in {place}, and no prompts of {recipe.first_domain} to warm one up on",
-                "--init DRAFTER, --domain NAME, or warmup.prompts=FILE: never those of the stream",
+                f"no drafter in {place}, and no prompts of {recipe.first_domain} to train one on",
+                "set --init DRAFTER, --domain NAME or warmup.prompts=FILE (other prompts than the stream's)",
             )
         trainings.append(
             TrainRecipe(
@@ -139,7 +142,7 @@ def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
                 resources=recipe.resources,
                 data=DataRecipe(domain=[recipe.first_domain], prompts=options.prompts),
                 arch=family,
-                distill=FirstDataRecipe(responses=options.responses),
+                distill=AutoDistillRecipe(responses=options.responses),
                 max_minutes=options.minutes,
                 output_dir=place,
                 resume=recipe.resume,
@@ -149,11 +152,11 @@ def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
 
 
 def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> None:
-    """Make the data that is missing, and of it the drafters that are. Interrupted says how to go on."""
+    """Distil the missing data, and train the missing drafters. Raises Interrupted, with a hint how to continue."""
     from specctl import api
 
     for one in first:
-        progress.log(f"no drafter in {one.output}: warming one up on {one.distill.responses} responses first")
+        progress.log(f"no drafter in {one.output}: training one on {one.distill.responses} responses first")
     try:
         for missing in data.values():
             api.execute("distill", missing)
@@ -161,50 +164,54 @@ def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, Di
             api.execute("train-drafter", one)
     except Interrupted as stop:
         place = recipe.output_dir or "DIR"
-        raise Interrupted(f"{stop.message} while warming up", f"continue with --resume --output-dir {place}") from None
+        raise Interrupted(
+            f"{stop.message} during the warm-up", f"continue with --resume --output-dir {place}"
+        ) from None
 
 
 def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
-    """The plan of `online`, in words."""
-    from specctl.cli import plan
+    """Return the plan of `online` in words."""
+    from specctl.cli import checks
     from specctl.recipe import ReasonRecipe
 
-    plans = [plan.check_target(recipe.target)]
-    plans += [f"distil {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
-    plans += [f"train a drafter of family {one.arch} on them into {one.output}" for one in first]
+    plans = [checks.check_target(recipe.target)]
+    plans += [f"distill {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
+    plans += [f"train a drafter of family {one.arch} on them, and write it to {one.output}" for one in first]
     if isinstance(recipe, ReasonRecipe):
         return [*plans, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
     if recipe.served:
         return [*plans, *online_served.steps(recipe, stream_of(recipe))]
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
-        several = f"{len(devices)} processes of its own ({', '.join(devices)}) learn together"
-        where = several if len(devices) > 1 else "a process of its own learns"
-        where += "" if recipe.buffer.reruns else ", which the target's layers are not loaded for,"
+        several = f"{len(devices)} separate processes ({', '.join(devices)}) learn together"
+        where = several if len(devices) > 1 else "a separate process learns"
+        where += "" if recipe.buffer.reruns else ", without the target's layers,"
     return [
         *plans,
         f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}"
-        + (f", heads in one tree with {recipe.companion}" if recipe.companion else ""),
+        + (f"; every head drafts in one tree with {recipe.companion}" if recipe.companion else ""),
         f"{where} after every {recipe.chunk} prompts: "
-        + ", ".join(f"{name} from {recipe.pool or recipe.start_of(recipe.family_of(name))}" for name in recipe.algo),
-        "compare every text with plain decoding's, and save what was learnt",
+        + ", ".join(
+            f"{name} from {recipe.pool or recipe.initial_drafter(recipe.family_of(name))}" for name in recipe.algo
+        ),
+        "compare every text with the text of plain decoding, and save the learned drafters",
     ]
 
 
 def stream_of(recipe: LearningRecipe) -> str:
-    """The stream in words: prompts of each domain, and their order."""
+    """Describe the stream in words: prompts per domain, and their order."""
     domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
-    return f"{domains or 'those of ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"
+    return f"{domains or 'domains ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per contender, then the domains of the stream, and the verdict on losslessness."""
+    """Render one row per contender, then mat by domain, and the verdict on losslessness."""
     from rich.console import Group
 
     rows = document["learners"]
     columns = {name: title for name, title in COLUMNS.items() if any(row[name] is not None for row in rows)}
-    parts = [table(*columns.values(), rows=[[_shown(name, marked(row, name)) for name in columns] for row in rows])]
+    parts = [table(*columns.values(), rows=[[_shown(name, with_mark(row, name)) for name in columns] for row in rows])]
     domains = list(dict.fromkeys(row["domain"] for row in document["per_domain"]))
     if len(domains) > 1:
         mats = {(row["algo"], row["domain"]): row["mat"] for row in document["per_domain"]}
@@ -217,10 +224,10 @@ def show(document: dict[str, Any]) -> Any:
         )
     return Group(
         *parts,
-        *map(cell, doubts(document)),
+        *map(cell, unusable_notes(document)),
         *([f"every head drafts in one tree with {document['beside']}"] if document["beside"] else []),
-        "all texts against plain decoding: " + verdict(document["lossless"]),
-        *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
+        "all texts compared with plain decoding: " + verdict(document["lossless"]),
+        *(f"learned by {name}: {cell(place)}" for name, place in document["drafters"].items()),
         f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
     )

@@ -25,18 +25,18 @@ COLUMNS = {
     "agreement": "answers of the target",
     "accuracy": "right answers",
 }
-"""Fields of a mode that people are shown, and their headings; net: the time of learning counts."""
+"""Row fields of a mode shown to people, with their headings; net: the time of learning counts."""
 SHARES = {"step_acceptance", "agreement", "accuracy"}
 INTERVALS = {"speedup", *SHARES}
 """Rates that are shown with their intervals."""
 
 
 def check(recipe: ReasonRecipe) -> None:
-    """The models that are named on this machine are there, and can do what they are named for.
+    """Check that the draft LM, the token drafter and the judge exist and have the right kind.
 
     Raises UsageError, CheckpointError.
     """
-    from specctl.cli import plan
+    from specctl.cli import checks
     from specctl.decoding.models.loading import location
     from specctl.drafters import checkpoint
 
@@ -45,17 +45,17 @@ def check(recipe: ReasonRecipe) -> None:
         place = Path(location(reasoning.draft))
         if checkpoint.is_drafter(place) and (family := checkpoint.family(place)) != LM:
             raise CheckpointError(
-                f"reasoning.draft: {reasoning.draft} is of family {family}, which writes no steps by itself",
+                f"reasoning.draft: {reasoning.draft} is of family {family}, which cannot write steps alone",
                 "train a small LM: specctl train-drafter --arch lm",
             )
     if reasoning.drafter is not None:
-        plan.check_drafters([reasoning.drafter])
+        checks.check_drafters([reasoning.drafter])
     if reasoning.judge.name is not None and reasoning.judge.endpoint is None:
         location(reasoning.judge.name)
 
 
 def check_draft(recipe: ReasonRecipe) -> None:
-    """Raise CheckpointError where the draft LM is not here and cannot be fetched, before the target takes its time."""
+    """Raise CheckpointError, before the target is loaded, if the draft LM is not here and cannot be fetched."""
     from specctl.decoding.models.loading import check_within_reach
 
     if recipe.reasoning.draft is not None:
@@ -63,30 +63,30 @@ def check_draft(recipe: ReasonRecipe) -> None:
 
 
 def steps(recipe: ReasonRecipe) -> list[str]:
-    """The plan after the warm-up, in words."""
+    """Return the plan after the warm-up in words."""
     from specctl.reasoning.modes import LEARNING
 
     reasoning = recipe.reasoning.resolved(recipe.target.name)
     judge = f"the {reasoning.judge.kind} judge" if reasoning.judge.name is None else f"judge {reasoning.judge.name}"
     where = f" at {reasoning.judge.endpoint}" if reasoning.judge.endpoint else ""
     learners = [mode for mode in recipe.modes if mode in LEARNING]
-    inside = f", which {reasoning.drafter} speculates in," if reasoning.drafter else ""
-    ahead = "as many steps as pay" if reasoning.depth == "auto" else f"up to {reasoning.depth} steps"
+    inside = f", with {reasoning.drafter} drafting tokens of the target's steps," if reasoning.drafter else ""
+    ahead = "as many steps as save time" if reasoning.depth == "auto" else f"up to {reasoning.depth} steps"
     plans = [
-        f"think in steps that end with {reasoning.delimiter!r}{inside} for {reasoning.budget} tokens and answer in "
-        f"{reasoning.answer_tokens}, {len(recipe.seeds)} time(s), as {', '.join(recipe.modes)}",
-        f"draft {ahead} with {recipe.draft}; {judge}{where} compares them with the target's",
+        f"think in steps that end with {reasoning.delimiter!r}{inside} for up to {reasoning.budget} tokens, and "
+        f"answer in up to {reasoning.answer_tokens}, {len(recipe.seeds)} time(s), in modes {', '.join(recipe.modes)}",
+        f"draft {ahead} with {recipe.draft}; {judge}{where} compares them with the target's steps",
     ]
     if learners:
-        plans.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the steps that differ")
+        plans.append(f"after every {recipe.chunk} prompts {' and '.join(learners)} learn from the rejected steps")
     return [
         *plans,
-        "compare all final answers with those of the target alone, and save texts, pairs and what was learnt",
+        "compare all final answers with the answers of the target alone, and save texts, pairs and learned models",
     ]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per mode, what learning gained, and in how many answers the target alone is not met."""
+    """Render one row per mode, the gain of learning, and the agreement with the answers of the target alone."""
     from rich.console import Group
 
     rows = document["modes"]
@@ -95,14 +95,14 @@ def show(document: dict[str, Any]) -> Any:
     return Group(
         table(*(COLUMNS[name] for name in shown), rows=cells),
         *(
-            f"{gain['mode']} − {gain['than']}, steps accepted: {_shown('step_acceptance', gain['step_acceptance'])}"
+            f"steps accepted, {gain['mode']} minus {gain['than']}: {_shown('step_acceptance', gain['step_acceptance'])}"
             for gain in document["differences"]
         ),
         *_fidelity(document),
         *_cut(document),
         *_slower(document),
-        *(f"{name} judged {_judged(counts)}" for name, counts in document["judges"].items()),
-        *(f"{name} learnt: {cell(place)}" for name, place in document["drafters"].items()),
+        *(f"judge of {name}: {_judged(counts)}" for name, counts in document["judges"].items()),
+        *(f"learned by {name}: {cell(place)}" for name, place in document["drafters"].items()),
         f"run: {cell(document['run_dir'])}",
     )
 
@@ -112,7 +112,7 @@ def _known(value: Any) -> bool:
 
 
 def _shown(name: str, value: Any) -> str:
-    """A number, of a rate with its interval."""
+    """Format a number, with its interval if it is a rate."""
     if not isinstance(value, dict):
         return cell(value)
     scale, unit = (100, " %") if name in SHARES else (1, "")
@@ -124,34 +124,38 @@ def _shown(name: str, value: Any) -> str:
 
 
 def _fidelity(document: dict[str, Any]) -> list[str]:
-    """The texts are not the target's own: what that did to the answers is always said."""
+    """Say that the run is not lossless, and how many answers are compared with the target's."""
     alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
     if alone is None:
-        return ["not lossless: how often the answers are those of the target alone was not measured (baselines)"]
+        return ["not lossless: agreement with the target alone was not measured (add target to reasoning.baselines)"]
     told = alone["prompts"] - alone["unanswered"]
-    return [f"not lossless: answers are compared where the target alone has one, {told} of {alone['prompts']} prompts"]
+    return [
+        f"not lossless: answers are compared on the {told} of {alone['prompts']} prompts that the target alone answered"
+    ]
 
 
 def _cut(document: dict[str, Any]) -> list[str]:
-    """A warning where most steps of the target alone reached their longest length and were cut."""
+    """Warn if most steps of the target alone reached their longest length and were cut."""
     alone = next((row for row in document["modes"] if row["mode"] == "target"), None)
     if alone is None or 2 * alone["cut"] <= alone["rounds"]:
         return []
     return [
-        f"{alone['cut']} of {alone['rounds']} steps were cut: set reasoning.delimiter, or larger reasoning.step_tokens"
+        f"{alone['cut']} of {alone['rounds']} steps were cut: set reasoning.delimiter, or raise reasoning.step_tokens"
     ]
 
 
 def _slower(document: dict[str, Any]) -> list[str]:
-    """Modes that draft in every round and lose by it."""
+    """Warn of modes that are slower than the target alone because they draft in every round."""
     losing = [row["mode"] for row in document["modes"] if row["depth"] >= 1 and (row["speedup"]["value"] or 1) < 1]
     if not losing:
         return []
-    return [f"{', '.join(losing)}: slower than the target alone; reasoning.depth=auto drafts only while that pays"]
+    return [f"{', '.join(losing)}: slower than the target alone; reasoning.depth=auto drafts only when that saves time"]
 
 
 def _judged(counts: dict[str, int]) -> str:
-    asked = f"{counts['asked']} asked about"
+    asked = f"{counts['asked']} put to the judge"
     if counts["unanswered"]:
-        asked += f", {counts['unanswered']} of them without a ruling"
-    return f"{counts['aligned']} of {counts['pairs']} pairs of steps to be one ({counts['identical']} equal, {asked})"
+        asked += f", {counts['unanswered']} of them unanswered"
+    return (
+        f"{counts['aligned']} of {counts['pairs']} pairs of steps mean the same ({counts['identical']} equal, {asked})"
+    )

@@ -1,4 +1,4 @@
-"""`specctl online --server`: its plan and its result."""
+"""Plan and result of `specctl online --server`."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
 
 def steps(recipe: OnlineRecipe, stream: str) -> list[str]:
-    """The plan, in words, of the `stream` or the traffic; no server is asked."""
+    """Return the plan in words, for the `stream` or for traffic. No server is asked."""
     urls, source = ", ".join(recipe.server.urls), recipe.traffic
-    texts = f"ask {urls} for texts ({stream})"
+    texts = f"send prompts to {urls} ({stream})"
     if source.listen is not None:
-        texts = f"pass requests to {source.listen} on to {urls}"
+        texts = f"forward requests from {source.listen} to {urls}"
     elif source.log is not None:
-        texts = f"read the texts of {urls} in {source.log}" + (", as they come" if source.follow else "")
-    (algo,), start = recipe.algo, recipe.start_of(recipe.families[0])
-    publish = "publish what is better, and roll back what is not" if recipe.publication.enabled else "publish nothing"
+        texts = f"read the texts of {urls} from {source.log}" + (" as it grows" if source.follow else "")
+    (algo,), start = recipe.algo, recipe.initial_drafter(recipe.families[0])
+    publish = "publish better versions, and roll back worse ones" if recipe.publication.enabled else "publish nothing"
     return [texts, f"learn after every {recipe.chunk} texts: {algo} from {start}", publish]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """A row per chunk, then what was published, and what it was worth."""
+    """Render one row per chunk, then the mat over the baseline, and the counts of published versions."""
     from rich.console import Group
 
     titles = (
@@ -52,15 +52,15 @@ def show(document: dict[str, Any]) -> Any:
         low, high = document["over_baseline_interval"] or (None, None)
         between = f" ({low:.2f} to {high:.2f})" if low is not None else ""
         parts.append(
-            f"mat over the baseline's: {document['over_baseline']:.2f}{between}; "
+            f"mat relative to the baseline: {document['over_baseline']:.2f}{between}; "
             f"in the last chunk {document['over_baseline_last'] or float('nan'):.2f}"
         )
     if document["passed_over"]:
-        parts.append(f"{document['passed_over']} texts came faster than they could be learnt from")
+        parts.append(f"{document['passed_over']} texts were skipped: they came faster than the learner")
     return Group(
         *parts,
         f"{document['published']} versions published, {document['rolled_back']} rolled back, "
-        f"{document['restored']} times replaced by somebody else; {document['version'] or 'nothing'} is served",
-        f"learnt: {cell(document['drafter'])}",
+        f"{document['restored']} overwritten by others and restored; now served: {document['version'] or 'none'}",
+        f"learned: {cell(document['drafter'])}",
         f"run: {cell(document['run_dir'])}",
     )

@@ -1,4 +1,4 @@
-"""Options of the commands that run a recipe: what each is called, and the recipe key it sets. Declared once, here."""
+"""Command-line flags of the commands that run a recipe, with the recipe keys set by each flag."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from specctl.errors import UsageError
-from specctl.families import FAMILIES, GROWING, UNTRAINED, listed
+from specctl.families import FAMILIES, STREAM_RETRIEVAL, TEXT_DRAFTERS, listed
 from specctl.formats.registry import readers
 
-SWITCH = " "  # where help names the kind of a value: a switch takes none
+SWITCH = " "  # metavar of a switch, which takes no value
 
 
 def _comma_ints(text: str) -> list[int]:
@@ -49,11 +49,11 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _names(values: list[str]) -> list[str]:
-    """The names in values such as `a,b`; a path that is there is one name, also as the head of a hybrid."""
-    return [name for value in values for name in ([value] if _there(value) else value.split(","))]
+    """Split values such as `a,b` into names. An existing path is one name, also as the head of a hybrid."""
+    return [name for value in values for name in ([value] if _is_path(value) else value.split(","))]
 
 
-def _there(value: str) -> bool:
+def _is_path(value: str) -> bool:
     return "," in value and (Path(value).exists() or Path(value.rpartition("+")[0] or value).exists())
 
 
@@ -63,7 +63,7 @@ def _none_or_names(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Flag:
-    """One option: the recipe keys it sets, its type on the command line, its help, and what turns it into the value."""
+    """One flag: the recipe keys it sets, its type, its help, and the conversion to the value of the keys."""
 
     keys: tuple[str, ...]
     type: Any
@@ -72,13 +72,13 @@ class Flag:
     metavar: str | None = None
 
     def annotation(self, name: str) -> Any:
-        """The Typer declaration: `Annotated[type | None, Option("--name")]`."""
+        """Return the Typer declaration: `Annotated[type | None, Option("--name")]`."""
         metavar = SWITCH if self.type is bool else self.metavar
         option = typer.Option(spelling(name), help=self.help, metavar=metavar, show_default=False)
         return Annotated[self.type | None, option]
 
 
-DRAFTERS = f"Drafter directory, {listed([*UNTRAINED])}, or both: DIR+lookup"
+DRAFTERS = f"Drafter directory, {listed([*TEXT_DRAFTERS])}, or both: DIR+lookup"
 FLAGS: dict[str, Flag] = {
     "target": Flag(("target.name",), str, "Hugging Face id, directory, GGUF file, or builtin."),
     "device": Flag(("target.device",), str, "auto, cpu, cuda or cuda:N."),
@@ -86,57 +86,57 @@ FLAGS: dict[str, Flag] = {
     "chat_template_kwargs": Flag(
         ("target.chat_template_kwargs",), str, "Arguments of the chat template.", _json_object, metavar="JSON"
     ),
-    "domain": Flag(("data.domain",), str, "Domain, or several with commas; see `specctl domains ls`."),
+    "domain": Flag(("data.domain",), str, "Domain, or several separated by commas; see `specctl domains ls`."),
     "prompts": Flag(
         ("data.prompts",),
         str,
-        "JSONL with prompt, messages or turns; {domain} in its name; - is stdin; hub:ID[:CONFIG] a data set.",
+        "JSONL file with prompt, messages or turns, {domain} in its name; - for stdin; hub:ID[:CONFIG] for a data set.",
         metavar="FILE",
     ),
     "from_log": Flag(
         ("log", "traffic.log"),
         str,
-        "Responses that are there: requests with responses, messages, ShareGPT, Alpaca.",
+        "Use existing responses: a log of requests with responses, messages, ShareGPT or Alpaca.",
         metavar="FILE",
     ),
-    "exclude": Flag(("exclude",), Path, "Leave these prompts out: those to be measured on.", metavar="FILE"),
+    "exclude": Flag(("exclude",), Path, "File of prompts to leave out, such as a test set.", metavar="FILE"),
     "server": Flag(
-        ("server.urls",), str, "vLLM or SGLang of the target, or several with commas: http://host:8000.", metavar="URL"
+        ("server.urls",), str, "vLLM or SGLang server of the target, or several: http://host:8000.", metavar="URL"
     ),
     "baseline_server": Flag(
         ("baseline_server.urls",),
         str,
-        "With --server: one to compare with: no drafter; for online, one that stays.",
+        "With --server: a server to compare with, without a drafter; for online, with a fixed one.",
         metavar="URL",
     ),
     "listen": Flag(
         ("traffic.listen", "listen"),
         str,
-        "With --server: a proxy to it, whose requests are learnt from.",
+        "With --server: address of a proxy; online learns from its requests, select routes them.",
         metavar="HOST:PORT",
     ),
     "features_from": Flag(
-        ("features.server.urls",), str, "vLLM or SGLang that computes the target's states.", metavar="URL"
+        ("features.server.urls",), str, "vLLM or SGLang server that computes the target's hidden states.", metavar="URL"
     ),
-    "concurrency": Flag(("concurrency",), str, "With --server: requests in flight: 1,8.", _comma_ints),
+    "concurrency": Flag(("concurrency",), str, "With --server: numbers of requests in flight: 1,8.", _comma_ints),
     "mats": Flag(
         ("mats",),
         str,
-        "With --baseline-server: predict the speed of drafters of these mats: 2,2.5,3. To check one, serve with vLLM's "
+        "With --baseline-server: predict the speed of drafters with mats 2,2.5,3. To check one, serve with vLLM's "
         'rejection_sample_method "synthetic" (on a GPU) and its synthetic_acceptance_length.',
         _numbers,
         metavar="LIST",
     ),
     "seed": Flag(("data.seed", "sampling.seed"), int, "Seed of prompts, sampling and training."),
-    "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Longest response."),
-    "temperature": Flag(("sampling.temperature",), float, "0 is greedy."),
+    "max_new_tokens": Flag(("sampling.max_new_tokens",), int, "Most tokens of a response."),
+    "temperature": Flag(("sampling.temperature",), float, "Sampling temperature; 0 is greedy."),
     "temperatures": Flag(("temperatures",), str, "Temperatures, mixed over the prompts: 0,0.7.", _comma_floats),
-    "top_p": Flag(("sampling.top_p",), float, "Nucleus; 1 is off."),
-    "top_k": Flag(("sampling.top_k",), int, "0 is off."),
+    "top_p": Flag(("sampling.top_p",), float, "Nucleus sampling; 1 is off."),
+    "top_k": Flag(("sampling.top_k",), int, "Top-k sampling; 0 is off."),
     "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
     "arch": Flag(("arch",), str, f"Drafter family: {listed([*FAMILIES])}."),
-    "each": Flag(("each",), bool, "One drafter per domain, into one directory, instead of one for the mixture."),
-    "init": Flag(("init",), Path, "Drafter to start from, fine-tuned (train-drafter: or auto).", metavar="DIR"),
+    "each": Flag(("each",), bool, "Train one drafter per domain, in one directory, instead of one for the mixture."),
+    "init": Flag(("init",), Path, "Drafter to start from; for train-drafter also auto.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
     "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
     "drafters": Flag(
@@ -148,71 +148,71 @@ FLAGS: dict[str, Flag] = {
     ),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
     "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), floors, or some of them.", _none_or_names),
-    "shape": Flag(("shape",), str, "1b or 8b: random weights of that size instead of a target."),
-    "batches": Flag(("batches",), str, "Sequences at a time: 1,8.", _comma_ints),
-    "matrix": Flag(("matrix",), bool, "Print pool × domains, draw it, and test the diagonal."),
-    "metric": Flag(("metric",), str, "Cells of the matrix: mat, speedup or accept_rate."),
+    "shape": Flag(("shape",), str, "Random weights of a size (1b, 8b, 32b, 70b) instead of a target."),
+    "batches": Flag(("batches",), str, "Batch sizes: 1,8.", _comma_ints),
+    "matrix": Flag(("matrix",), bool, "Print and draw the matrix pool × domains, and test its diagonal."),
+    "metric": Flag(("metric",), str, "Metric in the cells of the matrix: mat, speedup or accept_rate."),
     "baselines": Flag(("baselines",), str, "vanilla,transformers (default), one of them, or none.", _none_or_names),
     "algo": Flag(
-        ("algo",), str, "Policy, or several with commas: cgp-ucb (default), hedgespec, ucbspec, metasd-ucb, …"
+        ("algo",), str, "Policy, or several separated by commas: cgp-ucb (default), hedgespec, ucbspec, metasd-ucb, …"
     ),
     "learner": Flag(
-        ("algo",), str, "Update rule, or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
+        ("algo",), str, "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
     ),
-    "schedule": Flag(("stream.schedule",), str, "Prompts of each domain in turn: sql:400,math:400."),
+    "schedule": Flag(("stream.schedule",), str, "Domains in turn, each with its number of prompts: sql:400,math:400."),
     "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),
     "chunk": Flag(("stream.chunk",), int, "Prompts between two updates."),
-    "lr": Flag(("learner.lr",), float, "Learning rate η, of the slowest member of an ensemble."),
+    "lr": Flag(("learner.lr",), float, "Learning rate η; in an ensemble, the smallest one."),
     "target_schedule": Flag(
         ("target_schedule",), str, "Targets along the stream: ./step-100:400,./step-200:400.", metavar="LIST"
     ),
     "beside": Flag(
         ("beside",),
         str,
-        f"{GROWING} (default), {listed([*UNTRAINED])}: every head drafts in one tree with it; or none.",
+        f"Text drafter in one tree with every head: {STREAM_RETRIEVAL} (default), {listed([*TEXT_DRAFTERS])}; or none.",
         metavar="NAME",
     ),
-    "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: as deep as pays at the moment."),
+    "draft_length": Flag(("draft_length",), str, "fixed (default), or auto: the depth that pays off at the moment."),
     "asynchronous": Flag(
-        ("asynchronous",), bool, "A process of its own learns while the decoder goes on; no two such runs are equal."
+        ("asynchronous",), bool, "Learn in a separate process while decoding continues; such runs are not reproducible."
     ),
-    "learner_device": Flag(("learner_device",), str, "With --async: where; several share the work: cuda:1,cuda:2."),
+    "learner_device": Flag(("learner_device",), str, "With --async: devices that share the learning: cuda:1,cuda:2."),
     "online_baselines": Flag(
         ("baselines",), str, "vanilla,static,lookup,retrieval (default), suffix, some of them, or none.", _none_or_names
     ),
     "allow_code_execution": Flag(
         ("reasoning.allow_code_execution",), bool, "Run programs that the target wrote, to score them."
     ),
-    "strict": Flag(("strict",), bool, "Refuse a pool with a member that cannot be used."),
+    "strict": Flag(("strict",), bool, "Refuse a pool with an unusable drafter."),
     "reset": Flag(("reset",), str, "When a policy forgets: after every query (default) or session, or never (stream)."),
-    "session": Flag(("session",), int, "Consecutive prompts of one domain."),
+    "session": Flag(("session",), int, "Prompts per session, from one domain."),
     "select_baselines": Flag(
         ("baselines",), str, "vanilla,beside (default), fixed (every arm), draft-all; or none.", _none_or_names
     ),
-    "rivals": Flag(("rivals",), list[str], "Drafter measured beside, not in the pool; repeatable.", _names, "PATH"),
-    "record": Flag(("record",), Path, "Write what every drafter would do at every position, and stop.", metavar="FILE"),
-    "replay": Flag(("replay",), Path, "Play the policies on such a table instead of decoding.", metavar="FILE"),
+    "rivals": Flag(("rivals",), list[str], "Drafter for comparison, not in the pool; repeatable.", _names, "PATH"),
+    "record": Flag(("record",), Path, "Record every drafter's drafts at every position, and stop.", metavar="FILE"),
+    "replay": Flag(("replay",), Path, "Play the policies on a recorded table instead of decoding.", metavar="FILE"),
     "train_router": Flag(("train_router",), bool, "Train a classifier of prompts first, for the policy `router`."),
-    "router_dir": Flag(("router_dir",), Path, "A trained router, or where a new one goes.", metavar="DIR"),
-    "warm_start": Flag(("warm_start",), bool, "Full information begins with the router's opinion."),
-    "batch": Flag(("batch",), int, "Sequences at a time, each with its own choice."),
+    "router_dir": Flag(("router_dir",), Path, "Directory of a trained router, or for a new one.", metavar="DIR"),
+    "warm_start": Flag(("warm_start",), bool, "Start full-information policies from the router's opinion."),
+    "batch": Flag(("batch",), int, "Sequences decoded at a time; select chooses an arm for each."),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
-    "seeds": Flag(("seeds",), str, "Repeats, for intervals: 0,1,2.", _comma_ints),
+    "seeds": Flag(("seeds",), str, "Seeds, one repeat each, for intervals: 0,1,2.", _comma_ints),
     "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
-    "log": Flag(("log",), list[str], "tensorboard, wandb or trackio; repeatable.", _names),
+    "log": Flag(("log",), list[str], "Also log to tensorboard, wandb or trackio; repeatable.", _names),
     "to": Flag(("to",), str, listed(readers()) + "."),
     "tune": Flag(
         ("tune",),
         Path,
-        "Result of eval --server beside a baseline: draft lengths by load, for vllm and sglang.",
+        "Result of eval --server with a baseline server: derive draft lengths by load (vllm, sglang).",
         metavar="RESULT",
     ),
     "check": Flag(("check",), bool, "Read the result back and compare logits."),
-    "format": Flag(("format",), str, "Format of the head; auto recognises it."),
-    "no_probe": Flag(("probe.enabled",), bool, "Do not try the head on a few prompts.", lambda given: not given),
+    "format": Flag(("format",), str, "Format of the head; auto detects it."),
+    "no_probe": Flag(("probe.enabled",), bool, "Skip the test of the head on a few prompts.", lambda given: not given),
     "save_outputs": Flag(("save_outputs",), bool, "Write outputs.jsonl into the run directory."),
-    "output_dir": Flag(("output_dir",), Path, "Where the result goes.", metavar="DIR"),
+    "output_dir": Flag(("output_dir",), Path, "Directory of the result.", metavar="DIR"),
     "resume": Flag(("resume",), bool, "Continue what an earlier run left unfinished."),
     "overwrite": Flag(("overwrite",), bool, "Replace an existing result."),
 }
@@ -231,11 +231,11 @@ SPELLING = {
     "online_baselines": "baselines",
     "asynchronous": "async",
 }
-"""Flags of other keys that look the same on the command line: `--drafter` is repeatable where several are measured."""
+"""Spelling of flags that differ from their names here: several flags may look the same on the command line."""
 
 
 def settings(given: dict[str, Any], command: str) -> list[Any]:
-    """The flags that were given (by their name in `FLAGS`) as recipe settings of `command`."""
+    """Convert the given flags (by their name in `FLAGS`) into recipe settings of `command`."""
     from specctl.recipe import RECIPES
     from specctl.recipe.resolve import Setting
 
@@ -246,11 +246,11 @@ def settings(given: dict[str, Any], command: str) -> list[Any]:
         flag, origin = FLAGS[name], spelling(name)
         for key in flag.keys:
             path = tuple(key.split("."))
-            if path[0] in RECIPES[command].model_fields:  # --seed sets what the recipe has of its two keys
+            if path[0] in RECIPES[command].model_fields:  # a recipe may have one of the two keys of --seed
                 overrides.append(Setting(path, flag.convert(value) if flag.convert else value, origin))
     return overrides
 
 
 def spelling(name: str) -> str:
-    """`top_p` → `--top-p`."""
+    """Return the flag as typed: `top_p` → `--top-p`."""
     return "--" + SPELLING.get(name, name).replace("_", "-")

@@ -1,4 +1,4 @@
-"""The one way to stdout: a table for people, one JSON document with --json, the bare path or name with -q."""
+"""Output of results on stdout: a table for people, one JSON document with --json, a path or name with -q."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from specctl.reporting.tables import machine, text
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-PIPE_WIDTH = 10_000  # off a terminal nothing is wrapped or cut
-WHOLE = 24  # characters of a cell that is never broken
+PIPE_WIDTH = 10_000  # columns without a terminal, so that nothing is wrapped or cut
+WHOLE = 24  # most characters of a cell that is never broken
 
 
 class Output:
-    """How results and errors are shown; configured once per invocation by the global options."""
+    """Printer of results and errors, configured once per invocation by the global options."""
 
     def __init__(self) -> None:
         self.json = self.quiet = self.verbose = False
 
     def reset(self, argv: list[str]) -> None:
-        """Start of an invocation. `--json` is looked up in argv, so that a usage error is reported as JSON, too."""
+        """Begin an invocation. `--json` is looked up in argv, so that a usage error is reported as JSON, too."""
         self.json, self.quiet, self.verbose = "--json" in argv, False, False
         progress.set_quiet(False)
 
     def configure(self, json: bool, quiet: bool, verbose: bool) -> None:
-        """Apply the global options; given before or after the subcommand, they add up."""
+        """Apply the global options. Options before and after the subcommand add up."""
         self.json |= json
         self.quiet |= quiet
         self.verbose |= verbose
@@ -40,8 +40,8 @@ class Output:
     def result(
         self, document: dict[str, Any], show: Callable[[dict[str, Any]], RenderableType], brief: str = ""
     ) -> None:
-        """Print one result: the document (--json), `brief` (-q), or what `show` makes of the document."""
-        if not progress.leads():
+        """Print one result: the document (--json), `brief` (-q), or the rendering of the document by `show`."""
+        if not progress.is_rank_zero():
             return
         if self.json:
             self._print_json(document)
@@ -52,12 +52,12 @@ class Output:
             self._print_rich(show(document))
 
     def failure(self, failure: Failure) -> None:
-        """The message and its hint to stderr, in one line where it is one; with --json also the document to stdout."""
+        """Print message and hint to stderr, on one line if possible; with --json also a document to stdout."""
         hint = f"(hint: {failure.hint})" if failure.hint else ""
         if hint:
             hint = ("\n" if "\n" in failure.message else " ") + hint
         print(f"error: {failure.message}{hint}", file=sys.stderr, flush=True)
-        if self.json and progress.leads():
+        if self.json and progress.is_rank_zero():
             self._print_json({"error": {"type": failure.type, "message": failure.message, "hint": failure.hint}})
 
     @staticmethod
@@ -72,13 +72,13 @@ class Output:
         self._print(to_json(document, indent=2, ascii=not utf8))
 
     def _print_rich(self, shown: RenderableType) -> None:
-        """Colours and the terminal's width on a terminal; elsewhere plain lines, never wrapped, cut or padded."""
+        """Print with colours and at the terminal's width; without a terminal, plain lines, never wrapped or padded."""
         from rich.console import Console
 
         if sys.stdout.isatty():
             console = Console(highlight=False)
             least = console.measure(shown, options=console.options.update(max_width=PIPE_WIDTH)).minimum
-            console.width = max(console.width, least)  # in less rich breaks names, and leaves columns out
+            console.width = max(console.width, least)  # with less rich breaks names and drops columns
             console.print(shown)
             return
         console = Console(highlight=False, width=PIPE_WIDTH)
@@ -91,9 +91,9 @@ output = Output()
 
 
 def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
-    """A plain table; columns after the first are right-aligned where every cell is a number.
+    """Return a plain table. Columns after the first are right-aligned if every cell is a number.
 
-    On a terminal that is too narrow headings break between words and long texts anywhere; names and numbers stay whole.
+    On a narrow terminal headings break between words, and long texts anywhere; names and numbers stay whole.
     """
     from rich import box
     from rich.table import Table
@@ -119,7 +119,7 @@ def table(*columns: str, rows: list[list[Any]]) -> RenderableType:
 
 
 def fields(document: dict[str, Any]) -> RenderableType:
-    """A document as two columns: name and value."""
+    """Return a document as a table of two columns: name and value."""
     from rich.table import Table
 
     made = Table.grid(padding=(0, 2))
@@ -129,7 +129,7 @@ def fields(document: dict[str, Any]) -> RenderableType:
 
 
 def cell(value: Any) -> str:
-    """A value for a table, safe from being read as markup."""
+    """Format a value for a table, with its markup characters escaped."""
     from rich.markup import escape
 
     return escape(text(value))

@@ -1,4 +1,4 @@
-"""`specctl recipes`: look at the recipes in the package, copy one to edit it, check an edited one."""
+"""`specctl recipes`: list, show and copy the recipes in the package, and check an edited recipe."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def show(name: Name) -> None:
 
 
 def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, or a directory.")]) -> None:
-    """Copy a recipe, to be edited and given to --recipe."""
+    """Copy a recipe, to edit it and pass it to --recipe."""
     from specctl.recipe.resolve import read
     from specctl.runs import atomic_write
 
@@ -56,7 +56,7 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
 
 
 def validate(name: Name) -> None:
-    """Check a recipe; all that is wrong with it is reported at once, with file and line."""
+    """Check a recipe, and report all its problems at once, with file and line."""
     from specctl.recipe.resolve import command_of, resolve
 
     command_name = command_of(name)
@@ -66,7 +66,7 @@ def validate(name: Name) -> None:
 
 
 def _about(text: str) -> str:
-    """The first comment of a recipe (after the interpreter of a script) says what it is for; JSON has none."""
+    """Return the purpose of a recipe, from its first comment after the interpreter of a script. JSON has none."""
     if text.startswith("{"):
         return "DeepSpeed, for train-drafter: deepspeed=NAME"
     first = next(line for line in text.lstrip().splitlines() if not line.startswith("#!"))

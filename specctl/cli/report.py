@@ -1,4 +1,4 @@
-"""`specctl report`: pictures and one page from run directories."""
+"""`specctl report`: write pictures and one HTML page from run directories."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from specctl.cli.output import cell, fields, output
 
 Runs = Annotated[
     list[Path] | None,
-    typer.Argument(metavar="[RUN]...", help="Run directories; without any the newest in ./runs.", show_default=False),
+    typer.Argument(metavar="[RUN]...", help="Run directories; default: the newest in ./runs.", show_default=False),
 ]
 OutputDir = Annotated[
     Path | None,
-    typer.Option("--output-dir", help="Default: RUN/report, of several runs ./runs/report-<time>-<id>."),
+    typer.Option("--output-dir", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."),
 ]
 Csv = Annotated[bool, typer.Option("--csv", help="Also write every table as a CSV file.")]
 
@@ -27,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) -> None:
-    """Make one HTML page and PNG pictures of runs; several runs of one command are compared."""
+    """Write one HTML page and PNG pictures about runs. Several runs of one command are compared."""
     from specctl import api
 
     document = asdict(api.report(runs or (), output_dir, csv=csv))
@@ -35,7 +35,7 @@ def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) ->
 
 
 def _show(document: dict[str, Any]) -> Any:
-    """The runs that were read, what was written, and what was missing."""
+    """Render the runs that were read, the files that were written, and the notes on missing parts."""
     from rich.console import Group
 
     listed = {

@@ -1,4 +1,4 @@
-"""`specctl select`: the right drafter of a pool, chosen while decoding."""
+"""`specctl select`: choose a drafter of a pool in every round, while decoding."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import carry_out, recipe_command
+from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
-from specctl.reporting.tables import doubts, machine, marked
+from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
     from specctl.recipe import SelectRecipe
@@ -47,17 +47,17 @@ COLUMNS = {
     "score_share": "scoring",
     "switch_ms": "ms a switch",
 }
-"""Fields of a row that people are shown, and their headings."""
+"""Row fields shown to people, with their headings."""
 MODELLED = {
     "speedup": "× plain, modelled",
     "over_best_arm": "× fastest arm, modelled",
 }
-"""Headings of a replay."""
+"""Headings in a replay."""
 BY_SPEED = {
     "share_of_best": "of fastest arm, by game",
     "best_arm_ratio": "fastest arm played",
 }
-"""Headings where tokens a second are played for."""
+"""Headings if policies play for tokens per second."""
 EXAMPLE = "specctl select --algo cgp-ucb,hedgespec --pool ./drafters"
 
 
@@ -68,94 +68,94 @@ def register(app: typer.Typer) -> None:
 def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
-    What a policy has learnt is forgotten after every query, unless --reset says otherwise; cgp-ucb keeps what prompts
-    have shown. With --server and --listen requests are routed among engines that draft differently."""
-    from specctl.cli import plan
+    A policy forgets after every query, unless --reset says otherwise; only cgp-ucb keeps its memory of prompts. With
+    --server and --listen, requests are routed among engines with different drafters."""
+    from specctl.cli import checks
     from specctl.selection.game.rules import check_batch
     from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
     if recipe.server.urls:
-        return served(recipe, dry_run)
-    plan.check_drafters([*recipe.drafters, *recipe.rivals])
+        return route_requests(recipe, dry_run)
+    checks.check_drafters([*recipe.drafters, *recipe.rivals])
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
-    # Only now what takes seconds to import: a misspelt name is told at once.
+    # These imports take seconds, so they come after the checks for misspelt names.
     from specctl.commands.select import with_domains_of_pool
-    from specctl.selection.arms import members
-    from specctl.selection.recorded import pieces
+    from specctl.selection.arms import pool_paths
+    from specctl.selection.recorded import recording
 
-    arms = members(recipe)
+    arms = pool_paths(recipe)
     recipe = with_domains_of_pool(recipe, arms)
-    plan.check_data(recipe.data)
-    if recipe.record:  # before its run directory: whoever is told of that one alone would overwrite both
-        pieces.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
+    checks.check_data(recipe.data)
+    if recipe.record:  # checked before the run directory: --overwrite would replace both
+        recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
     if recipe.output_dir:
-        plan.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
-    carry_out("select", recipe, dry_run, lambda: steps(recipe, arms), show, "run_dir")
+        checks.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    run_or_plan("select", recipe, dry_run, lambda: steps(recipe, arms), show, "run_dir")
 
 
-def served(recipe: SelectRecipe, dry_run: bool) -> None:
+def route_requests(recipe: SelectRecipe, dry_run: bool) -> None:
     """Route requests among servers."""
-    from specctl.cli import plan, select_served
+    from specctl.cli import checks, select_served
     from specctl.selection import dispatch
 
     dispatch.check(recipe.algo)
     if recipe.output_dir:
-        plan.check_output("select", recipe.output_dir, overwrite=recipe.overwrite)
-    carry_out("select", recipe, dry_run, lambda: select_served.steps(recipe), select_served.show, "run_dir")
+        checks.check_output("select", recipe.output_dir, overwrite=recipe.overwrite)
+    run_or_plan("select", recipe, dry_run, lambda: select_served.steps(recipe), select_served.show, "run_dir")
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    """The plan of `select`, in words."""
-    from specctl.cli import plan
+    """Return the plan of `select` in words."""
+    from specctl.cli import checks
 
     games = presets(recipe)
     arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
-    choose = f"by {', '.join(recipe.algo)}, which forget at the end of every {recipe.reset}"
+    choose = f"with {', '.join(recipe.algo)}, reset after every {recipe.reset}"
     if recipe.choice == "batch":
-        choose = f"for all texts of a batch, {recipe.batch} at most, {choose} and learn for every load by itself"
+        choose = f"for all texts of a batch (at most {recipe.batch}) {choose}, with separate statistics per load"
     if recipe.replay is not None and not recipe.train_router:
         times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
-        return [f"play on {recipe.replay} {choose}{times}", *games, "beside them: every arm, the oracle, draft-all"]
+        return [f"play on {recipe.replay} {choose}{times}", *games, "for comparison: every arm, the oracle, draft-all"]
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     decode = [
-        plan.check_target(recipe.target),
-        f"decode {number} {recipe.split} prompts each of {', '.join(recipe.data.domain)}, "
-        f"in sessions of {recipe.session}, {recipe.order}",
+        checks.check_target(recipe.target),
+        f"decode {number} {recipe.split} prompts per domain ({', '.join(recipe.data.domain)}), "
+        f"in sessions of {recipe.session}, order {recipe.order}",
     ]
-    plain = {None: ", and plain decoding where seconds are played for,", True: " and plain decoding"}.get(
+    plain = {None: " (and plain decoding, for policies that count seconds)", True: " and plain decoding"}.get(
         recipe.arms.plain, ""
     )
     if recipe.record is not None:
-        return [*decode, f"write to {recipe.record} what {', '.join(pool)} would draft at every position"]
+        return [*decode, f"record in {recipe.record} what {', '.join(pool)} would draft at every position"]
     return [
         *decode,
         f"choose among {', '.join(arms)}{plain} {choose}",
         *([f"every head drafts in one tree with {recipe.companion}"] if recipe.companion else []),
         *games,
-        f"measure beside them: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",
+        f"measure for comparison: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",
     ]
 
 
 def presets(recipe: SelectRecipe) -> list[str]:
-    """A line for each policy whose game differs from the recipe's `game.*`: the keys, with the values it plays by."""
-    from specctl.selection.game.rules import own_game
+    """Return a line for each policy with other rules than the recipe's `game.*`: the keys and the policy's values."""
+    from specctl.selection.game.rules import preset_options
     from specctl.selection.policies.registry import learns
 
     lines = []
     for name in recipe.algo:
         told = [
             f"game.{key}={json.dumps(value)}"
-            for key, value in own_game(name, recipe.game).items()
+            for key, value in preset_options(name, recipe.game).items()
             if learns(name) == ("reward" if key == "reward" else "losses")
         ]
-        lines += [f"{name} brings {', '.join(told)}"] * bool(told)
+        lines += [f"{name} sets {', '.join(told)}"] * bool(told)
     return lines
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per contender, then how often the first policy played which arm."""
+    """Render one row per contender, then the number of plays of each arm by the first policy."""
     from rich.console import Group
 
     rows = [row for row in document["policies"] if row["kind"] == "policy"]
@@ -164,12 +164,12 @@ def show(document: dict[str, Any]) -> Any:
     by_speed = document["yardstick"] == "throughput"
     headings = COLUMNS | (MODELLED if not live else {}) | (BY_SPEED if by_speed else {})
     if not live:
-        headings.pop("share_of_best_256")  # of whole games; `share_after_256` is what was learnt by then
+        headings.pop("share_of_best_256")  # over whole games; `share_after_256` shows the learned choice
     columns = {name: title for name, title in headings.items() if any(row[name] is not None for row in rows)}
     parts = [table(*columns.values(), rows=[[_shown(name, row) for name in columns] for row in rows])]
     if document["oracle_mat"]:
         best = "fastest" if by_speed else "best"
-        parts.append(f"every {document['reset']} by its {best} arm: mat {cell(document['oracle_mat'])}")
+        parts.append(f"oracle, the {best} arm of every {document['reset']}: mat {cell(document['oracle_mat'])}")
     parts.append(f"intervals over {document['intervals_over']}; speeds {document['speeds']}")
     if document["mode"] == "record":
         parts.append(f"table: {cell(document['table'])}")
@@ -177,14 +177,14 @@ def show(document: dict[str, Any]) -> Any:
         pulls = sorted(document["pulls"].items(), key=lambda item: -item[1])
         parts.append(f"{document['algo']} played " + ", ".join(f"{cell(arm)} {count}" for arm, count in pulls))
     if live:
-        parts.append("all texts against plain decoding: " + verdict(document["lossless"]))
-    parts += [*map(cell, doubts(document)), f"machine: {machine(document['machine'])}"]
+        parts.append("all texts compared with plain decoding: " + verdict(document["lossless"]))
+    parts += [*map(cell, unusable_notes(document)), f"machine: {machine(document['machine'])}"]
     return Group(*parts, f"run: {cell(document['run_dir'])}")
 
 
 def _shown(name: str, row: dict[str, Any]) -> Any:
     value, interval = row[name], row.get(f"{name}_interval")
     if value is None or not name.startswith(("share", "score_share", "best_arm_ratio")):
-        return marked(row, name)
+        return with_mark(row, name)
     around = f" ({100 * interval[0]:.1f} … {100 * interval[1]:.1f})" if interval else ""
     return f"{100 * value:.1f} %{around}"

@@ -1,4 +1,4 @@
-"""`specctl select --server`: its plan and its result."""
+"""Plan and result of `specctl select --server`."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ COLUMNS = {
 
 
 def steps(recipe: SelectRecipe) -> list[str]:
-    """The plan, in words; no server is asked."""
+    """Return the plan in words. No server is asked."""
     return [
-        f"check that {', '.join(recipe.server.urls)} serve one model",
-        f"take requests at {recipe.listen}, and route each to the server that {recipe.algo[0]} chooses by what became "
-        "of drafts so far",
+        f"check that {', '.join(recipe.server.urls)} serve the same model",
+        f"accept requests at {recipe.listen}, and route each to the server that {recipe.algo[0]} chooses by the "
+        "acceptance of earlier drafts",
     ]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """One row per server."""
+    """Render one row per server, and the totals."""
     from rich.console import Group
 
     rows = [[_shown(name, row[name]) for name in COLUMNS] for row in document["servers"]]
@@ -38,7 +38,7 @@ def show(document: dict[str, Any]) -> Any:
     return Group(
         table(*COLUMNS.values(), rows=rows),
         f"{document['requests']} texts routed by {document['algo']}, mat {cell(document['mat'])}"
-        + (f", {decided / 1000:.2f} ms a choice" if decided is not None else ""),
+        + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         f"run: {cell(document['run_dir'])}",
     )
 

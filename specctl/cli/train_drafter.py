@@ -1,4 +1,4 @@
-"""`specctl train-drafter`: distil first when there is no data for the domain, then train."""
+"""`specctl train-drafter`: train a drafter, and first distil the missing data of its domain."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, TrainRecipe
     from specctl.training.estimate import Texts
 
-AUTO = Path("auto")  # in the place of a drafter to start from: a generalist, where one is at hand
-PROMPT_TOKENS = 128  # assumed of prompts that nobody has rendered yet
-PROMPT_SAMPLE = 200  # records whose prompts are measured
+AUTO = Path("auto")  # value of `init`: start from a generalist, if there is one
+PROMPT_TOKENS = 128  # assumed length of prompts that are not rendered yet
+PROMPT_SAMPLE = 200  # number of records with prompts that are measured
 FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit", "features_from"),
     *(*TARGET, "seed", "log", "output_dir", "resume", "overwrite"),
@@ -38,37 +38,37 @@ def register(app: typer.Typer) -> None:
 
 
 def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
-    """Train or fine-tune a draft head with DeepSpeed; distils data first when there is none for the domain.
+    """Train or fine-tune a drafter with DeepSpeed. Data is distilled first if there is none for the domain.
 
-    Several processes: torchrun --nproc-per-node 2 -m specctl train-drafter …
+    For several processes: torchrun --nproc-per-node 2 -m specctl train-drafter …
     """
     from specctl import api
-    from specctl.cli import plan
+    from specctl.cli import checks
 
     check_data(recipe)
     if recipe.init == AUTO:
-        recipe = begun_anywhere(recipe)
+        recipe = with_generalist(recipe)
     if recipe.init is not None:
-        recipe = started(recipe, recipe.init)
+        recipe = with_init_arch(recipe, recipe.init)
     else:
         check_target(recipe)
     general = recipe.first_stage()
-    recipes = (recipe if general is None else recipe.second_stage(general)).one_each()
-    if general is not None and not (general.output / "config.json").is_file():  # one that is there serves again
+    recipes = (recipe if general is None else recipe.second_stage(general)).per_domain()
+    if general is not None and not (general.output / "config.json").is_file():  # an existing one is used again
         recipes.insert(0, general)
     for training in recipes:
-        plan.check_output("train-drafter", training.output, resume=recipe.resume, overwrite=recipe.overwrite)
+        checks.check_output("train-drafter", training.output, resume=recipe.resume, overwrite=recipe.overwrite)
     first = {path: data for training in recipes for path, data in distil_first(training).items()}
     if recipe.distilled is None:
-        tell_what_is_there(recipe, [path for training in recipes for path in training.sources if path not in first])
+        report_existing_data(recipe, [path for training in recipes for path in training.data_dirs if path not in first])
     if dry_run:
         expected = [estimate(training, first) for training in recipes]
         words = steps(recipes, first) + [line for estimated in expected for line in estimated.lines]
         estimates = [estimated.document for estimated in expected]
-        return plan.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
+        return checks.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
     with library_output():
         for source, missing in first.items():
-            progress.log(f"no finished data in {source}: distilling from up to {missing.data.limit} prompts first")
+            progress.log(f"no complete data in {source}: distilling from up to {missing.data.limit} prompts first")
             api.execute("distill", missing)
         documents = [api.execute("train-drafter", training)[1] for training in recipes]
     if not recipe.each:
@@ -78,63 +78,65 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
 
 
 def check_data(recipe: TrainRecipe) -> None:
-    """The domains exist, and so do their prompts files; a domain whose data is there may have any name.
+    """Check that the domains and their prompts files exist. A domain with distilled data may have any name.
 
     Raises UsageError, DataError.
     """
-    from specctl.cli import plan
+    from specctl.cli import checks
     from specctl.distillation import store
 
-    if recipe.data.prompts is None and recipe.corpus is None and all(map(store.exists, recipe.sources)):
+    if recipe.data.prompts is None and recipe.corpus is None and all(map(store.exists, recipe.data_dirs)):
         for domain in recipe.data.domain:
-            plan.check_label(domain)
+            checks.check_label(domain)
     else:
-        plan.check_data(recipe.data)
+        checks.check_data(recipe.data)
 
 
 def check_target(recipe: TrainRecipe) -> None:
-    """The target has what a new drafter of the family is made of, and fits the sizes that the recipe names; before
-    thousands of responses are distilled for it. CheckpointError, UsageError where it does not."""
-    from specctl.cli import plan
+    """Check that a new drafter of the family can be built from the target, with the sizes in the recipe.
+
+    This comes before thousands of responses are distilled. Raises CheckpointError, UsageError.
+    """
+    from specctl.cli import checks
     from specctl.families import FAMILIES
     from specctl.recipe import DrafterRecipe
 
     family = FAMILIES[recipe.arch]
-    if family.requires is not None:
-        pkgutil.resolve_name(family.requires)(recipe.target)
-    elif family.trainee is not None and recipe.drafter != DrafterRecipe() and plan.local_target(recipe.target):
+    if family.check_target is not None:
+        pkgutil.resolve_name(family.check_target)(recipe.target)
+    elif family.trainable is not None and recipe.drafter != DrafterRecipe() and checks.local_target(recipe.target):
         from specctl.decoding.models.loading import DTYPES, load_config
         from specctl.training.target_outline import Outline
 
         Outline.of(load_config(**recipe.target.described), DTYPES["bf16"]).drafter(recipe)
 
 
-def begun_anywhere(recipe: TrainRecipe) -> TrainRecipe:
-    """The recipe with the generalist that `init=auto` finds; without any start where there is none.
+def with_generalist(recipe: TrainRecipe) -> TrainRecipe:
+    """Replace `init=auto` by the generalist that is found, or by None if there is none.
 
-    Raises RecipeError where an adapter is asked for and there is nothing to adapt.
+    Raises RecipeError if the recipe asks for an adapter and there is no drafter to adapt.
     """
     from specctl.drafters import checkpoint
 
     place = recipe.output_dir or Path("drafters")
     places = dict.fromkeys([place if recipe.each else recipe.output.parent, Path("drafters")])
-    found = checkpoint.generalist(list(places), recipe.arch, recipe.target.name, recipe.output)
+    found = checkpoint.find_generalist(list(places), recipe.arch, recipe.target.name, recipe.output)
     if found is not None:
         progress.log(f"init=auto: training starts from {found}")
         return recipe.model_copy(update={"init": found})
     looked = f"no generalist (a drafter of several domains) of arch {recipe.arch} for target {recipe.target.name} in "
     looked += " or ".join(map(str, places))
     if recipe.lora.enabled:
-        raise RecipeError(f"init=auto: {looked}, and an adapter needs one", hint="name it: --init DIR")
-    progress.log(f"init=auto: {looked}: a new head is trained")
+        raise RecipeError(f"init=auto: {looked}, and an adapter needs one", hint="name a drafter: --init DIR")
+    progress.log(f"init=auto: {looked}: training a new head")
     return recipe.model_copy(update={"init": None})
 
 
-def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
-    """The recipe with the architecture of the drafter it starts from, where it names none itself."""
-    from specctl.cli import plan
+def with_init_arch(recipe: TrainRecipe, init: Path) -> TrainRecipe:
+    """Return the recipe with the architecture of its drafter `init`, unless it names one itself."""
+    from specctl.cli import checks
 
-    plan.check_directory(str(init))
+    checks.check_directory(str(init))
     if "arch" in recipe.model_fields_set:
         return recipe
     from specctl.drafters import checkpoint
@@ -143,27 +145,27 @@ def started(recipe: TrainRecipe, init: Path) -> TrainRecipe:
     family = checkpoint.family(init)
     if family not in FAMILIES:
         raise CheckpointError(f"init: {init} is of the unknown family {family!r}", hint=", ".join(FAMILIES))
-    return recipe.model_copy().of_family(family)
+    return recipe.model_copy().set_family(family)
 
 
 def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:
-    """The recipes that make the missing data (or, with --resume, finish it), by directory; empty where all is there.
+    """Return the recipes that distil the missing data, or finish it with --resume, by directory.
 
-    Raises UsageError where the data was named by the user, or where several processes would each write it.
+    Raises UsageError if the user has named the data, or if several processes would each write it.
     """
     return {
         source: first
-        for source, domains in zip(recipe.sources, _domains(recipe), strict=False)
+        for source, domains in zip(recipe.data_dirs, _domains(recipe), strict=False)
         if (first := _missing(recipe, source, domains)) is not None
     }
 
 
 def _domains(recipe: TrainRecipe) -> list[list[str]]:
-    """The domains of each of `recipe.sources`."""
+    """Return the domains of each directory in `recipe.sources`."""
     every = recipe.data.domain
     if recipe.corpus is not None:
         return []
-    return [every] if len(recipe.sources) == 1 else [[domain] for domain in every]
+    return [every] if len(recipe.data_dirs) == 1 else [[domain] for domain in every]
 
 
 def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRecipe | None:
@@ -175,8 +177,8 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
         held = store.summary(source)
         if held.complete or recipe.distilled is not None:
             return None
-        if not recipe.resume or checkpoint.directory(recipe.output).is_dir():  # which goes on with the same data only
-            progress.warn(f"{source} is unfinished: training on the {held.responses} responses that are there")
+        if not recipe.resume or checkpoint.directory(recipe.output).is_dir():  # a resumed training needs the same data
+            progress.warn(f"data in {source} is incomplete: training on its {held.responses} responses")
             return None
     elif recipe.distilled is not None:
         raise UsageError(f"no distilled data in {source}", hint=f"specctl distill --output-dir {source}")
@@ -194,8 +196,8 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
     )
 
 
-def tell_what_is_there(recipe: TrainRecipe, sources: list[Path]) -> None:
-    """Tell of data that another target wrote, and of options that change nothing about data that is there."""
+def report_existing_data(recipe: TrainRecipe, sources: list[Path]) -> None:
+    """Report data from another target, and options without effect because their data exists already."""
     from specctl.distillation import store
 
     set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
@@ -203,48 +205,48 @@ def tell_what_is_there(recipe: TrainRecipe, sources: list[Path]) -> None:
     for source in filter(store.exists, sources):
         target = store.summary(source).meta.get("target", {}).get("name")
         if target not in (None, recipe.target.name):
-            progress.warn(f"{source} is what target {target} wrote, not {recipe.target.name}")
+            progress.warn(f"data in {source} was written by target {target}, not {recipe.target.name}")
         if set_here and not recipe.resume:
-            again = f"specctl distill --output-dir {source} --overwrite makes it anew"
-            progress.log(f"{source} is there and is trained on, whatever {', '.join(set_here)} may say ({again})")
+            again = f"specctl distill --output-dir {source} --overwrite generates it again"
+            progress.log(f"training on the existing data in {source}; ignored: {', '.join(set_here)} ({again})")
 
 
 class Expected(NamedTuple):
-    """The estimate in words, and as a document; None where there is none, and the words say why."""
+    """An estimate in words and as a document, which is None, with the reason in words, if there is no estimate."""
 
     lines: list[str]
     document: dict[str, Any] | None
 
 
 def estimate(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Expected:
-    """Memory, disk and time of the training, as far as they follow from configurations."""
-    from specctl.cli import plan
+    """Estimate memory, disk space and time of the training from configurations."""
+    from specctl.cli import checks
     from specctl.decoding.models.loading import load_config
-    from specctl.families import trained
+    from specctl.families import trainable_families
     from specctl.training.estimate import estimate
     from specctl.training.machine import machine_for
 
-    where, machine = plan.local_target(recipe.target), machine_for(recipe)
-    if recipe.arch not in trained() or recipe.corpus is not None:
+    where, machine = checks.local_target(recipe.target), machine_for(recipe)
+    if recipe.arch not in trainable_families() or recipe.corpus is not None:
         what = "a corpus" if recipe.corpus is not None else recipe.arch
-        return Expected([f"no estimate: none is made for {what}"], None)
+        return Expected([f"no estimate: not available for {what}"], None)
     if where is None:
-        cached = f"its config.json in the Hugging Face cache (hf download {recipe.target.name} config.json)"
-        return Expected([f"no estimate: that of target {recipe.target.name} needs {cached}"], None)
+        cached = f"config.json in the Hugging Face cache (hf download {recipe.target.name} config.json)"
+        return Expected([f"no estimate: target {recipe.target.name} needs its {cached}"], None)
     if machine is None:
-        return Expected(["no estimate: this GPU is not in the table; set resources.gpu to the nearest one"], None)
+        return Expected(["no estimate: this GPU is not in the table; set resources.gpu to the most similar GPU"], None)
     config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
     expected = estimate(recipe, config, machine, texts(recipe, first))
     return Expected(expected.lines, asdict(expected))
 
 
 def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
-    """Counts and lengths of the data; for data that is still to be distilled a guess: half of the longest response."""
+    """Return counts and lengths of the data. Responses still to be distilled count as half of the longest response."""
     from specctl.distillation import store
     from specctl.training.estimate import Texts
 
-    number, responses, prompts = 0, 0.0, 0.0  # and their tokens
-    for source in recipe.sources:
+    number, responses, prompts = 0, 0.0, 0.0  # number of texts, tokens of responses, tokens of prompts
+    for source in recipe.data_dirs:
         if source in first:
             missing = first[source]
             assert missing.data.limit is not None
@@ -256,21 +258,21 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
             here, mean = held.responses, held.response_tokens / max(1, held.responses)
             prompt = sum(sample) / max(1, len(sample))
         number, responses, prompts = number + here, responses + here * mean, prompts + here * prompt
-    counted = not any(source in first for source in recipe.sources)
+    counted = not any(source in first for source in recipe.data_dirs)
     return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=counted)
 
 
 def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[str]:
-    """The plan of `train-drafter`, in words."""
-    from specctl.cli import distill, plan
-    from specctl.families import trained
+    """Return the plan of `train-drafter` in words."""
+    from specctl.cli import checks, distill
+    from specctl.families import trainable_families
 
     plans = [step for missing in first.values() for step in distill.steps(missing)]
     if not first:
-        plans.append(plan.check_target(recipes[0].target))
+        plans.append(checks.check_target(recipes[0].target))
     for recipe in recipes:
-        plans.append(f"read distilled data from {', '.join(map(str, recipe.sources))}")
-        plans += _training(recipe) if recipe.arch in trained() else _collecting(recipe)
+        plans.append(f"read distilled data from {', '.join(map(str, recipe.data_dirs))}")
+        plans += _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe)
         plans.append(f"write the drafter to {recipe.output}")
     return plans
 
@@ -292,35 +294,38 @@ def _training(recipe: TrainRecipe) -> list[str]:
 
 
 def _checks(recipe: TrainRecipe) -> list[str]:
-    """Lines on how a checkpoint is chosen, as far as the target's configuration is here."""
-    from specctl.cli import plan
+    """Return lines about the choice of a checkpoint, as far as the target's configuration is on this machine."""
+    from specctl.cli import checks
     from specctl.training.estimate import loads_layers_here
 
     prompts, every = recipe.eval.prompts, recipe.eval.every
-    if not recipe.spares_layers or plan.local_target(recipe.target) is None or loads_layers_here(recipe):
+    if not recipe.trains_without_layers or checks.local_target(recipe.target) is None or loads_layers_here(recipe):
         return [
             f"measure mat on {prompts} held-out prompts every {every} steps and keep the best",
-            "measure the best once more, on as many others",
+            "measure the best checkpoint again on the same number of other prompts",
         ]
     if recipe.features.mode == "cached":
-        return ["keep the last weights: without the target's layers mat is not measured"]
+        return ["keep the last weights: mat is not measured without the target's layers"]
     return [
-        f"expect a mat from the responses to {prompts} held-out prompts every {every} steps and keep the best; without "
-        "the target's layers it is not measured: specctl eval --server does, once the drafter is exported and served"
+        f"estimate mat from the responses to {prompts} held-out prompts every {every} steps and keep the best; to "
+        "measure mat, export and serve the drafter, and run specctl eval --server"
     ]
 
 
 def _served(recipe: TrainRecipe) -> list[str]:
-    """Lines on what servers are asked, and how one is started, as far as the target's configuration is here."""
-    from specctl.cli import plan
+    """Return lines about the requests to servers, and about how to start a server.
+
+    The latter need the target's configuration on this machine.
+    """
+    from specctl.cli import checks
     from specctl.decoding.models.loading import DTYPES, load_config
     from specctl.drafters import checkpoint
     from specctl.training import served_features
     from specctl.training.target_outline import Outline
 
-    server, where = recipe.features.server, plan.local_target(recipe.target)
-    who = ", ".join(server.urls) or "a server, which features.server.urls names,"
-    asked = f"ask {who} for the target's states of the texts, {server.concurrency} at a time; not checked"
+    server, where = recipe.features.server, checks.local_target(recipe.target)
+    who = ", ".join(server.urls) or "the server in features.server.urls"
+    asked = f"request the target's hidden states from {who}, {server.concurrency} texts at a time; it is not checked"
     if where is None:
         return [asked]
     config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)
@@ -328,26 +333,26 @@ def _served(recipe: TrainRecipe) -> list[str]:
     if taps is None:
         taps = list(getattr(Outline.of(config, DTYPES["bf16"]).drafter(recipe), "taps", ()))
     text = config.get_text_config()
-    states = served_features.wanted(
+    states = served_features.needed_states(
         recipe.target.name, recipe.target.revision, tuple(taps), text.num_hidden_layers, text.hidden_size
     )
-    return [asked, *(f"a server starts with: {one}" for one in served_features.commands(server, states))]
+    return [asked, *(f"start a server with: {one}" for one in served_features.commands(server, states))]
 
 
 def show(document: dict[str, Any]) -> Any:
-    """The fields of the result, and which prompts its mat was measured on: it is not the figure of `eval`."""
+    """Render the result, and say on which prompts its mat was measured: it differs from the mat of `eval`."""
     mat, expected = document.get("mat", math.nan), document.get("expected_mat", math.nan)
-    of = "held-out prompts of the training data; specctl eval measures the test split"
+    of = "on held-out prompts of the training data; specctl eval measures the test split"
     if not math.isnan(mat):
         document = document | {"mat": f"{text(mat)} ({of})"}
     told = {key: value for key, value in document.items() if "expected" not in key}
     if math.isnan(expected):
         return fields(told)
-    how = "from held-out responses, not measured; specctl export, serve it, and specctl eval --server measures mat"
+    how = "estimated from held-out responses; to measure it, export and serve it, and run specctl eval --server"
     return fields(told | {"expected_mat": f"{text(expected)} ({how})"})
 
 
 def show_pool(document: dict[str, Any]) -> Any:
-    """One row per drafter of the pool."""
+    """Render one row per drafter of the pool."""
     names = ("drafter", "domain", "mat", "steps", "train_tokens", "elapsed_s")
     return table(*names, rows=[[drafter[name] for name in names] for drafter in document["drafters"]])

@@ -1,1 +1,1 @@
-"""The drivers of the subcommands: every command's stages, in their order."""
+"""Drivers of the subcommands: each one runs the stages of its command, in order."""

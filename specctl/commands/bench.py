@@ -26,7 +26,7 @@ from specctl.progress import track
 from specctl.recipe import BenchRecipe
 from specctl.runs import Run, hardware, version
 
-PROMPT = 128  # random tokens of a prompt for random weights
+PROMPT = 128  # random tokens per prompt, for targets with random weights
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class BenchResult:
 
 @torch.inference_mode()
 def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
-    """Measure the parts that the recipe names.
+    """Measure the parts named in the recipe.
 
-    Raises DataError, CheckpointError as `specctl eval` does for prompts, target and drafters; UsageError where a shape
-    does not fit here.
+    Raises DataError, CheckpointError as `specctl eval` does for prompts, target and drafters; UsageError if a shape
+    does not fit into free memory.
     """
-    shapes.check_room(recipe)
+    shapes.check_memory(recipe)
     device = pick_device(recipe.target.device)
     kernels: list[KernelRow] = []
     steps: list[StepRow] = []
@@ -90,7 +90,7 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
 
 
 def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCausalLM | None]:
-    """The recipe's target, or one of random weights; and `transformers`' model of it for the part `steps`."""
+    """Load the recipe's target, or one with random weights; for the part `steps` also its `transformers` model."""
     if recipe.shape is not None:
         return shapes.load(recipe, recipe.shape, device)
     target = load_target(**recipe.target.loading)
@@ -100,7 +100,7 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
 
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
-    """The drafters whose rounds are timed: the recipe's, and for random weights a random head."""
+    """Drafters for the part `rounds`: the recipe's, and with random weights also a random head."""
     loaded = {names.name_of(name): pool.load_drafter(name, target, recipe.drafting) for name in recipe.drafters}
     if recipe.shape is not None:
         loaded["eagle3, random"] = bench_rounds.random_head(recipe, target)
@@ -108,7 +108,7 @@ def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:
 
 
 def questions(recipe: BenchRecipe, target: Target, run: Run) -> list[Case]:
-    """Prompts of the domain's test split, or random tokens for random weights."""
+    """Prompts of the domain's test split; for random weights, prompts of random tokens."""
     if recipe.shape is None:
         rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
         data = recipe.data.model_copy(update={"limit": recipe.limit})

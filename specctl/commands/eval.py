@@ -1,4 +1,4 @@
-"""`specctl eval`: drafter × domain, with both baselines in the same run."""
+"""`specctl eval`: measure every drafter in every domain, with both baselines in the same run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
 from specctl.drafters import names, pool
 from specctl.errors import UsageError
-from specctl.families import NAMED
+from specctl.families import WEIGHTLESS_DRAFTERS
 from specctl.measuring import lossless
 from specctl.measuring.contenders import VANILLA, contenders, measure, prepare
-from specctl.measuring.conversations import spoken
-from specctl.measuring.drafter_rows import Row, answers, compared, summarise
+from specctl.measuring.conversations import conversation_turns
+from specctl.measuring.drafter_rows import Row, drafter_row, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.matrix import Matrix, tabulate
 from specctl.measuring.records import (
@@ -29,7 +29,7 @@ from specctl.measuring.records import (
     write_outputs,
     write_records,
 )
-from specctl.measuring.transformers import PLAIN, load_assistant
+from specctl.measuring.transformers_baseline import PLAIN, load_assistant
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run, threads_of
 
@@ -41,38 +41,40 @@ if TYPE_CHECKING:
 class EvalResult:
     """The result document of `eval`.
 
-    `lossless` compares drafters with plain decoding (no sequences where texts may differ, or without the vanilla
-    baseline); `lossless_transformers` compares plain decoding with `generate`, greedy only.
+    `lossless` compares drafters with plain decoding. It has no sequences if texts may differ or without the vanilla
+    baseline. `lossless_transformers` compares plain decoding with `generate`, greedy only.
     """
 
     rows: list[Row]
     lossless: Losslessness
     lossless_transformers: Losslessness
-    rejected: int  # prompts
-    matrix: Matrix | None = None  # where the recipe asks for it
-    later_turns: int = 0  # of conversations, each behind plain decoding's answers to those before it
+    rejected: int  # number of prompts
+    matrix: Matrix | None = None  # if the recipe asks for it
+    later_turns: int = 0  # follow-up turns of conversations, after plain decoding's answers
 
 
 def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
-    """A matrix for which no domain was named is about those that its drafters were made for.
+    """Set the domains of a matrix to the domains that its drafters were made for, if the recipe names none.
 
-    Raises UsageError where they name none, CheckpointError where one cannot be read.
+    Raises UsageError if the drafters name no domain, CheckpointError if a drafter cannot be read.
     """
     if not recipe.matrix or "domain" in recipe.data.model_fields_set:
         return recipe
     domains = list(dict.fromkeys(domain for path in named(recipe).values() for domain in pool.domains_of(path)))
     if not domains:
-        raise UsageError("none of the drafters says which domain it was made for", hint="name some: --domain sql,math")
+        raise UsageError("no drafter names the domain it was trained for", hint="name domains: --domain sql,math")
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={"domain": domains})})
 
 
 def evaluate(
     recipe: EvalRecipe, run: Run, *, target: Target | None = None, drafters: Mapping[str, Drafter] | None = None
 ) -> EvalResult | ServedResult:
-    """Measure a recipe's drafters, or its server; `target` and `drafters` (by name) come from callers that hold them.
+    """Measure a recipe's drafters, or its server.
+
+    `target` and `drafters` (by name) are passed by callers that have loaded them already.
 
     Raises DataError (no usable prompts), CheckpointError (target or drafter), UsageError (contradicting recipe),
-    Interrupted (SIGTERM; the records so far are kept, `resume` continues).
+    Interrupted (SIGTERM; the records are kept, and `resume` continues the run).
     """
     if recipe.server.urls:
         from specctl.commands.eval_served import evaluate_served
@@ -83,12 +85,12 @@ def evaluate(
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": fingerprints(paths)}
     if recipe.resume:
         check_stamp(run.dir, stamp)
-        threads.keep(threads_of(run.dir))
-    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces)
+        threads.resume_threads(threads_of(run.dir))
+    rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, hold=run.replaces_earlier)
     data = recipe.data.model_copy(update={"limit": recipe.limit})
     prompts = read_domains(data, rejections, split=recipe.split, sample=True, suite=True)
     asked = prepare(recipe, target, prompts, rejections)
-    cases = spoken(recipe, target, asked)
+    cases = conversation_turns(recipe, target, asked)
     if drafters is None:
         bases: dict[str, Drafter] = {}
         drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
@@ -98,48 +100,52 @@ def evaluate(
     keep = functools.partial(write_records, run.dir, stamp=stamp)
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
     turns = [[case] for case in cases]
-    run.annotate(target=target.identity)  # from here on an earlier run gives way
+    run.annotate(target=target.identity)  # from here on, this run replaces an earlier one
     rejections.release()
     records = measure(recipe, turns, competing, set(drafters) or {VANILLA}, keep, earlier)
-    records, agreement = compared(recipe, target, records, set(drafters))
+    records, agreement = with_agreement(recipe, target, records, set(drafters))
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
     names = dict.fromkeys([*drafters, *(record.drafter for record in records)])
     domains = dict.fromkeys(case.prompt.domain for case in cases)
-    begun = {case.prompt.id: case.prompt.begun for case in cases if case.prompt.begun is not None}
-    rows = [summarise(name, domain, records, begun) for domain in domains for name in names]
+    first_turn_ids = {
+        case.prompt.id: case.prompt.first_turn_id for case in cases if case.prompt.first_turn_id is not None
+    }
+    rows = [drafter_row(name, domain, records, first_turn_ids) for domain in domains for name in names]
     rows = [row for row in rows if row.prompts]
     return EvalResult(
         rows=rows,
         lossless=agreement,
         lossless_transformers=_agreement_with_transformers(recipe, target, records),
         rejected=rejections.count,
-        matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters), begun) if recipe.matrix else None,
+        matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters), first_turn_ids)
+        if recipe.matrix
+        else None,
         later_turns=len(cases) - len(asked),
     )
 
 
 def named(recipe: EvalRecipe) -> dict[str, str]:
-    """Drafters by the last part of their path; by all of it where that is not unique or names a baseline."""
+    """Drafters by the last part of their path, or by the whole path if that part is not unique or names a baseline."""
     members = map(str, pool.find_pool(recipe.pool)) if recipe.pool else ()
     paths = list(dict.fromkeys([*recipe.drafters, *members]))
-    return {path if name in (VANILLA, PLAIN) else name: path for path, name in names.named(paths).items()}
+    return {path if name in (VANILLA, PLAIN) else name: path for path, name in names.labels(paths).items()}
 
 
 def _competing(paths: Mapping[str, str], drafters: Mapping[str, Drafter]) -> dict[str, list[str]]:
-    """The trained drafters of a matrix with their domains; all, where none is trained or a caller brought its own."""
-    trained = {name: pool.domains_of(path) for name, path in paths.items() if path not in NAMED}
+    """Trained drafters of a matrix, with their domains. All drafters, if none is trained or a caller passed them."""
+    trained = {name: pool.domains_of(path) for name, path in paths.items() if path not in WEIGHTLESS_DRAFTERS}
     return trained or {name: [] for name in drafters}
 
 
 def _agreement_with_transformers(recipe: EvalRecipe, target: Target, records: Sequence[Record]) -> Losslessness:
-    """Our plain decoding against theirs: two implementations, so never bitwise equal, whatever `exact` says."""
+    """Compare our plain decoding with `generate`. These are two implementations, so even `exact` allows ties."""
     counts = Losslessness()
     if recipe.sampling.temperature > 0:
         return counts
-    theirs, tolerance = answers(records, PLAIN), lossless.TOLERANCE[target.dtype]
-    for question, record in answers(records, VANILLA).items():
+    theirs, tolerance = records_by_question(records, PLAIN), lossless.TOLERANCE[target.dtype]
+    for question, record in records_by_question(records, VANILLA).items():
         if question in theirs:
             ids, ours = record.decoded.prompt_ids, record.decoded.output_ids
             counts.add(lossless.compare(target, ids, theirs[question].decoded.output_ids, ours, tolerance))

@@ -1,4 +1,4 @@
-"""`specctl export`: a drafter directory of ours → the directory that an engine or a reference repository reads."""
+"""`specctl export`: convert a drafter into the directory that an engine or a reference repository reads."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from specctl.commands.export_result import RECORD, ExportResult, check_free, rec
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
 from specctl.errors import DataError, UsageError
-from specctl.formats import engines, foreign, registry, roundtrip, stitched
+from specctl.formats import head_directory, registry, replaced_tensors, roundtrip, serving_commands
 from specctl.formats.head import Files, Head, TargetFacts
 from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe
 from specctl.runs import Run, atomic_write, to_json
 
-SLOWER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
+NEVER_FASTER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
 
 
 def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
-    """Write `recipe.drafter` (a LoRA adapter merged into its base) for `recipe.to`, whole or not at all.
+    """Write `recipe.drafter` in the format `recipe.to`, whole or not at all. A LoRA adapter is merged into its base.
 
     Raises:
-        UsageError: no drafter named, the place is taken, or that format has no room for the family or a schedule.
-        DataError: the sweep of `tune` is none, or of another drafter.
-        CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back otherwise.
+        UsageError: no drafter is named, the output directory is taken, or the format does not support the family or a
+            schedule of draft lengths.
+        DataError: the file of `tune` is no sweep, or a sweep of another drafter.
+        CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back
+            differently.
     """
-    drafter = pool.whole(pool.known(recipe.source))
-    pool.sound(drafter)
+    drafter = pool.merge_adapter(pool.read_checkpoint(recipe.source))
+    pool.restore_module(drafter)
     collected = drafter.config["family"] == "retrieval"
     if recipe.server.urls and not collected:
         raise UsageError(
-            f"{recipe.drafter} is a head: servers that run take datastores from here",
+            f"{recipe.drafter} is a head, but export publishes only datastores to running servers",
             "specctl online --server publishes heads that learn",
         )
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None
-    # The revision is the drafter's own, too, unless one is named.
+    # The revision, too, is the drafter's own unless the recipe names one.
     options = {"revision": wanted.revision} if wanted.revision else {}
     facts = TargetFacts.of_identity(
         drafter.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
@@ -49,9 +51,9 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         return export_datastore(recipe, drafter, facts)
     head = Head(drafter.config["family"], drafter.config["architecture"], drafter.tensors)
     form = registry.writer(head.family, recipe.to)
-    tuning = tuned(recipe, head)
+    tuning = read_tuning(recipe, head)
     schedule = tuning.schedule if tuning and any(one.tokens for one in tuning.ranges) else []
-    tokens = head.drafted(max((one.tokens for one in schedule), default=recipe.tokens))
+    tokens = head.draft_length(max((one.tokens for one in schedule), default=recipe.tokens))
     files = form.write(head, facts, tokens, recipe.to)
     place = recipe.output.absolute()
     check_free(place, recipe.overwrite)
@@ -60,10 +62,12 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         _write(files, draft, facts, wanted.trust_remote_code)
         atomic_write(draft / RECORD, to_json(record(recipe, drafter, serving.commands), indent=2) + "\n")
         if schedule and recipe.to == "sglang":
-            atomic_write(draft / engines.ADAPTIVE, to_json(engines.adaptive_config(schedule), indent=2) + "\n")
+            atomic_write(
+                draft / serving_commands.ADAPTIVE, to_json(serving_commands.adaptive_config(schedule), indent=2) + "\n"
+            )
         difference = None
         if recipe.check:
-            difference = roundtrip.check(head, form.read(foreign.read(draft), facts), recipe.tokens)
+            difference = roundtrip.check(head, form.read(head_directory.read(draft), facts), recipe.tokens)
     return ExportResult(
         drafter=str(recipe.drafter),
         family=head.family,
@@ -75,32 +79,32 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         max_difference=difference,
         tuning=tuning,
         commands=serving.commands,
-        notes=[*serving.notes, *(tuning.notes if tuning else ()), *([SLOWER] if tuning and not schedule else ())],
+        notes=[*serving.notes, *(tuning.notes if tuning else ()), *([NEVER_FASTER] if tuning and not schedule else ())],
     )
 
 
-def tuned(recipe: ExportRecipe, head: Head) -> Tuning | None:
-    """Draft lengths by load, where a sweep is given. UsageError, DataError."""
+def read_tuning(recipe: ExportRecipe, head: Head) -> Tuning | None:
+    """Draft lengths by load, if the recipe names a sweep. Raises UsageError, DataError."""
     if recipe.tune is None:
         return None
-    engines.refuse_schedule(recipe.to, head.family)
+    serving_commands.refuse_schedule(recipe.to, head.family)
     block = "block_size" in head.architecture
     tuning = tune(recipe.tune, whole=block)
-    longest = head.drafted(tuning.drafted)
+    longest = head.draft_length(tuning.drafted)
     if longest != tuning.drafted:
         raise DataError(
-            f"{recipe.tune} was measured with drafts of {tuning.drafted} tokens, {recipe.drafter} drafts {longest}",
-            "measure the server that drafts with it",
+            f"{recipe.tune} was measured with drafts of {tuning.drafted} tokens, but {recipe.drafter} drafts {longest}",
+            "measure a server that drafts with this drafter",
         )
     return tuning
 
 
 def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code: bool) -> None:
     if files.base is not None:
-        return stitched.write(files.base, directory, files.tensors, files.config)
-    tensors = checkpoint.separate(files.tensors)
+        return replaced_tensors.write(files.base, directory, files.tensors, files.config)
+    tensors = checkpoint.untied_cpu_copies(files.tensors)
     if files.weights.endswith(".safetensors"):
-        checkpoint.write_tensors(directory / files.weights, tensors, {"format": "pt"})  # transformers asks for it
+        checkpoint.write_tensors(directory / files.weights, tensors, {"format": "pt"})  # transformers requires it
     else:
         torch.save(tensors, directory / files.weights)
     for name, content in files.pickles.items():

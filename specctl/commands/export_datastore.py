@@ -1,4 +1,4 @@
-"""`specctl export` of a datastore: for vLLM a command, for SGLang a file of texts, or a corpus in servers that run."""
+"""`specctl export` of a datastore: a command for vLLM, a file of texts for SGLang, or a corpus in running servers."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from specctl.runs import atomic_write, to_json
 
 
 def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: TargetFacts) -> ExportResult:
-    """Write or publish a datastore for `recipe.to`.
+    """Write a datastore for `recipe.to`, or publish it into running servers.
 
     Raises:
-        UsageError: an engine that draws on no datastore, an option of heads, or a place that is taken.
-        CheckpointError: the drafter is damaged, or of another tokenizer than the target.
-        EngineError: a server that does not take it.
+        UsageError: the engine cannot draft from a datastore, an option is for heads only, or the output directory is
+            taken.
+        CheckpointError: the drafter is damaged, or was collected with another tokenizer than the target's.
+        EngineError: a server does not take the corpus.
     """
-    if recipe.to not in corpus.DRAFTED:
-        raise UsageError(f"retrieval drafters cannot be written for {recipe.to}", hint="--to vllm, sglang")
+    if recipe.to not in corpus.DEFAULT_DRAFT_TOKENS:
+        raise UsageError(f"retrieval drafters cannot be written for {recipe.to}", hint="use --to vllm or --to sglang")
     for option in ("tune", "check"):
         if getattr(recipe, option):
-            raise UsageError(f"--{option} is about heads, and {recipe.drafter} is a datastore", f"leave --{option} out")
-    store = cast(Datastore, pool.sound(drafter))
-    tokens = recipe.tokens if "tokens" in recipe.model_fields_set else corpus.DRAFTED[recipe.to]
+            raise UsageError(f"--{option} is for heads, but {recipe.drafter} is a datastore", f"leave --{option} out")
+    store = cast(Datastore, pool.restore_module(drafter))
+    tokens = recipe.tokens if "tokens" in recipe.model_fields_set else corpus.DEFAULT_DRAFT_TOKENS[recipe.to]
     place, published = recipe.source.absolute(), []
     if recipe.to == "vllm":
         serving = corpus.serving("vllm", place, facts, tokens)
@@ -67,19 +68,19 @@ def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts
 
 
 def target_of(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: TargetFacts) -> TargetText:
-    """The target's tokenizer. CheckpointError where the store is of another one."""
+    """Load the target's tokenizer. Raises CheckpointError if the store was collected with another one."""
     wanted = recipe.target
     target = load_target_text(facts.name, revision=facts.revision, trust_remote_code=wanted.trust_remote_code)
     said = drafter.config["target"].get("vocab_hash")
     if said != target.identity["vocab_hash"]:
         raise CheckpointError(
-            f"{recipe.drafter} was collected with another tokenizer than that of {facts.name}", "name its own: --target"
+            f"{recipe.drafter} was collected with another tokenizer than {facts.name} has", "name its target: --target"
         )
     return target
 
 
 def publish(recipe: ExportRecipe, target: TargetText, texts: corpus.CorpusTexts) -> list[PublishedCorpus]:
-    """The texts into all servers, which have to serve `target`."""
+    """Publish the texts into all servers, which must serve `target`."""
     with Client(recipe.server) as client:
         client.check(target)
         return client.publish_corpus(recipe.source.absolute().name, texts)

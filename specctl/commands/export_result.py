@@ -1,4 +1,4 @@
-"""The result of `specctl export`, and the directory that it goes to."""
+"""Result document of `specctl export`, and the check of its output directory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,20 @@ from specctl.measuring.served_costs import Tuning
 from specctl.recipe import ExportRecipe
 
 RECORD = "export.json"
-"""Written beside the rest: where it comes from. A directory that has it may be overwritten."""
+"""File in the output directory that says where the export comes from. A directory with this file may be overwritten."""
 
 
 @dataclass(frozen=True)
 class ExportResult:
     """The result document of `export`.
 
-    `commands` put the directory to use; `max_difference` (None without --check) is how far the drafter read back from
-    it is from the original, over all logits and activations of draft steps 1 … `tokens`. `published`: what servers have
-    been given; then, and where an engine drafts from our own directory, nothing was written, and `output` is that.
+    Attributes:
+        output: the output directory. It is the drafter's own directory, with no files written, if servers were given a
+            corpus or the engine drafts from our format.
+        max_difference: largest difference between the original and the drafter read back from the output, over all
+            logits and activations of draft steps 1 … `tokens`; null without --check.
+        commands: shell commands that put the output to use.
+        published: corpora that servers were given.
     """
 
     drafter: str
@@ -40,13 +44,13 @@ class ExportResult:
 
 
 def record(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, commands: list[str]) -> dict[str, Any]:
-    """The content of export.json."""
+    """Content of export.json."""
     origin = {"drafter": str(recipe.source.absolute()), "to": recipe.to, "target": drafter.config["target"]}
     return origin | {"commands": commands}
 
 
 def check_free(place: Path, overwrite: bool) -> None:
-    """Raise UsageError where something is in the way; only an export is ever replaced."""
+    """Raise UsageError if the output directory is taken; only an earlier export is ever replaced."""
     if not place.exists() or (place.is_dir() and not any(place.iterdir())):
         return
     if not (place / RECORD).is_file():

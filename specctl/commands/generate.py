@@ -1,4 +1,4 @@
-"""`specctl generate`: one prompt answered with and without a drafter."""
+"""`specctl generate`: answer one prompt with and without a drafter."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.decoding import metrics
-from specctl.decoding.device.rooms import Rooms
-from specctl.decoding.loop import decode
+from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.state import DecodeState
@@ -16,7 +16,7 @@ from specctl.distillation.prompts import prompt_id
 from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.measuring import lossless
-from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS, filters
+from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS, sampling_of
 from specctl.measuring.records import Record, write_outputs
 from specctl.recipe import GenerateRecipe
 from specctl.runs import Run
@@ -24,7 +24,7 @@ from specctl.runs import Run
 
 @dataclass(frozen=True)
 class Piece:
-    """Some text of an answer, and whether it was drafted and accepted or written by the target."""
+    """A piece of an answer. `accepted`: it was drafted and accepted; otherwise the target wrote it."""
 
     text: str
     accepted: bool
@@ -32,10 +32,10 @@ class Piece:
 
 @dataclass(frozen=True)
 class GenerateResult:
-    """The result document of `generate`; without a drafter only plain decoding is measured.
+    """The result document of `generate`. Without a drafter only plain decoding is measured.
 
-    `identical`: both texts are equal; where they are not, `agreement` tells a tie from a mismatch (None when sampling
-    may give another text).
+    `identical`: both texts are equal. If they are not, `agreement` tells a tie from a mismatch (None if sampling may
+    give another text).
     """
 
     prompt: str
@@ -47,7 +47,7 @@ class GenerateResult:
     tokens_per_s: float | None
     vanilla_tokens_per_s: float | None
     speedup: float | None
-    unusable: str | None  # why the speed-up says nothing (`metrics.unusable`)
+    unusable: str | None  # why the speed-up cannot be used (`metrics.why_unusable`)
     identical: bool | None
     agreement: lossless.Agreement | None
     prefill_s: float
@@ -55,10 +55,10 @@ class GenerateResult:
 
 
 class AcceptedTokens:
-    """Collects, round by round, which tokens of a single sequence were drafted and accepted."""
+    """Commit hook that records, round by round, which tokens of a single sequence were drafted and accepted."""
 
     def __init__(self) -> None:
-        self.flags = [False]  # the prefill's token
+        self.flags = [False]  # the token of the prefill
 
     def __call__(self, state: DecodeState) -> None:
         row = state.rows[0]
@@ -70,9 +70,10 @@ class AcceptedTokens:
 def generate(
     recipe: GenerateRecipe, run: Run | None = None, *, target: Target | None = None, drafter: Drafter | None = None
 ) -> GenerateResult:
-    """Answer `recipe.prompt` plainly and, if there is one, with the drafter (given, or `recipe.drafter`).
+    """Answer `recipe.prompt` plainly, and also with the drafter (`drafter` or `recipe.drafter`), if there is one.
 
-    Raises UsageError (no prompt), DataError (prompt longer than the context), CheckpointError (target or drafter).
+    Raises UsageError (no prompt), DataError (the prompt is longer than the context), CheckpointError (target or
+    drafter).
     """
     if not recipe.prompt:
         raise UsageError("generate needs a prompt", hint='prompt="Write one SQL query …"')
@@ -100,20 +101,20 @@ def generate(
 def _decode(
     target: Target, recipe: GenerateRecipe, ids: list[int], drafter: Drafter | None
 ) -> tuple[Decoded, list[bool]]:
-    """The answer and its accepted tokens, after a short warm-up."""
-    sampling, rooms = recipe.sampling, Rooms()
+    """Decode after a short warm-up; return the answer, and for each of its tokens whether it was drafted."""
+    sampling, kept_caches = recipe.sampling, KeptCaches()
     for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
         accepted = AcceptedTokens()
         (decoded,) = decode(
             target,
             [ids],
-            sampling=filters(sampling),
+            sampling=sampling_of(sampling),
             max_new_tokens=tokens,
             seeds=[sampling.seed],
             drafter=drafter,
             exact=sampling.exact,
             on_commit=accepted,  # `on_round` would keep rounds off the GPU
-            rooms=rooms,
+            kept_caches=kept_caches,
         )
     return decoded, accepted.flags
 
@@ -137,7 +138,7 @@ def _result(
         tokens_per_s=metrics.tokens_per_s([decoded]),
         vanilla_tokens_per_s=metrics.tokens_per_s([plain]),
         speedup=speedup,
-        unusable=metrics.unusable(speedup, None, mat),
+        unusable=metrics.why_unusable(speedup, None, mat),
         identical=decoded.output_ids == plain.output_ids if drafter is not None else None,
         agreement=agreement,
         prefill_s=decoded.prefill_s,
@@ -146,9 +147,9 @@ def _result(
 
 
 def pieces(tokenizer: Any, ids: list[int], accepted: list[bool]) -> list[Piece]:
-    """The text of `ids`, cut where `accepted` changes; joined, the pieces are the decoded text.
+    """Split the text of `ids` where `accepted` changes. Joined, the pieces are the decoded text.
 
-    A character whose bytes are spread over several tokens belongs to the token that completes it.
+    A character with bytes in several tokens belongs to the token that completes it.
     """
     cut: list[Piece] = []
     written = ""

@@ -1,4 +1,4 @@
-"""`specctl import`: someone else's head → a drafter of ours, after a short run has shown that it drafts at all."""
+"""`specctl import`: convert a foreign head into a specctl drafter, after a short run has tested its drafts."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from specctl.decoding import metrics
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.blueprint import located
-from specctl.formats import foreign, registry, roundtrip
+from specctl.drafters.blueprint import prefix_errors
+from specctl.formats import head_directory, registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import DraftingRecipe, ImportRecipe
 from specctl.runs import Run
-from specctl.training.outcome import greedily
+from specctl.training.outcome import decode_greedily
 
 
 @dataclass(frozen=True)
 class HeadProbe:
-    """Greedy answers to a few prompts, with the imported head; definitions in `metrics`."""
+    """Greedy answers to a few prompts with the imported head; `metrics` defines the numbers."""
 
     prompts: int
     tokens: int
@@ -29,7 +29,7 @@ class HeadProbe:
 
 @dataclass(frozen=True)
 class ImportResult:
-    """The result document of `import`; `notes` are what had to be changed or taken for granted."""
+    """The result document of `import`. `notes`: changes that were necessary, and assumptions that were made."""
 
     head: str
     format: str
@@ -41,16 +41,16 @@ class ImportResult:
 
 
 def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target | None = None) -> ImportResult:
-    """Read `recipe.head`, fit it to the target, write it as a drafter, and try it.
+    """Read `recipe.head`, fit it to the target, try it, and write it as a drafter.
 
     Raises:
-        UsageError: no head named, or the place is taken.
-        CheckpointError: unknown format, something our head cannot represent, or another target's head.
+        UsageError: no head is named, or the output directory is taken.
+        CheckpointError: the format is unknown, our head cannot represent it, or it was trained for another target.
         DataError: the prompts of the probe cannot be read.
     """
-    head_directory = recipe.source
+    source = recipe.source
     checkpoint.check_free(recipe.output.absolute(), recipe.overwrite)
-    found = foreign.read(head_directory)
+    found = head_directory.read(source)
     name = registry.detect(found) if recipe.format == "auto" else recipe.format
     target = target or load_target(**recipe.target.loading)
     if run is not None:
@@ -58,9 +58,9 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     head = registry.load(name).read(found, TargetFacts.of_target(target))
     for note in head.notes:
         progress.warn(f"{recipe.head}: {note}")
-    with located(head_directory):
-        module = roundtrip.restore(head)
-    # Before the drafter is written: prompts that cannot be read should leave nothing behind.
+    with prefix_errors(source):
+        module = roundtrip.build_module(head)
+    # Before the drafter is written, so that unreadable prompts leave nothing on disk.
     probe = _probe(recipe, head, module, target) if recipe.probe.enabled else None
     info = {"imported_from": str(recipe.head), "format": name, "notes": list(head.notes)}
     checkpoint.save(
@@ -75,16 +75,16 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
 
 
 def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> HeadProbe:
-    """Decode a few prompts; warns where (almost) nothing that the head drafts is accepted."""
-    drafter = pool.family(head.family).drafter(module, target, DraftingRecipe())
+    """Decode a few prompts with the head; warn if almost nothing of its drafts is accepted."""
+    drafter = pool.family_module(head.family).make_drafter(module, target, DraftingRecipe())
     data = recipe.data.model_copy(update={"limit": recipe.probe.prompts})
     prompts = read_prompts(data, recipe.data.domain[0], split="test")
     texts = [target.render(prompt.messages, **recipe.target.chat_template_kwargs) for prompt in prompts]
-    decoded = greedily(target, texts, recipe.probe.max_new_tokens, drafter)
+    decoded = decode_greedily(target, texts, recipe.probe.max_new_tokens, drafter)
     rate = metrics.accept_rate(decoded)
     if rate is None or rate < recipe.probe.suspicious:
         progress.warn(
-            f"{recipe.head}: {rate or 0:.1%} of what it drafts is accepted: wrong layer ids, d2t or RoPE are the usual "
-            f"reasons, or it was trained for another target than {target.name}"
+            f"{recipe.head}: only {rate or 0:.1%} of its draft tokens are accepted: usual causes are wrong layer ids, "
+            f"d2t or RoPE, or a head trained for another target than {target.name}"
         )
     return HeadProbe(len(texts), sum(len(text.output_ids) for text in decoded), metrics.mat(decoded), rate)

@@ -1,4 +1,4 @@
-"""`specctl online`: drafters that learn along a stream of prompts, beside those that do not."""
+"""`specctl online`: drafters that learn along a stream of prompts, side by side with fixed drafters and baselines."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from specctl.decoding import metrics
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint, pool
 from specctl.measuring.contenders import VANILLA
-from specctl.measuring.drafter_rows import compared
+from specctl.measuring.drafter_rows import with_agreement
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.online_contenders import ChunkRow, OnlineContenders
 from specctl.measuring.online_journal import Journal
-from specctl.measuring.online_rows import DomainRow, LearnerRow, Passes, SeedRow
+from specctl.measuring.online_rows import DomainRow, LearnerRow, OnlineResults, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
 from specctl.recipe import OnlineRecipe, ReasonRecipe
-from specctl.recipe.stream import counted
+from specctl.recipe.stream import parse_schedule
 from specctl.runs import Run
 
 if TYPE_CHECKING:
     from specctl.commands.online_served import ServedOnlineResult
 
-OWN = (
+TOP_FIELDS = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
     *("over_lookup_with_training", "unusable"),
 )
-"""Fields of the first learner's row that the document has at its top, too."""
+"""Fields of the first learner's row that are repeated at the top of the document."""
 
 
 @dataclass(frozen=True)
 class OnlineResult:
-    """The result document of `online`: the first learner's own numbers, then all contenders side by side.
+    """The result document of `online`: the first learner's numbers, then all contenders side by side.
 
-    `per_chunk` are those of all learners on the first pass; the others are in chunks.jsonl. `beside`: the text drafter
-    in every head's tree. `static` is the row of the same drafter without learning, None where that was not asked for.
-    `drafters`: each learner's, as it was after the first pass. `rounds_on`: where the rounds of those who draft ran:
-    the device where CUDA graphs replayed them, which needs drafters whose drafts have one shape; hybrids, pools and
-    text drafters have the host's, and with one of them all who draft have.
+    Attributes:
+        beside: the text drafter in the draft tree of every head.
+        static: row of the same drafter without learning, or None if it was not asked for.
+        per_chunk: rows of all learners on the first pass; chunks.jsonl has all passes.
+        drafters: directory of each learner's drafter, in its state after the first pass.
+        rounds_on: where the rounds of drafting contenders ran; device = CUDA graphs replayed them, which needs drafts
+            of a fixed shape. Hybrids, pools and text drafters need rounds on the host, and a single such contender
+            moves all drafting contenders there.
     """
 
     algo: str
@@ -71,17 +74,15 @@ class OnlineResult:
 def online(
     recipe: OnlineRecipe | ReasonRecipe, run: Run, *, target: Target | None = None
 ) -> OnlineResult | ReasoningResult | ServedOnlineResult:
-    """Answer the stream with all contenders, once for every seed, and let the learners learn after every chunk.
+    """Answer the stream with all contenders, once per seed. Learners learn after every chunk.
 
-    Those of lookahead reasoning draft steps (`reason`), all others tokens. With a server, engines answer
-    (`online_served`).
-
-    `target` is given by callers that hold it already.
+    Algorithms of lookahead reasoning draft steps (`reason`), all others draft tokens. With a server, engines write the
+    answers (`online_served`). `target`: passed by callers that have loaded it already.
 
     Raises:
-        DataError, CheckpointError, UsageError: unusable prompts, drafters, or a run that cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
-        SpecctlError: a learner learns nothing any more, or the disk is full.
+        DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        SpecctlError: a learner keeps failing to learn, or the disk is full.
     """
     if isinstance(recipe, ReasonRecipe):
         return reason(recipe, run, target=target)
@@ -93,39 +94,39 @@ def online(
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
     journal.start()
-    for seed, stream in journal.passes(target):
+    for seed, stream in journal.remaining_passes(target):
         _pass(recipe, target, seed, stream, journal)
-    journal.begin(target)  # where everything is answered already
+    journal.begin(target)  # in case every pass was finished already
     records = journal.records()
     journal.finish(records)
     if recipe.save_outputs:
         with journal.writing():
             write_outputs(run.dir, records, target.tokenizer)
-    drafters = {name: str(journal.place(name, recipe.seeds[0])) for name in recipe.algo}
+    drafters = {name: str(journal.drafter_dir(name, recipe.seeds[0])) for name in recipe.algo}
     return _result(recipe, records, journal.rows(), drafters, journal.rejected)
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:
-    """The drafters that learners start from."""
+    """Paths of the drafters that learners start from."""
     if recipe.pool is not None:
         return pool.find_pool(recipe.pool)
-    return [recipe.start_of(family) for family in recipe.families]
+    return [recipe.initial_drafter(family) for family in recipe.families]
 
 
 def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
-    """One pass over the stream; what was learnt is saved at its end."""
+    """Run one pass over the stream, and save the learnt drafters after it."""
     stage = OnlineContenders(recipe, target, seed)
     mark = journal.mark
     try:
         if mark.stage is not None:
             with journal.restoring():
-                name, known = mark.stage["target"], {name for name, _ in counted(recipe.target_schedule)}
-                if known and name not in known:  # nothing is loaded because a state says so
-                    raise ValueError(f"target {name!r:.100} is none of target_schedule")
+                name, known = mark.stage["target"], {name for name, _ in parse_schedule(recipe.target_schedule)}
+                if known and name not in known:  # a saved state must not decide which model is loaded
+                    raise ValueError(f"target {name!r:.100} is not in target_schedule")
                 _use_target(recipe, stage, name)
                 stage.restore(mark.stage, journal.tensors)
         journal.begin(target, stream.rejections)
-        with journal.following(seed, stream) as bar:
+        with journal.tracking(seed, stream) as bar:
             shown = recipe.algo[0]
 
             def done(count: int, records: Sequence[Record]) -> None:
@@ -134,42 +135,42 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
 
             for chunk in stream.chunks():
                 _use_target(
-                    recipe, stage, recipe.target_at(journal.answered), f"from prompt {journal.answered + 1} on "
+                    recipe, stage, recipe.target_at(journal.answered), f"from prompt {journal.answered + 1} on, "
                 )
                 records = stage.answer(chunk, done)
                 rows = stage.learn(chunk, records)
-                records, _ = compared(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
+                records, _ = with_agreement(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
                 journal.keep(records, rows)
                 journal.advance(stream, *stage.state())
             stage.finish()
     finally:
         stage.close()
     for name in recipe.algo:
-        _save(recipe, stage, name, journal.place(name, seed))
-    journal.passed()
+        _save(recipe, stage, name, journal.drafter_dir(name, seed))
+    journal.finish_pass()
 
 
 def _use_target(recipe: OnlineRecipe, stage: OnlineContenders, name: str, since: str = "") -> None:
-    """Go on with the target of this name, where it is another one."""
+    """Switch to the target of this name, if it is not the current one."""
     if recipe.target_schedule and name != stage.target.name:
         progress.log(f"{since}the target is {name}")
         stage.retarget(load_target(**(recipe.target.loading | {"name": name})))
 
 
 def _save(recipe: OnlineRecipe, stage: OnlineContenders, name: str, place: Path) -> None:
-    """Write a learner's drafter as it is after the stream."""
-    start = recipe.pool or recipe.start_of(recipe.family_of(name))
+    """Write a learner's drafter in its state after the stream."""
+    start = recipe.pool or recipe.initial_drafter(recipe.family_of(name))
     info: dict[str, Any] = {"learnt": f"{name}, {stage.chunks} chunks, from {start}", "mat": {}}
     if recipe.pool is None:
         domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
         info = {**checkpoint.read_info(start), "domain": list(domains), **info}
-    stage.pupils[name].save(place, info)
+    stage.learners[name].save(place, info)
 
 
 def _result(
     recipe: OnlineRecipe, records: Sequence[Record], chunks: Sequence[ChunkRow], drafters: dict[str, str], rejected: int
 ) -> OnlineResult:
-    passes = Passes(recipe, records, chunks)
+    passes = OnlineResults(recipe, records, chunks)
     others = [name for name in passes.by_name if name not in recipe.algo]
     learners = [passes.row(name) for name in [*recipe.algo, *others]]
     first = learners[0]
@@ -180,7 +181,7 @@ def _result(
             counts.add(record.agreement)
     domains = dict.fromkeys(record.domain for record in records)
     return OnlineResult(
-        **{name: getattr(first, name) for name in OWN},
+        **{name: getattr(first, name) for name in TOP_FIELDS},
         beside=recipe.companion,
         chunks=len(chunks) // len(recipe.algo),
         prompts=sum(row.prompts for row in chunks if row.algo == first.algo),

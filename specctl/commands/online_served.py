@@ -1,4 +1,4 @@
-"""`specctl online --server`: a drafter that learns from what running engines write, and is published into them."""
+"""`specctl online --server`: a drafter that learns from the texts of running engines, and is published into them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.publication import VERSIONS, Publisher
 from specctl.adaptation.served_learner import ServedLearner
 from specctl.adaptation.stream import PromptStream
-from specctl.adaptation.traffic import AskedTraffic, LogTraffic
+from specctl.adaptation.traffic import LogTraffic, RequestedTraffic
 from specctl.commands.export import export
 from specctl.decoding import metrics
 from specctl.decoding.target import Target, load_target
@@ -26,25 +26,30 @@ from specctl.engines.client import Client
 from specctl.errors import UsageError
 from specctl.measuring.measured import columns
 from specctl.measuring.records import recipe_stamp
-from specctl.measuring.resumable import CHUNKS, REJECTED, States
+from specctl.measuring.resumable_run import CHUNKS, REJECTED, ResumableRun
 from specctl.measuring.served_counts import COUNTS, counts, mat_of, over_baseline
 from specctl.recipe import ExportRecipe, OnlineRecipe
 from specctl.runs import Run
 
 SHOWN = ("chunk", "mat", "loss", "learn_s")
 LOG = "traffic.jsonl"
-LEARNT = "learnt"  # the drafter as it is now, below the run's directory
+LEARNT_DIR = "learnt"  # directory of the current drafter, in the run directory
 
-Traffic = AskedTraffic | LogTraffic
+Traffic = RequestedTraffic | LogTraffic
 
 
 @dataclass(frozen=True)
 class ServedOnlineResult:
     """The result document of `online --server`.
 
-    `over_baseline`: mat over that of the server that keeps its drafter, on the same prompts, of all texts and of the
-    last chunk alone; the interval is over prompts. `drafter`: what was learnt, as a drafter directory. `passed_over`:
-    texts that nothing was learnt from for want of time. `per_chunk`: fields of `ServedChunk`.
+    Attributes:
+        over_baseline: mat ÷ the mat of a server that keeps its drafter, on the same prompts, over all texts; the
+            interval is over prompts.
+        over_baseline_last: the same ratio over the last chunk.
+        version: published version that the engines have.
+        drafter: directory of the learnt drafter.
+        passed_over: texts that were skipped because learning was slower than the traffic.
+        per_chunk: fields of `ServedChunk`.
     """
 
     algo: str
@@ -70,39 +75,41 @@ class ServedOnlineResult:
 
 
 def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> ServedOnlineResult:
-    """Learn from the texts of a recipe's servers, and publish what proves itself in them.
+    """Learn from the texts that a recipe's servers write, and publish updates that prove themselves there.
 
-    `target` is given by callers that hold it already: what is learnt from comes out of its forward over the texts.
+    `target`: passed by callers that have loaded it already. It runs over the texts to compute the learner's inputs.
 
     Raises:
         EngineError: a server is gone, or does not take a drafter.
-        DataError, CheckpointError, UsageError: unusable prompts, drafters, or a run that cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
-        SpecctlError: updates go on doing harm, or the disk is full.
+        DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        SpecctlError: updates keep doing harm, or the disk is full.
     """
-    # A copy, as its context becomes as short as that of the engines.
+    # A copy, because its context length is cut to the engines' context length.
     target = copy.copy(target) if target is not None else load_target(**recipe.target.loading)
     (algo,), (seed,) = recipe.algo, recipe.seeds
-    start = recipe.start_of(recipe.family_of(algo))
+    start = recipe.initial_drafter(recipe.family_of(algo))
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": {str(start): checkpoint.fingerprint(start)}}
-    journal = States(recipe, run, stamp, VERSIONS, SHOWN, (CHUNKS, COUNTS))
+    journal = ResumableRun(recipe, run, stamp, VERSIONS, SHOWN, (CHUNKS, COUNTS))
     journal.start()
-    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # which may be none
+    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # which may have no URLs
         for one in (client, other):
             one.check(target)
-        pupil = OnlineDrafter(recipe, algo, target, seed)
+        online_drafter = OnlineDrafter(recipe, algo, target, seed)
         options = recipe.publication
-        publisher = Publisher(client, exporter(client), options.dir or run.dir / VERSIONS, options)
-        rejections = Rejections(run.dir / REJECTED, recipe.data.max_rejected, hold=run.replaces, expected=logs.EXPECTED)
-        with traffic_of(recipe, run, target, client, other, rejections) as traffic:
-            learner = ServedLearner(recipe, pupil, publisher, run.dir / LEARNT)
+        publisher = Publisher(client, make_exporter(client), options.dir or run.dir / VERSIONS, options)
+        rejections = Rejections(
+            run.dir / REJECTED, recipe.data.max_rejected, hold=run.replaces_earlier, expected=logs.EXPECTED
+        )
+        with open_traffic(recipe, run, target, client, other, rejections) as traffic:
+            learner = ServedLearner(recipe, online_drafter, publisher, run.dir / LEARNT_DIR)
             if journal.mark.stage is not None:
                 with journal.restoring():
                     traffic.resume(journal.mark.stream or {})
                     learner.restore(journal.mark.stage, journal.tensors)
             journal.begin(target, rejections)
             learner.begin(start)
-            with journal.following(recipe.seeds[0], traffic) as bar:
+            with journal.tracking(recipe.seeds[0], traffic) as bar:
                 for chunk in traffic.chunks():
                     row = learner.learn(chunk, journal.number, traffic.passed_over)
                     bar.update(len(chunk), chunk=row.chunk, mat=row.mat)
@@ -116,12 +123,14 @@ def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = Non
     return _result(recipe, engines, rows, texts, publisher.version, learner.save(start), rejections.count)
 
 
-def exporter(client: Client) -> Callable[[Path, Path], None]:
-    """The function that writes a drafter (its directory, the place) for the engine that all servers run. UsageError
-    where they run several."""
+def make_exporter(client: Client) -> Callable[[Path, Path], None]:
+    """Make the function that writes a drafter for the engine of the servers: (drafter directory, output directory).
+
+    Raises UsageError if the servers run different engines.
+    """
     engine, *others = {server.facts.engine for server in client.servers}
     if others:
-        raise UsageError("a drafter is written for one engine", "name servers of vLLM, or of SGLang")
+        raise UsageError("the servers run different engines", "name only vLLM servers, or only SGLang servers")
 
     def write(drafter: Path, place: Path) -> None:
         export(ExportRecipe(drafter=drafter, to=engine, output_dir=place, overwrite=True))
@@ -130,18 +139,18 @@ def exporter(client: Client) -> Callable[[Path, Path], None]:
 
 
 @contextmanager
-def traffic_of(
+def open_traffic(
     recipe: OnlineRecipe, run: Run, target: Target, client: Client, other: Client, rejections: Rejections
 ) -> Iterator[Traffic]:
-    """The texts to learn from, and what brings them meanwhile."""
+    """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile."""
     options, source = recipe.target.chat_template_kwargs, recipe.traffic
     if source.listen is None and source.log is None:
         stream = PromptStream.of_pass(recipe, target, rejections, recipe.seeds[0])
-        yield AskedTraffic(stream, recipe, client, other)
+        yield RequestedTraffic(stream, recipe, client, other)
         return
     log = source.log or run.dir / LOG
     if source.log is not None and not source.log.is_file():
-        raise UsageError(f"there is no file {source.log}", "name the log that the engines' requests are written to")
+        raise UsageError(f"there is no file {source.log}", "name the file to which requests of the engines are logged")
     following = source.follow or source.listen is not None
     traffic = LogTraffic(log, target, options, rejections, recipe.chunk, following, recipe.data.limit)
     if source.listen is None:
@@ -149,7 +158,7 @@ def traffic_of(
         return
     servers = {server.url: server.facts.engine for server in client.servers}
     with proxy.running(source.listen, servers, log, int(source.max_log_mb * 2**20)) as address:
-        progress.log(f"requests that go to {address} are passed on, and learnt from")
+        progress.log(f"requests that go to {address} are forwarded to the servers and learned from")
         yield traffic
 
 

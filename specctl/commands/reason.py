@@ -29,7 +29,7 @@ from specctl.runs import Run
 
 @dataclass(frozen=True)
 class Difference:
-    """Step acceptance of `mode` less that of `than` on the same prompts; the interval is paired."""
+    """Step acceptance of `mode` minus the acceptance of `than`, on the same prompts; the interval is paired."""
 
     mode: ReasoningMode
     than: ReasoningMode
@@ -38,7 +38,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReasoningSeedRow:
-    """One mode on one pass over the stream."""
+    """Results of one mode on one pass over the stream."""
 
     mode: ReasoningMode
     seed: int
@@ -54,8 +54,11 @@ class ReasoningSeedRow:
 class ReasoningResult:
     """The result document of `online` with lookahead reasoning.
 
-    `modes` are over all passes; `per_chunk` those of the first one, all are in chunks.jsonl. `judges`: what became of
-    the pairs of steps, by mode. `drafters`: the learnt draft LMs, as they were after the first pass.
+    Attributes:
+        modes: results over all passes.
+        per_chunk: rows of the first pass; chunks.jsonl has all passes.
+        judges: counts of the judge's rulings on pairs of steps, by mode.
+        drafters: directories of the learnt draft LMs, in their state after the first pass.
     """
 
     algo: str
@@ -73,13 +76,13 @@ class ReasoningResult:
 
 
 def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> ReasoningResult:
-    """Answer the stream in all modes, once for every seed; those that learn do so after every chunk.
+    """Answer the stream in all modes, once per seed. Learning modes learn after every chunk.
 
-    `target` is given by callers that hold it already.
+    `target`: passed by callers that have loaded it already.
 
     Raises:
-        DataError, CheckpointError, UsageError: unusable prompts, models, or a run that cannot be resumed.
-        Interrupted: SIGTERM or SIGUSR1; the state behind the last chunk was saved.
+        DataError, CheckpointError, UsageError: prompts or models cannot be used, or the run cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
         SpecctlError: the disk is full.
     """
     target = target or load_target(**recipe.target.loading)
@@ -87,22 +90,22 @@ def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> R
     draft, judge = load_draft_lm(recipe.draft, target), make_judge(recipe.reasoning.judge, str(target.device))
     journal = ReasoningJournal(recipe, run, stamp)
     journal.start()
-    for seed, stream in journal.passes(target):
+    for seed, stream in journal.remaining_passes(target):
         _pass(recipe, seed, target, draft, judge, journal, stream)
-    journal.begin(target)  # where everything is answered already
+    journal.begin(target)  # in case every pass was finished already
     return _result(recipe, journal)
 
 
 def _fingerprints(recipe: ReasonRecipe) -> dict[str, str | None]:
-    """Fingerprints of the models in drafter directories. Raises CheckpointError where the domain has no draft LM."""
+    """Fingerprints of the models in drafter directories. Raises CheckpointError if the domain has no draft LM."""
     if recipe.reasoning.draft is None:
-        checkpoint.present(Path(recipe.draft))
+        checkpoint.existing_directory(Path(recipe.draft))
     named = [name for name in (recipe.draft, recipe.reasoning.drafter) if name is not None]
     return {name: checkpoint.fingerprint(place) if (place := _directory(name)) else None for name in named}
 
 
 def _directory(name: str) -> Path | None:
-    """The directory of a drafter; None for a model of `transformers` and for drafters without weights."""
+    """Directory of a drafter, or None for a model of `transformers` and for drafters without weights."""
     place = Path(name).expanduser()
     return place if checkpoint.is_drafter(place) else None
 
@@ -116,7 +119,7 @@ def _pass(
     journal: ReasoningJournal,
     stream: PromptStream,
 ) -> None:
-    """One pass over the stream; what was learnt is saved at its end."""
+    """Run one pass over the stream, and save the learnt draft LMs after it."""
     options = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
     inside = pool.load_drafter(options.drafter, target, recipe.drafting) if options.drafter else None
     reasoning = Reasoning(target, draft, options, recipe.modes, judge=judge, drafter=inside)
@@ -125,36 +128,43 @@ def _pass(
         with journal.restoring():
             reasoning.restore(journal.tensors, mark.stage["chunks"])
     journal.begin(target, stream.rejections)
-    with journal.following(seed, stream) as bar:
+    with journal.tracking(seed, stream) as bar:
         for arrivals in stream.chunks():
-            before = _counts(reasoning)
+            before = _judge_counts(reasoning)
             record = reasoning.chunk(arrivals, bar.update)
-            judged = {mode: _less(now, before[mode]) for mode, now in _counts(reasoning).items()}
+            judged = {mode: _difference(now, before[mode]) for mode, now in _judge_counts(reasoning).items()}
             rows = chunk_rows(record, seed, judged)
             bar.update(0, chunk=record.chunk, accepted=rows[-1].step_acceptance)
             for mode, lesson in record.lessons.items():
                 if lesson.refused:
-                    progress.warn(f"{mode}: chunk {record.chunk} taught what is not finite; it is as it was before")
+                    progress.warn(f"{mode}: a loss or weight was not finite, so chunk {record.chunk} changed nothing")
             journal.keep(record, rows)
-            tensors = {name: value.cpu() for name, value in reasoning.state().items()}  # until they are written
+            tensors = {name: value.cpu() for name, value in reasoning.state().items()}  # on the host until saved
             journal.advance(stream, {"chunks": reasoning.chunks}, tensors)
     for mode, learner in reasoning.learners.items():
-        _save(recipe, journal.place(mode, seed), learner.played(), draft, target, f"{mode}, {reasoning.chunks} chunks")
-    journal.passed()
+        _save(
+            recipe,
+            journal.drafter_dir(mode, seed),
+            learner.played(),
+            draft,
+            target,
+            f"{mode}, {reasoning.chunks} chunks",
+        )
+    journal.finish_pass()
 
 
-def _counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
+def _judge_counts(reasoning: Reasoning) -> dict[str, dict[str, int]]:
     return {mode: judge.tally.counts() for mode, judge in reasoning.judges.items()}
 
 
-def _less(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
+def _difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, int]:
     return {name: count - before[name] for name, count in now.items()}
 
 
 def _save(
     recipe: ReasonRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
 ) -> None:
-    """Write a learnt draft LM as what it was before: a drafter of family lm, or a model of `transformers`."""
+    """Write a learnt draft LM in its original form: a drafter of family lm, or a model of `transformers`."""
     start = _directory(draft.name)
     if start is None:
         with checkpoint.staged(place) as folder:
@@ -165,7 +175,7 @@ def _save(
     domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
     info = {**checkpoint.read_info(start), "domain": list(domains), "mat": {}}
     info["learnt"] = f"{learnt}, from {draft.name}"
-    config, tensors = lm.config(module, target.identity), lm.published(module.state_dict())
+    config, tensors = lm.checkpoint_config(module, target.identity), lm.stored_state(module.state_dict())
     checkpoint.save(place, config=config, tensors=tensors, info=info, overwrite=True)
 
 
@@ -201,7 +211,7 @@ def _result(recipe: ReasonRecipe, journal: ReasoningJournal) -> ReasoningResult:
         per_chunk=[chunk for chunk in chunks if chunk.seed == recipe.seeds[0]],
         per_seed=[_seed_row(rated(mode, [seed]), seed) for seed in recipe.seeds for mode in modes],
         judges={mode: dict(counts) for mode, counts in judged.items()},
-        drafters={mode: str(journal.place(mode, recipe.seeds[0])) for mode in learners},
+        drafters={mode: str(journal.drafter_dir(mode, recipe.seeds[0])) for mode in learners},
         rejected=journal.rejected,
     )
 

@@ -1,4 +1,4 @@
-"""`specctl report`: one page, its pictures and its tables, from run directories and nothing else."""
+"""`specctl report`: one HTML page with its pictures and tables, made from run directories alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ PAGE = "report.html"
 
 @dataclass(frozen=True)
 class ReportResult:
-    """The result document of `report`: what was read, the files that were written, and `notes` on gaps in the runs.
+    """The result document of `report`: the runs that were read, the files written, and `notes` on gaps in the runs.
 
-    `tables` are there with `csv`.
+    `tables` is filled only with the option `csv`.
     """
 
     report: str
@@ -37,11 +37,12 @@ class ReportResult:
 
 
 def report(runs: Sequence[str | Path] = (), output_dir: str | Path | None = None, *, csv: bool = False) -> ReportResult:
-    """Write report.html and its PNG files, with `csv` a CSV file per table; without `runs` of the newest in ./runs.
+    """Write report.html and its PNG files, and with `csv` a CSV file per table.
 
-    `output_dir` is `report` inside the run directory, of several runs `./runs/report-<time>-<id>`.
+    Without `runs` the report is on the newest run in ./runs. `output_dir` defaults to `report` inside the run
+    directory, for several runs to `./runs/report-<time>-<id>`.
 
-    Raises UsageError (no run directory), SpecctlError (a broken result; output that cannot be written).
+    Raises UsageError (no run directory), SpecctlError (a broken result, or output that cannot be written).
     """
     records = collect.read([Path(run) for run in runs] or [collect.newest()])
     looks = Looks()
@@ -71,8 +72,8 @@ def _contents(command: str, runs: list[RunRecord], looks: Looks) -> Contents:
         made = commands.contents(command, runs, looks)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         where = ", ".join(str(run.dir) for run in runs)
-        hint = "a run of another version? repeat it, or leave it out"
-        raise SpecctlError(f"{where}: these are not the files that {command} writes ({error!r})", hint) from error
+        hint = "the run may be of another version: repeat it, or leave it out"
+        raise SpecctlError(f"{where}: unexpected content in the files of {command} ({error!r})", hint) from error
     unequal = differing(runs) if len(runs) > 1 else None
     return Contents(made.headline, made.pictures, made.filled + ([unequal] if unequal else []))
 
@@ -83,7 +84,7 @@ def _directory(runs: Sequence[RunRecord]) -> Path:
 
 
 def _file_name(command: str, name: str, suffix: str) -> str:
-    """Commands and fields of a result are data: they must not lead out of the directory."""
+    """Safe file name. Commands and fields of a result are data, so they must not lead out of the directory."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", f"{command}-{name}").strip("-")[:80] + suffix
 
 

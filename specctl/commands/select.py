@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from specctl import progress, regular
+from specctl import progress, regular_files
 from specctl.commands.select_router import router_of, save_router
 from specctl.commands.select_tables import PoolSize, Replayed, record_table, replay_table
 from specctl.decoding.protocols import Drafter
@@ -15,30 +15,40 @@ from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
 from specctl.drafters import pool
 from specctl.measuring.contenders import VANILLA, prepare
-from specctl.measuring.drafter_rows import Row, answers, compared, summarise
+from specctl.measuring.drafter_rows import Row, drafter_row, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
-from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
+from specctl.measuring.policy_rows import ArmReward, PolicyRow, StreamAnswers
 from specctl.measuring.records import Record, fingerprints, write_outputs, write_records
-from specctl.measuring.select_contenders import SelectContenders, companion_of, sessions
+from specctl.measuring.select_contenders import SelectContenders, companion_of, make_sessions
 from specctl.recipe import SelectRecipe
 from specctl.runs import Run
-from specctl.selection.arms import load_pool, members, named, trained_on
-from specctl.selection.game.rules import overruled
+from specctl.selection.arms import load_pool, named, pool_paths, trained_on
+from specctl.selection.game.rules import overridden_options
 from specctl.selection.recorded import hindsight
-from specctl.selection.recorded.pieces import check_free
+from specctl.selection.recorded.recording import check_free
 from specctl.selection.routing.labels import RouterReport
 
 if TYPE_CHECKING:
     from specctl.commands.select_served import ServedSelectResult
 
 ROUNDS = "rounds.jsonl"
-OWN = ("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls", "decide_us_p50", "score_ms_p50")
-"""Fields of the first policy's row that the document has at its top, too."""
+TOP_FIELDS = (
+    "algo",
+    "rounds",
+    "mat",
+    "tokens_per_s",
+    "regret",
+    "best_arm_ratio",
+    "pulls",
+    "decide_us_p50",
+    "score_ms_p50",
+)
+"""Fields of the first policy's row that are repeated at the top of the document."""
 
 
 @dataclass(frozen=True)
 class DomainMat:
-    """Replay: tokens ÷ rounds of the first policy in a domain."""
+    """Replay: mat of the first policy in a domain."""
 
     domain: str
     mat: float
@@ -46,20 +56,21 @@ class DomainMat:
 
 @dataclass(frozen=True)
 class SelectResult:
-    """The result document of `select`: the first policy's own numbers, then all contenders side by side.
-
-    `mode` is live, replay or record. `oracle_mat` is the mat of playing each game's best arm from reset to reset; it,
-    `regret` and `best_arm_ratio` need the baseline `fixed`, which a replay always has. `curves` are by prompt; of a
-    replay means over its games, by token since the reset.
+    """The result document of `select`: the first policy's numbers, then all contenders side by side.
 
     Attributes:
-        seeds: how often everything was played, each time with other draws.
-        yardstick: what the best arm of a game is best in, mat or throughput.
-        intervals_over: what is drawn anew for the intervals.
-        speeds: what they are: measured, or modelled by what the table knows the costs of.
-        table, table_sha256: that was recorded or replayed.
-        rounds_on: where the rounds of those who draft ran; both, where a device has given some back to the host.
-        beside: the text drafter that heads draft with; `store_s`: seconds that its store took to take texts in.
+        mode: live, replay or record.
+        seeds: number of repetitions, each with other random draws.
+        yardstick: measure that decides the best arm of a game: mat or throughput.
+        intervals_over: unit that is resampled for the intervals.
+        speeds: whether speeds are measured, or modelled from the costs in the table.
+        oracle_mat: mat of playing each game's best arm. Like `regret` and `best_arm_ratio` it needs the baseline
+            `fixed`, which a replay always has.
+        curves: by policy; live by prompt, in a replay by token since the reset, as means over its games.
+        table, table_sha256: the table that was recorded or replayed.
+        rounds_on: where the rounds of drafting contenders ran; both = a device has handed some back to the host.
+        beside: the text drafter that heads draft with in one tree.
+        store_s: seconds spent on adding texts to its store.
     """
 
     mode: str
@@ -97,7 +108,7 @@ class SelectResult:
 
 
 def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe:
-    """The recipe with the domains that the pool's drafters were made for, where none was named."""
+    """The recipe, with the domains that the pool's drafters were made for if it names none."""
     if "domain" in recipe.data.model_fields_set:
         return recipe
     domains = list(dict.fromkeys(domain for path in paths for domain in pool.domains_of(path)))
@@ -107,30 +118,32 @@ def with_domains_of_pool(recipe: SelectRecipe, paths: list[str]) -> SelectRecipe
 def select(
     recipe: SelectRecipe, run: Run, *, target: Target | None = None, drafters: dict[str, Drafter] | None = None
 ) -> SelectResult | ServedSelectResult:
-    """Decode one stream with every policy, arm and baseline of the recipe; all answer a prompt before the next one.
+    """Decode one stream with every policy, arm and baseline of the recipe, prompt by prompt.
 
-    Or record the pool on the stream, or play the policies on such a table, or route the requests of clients among
-    servers (`select_served`). `target` and `drafters` (by name) are given
-    by callers that hold them already; such drafters draft as they are. Raises DataError (no usable prompts),
-    CheckpointError (target, pool, table or router), UsageError (contradicting recipe).
+    All contenders answer a prompt before the next prompt starts. Other modes: record the pool on the stream as a table,
+    play the policies on such a table, or route the requests of clients among servers (`select_served`). `target` and
+    `drafters` (by name) are passed by callers that have loaded them already; these drafters are used unchanged.
+
+    Raises DataError (no usable prompts), CheckpointError (target, pool, table or router), UsageError (contradicting
+    recipe).
     """
     if recipe.server.urls:
         from specctl.commands.select_served import select_served
 
         return select_served(recipe, run)
-    for line in overruled(recipe.algo, recipe.game):
+    for line in overridden_options(recipe.algo, recipe.game):
         progress.log(line)
     if recipe.replay is not None and not recipe.train_router:
         return _replayed(recipe, replay_table(recipe))
     rejections, unlabelled = (
-        Rejections(run.dir / name, recipe.data.max_rejected, hold=run.replaces)
+        Rejections(run.dir / name, recipe.data.max_rejected, hold=run.replaces_earlier)
         for name in ("rejected.jsonl", "router-rejected.jsonl")
     )
     data = recipe.data.model_copy(update={"limit": recipe.limit})
     prompts = read_domains(data, rejections, split=recipe.split, sample=True)
-    paths = members(recipe) if drafters is None else []
+    paths = pool_paths(recipe) if drafters is None else []
     target = target or load_target(**recipe.target.loading)
-    stream = sessions(prepare(recipe, target, prompts, rejections), recipe)
+    stream = make_sessions(prepare(recipe, target, prompts, rejections), recipe)
     companion = companion_of(recipe, target)
     if drafters is None:
         drafters = load_pool(recipe, target, paths, companion)
@@ -141,16 +154,16 @@ def select(
     kinds = trained_on(places, target, drafters)
 
     def begin() -> None:
-        """From here on an earlier run gives way."""
+        """Let this run take the place of an earlier one in its directory."""
         run.annotate(target=target.identity)
         rejections.release()
         unlabelled.release()
 
     if recipe.record is not None:
         check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
-        if not recipe.resume:  # else only the recording itself can tell whether it is another one
+        if not recipe.resume:  # if resumed, the recording must be compared first
             begin()
-        _, failures = record_table(recipe, target, stream, drafters, _made_of(recipe, places), kinds)
+        _, failures = record_table(recipe, target, stream, drafters, _pool_stamp(recipe, places), kinds)
         begin()
         return replace(_recorded(recipe, failures), rejected=rejections.count)
     router, report = router_of(recipe, run, target, places, unlabelled)
@@ -163,7 +176,7 @@ def select(
 
 
 def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessness]:
-    """Everybody's answers, written into the run's directory with their rounds, and compared with plain decoding's."""
+    """Decode with all contenders, write records and rounds, and compare the answers with plain decoding."""
     recipe, target = stage.recipe, stage.target
 
     def keep(records: Sequence[Record]) -> Path:
@@ -171,9 +184,9 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
             run.dir, [replace(record, session=stage.session_of[record.question[:2]]) for record in records], stamp={}
         )
 
-    with regular.created(run.dir / ROUNDS, "x", encoding="utf-8") as file:
+    with regular_files.create_file(run.dir / ROUNDS, "x", encoding="utf-8") as file:
         records = stage.play(file, keep)
-    records, agreement = compared(recipe, target, records, {record.drafter for record in records} - {VANILLA})
+    records, agreement = with_agreement(recipe, target, records, {record.drafter for record in records} - {VANILLA})
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
@@ -183,12 +196,12 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
 def _decoded(
     stage: SelectContenders, records: Sequence[Record], agreement: Losslessness, rejected: int
 ) -> SelectResult:
-    """The result of live decoding, from its records."""
+    """Build the result of live decoding from its records."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
     questions = [record.question for record in records if record.drafter == first]
-    by_name = {name: answers(records, name) for name in names}
-    stream = Stream(
+    by_name = {name: records_by_question(records, name) for name in names}
+    stream = StreamAnswers(
         {name: [by_question[question].decoded for question in questions] for name, by_question in by_name.items()},
         [stage.session_of[domain, id] for domain, id, _ in questions],
         [stage.game_of(*question) for question in questions],
@@ -199,7 +212,7 @@ def _decoded(
     )
     policies = [stage.row(stream, name) for name in [*recipe.algo, *(n for n in names if n not in recipe.algo)]]
     return SelectResult(
-        **_own(policies[0]),
+        **_top_fields(policies[0]),
         mode="live",
         arms=[arm.name for arm in stage.arms],
         reset=recipe.reset,
@@ -210,9 +223,9 @@ def _decoded(
         queries=len(questions),
         sessions=len(stage.stream),
         oracle_mat=stream.oracle_mat,
-        per_domain=[summarise(first, domain, records) for domain in recipe.data.domain],
+        per_domain=[drafter_row(first, domain, records) for domain in recipe.data.domain],
         policies=policies,
-        curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.judged else {},
+        curves={name: {"stopping_regret": stream.regret(name)} for name in recipe.algo} if stream.has_regret else {},
         rewards=stage.rewards(),
         pool_size=[],
         lossless=agreement,
@@ -224,7 +237,7 @@ def _decoded(
 
 
 def rounds_on(records: Sequence[Record]) -> Literal["host", "device", "both"]:
-    """Where the rounds of these answers ran, those of plain decoding aside."""
+    """Whether the rounds of these answers ran on the host or the device; plain decoding is left out."""
     drafted = [record.decoded for record in records if record.drafter != VANILLA]
     ran = [(decoded.ahead, decoded.rounds) for decoded in drafted if decoded.rounds]
     if all(ahead == 0 for ahead, _ in ran):
@@ -232,17 +245,17 @@ def rounds_on(records: Sequence[Record]) -> Literal["host", "device", "both"]:
     return "device" if all(ahead == rounds for ahead, rounds in ran) else "both"
 
 
-def _own(row: PolicyRow) -> dict[str, Any]:
-    return {name: getattr(row, name) for name in OWN}
+def _top_fields(row: PolicyRow) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in TOP_FIELDS}
 
 
-def _made_of(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
-    """The part of a table's stamp that is neither target nor stream."""
+def _pool_stamp(recipe: SelectRecipe, places: dict[str, str]) -> dict[str, object]:
+    """The part of a table's stamp that describes drafters and drafting options."""
     return {"drafters": fingerprints(places), "drafting": recipe.drafting.model_dump()}
 
 
 def _recorded(recipe: SelectRecipe, failures: dict[str, int]) -> SelectResult:
-    """A table that was just recorded, and what every arm by itself does on it."""
+    """Result of a recording: the new table, and a replay of every arm by itself on the table."""
     replayed = replay_table(recipe.model_copy(update={"replay": recipe.record, "algo": ["fixed"], "pool_sizes": []}))
     arms = [replace(row, failures=failures.get(row.algo, 0)) for row in replayed.rows if row.algo != "fixed"]
     best = max((row for row in arms if row.kind == "arm"), key=lambda row: row.mat or 0.0)
@@ -253,9 +266,9 @@ def _replayed(recipe: SelectRecipe, done: Replayed) -> SelectResult:
     shown = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
     unit = {"query": "queries", "session": "sessions", "stream": "streams"}[recipe.reset]
-    overheads = ", reading up and scoring" if done.table.overheads else " alone"
+    overheads = ", catching up and scoring" if done.table.overheads else " alone"
     return SelectResult(
-        **_own(shown),
+        **_top_fields(shown),
         mode="replay",
         arms=done.table.arms,
         reset=recipe.reset,

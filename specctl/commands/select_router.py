@@ -1,4 +1,4 @@
-"""The router of `select`: trained on prompts of the pool's domains."""
+"""The router of `specctl select`: loaded from a directory, or trained on prompts of the pool's domains."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ DIRECTORY = "router"
 def router_of(
     recipe: SelectRecipe, run: Run, target: Target, paths: dict[str, str], rejections: Rejections
 ) -> tuple[Router | None, RouterReport | None]:
-    """The router that the recipe asks for, and its report where it was trained now; `paths`: name → path of each arm.
+    """The router that the recipe asks for, and its report if it was trained just now. `paths`: name → path of each arm.
 
-    Raises CheckpointError (a router for another pool, a table that lacks one of its arms), UsageError (labels from a
-    table that is not named, a place that is taken), DataError.
+    Raises CheckpointError (a router for another pool, or a table without one of the arms), UsageError (no table is
+    named for the labels, or the router's directory is taken), DataError.
     """
     if recipe.train_router:
         check_free(_place(recipe, run), recipe.overwrite)
@@ -42,7 +42,7 @@ def router_of(
 
 
 def save_router(recipe: SelectRecipe, run: Run, target: Target, router: Router, report: RouterReport) -> None:
-    """Write a router that was trained into the recipe's directory, or the run's."""
+    """Write a trained router to the directory of the recipe, or into the run directory."""
     router.save(_place(recipe, run), target, report=asdict(report), overwrite=recipe.overwrite)
 
 
@@ -51,7 +51,7 @@ def _place(recipe: SelectRecipe, run: Run) -> Path:
 
 
 def examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections) -> list[RouterExample]:
-    """Training prompts with the arm that is right for each, for an arm at each of `paths`.
+    """Training prompts, each labelled with the arm that is right for it. `paths`: name → path of each arm.
 
     Raises CheckpointError (the table lacks an arm), UsageError (no table is named), DataError.
     """
@@ -69,5 +69,5 @@ def examples(recipe: SelectRecipe, paths: dict[str, str], rejections: Rejections
 
 def _table(recipe: SelectRecipe) -> Path:
     if recipe.replay is None:
-        raise UsageError("labels of hindsight come from a recorded table", hint="replay=TABLE, or router.labels=domain")
+        raise UsageError("router.labels=hindsight needs a recorded table", hint="replay=TABLE, or router.labels=domain")
     return recipe.replay

@@ -1,4 +1,4 @@
-"""`specctl select --server`: requests of clients, each routed to the server whose drafter suits its prompt."""
+"""`specctl select --server`: route each request of a client to the server with the drafter that suits its prompt."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ from specctl.recipe import SelectRecipe
 from specctl.redaction import without_passwords
 from specctl.runs import Run
 from specctl.selection import dispatch
-from specctl.selection.dispatch import Dispatcher, Routed
+from specctl.selection.dispatch import Dispatcher, RoutedText
 
 REQUESTS = "requests.jsonl"
-"""A line for every text: when, who wrote it, tokens and passes; none of its words."""
-MOST_BYTES = 2**26  # of that file, which is then put aside, once
-DECISIONS = 10_000  # that the median is of
-POLL_S = 0.1  # how long a signal waits
+"""File with one line per text: time, server, tokens and passes, but no words of the text."""
+MAX_LOG_BYTES = 2**26  # limit of that file; at the limit it is rotated, with one old file kept
+MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
+POLL_S = 0.1  # longest delay of a signal
 
 
 @dataclass(frozen=True)
 class ServedShare:
-    """A server's part of the texts that were routed.
+    """Share of one server in the routed texts.
 
     Attributes:
-        share: of all texts.
-        mat: tokens of a pass of the target over its texts, passes without a draft included; None without texts.
-        failures: requests that it did not answer, and others did where there were any.
+        share: fraction of all texts.
+        mat: tokens per target pass over its texts, counting passes without a draft, or None without texts.
+        failures: requests that this server did not answer; another server answered them if there was one.
     """
 
     server: str
@@ -50,8 +50,8 @@ class ServedShare:
 class ServedSelectResult:
     """The result document of `select --server`.
 
-    What the other servers would have made of a text is not known, so there is no regret in it. `decide_us_p50`: median
-    microseconds of a choice.
+    It has no regret, because the yield of the other servers on a text is unknown. `decide_us_p50`: median microseconds
+    per decision.
     """
 
     mode: Literal["served"]
@@ -65,28 +65,28 @@ class ServedSelectResult:
 
 @dataclass
 class PassTotals:
-    """Texts added up: of how many tokens, in how many passes of the target."""
+    """Sums over texts: their number, tokens, and target passes."""
 
     texts: int = 0
     tokens: int = 0
     passes: int = 0
 
-    def add(self, one: Routed) -> None:
-        """Count one more."""
+    def add(self, one: RoutedText) -> None:
+        """Count one more text."""
         self.texts, self.tokens, self.passes = self.texts + 1, self.tokens + one.tokens, self.passes + one.passes
 
     @property
     def mat(self) -> float | None:
-        """Tokens of a pass; None without any."""
+        """Tokens per target pass, or None before the first pass."""
         return self.tokens / self.passes if self.passes else None
 
 
 def select_served(recipe: SelectRecipe, run: Run) -> ServedSelectResult:
-    """Route requests among a recipe's servers until a signal comes; those that are there then are still answered.
+    """Route requests among a recipe's servers until a signal comes. Requests in flight at that time are still answered.
 
     Raises:
-        UsageError: a policy that cannot route, an address that cannot be listened on.
-        EngineError, CheckpointError: a server that is not there, servers of different models.
+        UsageError: a policy that cannot route, or an address that cannot be listened on.
+        EngineError, CheckpointError: a server that cannot be reached, or servers with different models.
     """
     dispatch.check(recipe.algo)
     with Client(recipe.server) as client:
@@ -98,14 +98,14 @@ def select_served(recipe: SelectRecipe, run: Run) -> ServedSelectResult:
         run.target = client.servers[0].model
     assert recipe.listen is not None
     total, by_server = PassTotals(), {url: PassTotals() for url in kinds}
-    decisions: deque[float] = deque(maxlen=DECISIONS)
+    decisions: deque[float] = deque(maxlen=MEDIAN_WINDOW)
     with proxy.listening(recipe.listen) as (place, address):
         run.annotate()
         (run.dir / REQUESTS).unlink(missing_ok=True)
-        log = proxy.opened(run.dir / REQUESTS, MOST_BYTES)
+        log = proxy.opened(run.dir / REQUESTS, MAX_LOG_BYTES)
         with progress.track(f"requests to {address}", unit="requests") as bar:
 
-            def note(one: Routed) -> None:
+            def note(one: RoutedText) -> None:
                 total.add(one)
                 by_server[one.url].add(one)
                 decisions.append(one.decide_us)
@@ -114,9 +114,9 @@ def select_served(recipe: SelectRecipe, run: Run) -> ServedSelectResult:
 
             dispatcher = Dispatcher([*kinds], recipe.algo[0], recipe.policy, recipe.seeds[0], note)
             through = proxy.Proxy(kinds, None, dispatcher)
-            progress.log(f"requests that go to {address} are routed among {', '.join(kinds)}; Ctrl-C ends it")
+            progress.log(f"requests that go to {address} are routed among {', '.join(kinds)}; Ctrl-C ends the run")
             started = time.monotonic()
-            with suppress(KeyboardInterrupt):  # it is how such a run ends
+            with suppress(KeyboardInterrupt):  # the normal end of such a run
                 proxy.serve(place, through, until_stopped)
             progress.interrupts.reset()
             seconds = time.monotonic() - started

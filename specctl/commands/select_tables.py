@@ -1,4 +1,4 @@
-"""`specctl select --record` and `--replay`: the table of a pool, written once, and policies played on it in seconds."""
+"""`specctl select --record` and `--replay`: write the table of a pool once, then play policies on it in seconds."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from statistics import fmean
 import numpy as np
 
 from specctl.decoding.metrics import Interval
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.errors import UsageError
-from specctl.measuring.contenders import Case, filters
+from specctl.measuring.contenders import Case, sampling_of
 from specctl.measuring.measured import Measured, columns
-from specctl.measuring.policy_rows import LONG_ENOUGH, PolicyRow
+from specctl.measuring.policy_rows import LONG_GAME_TOKENS, PolicyRow
 from specctl.recipe import SelectRecipe
-from specctl.selection.arms import PLAIN, chosen, reach
-from specctl.selection.guarded import Guarded
+from specctl.selection.arm import Arm
+from specctl.selection.arms import PLAIN, chosen_names, longest_draft
 from specctl.selection.recorded import recorder, regret
+from specctl.selection.recorded.cut_drafts import shortened, with_plain
 from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.lengths import shortened, with_plain
 from specctl.selection.recorded.regret import Summary
 from specctl.selection.recorded.replay import Replay, draft_all, oracle, replay, rules_on
 from specctl.selection.recorded.table_file import read_table
 from specctl.selection.recorded.trace import Table, of_arms
 
-SUBSETS = 6  # of each pool size
+SUBSETS = 6  # of arms, per pool size
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Replays on `arms` of the arms, mean over some subsets of them."""
+    """Mean of replays on subsets of `arms` arms."""
 
     arms: int
     algo: str
@@ -43,9 +43,9 @@ class PoolSize:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Results of a recipe's policies on a recorded table, all seeds of the recipe together.
+    """Results of a recipe's policies on a recorded table, over all seeds of the recipe.
 
-    `games` are those from reset to reset, G of them, which every seed plays.
+    `games`: number of games, each from one reset to the next. Every seed plays all games.
     """
 
     table: Table
@@ -63,17 +63,17 @@ def record_table(
     stream: Sequence[Sequence[Case]],
     drafters: dict[str, Drafter],
     made_of: dict[str, object],
-    kinds: Mapping[str, Kinds],
+    kinds: Mapping[str, PromptClusters],
 ) -> tuple[Table, dict[str, int]]:
-    """Record the pool on the stream, into `recipe.record`: the table, and how often each drafter raised meanwhile.
+    """Record the pool on the stream into `recipe.record`; return the table, and how often each drafter raised.
 
-    `kinds`: of the prompts that drafters were trained on.
-
-    Raises as `selection.recorded.recorder.record`.
+    `kinds`: kinds of prompts that each drafter was trained on, by name. Raises as `selection.recorded.recorder.record`.
     """
-    arms = [Guarded(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
+    arms = [Arm(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     queries = [
-        recorder.Query(case.prompt.id, case.prompt.domain, case.ids, case.room, case.seed(recipe.sampling.seed), number)
+        recorder.Query(
+            case.prompt.id, case.prompt.domain, case.ids, case.max_new_tokens, case.seed(recipe.sampling.seed), number
+        )
         for number, session in enumerate(stream)
         for case in session
     ]
@@ -81,40 +81,42 @@ def record_table(
         target,
         arms,
         queries,
-        filters(recipe.sampling),
-        max(1, *map(reach, drafters.values())),
+        sampling_of(recipe.sampling),
+        max(1, *map(longest_draft, drafters.values())),
         exact=recipe.sampling.exact,
         path=recipe.record,
         made_of=made_of,
         resume=recipe.resume,
         overwrite=recipe.overwrite,
     )
-    # Of earlier sittings the table alone knows, and of drafts only.
+    # Failures before a resumption are known from the table alone, and only failures to draft.
     raised = [sum(int((trace.drafted[n] < 0).sum()) for trace in table.traces) for n in range(len(arms))]
     return table, {arm.name: max(arm.failures, known) for arm, known in zip(arms, raised, strict=True)}
 
 
 def replay_table(recipe: SelectRecipe) -> Replayed:
-    """Play the recipe's policies on `recipe.replay`, once for each seed, beside every arm, the oracle and draft-all.
+    """Play the recipe's policies on `recipe.replay`, once per seed, together with every arm, the oracle and draft-all.
 
-    Raises CheckpointError where the table cannot be read, DataError where it is empty, UsageError where it has fewer
-    arms than a pool is to have.
+    Raises CheckpointError if the table cannot be read, DataError if it is empty, UsageError if it has fewer arms than
+    one of the `pool_sizes`.
     """
     assert recipe.replay is not None
     table = read_table(recipe.replay)
-    table = of_arms(table, chosen(recipe, table.arms))
+    table = of_arms(table, chosen_names(recipe, table.arms))
     count = len(table.arms)
     if max(recipe.pool_sizes, default=0) > count:
-        raise UsageError(f"pool_sizes names {max(recipe.pool_sizes)} arms, the table has {count}", hint=f"1 to {count}")
+        raise UsageError(
+            f"pool_sizes names {max(recipe.pool_sizes)} arms, but the table has {count}", hint=f"1 to {count}"
+        )
     if recipe.arms.draft_nodes:
         table = shortened(table, recipe.arms.draft_nodes)
     if recipe.arms.plain and PLAIN not in table.arms:
         table = with_plain(table)
     yardstick = Hindsight(table, recipe.game.yardstick)
-    played = {name: _played(recipe, name, yardstick) for name in recipe.algo}
-    # What draws nothing does the same for every seed.
+    played = {name: _replays(recipe, name, yardstick) for name in recipe.algo}
+    # A contender without random draws gives the same result for every seed.
     times, resets = len(recipe.seeds), (recipe.reset, recipe.session)
-    fixed = {arm: times * _played(recipe, "fixed", yardstick, [0], arm=n) for n, arm in enumerate(table.arms)}
+    fixed = {arm: times * _replays(recipe, "fixed", yardstick, [0], arm=n) for n, arm in enumerate(table.arms)}
     others = {"oracle": times * [oracle(yardstick, *resets)], "draft-all": times * [draft_all(yardstick, *resets)]}
     kinds = {name: kind for kind, named in (("arm", fixed), ("baseline", others)) for name in named}
     runs = {**played, **fixed, **others}
@@ -128,16 +130,16 @@ def replay_table(recipe: SelectRecipe) -> Replayed:
         ],
         curves={name: _curves(recipe, name, replays, yardstick) for name, replays in played.items()},
         per_domain={name: regret.mat_by_domain(replays, yardstick) for name, replays in {**played, **others}.items()},
-        pool_size=[size for n in recipe.pool_sizes for size in _sizes(recipe, table, n)],
+        pool_size=[size for n in recipe.pool_sizes for size in _replay_subsets(recipe, table, n)],
         oracle_mat=summaries["oracle"].mat,
         games=summaries["oracle"].games,
     )
 
 
-def _played(
+def _replays(
     recipe: SelectRecipe, name: str, yardstick: Hindsight, seeds: Sequence[int] | None = None, **options: int
 ) -> list[Replay]:
-    """One replay for each seed, which are those of live decoding."""
+    """Replay a policy once per seed; the seeds are the same as in live decoding."""
     policy = recipe.policy.model_copy(update=options)
     return [
         replay(name, yardstick, policy, recipe.game, recipe.reset, recipe.session, recipe.sampling.seed + seed)
@@ -148,16 +150,16 @@ def _played(
 def _row(
     name: str, kind: str, replays: Sequence[Replay], summary: Summary, yardstick: Hindsight, fastest: Summary
 ) -> PolicyRow:
-    """Replays in the columns of a live run; seconds are those of the table's cost model."""
-    long, late = summary.tokens[0] >= LONG_ENOUGH, kind == "policy" and yardstick.by == "mat"
+    """Row of replays, with the columns of a live run. Seconds come from the table's cost model."""
+    long, late = summary.tokens[0] >= LONG_GAME_TOKENS, kind == "policy" and yardstick.by == "mat"
     plain_s = float(yardstick.table.step_s[0])
     scoring = summary.scoring_s.sum() / summary.seconds.sum()
     return PolicyRow(
         algo=name,
         kind=kind,
         tokens_per_s=summary.tokens_per_s,
-        share_of_best_256=float(summary.best[:, long].sum() / summary.own[:, long].sum()) if long.any() else None,
-        share_after_256=regret.late_share(replays, yardstick, LONG_ENOUGH) if late else None,
+        share_of_best_256=float(summary.best[:, long].sum() / summary.policy[:, long].sum()) if long.any() else None,
+        share_after_256=regret.late_share(replays, yardstick, LONG_GAME_TOKENS) if late else None,
         regret=round(summary.regret * summary.rounds.size) if yardstick.by == "mat" else None,
         best_arm_ratio=summary.best_arm_ratio,
         rounds=int(summary.rounds.sum()),
@@ -182,7 +184,7 @@ def scaled(interval: Interval | None, factor: float) -> Interval | None:
 
 
 def _curves(recipe: SelectRecipe, name: str, replays: Sequence[Replay], yardstick: Hindsight) -> dict[str, list[float]]:
-    """Means over games and seeds, by token since the reset."""
+    """Curves of a policy by token since the reset, as means over games and seeds."""
     rules = rules_on(yardstick.table, name, recipe.game)
     played = [game for replayed in replays for game in replayed.played]
     stopping = [regret.stopping_regret(game, yardstick).astype(float) for game in played]
@@ -195,8 +197,8 @@ def _curves(recipe: SelectRecipe, name: str, replays: Sequence[Replay], yardstic
     }
 
 
-def _sizes(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
-    """Every policy on some subsets of `count` arms, the same for all."""
+def _replay_subsets(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
+    """Replay every policy on a few subsets of `count` arms; all policies get the same subsets."""
     draw = random.Random(recipe.sampling.seed)
     arms = range(len(table.arms))
     subsets = {tuple(sorted(draw.sample(arms, count))) for _ in range(SUBSETS)}
@@ -204,7 +206,7 @@ def _sizes(recipe: SelectRecipe, table: Table, count: int) -> list[PoolSize]:
     yardsticks = [Hindsight(part, recipe.game.yardstick) for part in parts]
     sizes = []
     for name in recipe.algo:
-        done = [regret.summarize(_played(recipe, name, yardstick), yardstick) for yardstick in yardsticks]
+        done = [regret.summarize(_replays(recipe, name, yardstick), yardstick) for yardstick in yardsticks]
         shares = fmean(summary.oracle_share for summary in done)
         sizes.append(PoolSize(count, name, fmean(summary.mat for summary in done), shares))
     return [*sizes, PoolSize(count, "oracle", fmean(summary.oracle_mat for summary in done), 1.0)]

@@ -1,1 +1,1 @@
-"""Decoding: the engine and its records, the target, its cache, and how a draft is verified and committed."""
+"""Decoding loop: engine, target, KV cache, drafts, and their verification and commit."""

@@ -1,7 +1,7 @@
-"""Preallocated keys and values, and the plan of one forward over them.
+"""Contiguous KV cache with preallocated memory for every sequence (see `paged` for the paged cache).
 
-A cache row is written at `base + t` for row t of a step; what a sequence has *committed* is a number kept by its owner
-(`DecodeState.length`), so rolling back costs nothing: rows past the committed length are overwritten by the next step.
+Row t of a step is written at slot `base + t`. The number of *committed* rows is kept elsewhere (`DecodeState.cached`),
+so a rollback costs nothing: the next step overwrites the rows past the committed length.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ import copy
 import torch
 from torch import Tensor
 
-from specctl.decoding.plan import NOTHING, Plan
+from specctl.decoding.plan import EMPTY_RANGE, Plan
 from specctl.decoding.rope import Rope
 
 
 class KVCache:
     """Keys and values of every layer in one tensor [L, B, capacity, 2·Hkv, D]: keys first, then values.
 
-    The two lie side by side because a layer's projection makes them so: one copy stores both. `rope` is the model's
-    rotary table for its positions: a graph over the cache reads that very one, also when the model makes a longer one.
-    `skipped` are the slots of each sequence that were left out (catch_up.py): `Plan.without` them.
+    The two lie side by side because a layer's projection yields them so: one copy stores both. `rope` is the model's
+    rotary table for these positions. A graph over this cache keeps reading that table, even if the model has made a
+    longer one since. `skipped` are the slots that each sequence leaves out (catch_up.py); `Plan.without_slots` masks
+    them.
     """
 
     rope: Rope | None = None
-    table: Tensor | None = None  # of pages (paged.py)
+    table: Tensor | None = None  # page table (paged.py)
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
         self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)
@@ -33,49 +34,50 @@ class KVCache:
         self._views()
 
     def _views(self) -> None:
-        self.rows = list(self.store)  # [B, capacity, 2·Hkv, D] of each layer
+        self.rows = list(self.store)  # [B, capacity, 2·Hkv, D] per layer
         self.keys = [rows[:, :, : self.heads].transpose(1, 2) for rows in self.rows]  # [B, Hkv, capacity, D]
         self.values = [rows[:, :, self.heads :].transpose(1, 2) for rows in self.rows]
         self.batch, self.capacity = self.store.shape[1:3]
         self._sequences = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
 
     @property
-    def place(self) -> Tensor:
-        """The tensor that a graph over this cache reads: as long as it is the same one, all is where it was."""
+    def captured_tensor(self) -> Tensor:
+        """The tensor that a graph over this cache has captured. If it is the same object, the cache has not moved."""
         return self.store
 
     @property
     def nbytes(self) -> int:
         return self.store.nbytes
 
-    def fitting(self, texts: list[int]) -> int:
-        """How many texts of at most so many slots can be let in, from the first on: here all, as room is made."""
+    def count_fitting(self, texts: list[int]) -> int:
+        """Number of sequences, from the first on, that can be admitted; `texts` are their largest numbers of slots.
+        Here all of them: this cache can grow."""
         return len(texts)
 
-    def holds(self, slots: int) -> bool:
-        """Whether one text of so many slots could be let in at all."""
+    def could_hold(self, slots: int) -> bool:
+        """Whether a sequence with this many slots could be admitted at all."""
         return True
 
-    def let(self, b: int, most: int, names: list[bytes]) -> None:
-        """Row b is another text from now on, of at most so many slots, which `share` will be asked for these names."""
+    def admit(self, b: int, most: int, names: list[bytes]) -> None:
+        """Assign row b to a new sequence with at most `most` slots. `names` are the pages that `share` will ask for."""
 
-    def lacks(self, b: int, slots: int) -> bool:
-        """Whether text b has no room for so many slots, of those that it was let."""
+    def needs_room(self, b: int, slots: int) -> bool:
+        """Whether sequence b lacks memory for this many slots, within the `most` of `admit`."""
         return False
 
     def ensure(self, b: int, slots: int) -> None:
-        """Make room for so many slots of text b, of those that it was let."""
+        """Make room for this many slots of sequence b, within the `most` of `admit`."""
 
     def share(self, b: int, names: list[bytes]) -> int:
-        """The slots of text b, from the first on, that others have filled: those of pages with these `names`
-        (`pages.beginnings`)."""
+        """Take over pages with these `names` (`pages.page_names`) that other sequences have filled. Returns the number
+        of slots, from the first on, that sequence b gets this way."""
         return 0
 
     def publish(self, b: int, names: list[bytes]) -> None:
-        """Let other texts read the first pages of text b, which have been filled and have these `names`."""
+        """Let other sequences read the first, filled pages of sequence b under these `names`."""
 
     def release(self, b: int, wipe: bool = False) -> None:
-        """Row b has no text any more; with `wipe` what that has left is not finite."""
+        """Free row b. With `wipe`, its keys and values are not finite and must be erased."""
 
     def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
         """Store keys and values [B·T, 2·Hkv, D] at slots base .. base+T−1 of each sequence or the plan's `slots`."""
@@ -86,7 +88,7 @@ class KVCache:
             self.rows[layer][self._sequences, self.slots(plan, count)] = pairs.view(self.batch, count, *pairs.shape[1:])
 
     def slots(self, plan: Plan, count: int) -> Tensor:
-        """[B, count] where `write` stores the rows of a plan."""
+        """[B, count] slots where `write` stores the rows of a plan."""
         if plan.slots is not None:
             return plan.slots
         if plan.contiguous:
@@ -97,15 +99,15 @@ class KVCache:
         return starts + torch.arange(count, device=self.store.device)
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, Hkv, span or more, D] of the first `span` slots."""
+        """Keys and values [B, Hkv, span or more, D] of at least the first `span` slots."""
         return self.keys[layer], self.values[layer]
 
-    def held(self, sequence: int, count: int) -> Tensor:
-        """The first rows of a sequence [L, count, 2·Hkv, D]."""
+    def first_rows(self, sequence: int, count: int) -> Tensor:
+        """The first `count` rows of a sequence [L, count, 2·Hkv, D]."""
         return self.store[:, sequence, :count]
 
-    def put(self, sequence: int, rows: Tensor) -> None:
-        """Begin a sequence with `rows` [L, n, 2·Hkv, D]."""
+    def set_first_rows(self, sequence: int, rows: Tensor) -> None:
+        """Overwrite the first n rows of a sequence with `rows` [L, n, 2·Hkv, D]."""
         self.store[:, sequence, : rows.shape[1]] = rows
 
     def compact(self, sequence: int, start: int, path: list[int]) -> None:
@@ -128,9 +130,9 @@ class KVCache:
 
     def sequence(self, index: int) -> KVCache:
         """The cache of one sequence, over the same memory."""
-        return self.part(index, index + 1)
+        return self.sub_batch(index, index + 1)
 
-    def part(self, start: int, stop: int) -> KVCache:
+    def sub_batch(self, start: int, stop: int) -> KVCache:
         """The cache of the sequences `start` to `stop` − 1, over the same memory."""
         some = copy.copy(self)
         some.store = self.store[:, start:stop]
@@ -139,19 +141,19 @@ class KVCache:
         return some
 
     def moved_to(self, larger: KVCache) -> KVCache:
-        """`larger`, of the same sequences with more slots, with all that is here."""
+        """Copy everything to `larger`, a cache of the same sequences with more slots, and return it."""
         larger.store[:, :, : self.capacity] = self.store
         larger.skipped = self.skipped
         return larger
 
     def select(self, index: Tensor) -> None:
-        """Hold the sequences in `index`, in that order; one that is named twice is there twice."""
+        """Keep the sequences in `index`, in that order. A repeated index is kept as a copy."""
         self.store = self.store.index_select(1, index)
-        # Where nobody has skipped anything the device that holds the index need not be asked.
+        # If no slots are skipped, avoid reading `index` back from the device.
         some = any(self.skipped)
-        self.skipped = [self.skipped[b] for b in index.tolist()] if some else [NOTHING] * len(index)
+        self.skipped = [self.skipped[b] for b in index.tolist()] if some else [EMPTY_RANGE] * len(index)
         self._views()
 
-    def filled(self, starts: list[int]) -> None:
-        """The slots from `starts` on to the end of each sequence have been, or are about to be, written."""
+    def mark_written(self, starts: list[int]) -> None:
+        """Mark the slots from `starts` on to the end of each sequence as written, or about to be."""
         self.skipped = [range(s.start, min(s.stop, start)) for s, start in zip(self.skipped, starts, strict=True)]

@@ -1,4 +1,4 @@
-"""The controllers and proposers that know no drafter: one for all texts, and another one for each."""
+"""Generic controllers and proposers: one drafter for all sequences, or a separate one per sequence."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from specctl.decoding.state import DecodeState
 
 
 class Fixed(Controller):
-    """The controller that always plays one drafter."""
+    """Controller with a single drafter."""
 
-    late = True
+    accepts_late_counts = True
 
     def __init__(self, drafter: Proposer, owner: Controller | None = None):
-        """`owner`: the controller whose rooms this one decodes in (device/rooms.py); None = those of the drafter."""
+        """`owner`: the controller under which `KeptCaches` (device/kept_caches.py) keeps these caches. The default is
+        the drafter."""
         self.drafter, self.owner = drafter, owner or drafter
 
     def choose(self, state: DecodeState) -> Proposer:
         return self.drafter
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        """Nothing to learn."""
+        """No-op: there is nothing to learn."""
 
 
 class PerSequence:
-    """Another drafter for each sequence of the batch: `drafters[b]`.
+    """Proposer with a drafter per sequence of the batch: `drafters[b]`.
 
-    Every drafter that is wanted somewhere drafts for the whole batch: a forward of eight rows costs little more than
-    that of one, and taking batches apart would cost a forward a sequence.
+    Every drafter in use drafts for the whole batch. A forward of eight rows costs little more than one row, while
+    splitting the batch would cost one forward per sequence.
     """
 
     def __init__(self, drafters: Sequence[Proposer]):
@@ -50,7 +51,7 @@ class PerSequence:
 
 
 def invalidate(proposer: Proposer, state: DecodeState) -> None:
-    """Make whoever has drafted forget what it keeps of the texts, if it keeps anything."""
+    """Make each drafter of the last round forget its state for these sequences, if it keeps any."""
     for drafter in dict.fromkeys(proposer.drafters if isinstance(proposer, PerSequence) else [proposer]):
         if hasattr(drafter, "invalidate"):
             drafter.invalidate(state)

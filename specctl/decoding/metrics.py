@@ -1,8 +1,8 @@
-"""Numbers of a drafter from finished sequences: pure functions over `Decoded` records.
+"""Metrics of a drafter (mat, acceptance rate, speed-up, intervals), computed from `Decoded` records.
 
-"Tokens" are those of the decode phase: the token that the prefill yields belongs to no decode step and is left out,
-everything behind the end-of-sequence token too. Rates are ratios of sums (long sequences weigh more), and None where
-the denominator is zero.
+"Tokens" means tokens of the decode phase: the token from the prefill belongs to no decode step and is left out, as is
+everything after the end-of-sequence token. Rates are ratios of sums, which gives long sequences more weight. A rate
+with a zero denominator is None.
 """
 
 from __future__ import annotations
@@ -23,33 +23,34 @@ Metric = Literal["mat", "speedup", "accept_rate"]
 Interval = tuple[float, float]
 Floats = NDArray[np.float64]
 Statistic = Callable[[Floats], Floats]
-"""Counts [resamples, prompts], how often each prompt was drawn → one value a resample."""
+"""Maps counts [resamples, prompts], how often each prompt was drawn, to one value per resample."""
 
 
 def ratio(numerator: float, denominator: float) -> float | None:
-    """numerator ÷ denominator, None when there is nothing to divide by."""
+    """numerator ÷ denominator, or None if the denominator is zero."""
     return numerator / denominator if denominator else None
 
 
 def mat(decoded: Sequence[Decoded]) -> float | None:
-    """Mean accepted tokens (micro): Σ tokens ÷ Σ target passes, bonus tokens included; plain decoding is exactly 1."""
+    """Mean accepted tokens (micro): Σ tokens ÷ Σ target passes, bonus tokens included. Plain decoding has exactly 1."""
     return ratio(sum(d.decoded_tokens for d in decoded), sum(d.target_passes for d in decoded))
 
 
 def mat_macro(decoded: Sequence[Decoded]) -> float | None:
-    """Mean over sequences of tokens ÷ target passes; sequences that ended with the prefill's token have none."""
+    """Mean over sequences of tokens ÷ target passes. Sequences that ended with the prefill's token do not count."""
     each = [d.decoded_tokens / d.target_passes for d in decoded if d.target_passes]
     return ratio(sum(each), len(each))
 
 
 def accept_rate(decoded: Sequence[Decoded]) -> float | None:
-    """Accepted draft tokens ÷ verified positions (accepted + rejections); None without drafts."""
+    """Accepted draft tokens ÷ verified positions (accepted + rejections), or None without drafts."""
     accepted = sum(d.accepted for d in decoded)
     return ratio(accepted, accepted + sum(d.rejections for d in decoded))
 
 
 def acceptance_by_position(decoded: Sequence[Decoded]) -> list[float | None]:
-    """Entry k: accepted ÷ offered at draft depth k+1, over the rounds whose shallower tokens were all accepted."""
+    """Acceptance rate per draft depth. Entry k is accepted ÷ offered at depth k+1; a token is offered if all shallower
+    tokens of its round were accepted."""
     accepted = _add_up(d.accepted_by_depth for d in decoded)
     offered = _add_up(d.offered_by_depth for d in decoded)
     return [ratio(hits, rounds) for hits, rounds in zip_longest(accepted, offered, fillvalue=0)]
@@ -61,21 +62,22 @@ def tokens_per_s(decoded: Sequence[Decoded]) -> float | None:
 
 
 def prefill_s(decoded: Sequence[Decoded]) -> float | None:
-    """Mean seconds from the call to the first token."""
+    """Mean seconds of the prefill, from the call to the first token."""
     return ratio(sum(d.prefill_s for d in decoded), len(decoded))
 
 
 def speedup(decoded: Sequence[Decoded], baseline: Sequence[Decoded]) -> float | None:
-    """tokens_per_s relative to that of a baseline on the same prompts in the same run."""
+    """Ratio of tokens_per_s to a baseline's tokens_per_s, on the same prompts in the same run."""
     ours, theirs = tokens_per_s(decoded), tokens_per_s(baseline)
     return None if ours is None or theirs is None else ratio(ours, theirs)
 
 
-def unusable(speedup: float | None, interval: Interval | None, mat: float | None = None) -> str | None:
-    """Why a speed-up over plain decoding says nothing, or None where it can be used.
+def why_unusable(speedup: float | None, interval: Interval | None, mat: float | None = None) -> str | None:
+    """Explain why a speed-up over plain decoding is meaningless, or return None if it can be used.
 
-    A round costs at least plain decoding's pass and yields `mat` tokens, so speed-up ≤ mat, with equality for a draft
-    that costs nothing: what is above it, or whose interval is wider than itself, has measured the machine's other work.
+    A round costs at least as much as one pass of plain decoding and yields `mat` tokens. So speed-up ≤ mat, with
+    equality for a draft that costs nothing. A speed-up above its mat, or with a confidence interval wider than itself,
+    has measured other work on the machine.
     """
     if speedup is None:
         return None
@@ -106,8 +108,8 @@ def difference_interval(
     theirs: Sequence[Decoded],
     plain: Sequence[Decoded] = (),
 ) -> Interval | None:
-    """Bootstrap interval of metric(ours) − metric(theirs), paired: both answer `prompts[i]`, and so does `plain[i]`,
-    which only "speedup" needs."""
+    """Bootstrap interval of metric(ours) − metric(theirs), paired: both answer `prompts[i]`. So does `plain[i]`, which
+    only "speedup" needs."""
     if metric == "speedup":
         fast, slow, base = _rate(prompts, ours), _rate(prompts, theirs), _rate(prompts, plain)
         return bootstrap(lambda counts: (fast(counts) - slow(counts)) / base(counts), len(set(prompts)))
@@ -119,7 +121,7 @@ def difference_interval(
 def bootstrap(statistic: Statistic, prompts: int, *, seed: int = 0) -> Interval | None:
     """Percentile interval at LEVEL over prompts drawn with replacement (Efron & Tibshirani 1993, chapter 13).
 
-    Repeats of one prompt (seeds) are drawn together. None for fewer than two prompts.
+    Repeats of one prompt (seeds) are drawn together. Returns None for fewer than two prompts.
     """
     if prompts < 2:
         return None
@@ -152,7 +154,7 @@ def ratio_of_sums(prompts: Sequence[Hashable], tops: Sequence[float], bottoms: S
 
 
 def _per_prompt(prompts: Sequence[Hashable], values: Sequence[float]) -> Floats:
-    """Sums of the values of each distinct prompt, in order of appearance."""
+    """Sum of the values per distinct prompt, in order of appearance."""
     sums: dict[Hashable, float] = {}
     for prompt, value in zip(prompts, values, strict=True):
         sums[prompt] = sums.get(prompt, 0.0) + value

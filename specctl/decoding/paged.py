@@ -1,4 +1,5 @@
-"""Keys and values in pages: `KVCache` over the pool of a target. No text is copied where one comes, grows or goes."""
+"""Paged KV cache: a `KVCache` with its memory in the target's pool. No sequence is copied when it comes, grows or
+goes."""
 
 from __future__ import annotations
 
@@ -10,29 +11,30 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.pages import IDLE, PAGE, Lease, PagePool, new_table, pages_for
-from specctl.decoding.plan import NOTHING, Plan
+from specctl.decoding.pages import PAGE, SCRATCH_PAGE, Lease, PagePool, new_table, pages_for
+from specctl.decoding.plan import EMPTY_RANGE, Plan
 from specctl.errors import UsageError
-from specctl.kernels import gathered, slots_of
+from specctl.kernels import gather_pages, slots_of
 
 CHOICES = ("paged", "contiguous")
 
 
-def asked() -> str | None:
-    """The choice that SPECCTL_KV names; None = none. UsageError where it is not of `CHOICES`."""
+def kv_choice() -> str | None:
+    """The value of SPECCTL_KV, or None if it is not set. UsageError if it is not one of `CHOICES`."""
     chosen = os.environ.get("SPECCTL_KV") or None
     if chosen not in (None, *CHOICES):
-        raise UsageError(f"SPECCTL_KV={chosen!r} is no way to keep keys and values", f"one of {', '.join(CHOICES)}")
+        raise UsageError(f"SPECCTL_KV={chosen!r} is not a valid value", f"use one of {', '.join(CHOICES)}")
     return chosen
 
 
 class PagedCache(KVCache):
-    """The texts of a batch, each in pages of its own.
+    """Keys and values of a batch, with each sequence in pages of the pool.
 
     Attributes:
-        store: the pool's [L, S, 2·Hkv, D]; rows: [S, 2·Hkv, D] of each layer.
-        table: [B, W] the page of the pool that holds slots i·PAGE … of a text: on the device, where graphs read it.
-        leases: what each text has of the pool; None for a row without a text, which writes to page `IDLE`.
+        store: the pool's memory [L, S, 2·Hkv, D]; `rows` are its views [S, 2·Hkv, D] per layer.
+        table: [B, W] entry i is the page that holds slots i·PAGE … of a sequence. It is on the device, where graphs
+            read it.
+        leases: the pages of each sequence. A row without a sequence has no lease and writes to page `SCRATCH_PAGE`.
     """
 
     table: Tensor
@@ -46,37 +48,38 @@ class PagedCache(KVCache):
 
     def _over(self, table: Tensor) -> None:
         self.table, self.batch = table, len(table)
-        self.skipped = [NOTHING] * self.batch
+        self.skipped = [EMPTY_RANGE] * self.batch
 
     @property
-    def place(self) -> Tensor:
+    def captured_tensor(self) -> Tensor:
         return self.table
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table: the pool is the target's, as its weights are."""
+        """Bytes of the table. The pool belongs to the target, like its weights."""
         return self.table.nbytes
 
-    def fitting(self, texts: list[int]) -> int:
+    def count_fitting(self, texts: list[int]) -> int:
         needed = accumulate(pages_for(most) for most in texts)
         return sum(pages <= self.pool.available for pages in needed)
 
-    def holds(self, slots: int) -> bool:
+    def could_hold(self, slots: int) -> bool:
         return pages_for(slots) <= self.pool.size
 
-    def let(self, b: int, most: int, names: list[bytes]) -> None:
-        """Promise pages, and hold those that are shared before others are taken. DataError where they are not there."""
+    def admit(self, b: int, most: int, names: list[bytes]) -> None:
+        """Promise the sequence its pages, and take the shared ones before another sequence evicts them. DataError if
+        too few pages are available."""
         self.release(b)
         lease = self.leases[b] = self.pool.lease(pages_for(most))
         lease.share(names)
 
-    def lacks(self, b: int, slots: int) -> bool:
+    def needs_room(self, b: int, slots: int) -> bool:
         lease = self.leases[b]
         return lease is not None and len(lease.pages) < pages_for(slots)
 
     def ensure(self, b: int, slots: int) -> None:
         lease = self.leases[b]
-        if lease is not None and self.lacks(b, slots):
+        if lease is not None and self.needs_room(b, slots):
             lease.grow(pages_for(slots))
             self.table[b, : len(lease.pages)] = torch.tensor(lease.pages, device=self.table.device)
 
@@ -99,10 +102,10 @@ class PagedCache(KVCache):
                 self.pool.wipe(lease.pages)
             lease.end()
             self.leases[b] = None
-            self.table[b] = IDLE
+            self.table[b] = SCRATCH_PAGE
 
     def slots(self, plan: Plan, count: int) -> Tensor:
-        """[B, count] where `write` stores the rows of a plan, in the pool."""
+        """[B, count] the slots in the pool where `write` stores the rows of a plan."""
         return slots_of(self.table, super().slots(plan, count).expand(self.batch, -1))
 
     def write(self, layer: int, pairs: Tensor, plan: Plan) -> None:
@@ -110,10 +113,10 @@ class PagedCache(KVCache):
         self.rows[layer][self.slots(plan, count)] = pairs.view(self.batch, count, *pairs.shape[1:])
 
     def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
-        """Copies, for attention that knows no pages. Page `IDLE` is read as zeros: a mask hides it, but attention still
-        multiplies its values by zero, and one of them may be NaN."""
-        rows = gathered(self.rows[layer], self.table, span)
-        idle = (self.table == IDLE).repeat_interleave(PAGE, 1)[:, :span]
+        """Copy keys and values out of the pages, for attention that cannot read pages. Page `SCRATCH_PAGE` is read as
+        zeros: it is masked, but attention still multiplies its values by zero, and they may be NaN."""
+        rows = gather_pages(self.rows[layer], self.table, span)
+        idle = (self.table == SCRATCH_PAGE).repeat_interleave(PAGE, 1)[:, :span]
         rows = rows.masked_fill_(idle[..., None, None], 0).transpose(1, 2)
         return rows[:, : self.heads], rows[:, self.heads :]
 
@@ -130,17 +133,17 @@ class PagedCache(KVCache):
         goal = start + torch.arange(source.shape[1], device=base.device)
         self.store[:, slots_of(self.table, goal)] = kept
 
-    def part(self, start: int, stop: int) -> PagedCache:
+    def sub_batch(self, start: int, stop: int) -> PagedCache:
         some = copy.copy(self)
         some.leases = self.leases[start:stop]
         some._over(self.table[start:stop])
         return some
 
-    def held(self, sequence: int, count: int) -> Tensor:
-        """A copy of the first rows of a text [L, count, 2·Hkv, D]."""
+    def first_rows(self, sequence: int, count: int) -> Tensor:
+        """A copy [L, count, 2·Hkv, D] of the first rows of a sequence."""
         return self.store[:, self._first(sequence, count)]
 
-    def put(self, sequence: int, rows: Tensor) -> None:
+    def set_first_rows(self, sequence: int, rows: Tensor) -> None:
         self.store[:, self._first(sequence, rows.shape[1])] = rows
 
     def _first(self, sequence: int, count: int) -> Tensor:
@@ -148,22 +151,23 @@ class PagedCache(KVCache):
         return slots_of(self.table[sequence : sequence + 1], positions)[0]
 
     def moved_to(self, larger: KVCache) -> KVCache:
-        """`larger`, with a table of more slots: texts stay where they are."""
+        """Return `larger`, a cache with a wider table, after handing it this cache's sequences. Their pages stay in
+        place."""
         assert isinstance(larger, PagedCache)
         larger.table[:, : self.table.shape[1]] = self.table
         larger.leases = self.leases
         return larger
 
     def select(self, index: Tensor) -> None:
-        """Hold the rows in `index`, in that order: only the table changes. One that is named twice is there once, and
-        once without a text."""
+        """Keep the rows in `index`, in that order; only the table changes. A repeated index keeps its sequence at the
+        first occurrence; the others get no sequence."""
         chosen = index.tolist()
         for b in {*range(self.batch)} - {*chosen}:
             self.release(b)
         again = [i for i, b in enumerate(chosen) if b in chosen[:i]]
         self.leases = [None if i in again else self.leases[b] for i, b in enumerate(chosen)]
         self._over(self.table.index_select(0, index))
-        self.table[again] = IDLE
+        self.table[again] = SCRATCH_PAGE
 
-    def filled(self, starts: list[int]) -> None:
-        """Nothing is left out in the target's cache."""
+    def mark_written(self, starts: list[int]) -> None:
+        """No-op: the target's cache skips no slots."""

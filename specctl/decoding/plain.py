@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
@@ -16,30 +16,30 @@ class NoDraft:
     """Plain decoding: the empty draft."""
 
     taps: tuple[int, ...] = ()
-    even = True
+    fixed_shape = True
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         return empty_draft(state.batch, state.device)
 
     def advance(self, state: DecodeState) -> None:
-        """Nothing to consume."""
+        """No-op: there is no state to update."""
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """It proposes nothing, anywhere."""
+        """Scores without any proposal."""
         return [Score(span, tokens=torch.empty(1, len(span), 0, dtype=torch.long)) for span in spans]
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
-        """Nothing is cached."""
+        """No-op: there is no cache."""
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft:
         return PlainRounds()
 
 
 class PlainRounds:
-    """Plain decoding on the device."""
+    """Plain decoding in rounds on the device."""
 
     depth, reach = 0, 1
 
@@ -47,26 +47,26 @@ class PlainRounds:
         self.carried: list[Tensor] = []
 
     def load(self, state: DecodeState) -> None:
-        """Nothing is remembered."""
+        """No-op: there is no memory."""
 
     def fits(self, state: DecodeState) -> bool:
-        """It has no memory."""
+        """Always true: there is no memory."""
         return True
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         nothing = sequences.ids[:, :0]
         return DraftTree(nothing, nothing)
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
-        """Nothing to consume."""
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
+        """No-op: there is no memory."""
 
     def store(self, state: DecodeState) -> None:
-        """Nothing is remembered."""
+        """No-op: there is no memory."""
 
 
 PLAIN = NoDraft()
 
 
-def drafter(drafting: DraftingRecipe) -> NoDraft:
+def make_drafter(drafting: DraftingRecipe) -> NoDraft:
     """The drafter `none`."""
     return NoDraft()

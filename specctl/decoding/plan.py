@@ -1,4 +1,4 @@
-"""The plan of one forward: where its rows stand, and what they may attend."""
+"""Plan of one forward: positions, cache slots and attention mask of its rows."""
 
 from __future__ import annotations
 
@@ -12,32 +12,34 @@ from specctl.decoding.attention import by_kernel
 from specctl.kernels import Ancestry
 
 MINUS_INF = float("-inf")
-PADDED = 64  # slots of padding that cost a CPU as much as the overhead of one more attention call
+PADDED = 64  # padding slots that cost a CPU as much as the overhead of one more attention call
 
 
-BITS = 64  # rows behind the committed ones that an ancestry can tell apart
-NOTHING = range(0)
+BITS = 64  # most rows after the committed ones that an ancestry can distinguish
+EMPTY_RANGE = range(0)
 
 
 Block = tuple[int, Tensor | None, range]
-"""Attention reads this many slots, less those of the range; and the mask [1 or B, 1, rows, slots] of what it reads."""
+"""One attention call: number of slots it reads, mask [1 or B, 1, rows, slots] for them, and a range of slots to leave
+out."""
 
 
 @dataclass
 class Plan:
-    """Where the T rows of one forward stand and what they may attend; made once, shared by all layers.
+    """Positions of the T rows of one forward and the slots they may attend. Made once, shared by all layers.
 
     Attributes:
-        base: cached rows of each sequence before this forward (length B); [] where only the device knows (`plan_at`).
+        base: cached rows of each sequence before this forward (length B); [] if only the device knows them (`plan_at`).
         positions: [B, T] absolute positions (RoPE, learned embeddings).
         span: number of cache slots that attention reads.
-        mask: additive mask [1 or B, 1, T, span], or None when plain causal attention (`causal`) or no mask is needed.
+        mask: additive mask [1 or B, 1, T, span], or None if plain causal attention (`causal`) or no mask is needed.
         causal: the T rows start at slot 0 and attend each other causally (prefill).
         contiguous: the positions are base .. base+T−1 (no tree).
-        slots: [B, T] cache slots that the rows are written to, where only the device knows them.
-        skipped: slots of each sequence that hold nothing, if there are any; the mask hides them.
-        ancestry: what a kernel reads instead of the mask, where there is one (`attention.by_kernel`): `mask` is None
-            then, and made by `masked` for those who need it.
+        slots: [B, T] cache slots to write the rows to, if only the device knows them.
+        skipped: ranges of slots, one per sequence, that hold nothing (empty if there are no such slots). The mask hides
+            them.
+        ancestry: replaces the mask if attention is a kernel (`attention.by_kernel`). `mask` is then None; code that
+            needs a mask calls `masked`.
     """
 
     base: list[int]
@@ -53,14 +55,17 @@ class Plan:
     _blocks: dict[int, list[Block]] = field(default_factory=dict, init=False, repr=False)
 
     def blocks(self, groups: int) -> list[Block]:
-        """The keys that attention of folded queries reads: one block for all sequences, or one for each of them.
+        """Attention calls for folded queries: one for the whole batch, or one per sequence.
 
-        Folded are the `groups` query heads of a key head: they are its rows, group by group, and read the keys once. A
-        CPU runs sequences one after another anyway; where lengths differ much it need not read the padding.
+        Folding turns the `groups` query heads of a key head into rows, group by group, so that the keys are read once.
+        A CPU runs sequences one after another anyway; with one call per sequence it need not read the padding of
+        shorter ones.
         """
         if groups not in self._blocks:
             alone = len(self.skipped) == 1 or self._wasteful()
-            self._blocks[groups] = self._alone(groups) if alone else [(self.span, _repeat(self.mask, groups), NOTHING)]
+            self._blocks[groups] = (
+                self._alone(groups) if alone else [(self.span, _repeat(self.mask, groups), EMPTY_RANGE)]
+            )
         return self._blocks[groups]
 
     def _wasteful(self) -> bool:
@@ -73,14 +78,16 @@ class Plan:
         assert self.mask is not None
         rows = self.positions.shape[1]
         ends = [start + rows for start in self.base]
-        gaps = self.skipped or [NOTHING] * len(ends)
+        gaps = self.skipped or [EMPTY_RANGE] * len(ends)
         if rows == 1 and self.contiguous:
             return [(end, None, gap) for end, gap in zip(ends, gaps, strict=True)]
-        masks = [seen(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))]
+        masks = [
+            unskipped(self.mask[b : b + 1], 3, end, gap) for b, (end, gap) in enumerate(zip(ends, gaps, strict=True))
+        ]
         return [(end, _repeat(mask, groups), gap) for end, mask, gap in zip(ends, masks, gaps, strict=True)]
 
     def masked(self, dtype: torch.dtype) -> Plan:
-        """The same with a mask instead of the ancestry, made once."""
+        """This plan with a mask in place of the ancestry; the mask is made once."""
         if self.ancestry is None:
             return self
         if self._masked is None:
@@ -90,7 +97,7 @@ class Plan:
         return self._masked
 
     def row(self, index: Tensor) -> Plan:
-        """The same for one row of each sequence, `index` [B]."""
+        """This plan for a single row of each sequence, `index` [B]."""
         rows, positions = self.positions.shape[1], self.positions.gather(1, index.view(-1, 1))
         if self.ancestry is not None:
             return replace(self, positions=positions, ancestry=self.ancestry.row(index, rows))
@@ -98,10 +105,11 @@ class Plan:
         mask = self.mask.gather(2, index.view(-1, 1, 1, 1).expand(-1, 1, 1, self.span))
         return replace(self, positions=positions, mask=mask)
 
-    def within(self, window: int | None, dtype: torch.dtype) -> Plan:
-        """The same, where a row attends its own position and the window − 1 before it; None = all of them.
+    def with_window(self, window: int | None, dtype: torch.dtype) -> Plan:
+        """This plan with a sliding window: a row attends its own position and the window − 1 before it (None = no
+        window).
 
-        Slots of committed tokens only are hidden: rows behind those must lie within the window, whatever they are.
+        It hides only slots of committed tokens. All later rows must lie within the window.
         """
         if window is None or self.span <= window:
             return self
@@ -114,14 +122,14 @@ class Plan:
             empty = torch.zeros(1, 1, rows, self.span, dtype=dtype, device=device)
             mask = _staircase(0, rows, device, dtype) if self.causal else empty
         far = torch.arange(self.span, device=device) <= (self.positions - window).unsqueeze(-1)
-        # Not contiguous: a single row would be thought to need no mask.
+        # Not contiguous: otherwise `_alone` would give a single row no mask.
         return replace(self, mask=mask.masked_fill(far.unsqueeze(1), MINUS_INF), causal=False, contiguous=False)
 
-    def without(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
-        """The same, blind to slots that the sequences have `skipped`."""
+    def without_slots(self, skipped: Sequence[range], dtype: torch.dtype) -> Plan:
+        """This plan with the `skipped` slots of each sequence masked."""
         if not any(skipped):
             return self
-        assert not self.causal, "rows that begin at slot 0 have skipped nothing"
+        assert not self.causal, "a plan with rows from slot 0 on has no skipped slots"
         plan = self.masked(dtype)
         shape = (len(skipped), 1, self.positions.shape[1], self.span)
         mask = torch.zeros(shape, dtype=dtype, device=self.positions.device)
@@ -132,8 +140,8 @@ class Plan:
         return replace(plan, mask=mask, skipped=skipped)
 
 
-def seen(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
-    """The first `span` slots of x, which stand in dimension `dim`, less the skipped ones."""
+def unskipped(x: Tensor, dim: int, span: int, skipped: range) -> Tensor:
+    """The first `span` slots of x along dimension `dim`, without the skipped ones."""
     if not skipped:
         return x.narrow(dim, 0, span)
     return torch.cat((x.narrow(dim, 0, skipped.start), x.narrow(dim, skipped.stop, span - skipped.stop)), dim)
@@ -156,9 +164,11 @@ def plan_rows(
     """Plan a forward of `rows` rows after `base` cached ones.
 
     Args:
-        visible: [B, T, T] bool, row t may attend row s of this step (tree ancestors, itself included); None = causal.
-        depth: [B, T] distance from row 0 (tree); None = 0 .. T−1.
-        span: read this many slots whatever the lengths (`exact` mode keeps shapes fixed); None = as few as possible.
+        visible: [B, T, T] bool, row t may attend row s of this step (tree ancestors, itself included). The default is
+            causal.
+        depth: [B, T] distance from row 0 (tree). The default is 0 .. T−1.
+        span: number of slots to read, independent of the lengths (`exact` mode keeps shapes fixed). The default is as
+            few as possible.
     """
     batch = len(base)
     contiguous = depth is None
@@ -175,7 +185,7 @@ def plan_rows(
     prefill = not fixed and not ragged and visible is None and base[0] == 0 and rows > 1
     if not prefill and by_kernel(device) and (visible is None or rows <= BITS):
         at = torch.full((batch,), base[0], device=device) if starts is None else starts
-        ancestry = Ancestry(at, rows, None if visible is None else packed(visible), fixed=fixed)
+        ancestry = Ancestry(at, rows, None if visible is None else packed(visible), fixed_order=fixed)
         return Plan(base, positions, width, None, False, contiguous, ancestry=ancestry)
     if not fixed and not ragged and visible is None:
         if rows == 1:
@@ -199,15 +209,16 @@ def plan_rows(
 def plan_at(
     base: Tensor, visible: Tensor, offset: Tensor | int, *, span: int, dtype: torch.dtype, chain: bool = False
 ) -> Plan:
-    """Plan a forward whose place only the device knows: nothing is read back, every shape is given.
+    """Plan a forward at a place that only the device knows. It reads no tensor back to the host, and all shapes are
+    fixed.
 
     Args:
-        base: [B] rows of each sequence that all rows of the forward may attend.
-        visible: [B, T, R] bool: of the R rows behind those, what each of the T rows of this forward, which are the last
-            of the R, may attend (itself included).
-        offset: [B, T], [T] or one number: how far behind `base` the rows stand in the text.
+        base: [B] number of cached rows of each sequence that all rows of the forward may attend.
+        visible: [B, T, R] bool. R rows follow `base`, and this forward computes the last T. Row t may attend row r if
+            set (itself included).
+        offset: [B, T], [T] or one number: position of the rows in the text, relative to `base`.
         span: cache slots that attention reads, at least the largest base + R.
-        chain: `visible` is all rows up to the own one, which need not be told apart.
+        chain: every row sees all rows up to itself, so rows need no ancestry bits.
     """
     rows, reach = visible.shape[1:]
     start = base.unsqueeze(1)
@@ -221,7 +232,7 @@ def plan_at(
 
 
 def packed(visible: Tensor) -> Tensor:
-    """`visible` [..., R] bool as int64 [...]: bit r is that of row r, R ≤ 64."""
+    """`visible` [..., R] bool as int64 [...]: bit r stands for row r, R ≤ 64."""
     return (visible.long() << torch.arange(visible.shape[-1], device=visible.device)).sum(-1)
 
 
@@ -234,7 +245,7 @@ def _allowed(base: Tensor, visible: Tensor, span: int) -> Tensor:
 
 
 def _additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    """The mask [B, 1, T, span] that is added to scores."""
+    """Additive mask [B, 1, T, span] for attention scores."""
     mask = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device)
     return mask.masked_fill_(~allowed, MINUS_INF).unsqueeze(1)
 

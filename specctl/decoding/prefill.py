@@ -1,4 +1,4 @@
-"""Prompts into the cache, so many rows at a time: what a forward of them needs beside the weights is bounded."""
+"""Prefill of prompts into the KV cache, in chunks of rows that bound the memory for activations."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from torch import Tensor
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.model import Model
-from specctl.decoding.pages import beginnings
+from specctl.decoding.pages import page_names
 from specctl.decoding.plan import plan_rows
 
-# Rows of a forward, padding included. An H100 is busy with a few hundred; of an 8B target 8,192 take some 2 GB of
-# activations, where 64 prompts of 4,096 tokens at once take 60.
+# Rows of one forward, padding included. A few hundred rows keep an H100 busy. With an 8B target, 8,192 rows take about
+# 2 GB of activations; 64 prompts of 4,096 tokens at once would take 60 GB.
 ROWS = 8192
 
 
 def groups(lengths: list[int], slots: list[int], rows: int, starts: list[int] | None = None) -> list[range]:
-    """Places of prompts that are run together, in order: neighbours in the cache that begin at the same place of
-    `starts`, padded to the longest of them within so many rows. One that is longer stands alone."""
+    """Group prompts that run in one forward. A group consists of prompts in neighboring cache slots with the same entry
+    in `starts`; padded to the longest, it has at most `rows` rows. A longer prompt is a group by itself. Returns ranges
+    of prompt indices, in order."""
     found: list[range] = []
     for place, (length, slot) in enumerate(zip(lengths, slots, strict=True)):
         if found:
@@ -39,10 +40,11 @@ def prefill(
     slots: list[int],
     starts: list[int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run prompts into `slots` of the cache, those that it holds up to `starts` from there on. Returns (logits of each
-    last row [n, V], h [n, P, H], taps [n, P, F]), zero where a prompt was not run and behind its end.
+    """Run prompts into `slots` of the cache. Positions before `starts` are cached already and are not run. Returns
+    (logits [n, V] of each prompt's last token, h [n, P, H], taps [n, P, F]). Positions that were not run, and padding,
+    are zero.
 
-    A CPU gains nothing from a batch of prompts, and padding is work: one by one.
+    On a CPU, prompts run one by one: batching gains nothing there, and padding is work.
     """
     lengths = [len(prompt) for prompt in prompts]
     logits: list[Tensor] = []
@@ -56,7 +58,7 @@ def prefill(
         for row, place in enumerate(places):
             tokens[row, : lengths[place] - begin] = torch.tensor(prompts[place][begin:])
         tokens = tokens.to(model.device)
-        part = cache.part(slots[places.start], slots[places.stop - 1] + 1)
+        part = cache.sub_batch(slots[places.start], slots[places.stop - 1] + 1)
         step = max(ROWS // len(places), 1)
         for start in range(begin, max(within), step):
             rows = tokens[:, start - begin : start - begin + step]
@@ -74,8 +76,8 @@ def prefill(
 def _stored(
     states: Tensor | None, whole: Tensor | None, lengths: list[int], places: range, start: int
 ) -> Tensor | None:
-    """`whole` [n, P, F], made where there is none yet, with `states` [b, t, F] of the rows from `start` on of the
-    prompts in `places`."""
+    """Copy `states` [b, t, F] of the prompts in `places`, from row `start` on, into `whole` [n, P, F]. `whole` is
+    allocated if it is None."""
     if states is None:
         return None
     if whole is None:
@@ -90,10 +92,10 @@ def _stored(
 
 
 def prefill_shared(model: Model, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> Tensor:
-    """As `prefill`, but for full pages that prompts begin with and that others have filled, in earlier calls or in this
-    one: of prompts that begin alike here the first goes ahead. Returns the logits of each last row [n, V], which is
-    always run."""
-    names = [beginnings(prompt[:-1]) for prompt in prompts]
+    """Prefill without the full pages of common prefixes that are already cached, from earlier calls or from this one.
+    Among prompts with the same beginning, the first runs before the others. Returns the logits [n, V] of each prompt's
+    last token, which always runs."""
+    names = [page_names(prompt[:-1]) for prompt in prompts]
     ahead = {own[0]: place for place, own in reversed([*enumerate(names)]) if own}
     first = [place for place, own in enumerate(names) if not own or ahead[own[0]] == place]
     others = [place for place in range(len(prompts)) if place not in first]

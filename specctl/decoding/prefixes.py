@@ -1,7 +1,8 @@
-"""Texts that prompts begin with, so that nobody reads them twice.
+"""Prefix cache of recent texts, so that no prompt prefix is prefilled twice.
 
-Reasoning step by step asks the target to go on from the text it wrote a moment ago, and from several texts that begin
-alike. A few lines of text are enough for that; a server's tree of them is RadixAttention (Zheng et al. 2024).
+Step-by-step reasoning asks the target to continue the text it has just written, and several texts with a common
+beginning. A few cached texts are enough for this. A server would keep them in a tree: RadixAttention (Zheng et al.
+2024).
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 
 
-class Line(NamedTuple):
-    """A text that was read: its ids, its cache rows [L, n, 2·Hkv, D] and tapped features [n, F]."""
+class CachedText(NamedTuple):
+    """A cached text: its ids, its cache rows [L, n, 2·Hkv, D] and tapped features [n, F]."""
 
     ids: list[int]
     rows: Tensor
@@ -28,31 +29,33 @@ class Line(NamedTuple):
 
 
 class Prefixes:
-    """The last `lines` texts that were finished with one target.
+    """The last `lines` finished texts of one target.
 
     Attributes:
-        read: tokens that prefills have run so far.
+        read: number of tokens that prefills have run through the target.
     """
 
     def __init__(self, lines: int):
-        self.lines: deque[Line] = deque(maxlen=lines)
+        self.lines: deque[CachedText] = deque(maxlen=lines)
         self.read = 0
 
     @torch.inference_mode()
     def prefill(
         self, target: Target, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...], slots: list[int]
     ) -> tuple[Tensor, Tensor | None]:
-        """Fill `slots` of the cache; logits of each last row [n, V] and tapped states [n, P, F], padded at the right.
+        """Fill `slots` of the cache. Returns the logits [n, V] of each prompt's last token and the tapped states [n, P,
+        F], padded on the right.
 
-        Prompts are run one by one, each behind the longest beginning that it shares with a line or an earlier prompt.
+        Prompts run one at a time. Each starts after the longest prefix it shares with a cached text or an earlier
+        prompt.
         """
-        here: list[Line] = []
+        here: list[CachedText] = []
         logits = []
         for prompt, slot in zip(prompts, slots, strict=True):
             alone = cache.sequence(slot)
             start, line = self._longest(prompt, [*self.lines, *here], bool(taps))
             if line is not None:
-                alone.put(0, line.rows[:, :start])
+                alone.set_first_rows(0, line.rows[:, :start])
             plan = plan_rows([start], len(prompt) - start, device=target.device, dtype=target.dtype)
             tokens = torch.tensor([prompt[start:]], device=target.device)
             hidden, tapped = target.model.forward(tokens, alone, plan, taps)
@@ -62,25 +65,25 @@ class Prefixes:
                 features = (
                     tapped[0] if line is None or line.tapped is None else torch.cat((line.tapped[:start], tapped[0]))
                 )
-            here.append(Line(prompt, alone.held(0, len(prompt)), features))
+            here.append(CachedText(prompt, alone.first_rows(0, len(prompt)), features))
             logits.append(target.model.logits(hidden[:, -1]))
         kept = [line.tapped for line in here if line.tapped is not None]
         return torch.cat(logits), pad_sequence(kept, batch_first=True) if kept else None
 
     def keep(self, state: DecodeState, slots: list[int]) -> None:
-        """Remember the texts in `slots`, which have finished, while their rows are there."""
+        """Cache the finished texts in `slots`, while their cache rows still exist."""
         for b in slots:
             row = state.rows[b]
             count = len(row.ids) - 1
             if all(line.ids != row.ids[:count] for line in self.lines):
                 features = None if state.features is None else state.features[b, :count].clone()
-                self.lines.append(Line(row.ids[:count], state.cache.held(b, count).clone(), features))
+                self.lines.append(CachedText(row.ids[:count], state.cache.first_rows(b, count).clone(), features))
 
     @staticmethod
-    def _longest(prompt: list[int], lines: list[Line], tapped: bool) -> tuple[int, Line | None]:
-        """The line that shares most with the prompt, and how much. The prompt's last token is always read: the logits
-        behind it are wanted."""
-        best: tuple[int, Line | None] = (0, None)
+    def _longest(prompt: list[int], lines: list[CachedText], tapped: bool) -> tuple[int, CachedText | None]:
+        """Length of the longest shared prefix, and the cached text that has it. The prompt's last token never counts:
+        it must run, as its logits are needed."""
+        best: tuple[int, CachedText | None] = (0, None)
         for line in lines:
             if tapped and line.tapped is None:
                 continue

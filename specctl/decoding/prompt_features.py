@@ -1,4 +1,4 @@
-"""Features of prompts: what the target's states say of one, which the prefill has computed anyway."""
+"""Feature vectors of prompts, from the target's hidden states that the prefill computes anyway."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch import Tensor
 
 from specctl.decoding.target import Target
 
-FEATURES = 256  # of a prompt; more are projected
+FEATURES = 256  # dimensions per prompt; longer vectors are projected
 
 Features = NDArray[np.float64]
 
 
 def features_of(states: Tensor) -> Features:
-    """[D] features of a prompt, whose states are [P, F]: their mean, projected where it is long (Achlioptas 2003)."""
+    """[D] features of a prompt with states [P, F]: their mean, projected if it is longer than `FEATURES` (Achlioptas
+    2003)."""
     mean = states.float().mean(0).nan_to_num().cpu()
     if len(mean) > FEATURES:
         mean = mean @ _projection(len(mean))
@@ -29,20 +30,19 @@ def features_of(states: Tensor) -> Features:
 
 @functools.lru_cache(maxsize=4)
 def _projection(size: int) -> Tensor:
-    """[size, D] random signs, scaled so that lengths stay as they are."""
+    """[size, D] random signs, scaled so that the projection preserves lengths."""
     signs = np.random.default_rng(0).choice([-1.0, 1.0], (size, FEATURES))
     return torch.from_numpy(signs / math.sqrt(FEATURES)).float()
 
 
 @dataclass(frozen=True)
-class Kinds:
-    """Kinds of prompts.
+class PromptClusters:
+    """Clusters of prompts, each with a mean feature vector.
 
     Attributes:
-        means: [n, D] mean features of each.
-        errors: [n] how far other prompts of a kind may have another mean: their distance from it, by the root of their
-            number.
-        taps: the target's layers whose states these are; () where that is not told.
+        means: [n, D] mean features of each kind.
+        errors: [n] standard error of each mean: the average distance of the prompts from it ÷ √(number of prompts).
+        taps: indices of the target layers with these states; () if unknown.
     """
 
     means: Features
@@ -50,12 +50,12 @@ class Kinds:
     taps: tuple[int, ...] = ()
 
     @classmethod
-    def none(cls) -> Kinds:
+    def none(cls) -> PromptClusters:
         return cls(np.zeros((0, 0)), np.zeros(0))
 
     @classmethod
-    def of(cls, kinds: Iterable[tuple[Sequence[float], float]], taps: tuple[int, ...] = ()) -> Kinds:
-        """Kinds from (mean, error) pairs."""
+    def of(cls, kinds: Iterable[tuple[Sequence[float], float]], taps: tuple[int, ...] = ()) -> PromptClusters:
+        """Build kinds from (mean, error) pairs."""
         pairs = list(kinds)
         if not pairs:
             return cls.none()
@@ -64,15 +64,15 @@ class Kinds:
 
     @property
     def pairs(self) -> list[tuple[list[float], float]]:
-        """The inverse of `of`."""
+        """The (mean, error) pairs: the inverse of `of`."""
         return list(zip(self.means.tolist(), self.errors.tolist(), strict=True))
 
 
 @torch.inference_mode()
-def kind_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...]) -> tuple[Features, float]:
-    """Mean [D] of the features of prompts, and its error, by the target's states of these layers.
+def cluster_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...]) -> tuple[Features, float]:
+    """Mean [D] of the features of prompts and its standard error, from the target's states at layers `taps`.
 
-    All processes that hold a slice of the target call this.
+    With tensor parallelism, all ranks of the target must call this.
     """
     found = []
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""The protocols through which decoding knows drafters and controllers."""
+"""Protocols of drafters and controllers, as the decoding loop uses them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
-from specctl.decoding.records import DraftTree, HeardRound, Score, Sequence, Verdict
+from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.records import DeviceRoundResult, DraftTree, Score, Sequence, Verdict
 from specctl.decoding.state import DecodeState
 
 OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
@@ -17,15 +17,15 @@ OnCommit = Callable[[DecodeState], None]
 
 
 class Proposer(Protocol):
-    """Anything that drafts for one round."""
+    """Interface of anything that drafts for one round."""
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """At most `budget` nodes per sequence, from the last committed token."""
+        """Draft at most `budget` nodes per sequence, from the last committed token on."""
         ...
 
 
 class Drafter(Proposer, Protocol):
-    """A model or an index that proposes tokens, and can be kept while others draft.
+    """Interface of a model or an index that proposes tokens, and may stay idle while other drafters run.
 
     `taps` are the target's hidden states it reads (indices into `transformers`' hidden_states; empty for independent
     drafters). State that belongs to a sequence being decoded lives in `state.memory[self]`, never in the drafter.
@@ -34,19 +34,20 @@ class Drafter(Proposer, Protocol):
     taps: tuple[int, ...]
 
     def advance(self, state: DecodeState) -> None:
-        """Consume the committed positions it has not seen yet (lazy: an idle drafter catches up in one call)."""
+        """Consume the committed positions not seen yet (lazy: an idle drafter catches up in one call)."""
         ...
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Its rows at the committed positions `spans[b]` of every live sequence, at draft depths 1 .. `depths`.
+        """Proposals for the committed positions `spans[b]` of every live sequence b, at draft depths 1 .. `depths`.
 
-        Positions are those of the tokens that are predicted; each must be at least 2 (there is text and a feature to
-        draft from) and below the length of its sequence. A span may be empty.
+        A position is the place of the predicted token. Each must be at least 2, so that there is text and a feature to
+        draft from, and below the length of its sequence. A span may be empty.
         """
         ...
 
-    def behind(self, state: DecodeState) -> list[int]:
-        """How many tokens of every live sequence the next `advance` has to read: what it costs to switch to it."""
+    def lag(self, state: DecodeState) -> list[int]:
+        """The drafter's lag: for every sequence, the number of tokens that the next `advance` has to read. This is the
+        cost of switching to the drafter."""
         ...
 
     def invalidate(self, state: DecodeState) -> None:
@@ -55,11 +56,11 @@ class Drafter(Proposer, Protocol):
 
 
 class DeviceDraft(Protocol):
-    """A drafter's part of rounds that run on the device alone (device/rounds.py), for the sequences of one batch.
+    """A drafter's part in rounds that run entirely on the device (device/rounds.py), for the sequences of one batch.
 
     Attributes:
-        depth: longest path that it drafts; 0 = plain decoding.
-        reach: cache slots behind the committed text that its rows and those of the target's step take.
+        depth: longest path in its drafts; 0 = plain decoding.
+        reach: cache slots after the committed text that its rows and the target's verification rows take.
         carried: tensors that a round changes and the next one reads.
     """
 
@@ -68,88 +69,92 @@ class DeviceDraft(Protocol):
     carried: list[Tensor]
 
     def load(self, state: DecodeState) -> None:
-        """Catch up with the committed text; take over the host's memory of it."""
+        """Catch up with the committed text, and take over the memory of it from the host."""
         ...
 
     def fits(self, state: DecodeState) -> bool:
-        """Whether that memory is where it was when it was first taken over."""
+        """Whether that memory is still at the addresses it had when it was first taken over."""
         ...
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
-        """A draft of the same shape in every round, with padding where a sequence has no room for it."""
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        """Draft with one shape for all rounds, with padding if a sequence has no room for it."""
         ...
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
-        """Consume what was committed behind the first `before` [B] tokens."""
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
+        """Consume the tokens committed after the first `before` [B] tokens."""
         ...
 
     def store(self, state: DecodeState) -> None:
-        """Hand the memory of the committed text back to the host."""
+        """Return the memory of the committed text to the host."""
         ...
 
 
 @runtime_checkable
 class OnDevice(Protocol):
-    """A drafter that can draft on the device alone.
+    """A drafter that can draft entirely on the device.
 
-    `even`: its drafts have one shape, whatever the text; else each round asks the host.
+    `fixed_shape`: its drafts have one shape for any text; otherwise each round asks the host.
     """
 
-    even: bool
+    fixed_shape: bool
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
-        """Its part of rounds with at most `budget` nodes per sequence; None where its shape or its model cannot."""
+        """The drafter's part in rounds with at most `budget` nodes per sequence, or None if its drafts or its model do
+        not support this."""
         ...
 
     def invalidate(self, state: DecodeState) -> None:
-        """As of a `Drafter`."""
+        """Forget cached keys and values, as in `Drafter.invalidate`."""
         ...
 
 
 class Controller(ABC):
-    """Chooses who drafts for the texts that it was told of, and learns from what the target said.
+    """Chooses the drafter for the sequences assigned to it with `begin`, and learns from the target's verdicts.
 
-    A state may hold other texts, too: those of other controllers, and slots that are idle.
+    A state may also hold idle slots and sequences of other controllers.
 
     Attributes:
-        late: numbers are enough for it, one round late: the next round is chosen before it hears of the last one
-            (`heard`). Then rounds can run on the device (device/rounds.py); else every round is `observe`d.
-        keeps: it is late only where the state keeps what the target said (`DecodeState.hidden`).
+        accepts_late_counts: the controller needs only counts of each round, and may get them one round late: it chooses
+            the next round before it is told the result of the last one (`observe_device_round`). Rounds can then run on
+            the device (device/rounds.py). Otherwise every round goes through `observe`.
+        keeps_hidden: `accepts_late_counts` holds only if the state keeps the target's hidden states
+            (`DecodeState.hidden`).
     """
 
-    late: bool = False
-    keeps: bool = False
+    accepts_late_counts: bool = False
+    keeps_hidden: bool = False
 
     def begin(self, text: Sequence) -> None:  # noqa: B027 - most have nothing to do
-        """Prepare for a text whose prompt is about to be read. What is raised here ends that text."""
+        """Prepare for a sequence that is about to be prefilled. An exception raised here ends the sequence."""
 
-    def waits(self, state: DecodeState) -> bool:
-        """Whether the next round is to be chosen only when it has heard of all rounds. For who is `late`."""
+    def must_wait(self, state: DecodeState) -> bool:
+        """Whether all pending rounds must be reported before the next choice. Only for `accepts_late_counts`
+        controllers."""
         return False
 
     @abstractmethod
     def choose(self, state: DecodeState) -> Proposer:
-        """Name the drafter of the next round; some text of its own is live. Of who is `late` the state may be a round
-        behind."""
+        """Choose the drafter of the next round. At least one sequence of this controller is live. If the controller is
+        `accepts_late_counts`, the state may lag by one round."""
 
-    def ready(self, state: DecodeState) -> None:  # noqa: B027
-        """Prepare for a round of whoever was chosen last; all is known now. It is not asked between two rounds of one
-        drafter on the device, and sometimes twice."""
+    def prepare_round(self, state: DecodeState) -> None:  # noqa: B027
+        """Prepare for a round of the chosen drafter, when the state is complete. It is not called between two device
+        rounds of one drafter, and may be called twice for a round."""
 
     @abstractmethod
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> Any:
-        """Learn from a round, which is committed."""
+        """Learn from a committed round."""
 
-    def heard(self, state: DecodeState, round: HeardRound) -> None:  # noqa: B027
-        """Learn from the oldest round that was chosen and not heard of, which ran on the device. A round that was
-        chosen for a text after it had ended was none."""
+    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:  # noqa: B027
+        """Learn from a round that ran on the device: the oldest choice not reported yet. If a sequence had ended before
+        the round, the choice made for it was not played."""
 
-    def settled(self, state: DecodeState) -> None:  # noqa: B027
-        """Do what cannot be done while a round is under way on the device: nothing is now. Whenever texts have ended,
-        they are still there."""
+    def on_drained(self, state: DecodeState) -> None:  # noqa: B027
+        """Do work that is impossible while a device round is pending; none is pending now. If sequences have just
+        ended, their rows still exist."""
 
-    def unplayed(self, state: DecodeState) -> None:  # noqa: B027
-        """Take the last choice back: nobody could draft."""
+    def withdraw_choice(self, state: DecodeState) -> None:  # noqa: B027
+        """Take back the last choice: no draft could be made."""
 
     def end(self, text: Sequence) -> None:  # noqa: B027
-        """Let go of a text, however it has ended."""
+        """Forget a sequence that has ended, for any reason."""

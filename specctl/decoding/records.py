@@ -1,4 +1,4 @@
-"""Records that travel through decoding: requests and their texts, drafts, verdicts, scores, and what comes out."""
+"""Records of the decoding loop: requests, sequences, drafts, verdicts, scores and results."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from torch import Tensor
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.kernels import Rows
 
-PADDING = -2  # parent of a slot that holds no node
+PADDING = -2  # parent of a padding slot in `DraftTree.parents`
 
 
 @dataclass(frozen=True)
 class Label:
-    """A text as controllers, logs and buffers know it: the id and domain of its prompt. Texts of one `key` belong
-    together (a session), others stand alone; `seed` tells repeats of a prompt apart, as in the records."""
+    """Identity of a text for controllers, logs and buffers: the id and domain of its prompt.
+
+    Texts with the same `key` belong to one session; a text without a key stands alone. `seed` tells repeats of a prompt
+    apart, as in the records.
+    """
 
     query: str
     domain: str = ""
@@ -31,11 +34,11 @@ class Request:
     """A text to be generated.
 
     Attributes:
-        prompt: its ids.
-        max_new_tokens: at most so many; fewer where the target's context ends.
-        seed: with the prompt and `sampling` all that the text depends on.
-        ends: ids that end it, next to the target's own; it stops with "eos" there, too.
-        label: what is known of it besides; None = nothing.
+        prompt: token ids of the prompt.
+        max_new_tokens: upper limit; the target's context length may end the text earlier.
+        seed: random seed. Prompt, `sampling` and seed determine the text.
+        ends: ids that end the text, in addition to the target's own. Here, too, `stop` is "eos".
+        label: identity of the text for controllers and logs, if known.
     """
 
     prompt: list[int]
@@ -50,20 +53,20 @@ class Request:
 class Sequence:
     """One sequence and its counts. `ids` are the committed tokens, prompt included; the last one is not yet cached.
 
-    `accepted`, `rejections` and the by-depth lists count draft tokens of rounds as committed (trimmed at the end of the
-    sequence); `offered[d]` counts the rounds in which a draft token at depth d+1 was verified.
+    `accepted`, `rejections` and the by-depth lists count the draft tokens of rounds as committed (trimmed at the end of
+    the sequence). `offered_by_depth[d]` counts the rounds in which a draft token at depth d+1 was verified.
     """
 
     index: int
     request: Request
     ids: list[int]
     prompt_length: int
-    limit: int  # longest total length
+    limit: int  # longest total length, prompt included
     eos_ids: frozenset[int]
     stop: str | None = None  # "eos", "length", "cancelled" or "failed" once finished
-    error: Exception | None = None  # why it failed
-    begun: bool = False  # its controller knows of it
-    told: int = 0  # tokens that events have told, prompt included
+    error: Exception | None = None  # the reason, if `stop` is "failed"
+    controller_begun: bool = False  # the controller's `begin` has run
+    reported: int = 0  # tokens already reported in events, prompt included
     target_passes: int = 0
     accepted: int = 0
     rejections: int = 0
@@ -73,18 +76,18 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, context_length: int, eos_ids: frozenset[int], index: int = 0) -> Sequence:
-        """The sequence that a request begins with, for a target with such a context and such ends."""
+        """The initial sequence of a request, for a target with this context length and these end-of-sequence ids."""
         size, ends = len(request.prompt), eos_ids | request.ends
         limit = min(size + request.max_new_tokens, context_length)
-        return cls(index, request, list(request.prompt), size, limit, ends, told=size)
+        return cls(index, request, list(request.prompt), size, limit, ends, reported=size)
 
     @classmethod
     def idle(cls, eos_ids: frozenset[int]) -> Sequence:
-        """A stand-in for a row that is no text's: it has ended, behind a first token that was no round's."""
-        return cls(-1, Request([0], GREEDY, 1), [0, 0], 1, 2, eos_ids, "cancelled", told=2)
+        """Placeholder for an idle row of the batch: a sequence that ended after its first token, without any round."""
+        return cls(-1, Request([0], GREEDY, 1), [0, 0], 1, 2, eos_ids, "cancelled", reported=2)
 
     def fail(self, error: Exception) -> None:
-        """End it for a reason that is not the text's."""
+        """End the sequence with an error."""
         self.stop, self.error = "failed", error
 
     @property
@@ -92,12 +95,13 @@ class Sequence:
         return self.ids[self.prompt_length :]
 
     @property
-    def room(self) -> int:
-        """Draft tokens that can still matter: the target adds one more, and a finished sequence takes none."""
+    def draft_room(self) -> int:
+        """Number of draft tokens that can still be committed: the target adds one more, and a finished sequence takes
+        0."""
         return 0 if self.stop is not None else max(0, self.limit - len(self.ids) - 1)
 
     def count(self, accepted: int, offered: int, rejected: bool, drafted: int) -> None:
-        """Book one round: `accepted` of `offered` verified depths, in a draft `drafted` deep."""
+        """Count one round: `accepted` of `offered` verified depths, from a draft of depth `drafted`."""
         self.target_passes += 1
         self.accepted += accepted
         self.rejections += rejected
@@ -113,37 +117,37 @@ class Sequence:
 
 @dataclass(frozen=True)
 class ChainRows:
-    """The rows that the first chains of a draft (`first_chain`) were chosen from: what q was along each of them.
+    """Drafter logits along the first chain (`first_chain`) of each draft: the distribution q at every step.
 
     Attributes:
-        logits: of each depth [R, Vd].
-        ids: [Vd] target id of every draft token; None = the target's own vocabulary.
-        places: of each sequence, which of the R rows is its own at each depth; None: row b of sequence b, R = B.
+        logits: one tensor [R, Vd] per depth.
+        ids: [Vd] the target id of every draft token. Without it, the draft vocabulary is the target's.
+        row_index: for each sequence, its row index (0 … R−1) at each depth. Without it, sequence b has row b and R = B.
     """
 
     logits: Many[Tensor]
     ids: Tensor | None = None
-    places: Many[Many[int]] | None = None
+    row_index: Many[Many[int]] | None = None
 
     def of(self, b: int, depth: int) -> Tensor:
         """[depth, Vd] the rows of sequence b."""
-        places = [b] * depth if self.places is None else self.places[b][:depth]
+        places = [b] * depth if self.row_index is None else self.row_index[b][:depth]
         return torch.stack([rows[place] for rows, place in zip(self.logits[:depth], places, strict=True)])
 
 
 @dataclass
 class DraftTree:
-    """Draft tokens as trees, one per sequence; a chain is a tree with one branch, plain decoding an empty one.
+    """Draft tokens as trees, one per sequence. A chain is a tree with one branch; plain decoding has an empty tree.
 
     Attributes:
         tokens: [B, n] int64.
-        parents: [B, n] int64, index of the parent node, −1 = the last committed token; parents precede children;
-            −2 marks padding in a ragged batch.
-        rows: for *sampled* chains, the distributions the tokens were drawn from (B·n rows, verified by the ratio
-            rule); None for deterministic proposals (verified by the match rule).
-        rule: with `rows`, what `kernels.accept_chain` decides by: "token" or "block".
+        parents: [B, n] int64, index of the parent node; −1 = the last committed token, −2 = padding in a ragged batch.
+            Parents precede children.
+        rows: for *sampled* chains, the distributions that the tokens were drawn from (B·n rows), which the ratio rule
+            needs. Deterministic proposals have no rows; the match rule verifies them.
+        rule: with `rows`, the rule that `kernels.accept_chain` applies: "token" or "block".
         chain: every node's parent is the node before it (padding aside).
-        q: of drafters that have distributions, those of the first chains; None = one-hot at the draft tokens.
+        q: the drafter's distributions along the first chains. Without it, q is one-hot at the draft tokens.
     """
 
     tokens: Tensor
@@ -162,7 +166,7 @@ class DraftTree:
         rule: str = "token",
         q: ChainRows | None = None,
     ) -> DraftTree:
-        """Chains of any length, one per sequence."""
+        """Build chains of any length, one per sequence."""
         width = max(map(len, chains))
         tokens = torch.tensor([chain + [0] * (width - len(chain)) for chain in chains], dtype=torch.long, device=device)
         parents = torch.tensor(
@@ -174,7 +178,8 @@ class DraftTree:
 
     @classmethod
     def from_trees(cls, trees: list[tuple[list[int], list[int]]], device: torch.device) -> DraftTree:
-        """(tokens, parents) of any length, one pair per sequence; what is a chain throughout is marked as one."""
+        """Build trees from (tokens, parents) pairs of any length, one per sequence; if all are chains, mark them as
+        such."""
         if all(parents == list(range(-1, len(parents) - 1)) for _, parents in trees):
             return cls.from_chains([tokens for tokens, _ in trees], device)
         width = max(len(tokens) for tokens, _ in trees)
@@ -192,7 +197,8 @@ def empty_draft(batch: int, device: torch.device) -> DraftTree:
 
 
 def topology(parents: list[int]) -> tuple[list[int], list[int]]:
-    """Depth and ancestor bitmask of every node of a tree given by its parents (bit i = node i, itself included).
+    """Depth and ancestor bitmask of every node of a tree given by its parents (bit i = node i, the node itself
+    included).
 
     Padding nodes get depth 0 and see only themselves.
     """
@@ -205,7 +211,7 @@ def topology(parents: list[int]) -> tuple[list[int], list[int]]:
 
 
 def first_chain(parents: Many[int]) -> list[int]:
-    """The nodes from the root down over first children, which in every drafter's trees are the likeliest ones."""
+    """Nodes from the root down along first children, which are the likeliest ones in every drafter's trees."""
     chain: list[int] = []
     for node, parent in enumerate(parents):
         if parent == (chain[-1] if chain else -1):
@@ -220,11 +226,11 @@ class Verdict:
     Attributes:
         paths: per sequence, the accepted nodes from the root.
         committed: per sequence, the accepted tokens and the bonus token.
-        stops: per sequence: "rejected", "leaf" (nothing was rejected), or "eos" / "length" once committed.
-        depths: how deep each draft was.
-        logits, hidden, tapped: target rows [B, 1 + n, ·] of the root and all nodes, until the next step.
+        stops: per sequence, "rejected" or "leaf" (nothing was rejected); after the commit also "eos" or "length".
+        depths: per sequence, the depth of its draft.
+        logits, hidden, tapped: target rows [B, 1 + n, ·] of the root and all nodes, valid until the next step.
         chain: the draft was a chain, so accepted cache rows are already in place.
-        failed: sequences that nothing can be committed for, and why.
+        failed: sequences for which nothing can be committed, each with its error.
     """
 
     paths: list[list[int]]
@@ -238,15 +244,15 @@ class Verdict:
     failed: dict[int, Exception] = field(default_factory=dict)
 
     def counts(self, b: int, committed: int) -> Counts:
-        """The round of sequence b, which has grown by `committed` tokens."""
+        """Counts of this round for sequence b, which has grown by `committed` tokens."""
         accepted, whole = min(len(self.paths[b]), committed), committed == len(self.committed[b])
         return Counts(committed, accepted, self.depths[b], whole)
 
     def predicting(self, states: Tensor, counts: list[int]) -> tuple[Tensor, ...]:
-        """Rows of `states` [B, 1 + n, ·] (logits, hidden) that the first `counts[b]` tokens of each sequence's
-        `committed` were drawn from, [counts[b], ·] each."""
+        """Rows of `states` [B, 1 + n, ·] (logits or hidden) that predicted the first `counts[b]` committed tokens of
+        each sequence b: one tensor [counts[b], ·] per sequence."""
         pairs = zip(counts, self.paths, strict=True)
-        assert all(0 <= count <= len(path) + 1 for count, path in pairs), "a round was not kept"
+        assert all(0 <= count <= len(path) + 1 for count, path in pairs), "the records of a round are missing"
         width = states.shape[1]
         places = [
             b * width + node
@@ -257,29 +263,30 @@ class Verdict:
 
 
 class Counts(NamedTuple):
-    """A round of one text in numbers.
+    """One round of one sequence in numbers.
 
     Attributes:
-        committed: tokens that the text has grown by.
-        accepted: those of them that were drafted.
-        depth: of its draft.
-        whole: nothing was cut off at the end of the text.
+        committed: tokens by which the sequence has grown.
+        accepted: number of draft tokens among them.
+        depth: depth of the draft.
+        untrimmed: nothing was cut off at the end of the sequence.
     """
 
     committed: int
     accepted: int
     depth: int
-    whole: bool
+    untrimmed: bool
 
 
 @dataclass(frozen=True)
-class HeardRound:
-    """A round that ran without the host, when that hears of it.
+class DeviceRoundResult:
+    """Result of a round that ran on the device ahead of the host, reported once the host has read it.
 
     Attributes:
-        counts: by slot, of the texts that it was a round of. A text that had ended before it, which was not known when
-            it began, has none.
-        seconds: that the device took for it; on a GPU measured there, so that the host's waiting is not counted.
+        counts: one entry per slot that took part. A sequence that had already ended has no entry; the host did not know
+            this when it launched the round.
+        seconds: time of the round on the device. On a GPU it is measured by events, so the host's waiting does not
+            count.
     """
 
     counts: dict[int, Counts]
@@ -288,24 +295,26 @@ class HeardRound:
 
 @dataclass(frozen=True)
 class Score:
-    """Proposals a drafter would have made for S committed tokens of one sequence, teacher-forced, at K draft depths.
+    """Proposals that a drafter would have made for S committed tokens of one sequence, teacher-forced, at K draft
+    depths.
 
-    At depth k the row of the token at position j is the one of a draft that began behind position j − k (the text and
-    the target's features up to there are real) and whose tokens so far were the committed ones; at a position below
-    k + 1 no draft of that depth can begin, and the row means nothing. Parametric drafters give `logits`, the others the
-    `tokens` they would have proposed.
+    The row at depth k for the token at position j belongs to a draft that began after position j − k. Up to there it
+    reads the real text and the target's features; its own tokens from there on are the committed ones. At a position
+    below k + 1 no draft of that depth can begin, and the row is meaningless. Parametric drafters give `logits`; other
+    drafters give the `tokens` they would have proposed.
 
     Attributes:
         positions: the S positions in the sequence.
-        logits: [K, S, Vd], K = 1 where depth makes no difference; None without a distribution.
-        ids: [Vd] target id of every draft token; None = the target's own vocabulary.
-        tokens: [K, S, C] int64, the children it would have proposed, −1 = none; None where `logits` tell.
-        children: how many of a row's likeliest tokens (of `tokens`, how many at most) it proposes at each depth of its
-            drafts; their depth is the length. What a tree prunes depends on its other branches: these are as many as a
-            node can have.
-        inner: how many of a row's likeliest children can have children of their own; None = all. The others are leaves:
-            with one of them a draft ends.
-        sampled: it proposes a draw from the row, filtered as the target's (ratio rule), not the likeliest token.
+        logits: [K, S, Vd], with K = 1 if depth makes no difference. Drafters without a distribution give `tokens`
+            instead.
+        ids: [Vd] the target id of every draft token. Without it, the draft vocabulary is the target's.
+        tokens: [K, S, C] int64, the children it would have proposed, −1 = padding. Used if there are no `logits`.
+        children: for each depth of its drafts, how many of a row's likeliest tokens it proposes (with `tokens`: at
+            most). The length is the depth of its drafts. A tree prunes a node depending on its other branches, so these
+            are upper limits per node.
+        inner: how many of a row's likeliest children can have children themselves (None = all). The others are leaves,
+            which end a draft.
+        sampled: it proposes a draw from the row, filtered like the target's (ratio rule), not the likeliest token.
     """
 
     positions: range
@@ -319,12 +328,12 @@ class Score:
 
 @dataclass(frozen=True)
 class Decoded:
-    """One finished sequence; `index` is the number that the engine gave its request.
+    """One finished sequence; `index` is the id that the engine gave its request.
 
-    `stop` is "eos", "length", "cancelled" or "failed". Counts are EOS-trimmed and leave out the token of the prefill
-    pass. `prefill_s` and `decode_s` are wall-clock of all sequences until this one was given out; from `decode`, of the
-    whole call. `replays` counts the rounds of all sequences until then that were replays of a CUDA graph, `ahead` those
-    that ran on the device, ahead of the host, and `rounds` all.
+    `stop` is "eos", "length", "cancelled" or "failed". Counts are trimmed at the end of the sequence and leave out the
+    token of the prefill. `prefill_s` and `decode_s` are wall-clock time of the whole engine until this sequence was
+    returned; in results of `decode` they cover the whole call. Three counts cover the rounds of all sequences until
+    then: `rounds` (all), `ahead` (run on the device, ahead of the host) and `replays` (replays of a CUDA graph).
     """
 
     prompt_ids: list[int]
@@ -345,14 +354,14 @@ class Decoded:
 
     @property
     def decoded_tokens(self) -> int:
-        """Tokens of the decode phase: mat = Σ decoded_tokens ÷ Σ target_passes."""
-        return max(len(self.output_ids) - 1, 0)  # a cancelled text may have none
+        """Number of tokens of the decode phase: mat = Σ decoded_tokens ÷ Σ target_passes."""
+        return max(len(self.output_ids) - 1, 0)  # a cancelled sequence may have no output
 
 
 @dataclass(frozen=True)
 class Event:
-    """News of a text from a step: its new `tokens`, and, where it has `ended`, all of it; `error`: why it
-    failed."""
+    """New `tokens` of a sequence after a step. Once it has finished, `ended` is the whole result, and `error` says why
+    it failed."""
 
     id: int
     tokens: list[int]

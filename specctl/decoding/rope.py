@@ -24,10 +24,10 @@ class Rope:
         return cls(angle.cos().to(dtype), angle.sin().to(dtype))
 
     def at(self, plan: Plan, heads: int, untouched: int) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, heads + untouched, D] for the rows of a plan, made once a step.
+        """cos and sin [N, heads + untouched, D] for the rows of a plan, made once per step.
 
-        The last `untouched` heads (values) get cos 1 and sin 0: rotating queries, keys and values together leaves keys
-        and values side by side, ready to be stored, and is exact for the values.
+        The last `untouched` heads (values) get cos 1 and sin 0, which leaves them exactly unchanged. So queries, keys
+        and values are rotated together, and keys and values end up side by side, ready to be stored.
         """
         if plan.contiguous and len(plan.base) == 1:
             start, count = plan.base[0], plan.positions.shape[1]
@@ -35,11 +35,11 @@ class Rope:
         return self.rows(plan.positions.reshape(-1), heads, untouched)
 
     def rows(self, positions: Tensor, heads: int, untouched: int) -> tuple[Tensor, Tensor]:
-        """The table for rows at any `positions` [N]."""
+        """cos and sin for rows at any `positions` [N]."""
         return self._wide(self.cos[positions], self.sin[positions], heads, untouched)
 
     def ahead(self, base: list[int], steps: int, heads: int, untouched: int) -> list[tuple[Tensor, Tensor]]:
-        """The tables of `steps` forwards of one row per sequence, at positions base, base + 1, … ."""
+        """One table per forward, for `steps` forwards of one row per sequence, at positions base, base + 1, … ."""
         if len(base) == 1:
             cos, sin = self.cos.narrow(0, base[0], steps), self.sin.narrow(0, base[0], steps)
         else:
@@ -59,11 +59,11 @@ class Rope:
 
     @staticmethod
     def at_start(table: tuple[Tensor, Tensor]) -> Tensor:
-        """[N] bool, the rows of a table at position 0: at one radian a position no other has a sine of 0."""
+        """[N] bool: rows of a table at position 0. At one radian per position, no other position has sine 0."""
         return table[1][:, 0, 0] == 0
 
     @staticmethod
     def rotate(x: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-        """x: [N, heads, D]; a table of one row serves all N."""
+        """Rotate x [N, heads, D]. A table of one row serves all N rows."""
         cos, sin = table
         return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)

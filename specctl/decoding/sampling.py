@@ -1,4 +1,4 @@
-"""How tokens are drawn: temperature, top-k, top-p and counter-based random streams."""
+"""Sampling of tokens: temperature, top-k, top-p, repetition penalty and counter-based random streams."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch import Tensor
 
 from specctl import kernels
 
-ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; sharing noise between them biases the law
+ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; shared noise between them would bias the distribution
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Filters in the order of `transformers`: the penalty of tokens that occur in the text before (Keskar et al. 2019,
-    section 4.1; 1 = off), temperature (0 = greedy), then top-k (0 = off), then top-p (1 = off)."""
+    """Sampling filters in the order of `transformers`: the repetition penalty for tokens that occur in the text before
+    (Keskar et al. 2019, section 4.1; 1 = off), temperature (0 = greedy), top-k (0 = off), top-p (1 = off)."""
 
     temperature: float
     top_k: int
@@ -27,20 +27,20 @@ GREEDY = Sampling(0.0, 0, 1.0)
 
 
 class Draws:
-    """The sampling parameters and seeds of a batch, and the two ways the loop uses them."""
+    """Sampling parameters and seeds of a batch; makes distributions, uniforms and drawn tokens for it."""
 
     def __init__(self, samplings: list[Sampling], seeds: list[int], device: torch.device):
         self.samplings, self.device = samplings, device
         self.greedy = all(sampling.temperature == 0 for sampling in samplings)
         self.seeds = torch.tensor(seeds, dtype=torch.int64)
-        self.own_seeds = self.seeds.to(device)
+        self.device_seeds = self.seeds.to(device)
         self.temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float32, device=device)
         self.top_k = torch.tensor([s.top_k for s in samplings], device=device)
         self.top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float32, device=device)
         self.penalised = any(s.repetition_penalty != 1 for s in samplings)
 
     def rows(self, logits: Tensor) -> kernels.Rows:
-        """The distributions behind logits [B, T, V], as B·T rows."""
+        """Distributions of logits [B, T, V] after the filters, as B·T rows."""
         batch, rows, vocab = logits.shape
         return kernels.row_params(
             logits.reshape(batch * rows, vocab),
@@ -48,22 +48,24 @@ class Draws:
         )
 
     def uniform(self, positions: Tensor, stream: int) -> Tensor:
-        """Uniforms [B, T] for the tokens that will stand at absolute `positions` [B, T], made where those are."""
-        seeds = self.own_seeds if positions.device.type == self.device.type else self.seeds
+        """Uniforms [B, T] for the tokens at absolute `positions` [B, T]. They are computed on the device of
+        `positions`."""
+        seeds = self.device_seeds if positions.device.type == self.device.type else self.seeds
         return kernels.uniform(seeds, positions, stream).to(self.device)
 
     def uniform_of_round(self, start: Tensor, depths: int) -> Tensor:
-        """Acceptance uniforms [B, depths] of a round in which the first token to commit has position `start` [B, 1].
+        """Acceptance uniforms [B, depths] of a round; `start` [B, 1] is the position of the first token to commit.
 
-        A rule that decides about the draft as a whole looks at the uniforms of tokens that it then rejects. The next
-        round must not see those again, so they are keyed by round and depth: rounds of one text start at different
-        positions. The depth, counted from 1, fills the high half of the position, which no text reaches.
+        A rule that decides about the whole draft also reads the uniforms of tokens it then rejects. The next round must
+        not read those again, so they are keyed by round and depth: the rounds of one sequence start at different
+        positions. The depth, counted from 1, fills the upper 32 bits of the position, which no text reaches.
         """
         depth = torch.arange(1, depths + 1, device=start.device)
         return self.uniform(start + (depth << 32), ACCEPT)
 
     def draw(self, logits: Tensor, positions: Tensor, stream: int = TARGET) -> Tensor:
-        """One token per row of logits [B, T, V], for absolute `positions` [B, T] of the drawn tokens: [B, T]."""
+        """Draw one token per row of logits [B, T, V]. `positions` [B, T] are the absolute positions of the drawn
+        tokens; so is the shape of the result."""
         if self.greedy:
             return kernels.argmax(logits)
         rows = self.rows(logits)
@@ -71,8 +73,9 @@ class Draws:
         return drawn.view(logits.shape[:2])
 
     def penalise(self, logits: Tensor, texts: list[list[int]], parents: list[list[int]], tokens: Tensor) -> Tensor:
-        """Logits [B, 1 + n, V] with the tokens discouraged that a row has read: the committed `texts` and, on the way
-        to its node, the draft's `tokens` [B, n]. A node's parent stands before it; −1 and below are the text."""
+        """Logits [B, 1 + n, V] with the repetition penalty applied. A row's penalized tokens are the committed `texts`
+        and the draft's `tokens` [B, n] on the path to its node. Parents precede their children; a parent of −1 or less
+        is the text."""
         if not self.penalised:
             return logits
         batch, rows, vocab = logits.shape

@@ -1,4 +1,4 @@
-"""The sequences being generated: committed ids, the target's cache, retained features, drafters' memory, counters."""
+"""Decoding state of a batch: sequences, the target's KV cache, kept features, drafter memory, round counters."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ from torch import Tensor
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.pages import beginnings
+from specctl.decoding.pages import page_names
 from specctl.decoding.records import Request, Sequence, Verdict
 from specctl.decoding.sampling import Draws
 from specctl.decoding.target import Target
 
 T = TypeVar("T")
-APART = 16  # rows: what a round commits is less
-ROOM = 512  # new tokens that a text is given room for at once
+READ_ALONE_ROWS = 16  # missed rows; a round commits fewer
+GROWTH = 512  # new tokens for which a sequence gets memory at once
 
 
 class Memory(Protocol):
-    """A drafter's memory of the sequences of a batch.
+    """A drafter's memory for the sequences of a batch.
 
-    Where it is as long as the state's `capacity`, its owner makes it longer when that has grown.
+    If its size follows the state's `capacity`, its drafter must enlarge it when the capacity has grown.
     """
 
     def select(self, index: Tensor) -> None:
-        """Hold the sequences in `index`, in that order: some are dropped; one that is named twice is there twice."""
+        """Keep the sequences in `index`, in that order, and drop the others. A repeated index is kept as a copy."""
 
     def renew(self, b: int) -> None:
-        """Slot b holds another text from now on."""
+        """Reset slot b for a new sequence."""
 
 
-def far_behind(missing: list[int], device: torch.device) -> list[int]:
-    """Sequences that miss so many rows that they should read theirs alone: padding all others to them costs
-    more. On a GPU a batch that is far behind as a whole, as at its start, is read at once."""
-    far = [b for b, count in enumerate(missing) if count > APART]
+def lagging_sequences(missing: list[int], device: torch.device) -> list[int]:
+    """Sequences that should be read alone because they miss many rows: padding all others to their length would cost
+    more. On a GPU, if most of the batch lags this far, as at its start, the batch is read at once."""
+    far = [b for b, count in enumerate(missing) if count > READ_ALONE_ROWS]
     return far if len(missing) > 1 and (device.type == "cpu" or 2 * len(far) <= len(missing)) else []
 
 
 class PerText(Generic[T]):
-    """The memory of a drafter that keeps one `T` for each text."""
+    """Memory of a drafter that keeps one `T` per sequence."""
 
     def __init__(self, new: Callable[[], T], batch: int):
         self.new = new
@@ -56,26 +56,26 @@ class PerText(Generic[T]):
 
 
 class DecodeState:
-    """A batch of B sequences; it grows and shrinks, and so does the room that each of them has.
+    """A batch of B sequences with all state that decoding keeps for them. The batch and its caches grow and shrink.
 
-    With pages B is a power of two, filled up with idle rows: what rounds on the device are made for, graphs among it,
-    stays where texts come and go within such a size.
+    With pages, B is a power of two, filled up with idle rows. Device rounds and their graphs are made for one B, so
+    they stay valid while sequences come and go within this size.
 
     Attributes:
-        rows: the sequences, in batch order. Finished ones may stay a while as idle rows.
+        rows: the sequences, in batch order. Finished ones may stay for a while as idle rows.
         cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
         features: [B, capacity, F] tapped target states of the cached positions (None without taps).
-        hidden, best: with `keeps`, [B, capacity, H] the target's last states at the positions from the first new token
-            on, and [B, capacity] the likeliest tokens behind them: what a learner makes its labels of. Else None.
-        memory: what each drafter keeps for these sequences (keys and values, `cached_len`).
+        hidden: with `keeps_hidden`, [B, capacity, H] the target's last hidden states at the positions from the first
+            new token on, for the labels of online learners; otherwise None.
+        memory: each drafter's memory of these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
-        sampled: some text, now or to come, is not greedy.
-        rounds, ahead, replays: rounds so far: all; those that ran on the device, ahead of the host; those that were
-            replays of a CUDA graph.
-        spare: rows that the caches have behind the longest text.
-        capacity: rows of the caches.
+        any_sampled: at least one request, decoded or waiting, is not greedy.
+        rounds, ahead, replays: counts of rounds: all; rounds run on the device, ahead of the host; replays of a CUDA
+            graph.
+        spare: cache rows beyond the longest text, for draft nodes.
+        capacity: cache rows per sequence.
         exact_rows: > 0 fixes the rows of every step, the cache span and B, so that all kernels see one shape.
-        catch_up: how much of these texts a drafter reads that has fallen behind.
+        catch_up: how much of these texts a lagging drafter reads.
     """
 
     draws: Draws
@@ -89,20 +89,21 @@ class DecodeState:
         exact_rows: int = 0,
         catch_up: CatchUp = RECOMPUTE,
         capacity: int = 0,
-        keeps: bool = False,
+        keeps_hidden: bool = False,
     ):
-        """`capacity`: room that is there from the beginning; more is made where a text needs it."""
+        """`capacity`: initial number of cache rows per sequence; it grows if a text needs more."""
         self.target, self.device, self.dtype = target, target.device, target.dtype
         self.taps, self.spare, self.exact_rows, self.catch_up = taps, spare, exact_rows, catch_up
         self.capacity = capacity
-        self.keeps = keeps
-        self.pool = None if exact_rows else target.pool()  # there a failed row becomes a copy of a sound one
-        self.sampled = False
+        self.keeps_hidden = keeps_hidden
+        # exact mode needs contiguous rows: `discard` overwrites a failed row with a copy of a sound one
+        self.pool = None if exact_rows else target.pool()
+        self.any_sampled = False
         self.rounds = self.ahead = self.replays = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget all sequences, and what is kept for them."""
+        """Forget all sequences and everything kept for them."""
         self.rows: list[Sequence] = []
         self.cache: KVCache = self._new_cache(0)
         self.features: Tensor | None = None
@@ -118,7 +119,7 @@ class DecodeState:
 
     @property
     def live(self) -> list[int]:
-        """The slots of sequences that are not finished."""
+        """Slots of the unfinished sequences."""
         return [b for b, row in enumerate(self.rows) if row.stop is None]
 
     @property
@@ -127,16 +128,16 @@ class DecodeState:
 
     @property
     def cached(self) -> list[int]:
-        """Valid cache rows of each sequence: everything but the last committed token."""
+        """Number of valid cache rows per sequence: all committed tokens except the last."""
         return [len(row.ids) - 1 for row in self.rows]
 
     def sequence(self, request: Request, index: int = 0) -> Sequence:
-        """The sequence that a request begins with."""
+        """The initial sequence of a request."""
         return Sequence.of(request, self.target.context_length, self.target.eos_ids, index)
 
-    def place(self, sequences: list[Sequence], share: bool = False) -> list[int]:
-        """Give each a slot, that of a finished sequence or a new one; returns the slots, whose prompts are to be
-        read. `share`: by `prefill_shared`."""
+    def assign_slots(self, sequences: list[Sequence], share: bool = False) -> list[int]:
+        """Give each sequence a slot, new or taken from a finished one. Returns the slots, which must be prefilled next;
+        `share`: with `prefill_shared`."""
         before = self.batch
         slots = [b for b, row in enumerate(self.rows) if row.stop is not None][: len(sequences)]
         for b, sequence in zip(slots, sequences, strict=False):
@@ -145,61 +146,62 @@ class DecodeState:
         slots += range(before, self.batch)
         idle = range(self.batch, self.width(self.batch))
         self.rows += [Sequence.idle(self.target.eos_ids) for _ in idle]
-        self.sampled = self.sampled or any(row.request.sampling.temperature > 0 for row in sequences)
-        if self._needed(ROOM) > self.capacity:
-            self._make_room(ROOM)
+        self.any_sampled = self.any_sampled or any(row.request.sampling.temperature > 0 for row in sequences)
+        if self._needed(GROWTH) > self.capacity:
+            self._make_room(GROWTH)
         if not before:
             self.cache = self._new_cache(self.batch)
-        elif self.batch > before:  # a new slot is a copy of another one until its prompt is read
+        elif self.batch > before:  # a new slot starts as a copy of slot 0, until its prompt is prefilled
             self._select([*range(before), *[0] * (self.batch - before)])
         for b in slots:
-            names = beginnings(self.rows[b].ids[:-1]) if share else []
-            self.cache.let(b, self._slots(self.rows[b]), names)
-            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
+            names = page_names(self.rows[b].ids[:-1]) if share else []
+            self.cache.admit(b, self._slots(self.rows[b]), names)
+            self.cache.ensure(b, self._slots(self.rows[b], GROWTH))
         for memory in self.memory.values():
             for b in (*slots, *idle):
                 memory.renew(b)
         self._draw_for_rows()
         return slots
 
-    def lacks(self, ahead: int) -> bool:
-        """Whether some sequence has no room for `ahead` more tokens, of those that it may have."""
+    def needs_room(self, ahead: int) -> bool:
+        """Whether some sequence lacks memory for `ahead` more tokens (or fewer, up to its limit)."""
         if self._needed(ahead) > self.capacity:
             return True
-        return any(self.cache.lacks(b, self._slots(self.rows[b], ahead)) for b in self.live)
+        return any(self.cache.needs_room(b, self._slots(self.rows[b], ahead)) for b in self.live)
 
     def _needed(self, ahead: int) -> int:
         return max((self._slots(row, ahead) for row in self.rows), default=1 + self.spare)
 
     def _slots(self, row: Sequence, ahead: int | None = None) -> int:
-        """Cache slots that a text needs for `ahead` more tokens, or as many as it may have."""
+        """Cache slots that a sequence needs for `ahead` more tokens, up to its limit; without `ahead`, for all it may
+        have."""
         return 1 + self.spare + (row.limit if ahead is None else min(len(row.ids) + ahead, row.limit))
 
-    def fitting(self, texts: list[Sequence]) -> int:
-        """How many of these texts there is room for, from the first on."""
-        return self.cache.fitting([self._slots(text) for text in texts])
+    def count_fitting(self, texts: list[Sequence]) -> int:
+        """Number of these sequences, from the first on, that fit into memory."""
+        return self.cache.count_fitting([self._slots(text) for text in texts])
 
-    def holds(self, text: Sequence) -> bool:
-        """Whether there is room for this text where there is no other."""
-        return self.cache.holds(self._slots(text))
+    def could_hold(self, text: Sequence) -> bool:
+        """Whether this sequence would fit into memory alone."""
+        return self.cache.could_hold(self._slots(text))
 
     def release(self, slots: list[int]) -> None:
-        """Give back the room of texts that have ended."""
+        """Free the cache memory of sequences that have ended."""
         for b in slots:
             self.cache.release(b, wipe=self.rows[b].stop == "failed")
 
     def reserve(self, ahead: int) -> None:
-        """Make room for `ahead` more tokens of every sequence, or as many as it may have."""
+        """Make room for `ahead` more tokens of every sequence, up to its limit."""
         if self._needed(ahead) > self.capacity:
             self._make_room(ahead)
         for b in self.live:
-            self.cache.ensure(b, self._slots(self.rows[b], ROOM))
+            self.cache.ensure(b, self._slots(self.rows[b], GROWTH))
 
     def _make_room(self, ahead: int) -> None:
         longest = 1 + self.spare + max(row.limit for row in self.rows)
         wanted = max(self._needed(ahead), min(2 * self.capacity, longest))
-        # On a GPU graphs are made for a capacity: a text that is a little longer should find them, too.
-        grain = ROOM if self.device.type == "cuda" else 1
+        # On a GPU graphs are made for one capacity; rounding up lets slightly longer texts reuse them.
+        grain = GROWTH if self.device.type == "cuda" else 1
         self.capacity = -(-wanted // grain) * grain
         if self.cache.batch:
             self.cache = self.cache.moved_to(self._new_cache(self.cache.batch))
@@ -208,25 +210,25 @@ class DecodeState:
             setattr(self, name, torch.cat((kept, room), 1))
 
     @property
-    def thin(self) -> bool:
-        """Whether a quarter of the batch or more are finished rows, which cost as much as live ones; with pages, as
-        many as the next smaller size lacks."""
+    def mostly_idle(self) -> bool:
+        """Whether at least a quarter of the rows are finished; they cost as much as live ones. With pages: whether the
+        live sequences fit into a smaller power of two."""
         if self.pool is not None:
             return len(self.live) > 0 and self.width(len(self.live)) < self.batch
         return not self.exact_rows and 0 < len(self.live) <= 0.75 * self.batch
 
     def shrink(self) -> None:
-        """Drop finished rows, but for those that fill up the batch."""
+        """Drop finished rows, except idle rows that fill up the batch."""
         if live := self.live:
             idle = [b for b in range(self.batch) if b not in live]
             self._keep(sorted([*live, *idle[: self.width(len(live)) - len(live)]]))
 
     def width(self, count: int) -> int:
-        """Rows of a batch of so many texts."""
+        """Batch size B for `count` sequences."""
         return count if self.pool is None else 1 << (count - 1).bit_length()
 
     def discard(self, slots: list[int]) -> None:
-        """Let go of what failed sequences have left: a NaN among keys is one everywhere, masked or not."""
+        """Remove the rows of failed sequences. A NaN among keys would spread through attention, masked or not."""
         sound = [b for b in range(self.batch) if b not in slots]
         if not sound:
             self.clear()
@@ -241,7 +243,7 @@ class DecodeState:
         self._draw_for_rows()
 
     def _select(self, slots: list[int]) -> None:
-        """Hold what is kept for the sequences in `slots`, in that order."""
+        """Keep the cached data of the sequences in `slots`, in that order."""
         index = torch.tensor(slots, device=self.device)
         self.cache.select(index)
         for name, kept in self._by_position.items():
@@ -251,21 +253,21 @@ class DecodeState:
 
     @property
     def _by_position(self) -> dict[str, Tensor]:
-        """Tensors that are kept of every position, by attribute: [B, capacity, …]."""
+        """Tensors [B, capacity, …] with one entry per position, by attribute name."""
         names = ("features", "hidden")
         return {name: kept for name in names if (kept := getattr(self, name)) is not None}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the target's cache and of what is kept by position."""
+        """Bytes of the target's cache and of the tensors kept per position."""
         return self.cache.nbytes + sum(kept.nbytes for kept in self._by_position.values())
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]
         self.draws = Draws([one.sampling for one in requests], [one.seed for one in requests], self.device)
 
-    def alone(self, b: int) -> DecodeState:
-        """A state of sequence b only, over the same memory; drafters know nothing of it yet."""
+    def single(self, b: int) -> DecodeState:
+        """A state of sequence b only, over the same memory, in which drafters have no memory yet."""
         alone = copy.copy(self)
         alone.rows, alone.memory = [self.rows[b]], {}
         alone.cache = self.cache.sequence(b)
@@ -275,24 +277,24 @@ class DecodeState:
         return alone
 
     def begin(self, slots: list[int], first: list[int], tapped: Tensor | None) -> None:
-        """Commit the first token of the sequences in `slots`, drawn from the prefill, and keep the prompts' features
+        """Commit the first token, drawn from the prefill, of each sequence in `slots`, and keep the prompts' features
         [len(slots), P, F]."""
         if tapped is not None:
             if self.features is None:
                 self.features = tapped.new_empty(self.batch, self.capacity, tapped.shape[-1])
                 if self.pool is not None:
-                    self.features.zero_()  # drafters read those of idle rows, too
+                    self.features.zero_()  # drafters also read the features of idle rows
             self.features[torch.tensor(slots, device=tapped.device), : tapped.shape[1]] = tapped
-        if self.keeps and self.hidden is None:
+        if self.keeps_hidden and self.hidden is None:
             shape = self.batch, self.capacity, self.target.hidden_size
             self.hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
         for slot, token in zip(slots, first, strict=True):
             self._extend(self.rows[slot], [token])
 
     def commit(self, verdict: Verdict) -> None:
-        """Append what the target committed; keep cache rows and features of the accepted paths only."""
+        """Append the committed tokens; keep only the cache rows and features of the accepted paths."""
         if self.hidden is not None:
-            self._keep_said(verdict)
+            self._keep_hidden(verdict)
         for b, row in enumerate(self.rows):
             if row.stop is not None:
                 continue
@@ -309,8 +311,8 @@ class DecodeState:
                 verdict.stops[b] = row.stop
 
     def book(self, row: Sequence, committed: list[int], depth: int, rejected: bool) -> None:
-        """Append to `row` what a round with a draft `depth` deep committed, and count it; `rejected`: the target
-        disagreed behind the accepted tokens."""
+        """Append the committed tokens of a round to `row` and count the round. `depth` is the depth of its draft;
+        `rejected` says that the target disagreed with the draft after the accepted tokens."""
         kept = self._extend(row, committed)
         accepted = min(len(committed) - 1, kept)
         rejected = rejected and kept > accepted and depth > accepted
@@ -325,8 +327,8 @@ class DecodeState:
             kept = torch.tensor([0, *(node + 1 for node in path)], device=self.device)
             self.features[b, start : start + len(path) + 1] = tapped[kept]
 
-    def _keep_said(self, verdict: Verdict) -> None:
-        """Keep the target's states at the accepted paths."""
+    def _keep_hidden(self, verdict: Verdict) -> None:
+        """Keep the target's hidden states along the accepted paths."""
         assert self.hidden is not None
         kept = [b for b in self.live if b not in verdict.failed]
         counts = [len(path) + 1 if b in kept else 0 for b, path in enumerate(verdict.paths)]
@@ -337,7 +339,7 @@ class DecodeState:
 
     @staticmethod
     def _extend(row: Sequence, tokens: list[int]) -> int:
-        """Append tokens up to the end-of-sequence token or the limit; returns how many were kept."""
+        """Append tokens up to an end-of-sequence token or the limit. Returns the number of tokens appended."""
         kept = 0
         for token in tokens:
             row.ids.append(token)

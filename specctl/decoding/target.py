@@ -1,4 +1,4 @@
-"""The target: any decoder-only causal LM of `transformers`, with its tokenizer. `loading` finds and reads it."""
+"""Target model: any decoder-only causal LM of `transformers`, with its tokenizer (see `loading` for how it is read)."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 from specctl import processes
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
-from specctl.decoding.models.ends import Ends, load_ends
 from specctl.decoding.models.identity import weights_digest
+from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     keep_freed_memory,
     load_config,
@@ -24,7 +24,7 @@ from specctl.decoding.models.loading import (
 )
 from specctl.decoding.models.model import Model
 from specctl.decoding.models.parallel import WHOLE, Slice, load_slice
-from specctl.decoding.models.supported import unusable, why_unusable
+from specctl.decoding.models.supported import unsupported_error, unsupported_reason
 from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill, prefill_shared
@@ -41,13 +41,14 @@ class Target(TargetText):
     """A loaded target and its tokenizer.
 
     Attributes:
-        model: runs the steps (`LeanModel` or `HFModel`); without `whole` its layers are not there (`Ends`).
-        row_flops: of the products of one row with all weights that are there, attention aside; of a mixture, with all
-            experts.
-        squash: what becomes of the products with the vocabulary head: its logits.
+        model: runs the steps (`LeanModel` or `HFModel`). Unless the target is `whole`, it is an `LayerlessModel`,
+            without layers.
+        row_flops: floating-point operations of one row's products with all loaded weights. Attention is not counted; in
+            a mixture, all experts are.
+        squash: maps products with the vocabulary head to logits.
 
-    With `consume` the weights of `model` become the target's alone: nobody else may use it afterwards. `part`: the
-    slice of the target that `model` holds; the other processes have the others.
+    With `consume`, the target takes over the weights of `model`, which must not be used afterwards. `part` is the slice
+    of the target that `model` holds; the other tensor-parallel ranks hold the rest.
     """
 
     def __init__(
@@ -63,9 +64,9 @@ class Target(TargetText):
         whole: bool = True,
         part: Slice = WHOLE,
     ):
-        reason = lean.why_not(model.config)
+        reason = lean.unsupported_reason(model.config)
         if not type(model).__module__.startswith("transformers.models."):
-            reason = reason or "the model brings code of its own"
+            reason = reason or "the model has custom code"
         if len({parameter.device for parameter in model.parameters()}) > 1:
             reason = reason or "its layers are on several devices"
         if path == "lean" and reason:
@@ -83,15 +84,15 @@ class Target(TargetText):
             weights=weights,
         )
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-        count = sum(parameter.numel() for parameter in model.parameters())  # tied ones come once
+        count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
         _check_finite(name, model, head)
         if self.path == "lean":
             own: LeanModel | HFModel = lean.LeanModel(model, consume, part)
         else:
-            own = _tried(name, model, whole)
+            own = _checked_hf_model(name, model, whole)
         self.whole = whole
-        self.model: Model = own if whole else Ends(own)
+        self.model: Model = own if whole else LayerlessModel(own)
         self.device, self.dtype = self.model.device, self.model.dtype
         self._pool: weakref.ref[PagePool] | None = None
         self.part, self._head = part, head.detach().to(self.device)
@@ -100,26 +101,27 @@ class Target(TargetText):
 
     @cached_property
     def head_weight(self) -> Tensor:
-        """[V, H] the vocabulary head. That of slices is put together when it is first asked for, by all processes."""
+        """[V, H] the vocabulary head. With tensor parallelism it is gathered on first access, which all ranks must
+        make."""
         if self.part.count == 1:
             return self._head
-        with torch.inference_mode(False):  # some train on it
+        with torch.inference_mode(False):  # a normal tensor: some callers train on it
             return self.part.gather(self._head.T, self.vocab_size).T.contiguous()
 
     def pool(self) -> PagePool | None:
-        """The pool of its texts' keys and values, which decodings share as long as one of them lasts; None where they
-        are contiguous. UsageError where there is no room for one."""
+        """The page pool for keys and values. All engines of this target share it, and it lives as long as one of them
+        does. Returns None if caches are contiguous. UsageError if there is no memory for a pool."""
         if not isinstance(self.model, lean.LeanModel) or not self.model.pages:
             return None
         pool = None if self._pool is None else self._pool()
         if pool is None:
             form = self.model.form
-            pool = PagePool(form, budget(form.device) // form.page_bytes - 1)  # one for rows without a text
+            pool = PagePool(form, budget(form.device) // form.page_bytes - 1)  # minus the page `SCRATCH_PAGE`
             self._pool = weakref.ref(pool)
         return pool
 
     def new_cache(self, batch: int, capacity: int, pool: PagePool | None = None) -> KVCache:
-        """A cache for so many texts, in pages of `pool` where there is one."""
+        """A cache for `batch` sequences, in pages of `pool` if given."""
         if pool is None:
             return self.model.new_cache(batch, capacity)
         assert isinstance(self.model, lean.LeanModel)
@@ -129,15 +131,16 @@ class Target(TargetText):
     def prefill(
         self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = (), slots: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run prompts into `slots` of the cache (None = all of them, in order).
+        """Run prompts into `slots` of the cache (None = all slots, in order).
 
-        Returns (logits of each last row [n, V], h [n, P, H], taps [n, P, F]), padded at the right.
+        Returns (logits [n, V] of each prompt's last token, h [n, P, H], taps [n, P, F]), padded on the right.
         """
         return prefill(self.model, prompts, cache, taps, [*range(len(prompts))] if slots is None else slots)
 
     @torch.inference_mode()
     def prefill_shared(self, prompts: list[list[int]], cache: KVCache, slots: list[int]) -> Tensor:
-        """Logits of each last row [n, V] of prompts that share the pages they begin with (`prefill.prefill_shared`)."""
+        """Run prompts that share the pages of common prefixes. Returns the logits [n, V] of each prompt's last token
+        (see `prefill.prefill_shared`)."""
         return prefill_shared(self.model, prompts, cache, slots)
 
     @torch.inference_mode()
@@ -151,10 +154,11 @@ class Target(TargetText):
 
 @torch.inference_mode()
 def _squash(model: Model, weight: Tensor, config: Any) -> Squash:
-    """Measured, but for the cap: of two configurations with `logits_scaling` one multiplies by it, one divides."""
+    """Measure how the model turns products with its head into logits, except for the cap, which the configuration
+    states. Measuring is safer: with `logits_scaling`, one architecture multiplies and another divides."""
     states = torch.randn(4, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight)
     products = (states @ weight.T).float()
-    states /= 10 * products.std()  # small products: a cap leaves them as they are
+    states /= 10 * products.std()  # small products, which a cap does not change
     products = (states @ weight.T).float()
     shift = model.logits(torch.zeros_like(states))[0].float()
     added = model.logits(states).float() - shift
@@ -164,41 +168,42 @@ def _squash(model: Model, weight: Tensor, config: Any) -> Squash:
 
 
 def _check_finite(name: str, model, head_weight: Tensor) -> None:
-    """Look at the final norm and one row of the vocabulary head: where a file was filled with NaN, so were these."""
+    """Check the final norm and one row of the vocabulary head: if a file was filled with NaN, these are NaN, too."""
     norm = getattr(getattr(getattr(model, "model", None), "norm", None), "weight", None)
     for key, weight in (("model.norm.weight", norm), ("lm_head.weight", head_weight[0])):
         if weight is not None and not weight.isfinite().all():
             raise CheckpointError(
-                f"target {name}: {key} holds values that are not finite: its weights are damaged", "copy them again"
+                f"target {name}: {key} contains values that are not finite: its weights are damaged",
+                "copy the weights again",
             )
 
 
 @torch.no_grad()
 def _norm_weight(norm) -> Tensor | None:
-    """The weight of the final norm. Gemma and some others store it minus one."""
+    """The weight of the final norm as a factor. Gemma and some others store it minus one."""
     weight = getattr(norm, "weight", None)
     if weight is None:
         return None
-    added = (norm(torch.ones_like(weight)) - weight).float().mean().item()  # of a row whose root mean square is 1
+    added = (norm(torch.ones_like(weight)) - weight).float().mean().item()  # on a row with root mean square 1
     return weight + 1 if round(added) == 1 else weight
 
 
-def _tried(name: str, model, whole: bool) -> HFModel:
-    """The model behind its own forward, after a trial, if it is whole, that it can verify drafts. CheckpointError where
-    it cannot."""
+def _checked_hf_model(name: str, model, whole: bool) -> HFModel:
+    """Wrap a model with its own `transformers` forward. If it is whole, a trial checks whether drafts can be verified
+    on it. CheckpointError if not."""
     from specctl.decoding.models.hf import HFModel
     from specctl.decoding.models.self_check import trial
 
-    reason = why_unusable(model.config, type(model))
+    reason = unsupported_reason(model.config, type(model))
     if reason is None:
         try:
             wrapped = HFModel(model)
-        except Exception as error:  # whatever the code of an unknown architecture raises
-            reason = f"its code does not take a cache from outside ({type(error).__name__}: {error})"
+        except Exception as error:  # the code of an unknown architecture may raise anything
+            reason = f"its code does not accept an external cache ({type(error).__name__}: {error})"
         else:
             reason = trial(wrapped) if whole else None
     if reason is not None:
-        raise unusable(name, reason)
+        raise unsupported_error(name, reason)
     return wrapped
 
 
@@ -215,12 +220,13 @@ def load_target(
     whole: bool = True,
     tensor_parallel: int = 1,
 ) -> Target:
-    """Load a target with its tokenizer. Raises CheckpointError when it cannot be used, naming what and where.
+    """Load a target with its tokenizer. CheckpointError, with the file and the reason, if it cannot be used.
 
-    device_map: how `accelerate` spreads the layers over the GPUs of this process; max_memory: at most so much of each.
-    whole: with its layers; without, it has embedding, final norm and vocabulary head, and no forward.
-    tensor_parallel: slices of it, one for each process of torchrun (UsageError where those are not as many). All of
-    them must then do the same with it.
+    device_map: how `accelerate` spreads the layers over the GPUs of this process; max_memory: upper limit per GPU.
+    whole: load the layers, too. Otherwise the target has only embedding, final norm and vocabulary head, and no
+    forward.
+    tensor_parallel: number of slices, one for each process of torchrun (UsageError if their numbers differ). All ranks
+    must then make the same calls on the target.
     """
     where = pick_device(device)
     if where.type == "cpu":
@@ -230,20 +236,23 @@ def load_target(
     if whole and tensor_parallel > 1:
         config = load_config(name, **options)
         if path == "transformers":
-            raise UsageError("transformers' forward has no slices", "use the path 'auto' or 'lean'")
+            raise UsageError(
+                "the path 'transformers' does not support tensor parallelism", "use the path 'auto' or 'lean'"
+            )
         lean.check_slices(name, config, tensor_parallel)
-        part = Slice(processes.join(tensor_parallel, where), tensor_parallel)
+        part = Slice(processes.join_group(tensor_parallel, where), tensor_parallel)
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
         spread = {"device_map": device_map, "max_memory": max_memory}
         model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, **spread)
     else:
-        model = load_ends(name, device=where, dtype=pick_dtype(dtype, where), **options)
+        model = load_layerless(name, device=where, dtype=pick_dtype(dtype, where), **options)
     tokenizer = load_tokenizer(name, **options)
     weights = weights_digest(name, revision)
     target = Target(
         name, model, tokenizer, revision=revision, path=path, weights=weights, consume=True, whole=whole, part=part
     )
     if where.type == "cuda":
-        torch.cuda.empty_cache()  # what was packed left holes, which nobody but torch could use
+        # return unused blocks left by packing to the GPU: other libraries cannot use torch's cache
+        torch.cuda.empty_cache()
     return target

@@ -1,4 +1,4 @@
-"""A target without its weights, as much as texts need of it: tokenizer, chat template, sizes."""
+"""Text side of a target, without its weights: tokenizer, chat template, end-of-sequence ids, sizes."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from specctl.errors import ChatTemplateError, CheckpointError, DataError
 
 
 class TargetText:
-    """A target without its weights, as much as texts need of it: tokenizer, chat template, sizes.
+    """A target's tokenizer, chat template, sizes and identity, without its weights.
 
     Attributes:
-        config: of its text model.
-        vocab_size: rows of its embedding; where none is given, those that its configuration names.
-        identity: what a drafter is checked against: name, hidden size, layers, vocabulary size and hash; and what a run
-            that goes on is checked against besides: `weights_digest`.
+        config: configuration of the text model.
+        vocab_size: rows of the embedding; without the weights, the size in the configuration.
+        identity: fields that a drafter is checked against: name, hidden size, number of layers, vocabulary size and
+            hash. A resumed run is also checked against `weights` (`weights_digest`).
         eos_ids: ids that end a response.
-        end_id: the one of them to put after a response whose own is not known; None where the target names none.
-        context_length: longest sequence the target was made for.
+        end_id: the id to append to a response with unknown end (None if the target names no end token).
+        context_length: longest sequence that the target supports.
     """
 
     def __init__(
@@ -58,13 +58,14 @@ class TargetText:
     def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
         """Prompt ids of a conversation, with the generation prompt appended.
 
-        A message may have `reasoning_content`, the thinking of an assistant. The template gets it under each name that
+        A message may have `reasoning_content`, the assistant's reasoning. The template gets it under each name that
         published templates read.
 
         Raises:
-            DataError: there is no chat template; as ChatTemplateError: it refuses the conversation, fails on it, or
-                leaves out the user's last message of several.
-            CheckpointError: it takes more time or memory than `chat` allows.
+            DataError: there is no chat template.
+            ChatTemplateError (a DataError): the template refuses the conversation, fails on it, or leaves out the last
+                of several messages.
+            CheckpointError: the template takes more time or memory than `chat` allows.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
             raise DataError(
@@ -80,20 +81,21 @@ class TargetText:
             for message in messages
         ]
         ids = self._renderer(self.name, named, chat_template_kwargs)
-        # A template for one message, such as the one of the hint above, would give every turn the same prompt.
+        # A template that lays out only one message, such as the hint's example, would give every turn the same prompt.
         if len(messages) > 1 and messages[-1]["role"] == "user" and not self.holds(ids, messages[-1]["content"]):
             raise ChatTemplateError(
                 f"the chat template of target {self.name} leaves out the last of {len(messages)} messages",
-                "a template that goes through all of `messages`",
+                "use a template that goes through all `messages`",
             )
         return ids
 
     def holds(self, ids: list[int], text: str) -> bool:
-        """Whether `text` is in these ids, whitespace aside."""
-        return self.squeezed(text) in self.characters(ids)
+        """Whether these ids contain `text`, whitespace aside."""
+        return self.normalized(text) in self.characters(ids)
 
-    def squeezed(self, text: str) -> str:
-        """A text without whitespace, and as the tokenizer gives it back: some change letters (NFC, lower case)."""
+    def normalized(self, text: str) -> str:
+        """A text without whitespace after a round trip through the tokenizer, which may change letters (NFC, lower
+        case)."""
         return self.characters(self.tokenizer.encode(text, add_special_tokens=False))
 
     def characters(self, ids: list[int]) -> str:
@@ -101,11 +103,11 @@ class TargetText:
         text = self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return "".join(text.split())
 
-    def opening(self) -> list[int]:
-        """Ids that a document of this target begins with: what the chat layout puts before a user's first words, or the
-        token that begins every text. Behind them the target writes as it pleases (Magpie, Xu et al. 2024).
+    def document_start(self) -> list[int]:
+        """Ids at the beginning of every document: the chat template's tokens before a user's first words, or else the
+        token that begins every text. After these ids the target writes freely (Magpie, Xu et al. 2024).
 
-        Raises DataError where the target names no such token.
+        Raises DataError if the target names no such token.
         """
         if getattr(self.tokenizer, "chat_template", None) is not None:
             one, other = (self.render([{"role": "user", "content": text}]) for text in ("a", "1"))
@@ -116,8 +118,8 @@ class TargetText:
         begin = self.end_id if begin is None else begin
         if begin is None:
             raise DataError(
-                f"target {self.name} names no token that a document begins with",
-                "bos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json",
+                f"target {self.name} defines no token that begins a document",
+                "set bos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json",
             )
         return [begin]
 
@@ -129,7 +131,8 @@ def vocab_hash(tokenizer) -> str:
 
 
 def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
-    """All ids that end a response, wherever they are written down. CheckpointError where one of them is none."""
+    """All ids that end a response, from the generation config, the config and the tokenizer. CheckpointError if one of
+    them is no integer."""
     ids: list[Any] = []
     for source in (generation_config, config.get_text_config(), tokenizer):
         value = getattr(source, "eos_token_id", None)
@@ -142,10 +145,10 @@ def eos_ids(generation_config, config, tokenizer) -> frozenset[int]:
 
 
 def end_id(generation_config, config, tokenizer) -> int | None:
-    """The tokenizer's end token, if the configurations name it, too, or name none; otherwise their smallest.
+    """The tokenizer's end token, if the configurations name it, too, or name none; otherwise their smallest id.
 
-    Of a chat model the tokenizer's is the end of a turn, while the smallest may be the end of documents. None where
-    nobody names one.
+    For a chat model, the tokenizer's token ends a turn, while the smallest id may end documents. Returns None if no
+    file names an end token.
     """
     known = eos_ids(generation_config, config, None)
     own = getattr(tokenizer, "eos_token_id", None)
@@ -155,7 +158,7 @@ def end_id(generation_config, config, tokenizer) -> int | None:
 def load_target_text(
     name: str = "builtin", *, revision: str | None = None, trust_remote_code: bool = False
 ) -> TargetText:
-    """Read what texts need of a target; weights need not be there. Raises CheckpointError, naming what and where."""
+    """Load the text side of a target; its weight files may be absent. CheckpointError if a file cannot be read."""
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     generation = load_generation_config(name, config, revision=revision)
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)

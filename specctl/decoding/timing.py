@@ -1,4 +1,5 @@
-"""Timing functions against each other: in turn, so that a machine whose speed drifts slows all of them; medians."""
+"""Timing of functions against each other. They run in turn, so that a drift of the machine's speed affects all
+functions alike, and their medians are compared."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ WARM_UP = 3
 
 
 def medians(functions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, float]:
-    """Seconds of each function."""
+    """Median seconds of each function."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + WARM_UP):
         for name, function in functions.items():
@@ -29,8 +30,9 @@ def medians(functions: Mapping[str, Callable[[], object]], repeats: int, device:
 def cold_medians(
     functions: Mapping[str, Callable[[], object]], repeats: int, device: torch.device, cache: Tensor
 ) -> dict[str, float]:
-    """Seconds of each function on a GPU whose L2 cache holds nothing of it: `cache`, of several times that size, is
-    written before each call. The GPU measures, behind that write, so that the host's time to launch is not counted."""
+    """Median seconds of each function on a GPU with a cold L2 cache: `cache`, several times the size of L2, is
+    overwritten before each call. GPU events after that write measure the time, so the host's launch time does not
+    count."""
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for repeat in range(repeats + WARM_UP):
         for name, function in functions.items():
@@ -45,20 +47,20 @@ def cold_medians(
     return {name: statistics.median(values) for name, values in seconds.items()}
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """A clock of the work that this thread gives a device, in seconds: what other processes take of a core is no cost
-    of ours; a GPU's work takes no time of this thread, so there it is a clock on the wall."""
+def work_clock(device: torch.device) -> Callable[[], float]:
+    """A clock, in seconds, for the work that this thread gives a device. On a CPU it is the thread's CPU time, which
+    other processes on the core do not affect. A GPU's work takes no CPU time, so there it is wall-clock time."""
     return time.thread_time if device.type == "cpu" else time.perf_counter
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for a GPU to finish what was asked of it."""
+    """Wait for a GPU to finish its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes a second that one reduction reads from memory: the floor of any kernel that reads its input once."""
+    """Bytes per second of one reduction over memory: the upper bound for any kernel that reads its input once."""
     values = torch.ones(2**26 if device.type == "cpu" else 2**29, dtype=torch.bfloat16, device=device).view(torch.int64)
     best = min(medians({"read": values.max}, 5, device).values())
     return values.numel() * 8 / best

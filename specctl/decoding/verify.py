@@ -1,7 +1,7 @@
-"""Verification: one target forward over the draft, then a lossless rule.
+"""Verification of a draft: one target forward over it, then a lossless acceptance rule.
 
-Match rule (deterministic drafts, trees): every node draws its own next token y ~ p(·|node) from the stream of that
-absolute position; the walk from the root follows the child that equals y. Each committed token is therefore the very
+Match rule (deterministic drafts, trees): every node draws its next token y ~ p(·|node) from the random stream of that
+absolute position. The walk from the root follows the child that equals y. Each committed token is therefore exactly the
 token that plain decoding would have drawn with the same seed. Ratio rule (sampled chains): Leviathan et al. 2023,
 Algorithm 1; Chen et al. 2023, Algorithm 2; or for the chain as a block, Sun et al. 2025, Algorithm 2.
 """
@@ -21,8 +21,8 @@ from specctl.errors import CheckpointError
 
 
 def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
-    """Run the target once over the last committed tokens and their drafts, and decide what is committed."""
-    parents = draft.parents.tolist()  # the one copy of them to the host
+    """Run the target once over the last committed tokens and their drafts, and decide which tokens to commit."""
+    parents = draft.parents.tolist()  # the only copy of the parents to the host
     plan, depth = _plan(state, draft, parents)
     roots = torch.tensor([[row.ids[-1]] for row in state.rows], device=state.device)
     tokens = torch.cat((roots, draft.tokens), 1) if draft.size else roots
@@ -35,7 +35,7 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     texts = [row.ids for row in state.rows]
     discouraged = state.draws.penalise(logits, texts, parents, draft.tokens)
     path, accepted, bonus = judge(state.draws, draft, discouraged, plan.positions[:, :rows] + 1)
-    failed = unusable(target, last_rows(logits, path, accepted))
+    failed = nonfinite_rows(target, last_rows(logits, path, accepted))
     paths, committed = _collect(draft, path, accepted, bonus)
     depths = [max(d, default=0) for d in depth]
     stops = []
@@ -45,26 +45,27 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
     return Verdict(paths, committed, stops, depths, logits, hidden, tapped, draft.chain, failed)
 
 
-def unusable(target: Target, logits: Tensor) -> dict[int, Exception]:
-    """The sequences whose row of `logits` [B, V], which a token was drawn from, is NaN somewhere, or infinite; each
-    with the CheckpointError that says so."""
-    return {b: not_finite(target) for b, fine in enumerate(usable(logits).tolist()) if not fine}
+def nonfinite_rows(target: Target, logits: Tensor) -> dict[int, Exception]:
+    """Find the sequences with NaN or infinite logits in their row of `logits` [B, V], from which a token was drawn.
+    Returns a CheckpointError for each."""
+    return {b: not_finite(target) for b, fine in enumerate(finite_rows(logits).tolist()) if not fine}
 
 
-def usable(logits: Tensor) -> Tensor:
-    """[B] whether a row of `logits` [B, V] is a distribution. A maximum passes on NaN; −inf only excludes a token."""
+def finite_rows(logits: Tensor) -> Tensor:
+    """[B] whether a row of `logits` [B, V] is a distribution. The maximum propagates NaN; −inf only excludes a
+    token."""
     return logits.float().amax(-1).isfinite()
 
 
 def not_finite(target: Target) -> CheckpointError:
     return CheckpointError(
         f"the logits of target {target.name} are not finite in {str(target.dtype).removeprefix('torch.')}",
-        "an overflow of fp16 is none in bf16 or fp32 (--dtype); otherwise its weights are damaged",
+        "if fp16 overflows, use --dtype bf16 or fp32; otherwise its weights are damaged",
     )
 
 
 def last_rows(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
-    """The rows [B, V] of logits [B, 1+n, V] behind the accepted paths: of the last node, or of the root."""
+    """Rows [B, V] of logits [B, 1+n, V] at the end of the accepted paths: the last accepted node, or the root."""
     if not path.shape[1]:
         return logits[:, 0]
     last = path.gather(1, (accepted - 1).clamp(min=0).unsqueeze(1)) + 1
@@ -73,11 +74,12 @@ def last_rows(logits: Tensor, path: Tensor, accepted: Tensor) -> Tensor:
 
 
 def _plan(state: DecodeState, draft: DraftTree, parents: list[list[int]]) -> tuple[Plan, list[list[int]]]:
-    """Where root and nodes stand and what they may attend, and the depth of every node; `parents`: the draft's."""
+    """Plan of the step (positions and mask of root and nodes), and the depth of every node. `parents` are the
+    draft's."""
     rows = draft.size + 1
     padded = max(rows, state.exact_rows)
     if state.exact_rows and rows > state.exact_rows:
-        raise ValueError(f"exact mode has {state.exact_rows} rows a step, the draft needs {rows}")
+        raise ValueError(f"exact mode has {state.exact_rows} rows per step, but the draft needs {rows}")
     span = state.capacity if state.exact_rows else None
     options = dict(device=state.device, dtype=state.dtype, span=span)
     if draft.chain:
@@ -94,8 +96,9 @@ def _plan(state: DecodeState, draft: DraftTree, parents: list[list[int]]) -> tup
 
 
 def judge(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The rule for `draft`, given the target's logits [B, 1+n, V] and the `positions` [B, 1+n] of the tokens they
-    predict: path [B, n] of accepted nodes, how many they are [B], and the token behind them [B]. All on the device."""
+    """Apply the acceptance rule for `draft`. `logits` [B, 1+n, V] are the target's, `positions` [B, 1+n] are the
+    positions of the tokens they predict. Returns the path [B, n] of accepted nodes, the accepted length [B] and the
+    bonus token [B]. All tensors stay on the device."""
     if draft.rows is not None:
         return _ratio_rule(draws, draft, logits, positions)
     drawn = draws.draw(logits, positions)
@@ -105,10 +108,10 @@ def judge(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> 
 
 
 def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`judge` for sampled chains.
+    """Acceptance rule for sampled chains (see `judge`).
 
-    The token rule reads one acceptance uniform per position up to the first rejection, and the next round starts after
-    it: uniforms keyed by position are read once. The block rule reads those of the whole draft.
+    The token rule reads one acceptance uniform per position up to the first rejection. The next round starts after that
+    position, so uniforms keyed by position are read once. The block rule reads the uniforms of the whole draft.
     """
     assert draft.rows is not None
     batch, size = draft.tokens.shape
@@ -132,7 +135,7 @@ def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tenso
 def _collect(
     draft: DraftTree, path: Tensor, accepted: Tensor, bonus: Tensor
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """The accepted nodes of every sequence and the tokens that it commits, in one copy to the host."""
+    """Accepted nodes and committed tokens of every sequence, in one copy to the host."""
     if not draft.size:
         return [[] for _ in draft.tokens], bonus.unsqueeze(1).tolist()
     paths, committed = [], []

@@ -1,1 +1,1 @@
-"""Self-distillation: prompts of a domain, the target's responses to them, and the shards they are kept in."""
+"""Self-distillation: the prompts of a domain, the target's responses, and the shards that store them."""

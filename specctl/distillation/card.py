@@ -1,6 +1,6 @@
-"""The data card of a distilled directory, card.json: where its data comes from, what was left out, and what is in it.
+"""Data card of a distilled directory, card.json: the origin of its data, the prompts left out, and statistics.
 
-It names prompts and responses by their ids and has no text of them. `specctl report RUN` shows it as a page.
+It names prompts and responses by their ids and contains none of their text. `specctl report RUN` shows it as a page.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from specctl.distillation import shards, store
-from specctl.distillation.prepare import LeftOut
 from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import LOOP, decisions
+from specctl.distillation.select_prompts import LeftOut
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.redaction import redacted
@@ -33,12 +33,15 @@ BINS = 24
 def write(
     directory: Path, recipe: DistillRecipe, left_out: LeftOut, rejections: Rejections, prompts: dict[str, Any]
 ) -> None:
-    """Write the card of everything in the directory, when its last writer has come to its end.
+    """Write the card of the whole directory, once its last writer has finished.
 
-    prompts: what this run has read and kept of them. Raises DataError where every response was dropped.
+    `prompts`: how many prompts this run has read, and how many it has kept. DataError if every response was dropped.
     """
     if not store.exists(directory):
-        raise DataError(f"no response in {directory} was kept", hint="its filtered-*.jsonl says why: see filters.*")
+        raise DataError(
+            f"all responses in {directory} were filtered out",
+            hint="its filtered-*.jsonl gives the reasons: adjust filters.*",
+        )
     there = store.summary(directory)
     if not there.complete:
         return
@@ -64,13 +67,13 @@ def write(
 
 
 def _responses(directory: Path) -> dict[str, Any]:
-    """Counts and lengths of all responses of a directory, and of those that were dropped."""
+    """Counts and lengths of all responses of a directory, and counts of dropped responses."""
     counted: dict[str, Counter[str]] = {"domain": Counter(), "stop": Counter(eos=0, length=0), "temperature": Counter()}
     prompt_tokens, response_tokens = array("I"), array("I")
     found = [row for path in shards.files(directory, "filtered") for row in decisions(path).values()]
     dropped = {row["id"]: row["reason"] for row in found if row["action"] == "drop"}
     for record in store.read(directory):
-        dropped.pop(record["id"], None)  # by earlier filters
+        dropped.pop(record["id"], None)  # dropped by earlier filters, but stored since
         for key, counts in counted.items():
             counts[str(record[key])] += 1
         prompt_tokens.append(len(record["prompt_ids"]))

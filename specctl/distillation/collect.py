@@ -1,4 +1,4 @@
-"""`specctl distill --from-log`: responses that are there already, as the target lays them out."""
+"""`specctl distill --from-log`: store responses that already exist, with the target's chat template applied."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from typing import Any
 from specctl import progress
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card, logs
-from specctl.distillation.prepare import LeftOut, PromptFilter
 from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
+from specctl.distillation.select_prompts import LeftOut, PromptFilter
 from specctl.distillation.store import ShardWriter, check_free
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
-ALONE = (0, 1)  # the writer of a directory
+ALONE = (0, 1)  # the only writer of its directory
 
 
 def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None = None) -> DistillResult:
-    """Keep the responses of a log in a recipe's directory, each once. Weights of the target are not needed.
+    """Store the responses of a log in a recipe's directory, each once. The target's weights are not needed.
 
-    Raises DataError (no usable responses, a directory of other settings), UsageError (it exists), Interrupted.
+    Raises:
+        DataError: no usable responses, or a directory with other settings.
+        UsageError: the directory already holds data.
+        Interrupted: SIGTERM arrived.
     """
     domain = label(recipe.data.domain)
     output = recipe.output_dir or default_output(recipe.data.domain)
@@ -59,7 +62,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
                 continue
             repeated += row["id"] in found
             id, messages = row["prompt_id"], row["messages"]
-            if row["id"] not in found and (wanted.known(id) or wanted.take(id, messages, where)):
+            if row["id"] not in found and (wanted.was_kept(id) or wanted.accept(id, messages, where)):
                 found.add(row["id"])
                 rows += [] if row["id"] in store.done or row["id"] in responses.dropped else [row]
                 bar.update(1)
@@ -72,7 +75,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
         store.append(responses.keep(rows))
         seconds = time.perf_counter() - started
         rejections.check()
-        left_out.tell()
+        left_out.report()
         if not found:
             raise DataError(f"no responses in {log}", hint=f"expected {logs.EXPECTED}")
         store.complete()
@@ -80,7 +83,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     counts = {"read": wanted.count + left_out.counts.total(), "kept": wanted.count}
     card.write(output, recipe, left_out, rejections, counts)
     if repeated:
-        progress.log(f"{repeated} repeated responses of {domain} are kept once")
+        progress.log(f"{repeated} repeated responses of {domain} left out: one copy of each is kept")
     return DistillResult(
         domain=domain,
         prompts=wanted.count,

@@ -1,7 +1,7 @@
-"""`specctl distill`: the target's own responses to a domain's prompts.
+"""`specctl distill`: generate the target's own responses to a domain's prompts.
 
-The work is planned before anything is decoded, and the seed of a response follows from its id: what is written depends
-neither on the batch a prompt fell into nor on how often the run was stopped.
+The work is planned before anything is decoded, and the seed of a response follows from its id. So the responses depend
+neither on how prompts are batched nor on how often the run was interrupted.
 """
 
 from __future__ import annotations
@@ -15,49 +15,52 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import processes, progress
-from specctl.decoding.loop import stream
+from specctl.decoding.offline import stream
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card
 from specctl.distillation.collect import collect
 from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
-from specctl.distillation.prepare import LeftOut, prepare
 from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
+from specctl.distillation.select_prompts import LeftOut, prepare
 from specctl.distillation.store import ShardWriter, check_free
-from specctl.engines.records import Ask, Refusal
+from specctl.engines.records import GenerationRequest, Refusal
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
 if TYPE_CHECKING:
     from specctl.engines.client import Client
 
-WINDOW = 8  # batches whose texts follow each other through one set of places
-HELD_JOBS, HELD_TOKENS = 8192, 2 << 20  # in memory at once; two such lists are 150 MB
-BYTES_A_TOKEN = 9  # of a shard: its id and its text in JSON, measured
-FLUSH_S = 5.0  # a finished text waits no longer for others to be written with
+WINDOW = 8  # batches that are decoded in one stream, through the same slots
+HELD_JOBS, HELD_TOKENS = 8192, 2 << 20  # most jobs and prompt tokens in memory at once; two such lists take 150 MB
+BYTES_PER_TOKEN = 9  # in a shard: its id and its text in JSON, measured
+FLUSH_S = 5.0  # longest time that a finished text waits before it is written
 
 
 class Response(NamedTuple):
-    """A continuation of a prompt, and why it ended."""
+    """A continuation of a prompt, and the reason why it ended."""
 
     ids: list[int]
     stop: str
 
 
 Answered = Callable[[list[Job]], Iterator[tuple[int, Response | None]]]
-"""Answers of some jobs, with their places among these, in any order."""
+"""Function that answers jobs: yields (position in the list, response) in any order; None = refused."""
 
 
 def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, drafter: Any = None) -> DistillResult:
     """Generate the responses of a recipe into its directory.
 
-    `target` and `drafter` are given by callers that hold them already; a drafter changes the speed, not the text.
-    Raises DataError (no usable prompts, directory of other settings, corrupted shard), UsageError (directory exists),
-    EngineError (a server that goes on failing), Interrupted (SIGTERM; everything decoded so far is kept, `resume`
-    continues).
+    Callers that have already loaded a target or a drafter pass them in. A drafter changes the speed, not the text.
+
+    Raises:
+        DataError: no usable prompts, a directory with other settings, or a corrupted shard.
+        UsageError: the directory already holds data.
+        EngineError: a server keeps failing.
+        Interrupted: SIGTERM arrived; everything decoded before is kept, and `resume` continues.
     """
     if recipe.log is not None:
         return collect(recipe, recipe.log, run, target)
@@ -98,15 +101,15 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
         counts = {key: dict(getattr(prompts, key)) for key in ("licenses", "languages")}
         card.write(output, recipe, left_out, rejections, {"read": prompts.read, "kept": len(prompts), **counts})
         if before:
-            progress.log(f"{before} responses were there already, {len(store.done) - before} are new")
+            progress.log(f"{before} responses already existed, {len(store.done) - before} are new")
         if client is not None and client.failures:
-            progress.log(f"{client.failures} requests failed and were sent again")
-        there = Counter(owed.prompt for owed in planned.owed() if owed.id in store.done)
+            progress.log(f"{client.failures} failed requests were sent again")
+        there = Counter(owed.prompt for owed in planned.planned() if owed.id in store.done)
         return DistillResult(
             domain=domain,
             prompts=len(there),
             responses=there.total(),
-            response_tokens=sum(store.done.get(owed.id, 0) for owed in planned.owed()),
+            response_tokens=sum(store.done.get(owed.id, 0) for owed in planned.planned()),
             tokens_per_s=tokens / seconds if tokens else 0.0,
             rejected=rejections.count,
             left_out=left_out.counts.total(),
@@ -117,7 +120,8 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
 
 
 def _client(recipe: DistillRecipe) -> AbstractContextManager[Client | None]:
-    """The client of a recipe's servers; None where it names none, and then nothing of it is loaded."""
+    """Client of a recipe's servers. If the recipe names none, the context yields None and the client is not
+    imported."""
     if not recipe.server.urls:
         return nullcontext()
     from specctl.engines.client import Client
@@ -126,9 +130,9 @@ def _client(recipe: DistillRecipe) -> AbstractContextManager[Client | None]:
 
 
 def settings(recipe: DistillRecipe, domain: str, target: TargetText, client: Client | None = None) -> dict[str, Any]:
-    """The settings that all responses of a directory share; resuming under other settings is refused.
+    """Settings that all responses of a directory share; resuming with other settings is refused.
 
-    The engine is one of them: where it rounds otherwise, it writes other texts.
+    They include the engine: another engine rounds differently, and so writes other texts.
     """
     sampling = recipe.sampling
     return {
@@ -155,19 +159,20 @@ def _generate(
     domain: str,
     answered: Answered,
 ) -> int:
-    """Answer what is not done yet, up to the token budget, and store it in order. Returns the tokens generated."""
-    budget = recipe.max_response_tokens  # which counts in the order of the plan, as a resumed run does
+    """Answer the jobs that are not done, up to the token budget, and store the responses in order. Returns the number
+    of tokens generated."""
+    budget = recipe.max_response_tokens  # counted in the order of the plan, also after a resume
     ordered = budget is not None or not recipe.server.urls
     done = ChainMap(store.done, responses.dropped)
-    there = [done.get(owed.id) for owed in planned.owed()]
+    there = [done.get(owed.id) for owed in planned.planned()]
     total, pending = sum(length or 0 for length in there), there.count(None)
     generated, started = 0, time.perf_counter()
     progress.log(estimate(recipe, planned, pending))
     with progress.track(f"distil {domain}", total=pending, unit="responses") as bar:
-        for jobs in _held(planned.jobs(done)):
+        for jobs in _bounded_lists(planned.jobs(done)):
             for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
                 answered_now = len(rows)
-                rows = within(responses.keep(rows), None if budget is None else budget - total)
+                rows = up_to_budget(responses.keep(rows), None if budget is None else budget - total)
                 store.append(rows)
                 new = sum(len(row["response_ids"]) for row in rows)
                 total, generated = total + new, generated + new
@@ -176,25 +181,26 @@ def _generate(
                     return generated
                 if bar.done < pending:
                     progress.interrupts.check()
-            if bar.done < pending:  # a signal ends what servers are asked
+            if bar.done < pending:  # after a signal, the client stops asking the servers
                 progress.interrupts.check()
     return generated
 
 
 def estimate(recipe: DistillRecipe, planned: ResponsePlan, pending: int) -> str:
-    """A line about what is ahead: responses, and the most tokens and disk that they take."""
+    """A line about the work ahead: number of responses, and the most tokens and disk space they take."""
     tokens = pending * recipe.sampling.max_new_tokens
     if recipe.max_response_tokens is not None:
         tokens = min(tokens, recipe.max_response_tokens)
-    size = BYTES_A_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
+    size = BYTES_PER_TOKEN * (tokens + pending * planned.prompt_tokens / len(planned))
     return (
         f"{pending} responses to {len(planned)} prompts of {planned.prompt_tokens} tokens: "
         f"up to {tokens} tokens, {size / 1e6:,.1f} MB in {recipe.output}"
     )
 
 
-def _held(jobs: Iterator[Job]) -> Iterator[list[Job]]:
-    """Jobs in lists that memory can hold. A list is answered to its end before the next is begun, so it is long."""
+def _bounded_lists(jobs: Iterator[Job]) -> Iterator[list[Job]]:
+    """Split jobs into lists that fit in memory. A list is answered completely before the next one starts, so lists are
+    long."""
     held: list[Job] = []
     tokens = 0
     for job in jobs:
@@ -210,9 +216,9 @@ def _held(jobs: Iterator[Job]) -> Iterator[list[Job]]:
 def _records(
     size: int, target: TargetText, jobs: list[Job], answers: Iterator[tuple[int, Response | None]], ordered: bool
 ) -> Iterator[list[dict[str, Any]]]:
-    """Responses as they are stored, in the order of `jobs`, in lists of `size` or what there was time for.
+    """Yield records to store, in the order of `jobs`: lists of `size`, or shorter ones if `FLUSH_S` has passed.
 
-    Where a signal comes, those without the ones before them are stored, too, unless they have to be `ordered`.
+    After a signal, answers that wait for earlier jobs are stored as well, unless the output has to be `ordered`.
     """
     early: dict[int, Response | None] = {}
     rows: list[dict[str, Any]] = []
@@ -224,27 +230,30 @@ def _records(
             if response is not None:
                 rows.append(record(jobs[following], response, target))
             following += 1
-        stopping, late = progress.interrupts.requested(), processes.agree(time.monotonic() - written > FLUSH_S)
+        stopping, late = (
+            progress.interrupts.requested(),
+            processes.broadcast_value(time.monotonic() - written > FLUSH_S),
+        )
         if stopping and not ordered:
-            rows += _left(early, jobs, target)
+            rows += _waiting_records(early, jobs, target)
         if len(rows) >= size or (rows and (late or stopping)):
             yield rows
             rows, written = [], time.monotonic()
     if not ordered:
-        rows += _left(early, jobs, target)
+        rows += _waiting_records(early, jobs, target)
     if rows:
         yield rows
 
 
-def _left(early: dict[int, Response | None], jobs: list[Job], target: TargetText) -> list[dict[str, Any]]:
-    """Records of the answers that came before those ahead of them; `early` has none afterwards."""
+def _waiting_records(early: dict[int, Response | None], jobs: list[Job], target: TargetText) -> list[dict[str, Any]]:
+    """Records of the answers that wait for earlier jobs; empties `early`."""
     there = [(jobs[place], response) for place, response in sorted(early.items()) if response is not None]
     early.clear()
     return [record(job, response, target) for job, response in there]
 
 
-def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any]]:
-    """The first rows until `budget` response tokens are reached: where a run ends does not depend on batches."""
+def up_to_budget(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any]]:
+    """The first rows, until `budget` response tokens are reached. So the end of a run does not depend on batches."""
     if budget is None:
         return rows
     kept: list[dict[str, Any]] = []
@@ -259,10 +268,10 @@ def within(rows: list[dict[str, Any]], budget: int | None) -> list[dict[str, Any
 def _decoded(
     recipe: DistillRecipe, target: Target, drafter: Any, jobs: list[Job]
 ) -> Iterator[tuple[int, Response | None]]:
-    """The target's own responses, with their places in `jobs`, as they end.
+    """Decode the target's own responses; yield (position in `jobs`, response) as they end.
 
-    A text that ends makes room for the next at once. Its keys and values take the room of the longest text among
-    `WINDOW` batches.
+    A finished text makes room for the next one at once. Its KV cache has the size of the longest text among `WINDOW`
+    batches.
     """
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
     for start in range(0, len(jobs), WINDOW * recipe.batch_size):
@@ -283,9 +292,12 @@ def _decoded(
 def _served(
     recipe: DistillRecipe, client: Client, rejections: Rejections, jobs: list[Job]
 ) -> Iterator[tuple[int, Response | None]]:
-    """The same from servers; None for a prompt that they refuse, which is a rejection."""
+    """Get the responses from servers; yield (position in `jobs`, response). A refused prompt gives None and a
+    rejection."""
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
-    asks = [Ask(job.prompt_ids, job.max_new_tokens, job.temperature, top_k, top_p, job.seed) for job in jobs]
+    asks = [
+        GenerationRequest(job.prompt_ids, job.max_new_tokens, job.temperature, top_k, top_p, job.seed) for job in jobs
+    ]
     for index, answer in client.answers(asks):
         if isinstance(answer, Refusal):
             prompt = jobs[index].prompt
@@ -296,7 +308,7 @@ def _served(
 
 
 def record(job: Job, response: Response, target: TargetText) -> dict[str, Any]:
-    """A response as it is stored; `response_ids` keep the end-of-sequence token, `text` does not show it."""
+    """A response as a stored record; `response_ids` keep the end-of-sequence token, `text` omits it."""
     ids = [int(token) for token in response.ids]
     return {
         "id": job.id,

@@ -1,16 +1,16 @@
-"""Responses that are there already: logs of a server, chat and instruction data sets, a JSON object a line.
+"""Reader for existing responses: server logs, chat and instruction data sets, with one JSON object per line.
 
 {"request": {"messages": […], …}, "response": {"choices": [{"message": {…}, "finish_reason": "stop"}], …}}
     a request to an OpenAI-compatible server with its response; both may be strings of JSON. Token ids in the response
-    (vLLM's `return_token_ids`, the proxy of `specctl online --server`) are taken as they are.
+    (vLLM's `return_token_ids`, the proxy of `specctl online --server`) are used unchanged.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}                  ShareGPT
 {"conversations": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}         SpecForge
 {"instruction": "…", "input": "…", "output": "…"}                                                       Alpaca
 {"prompt": "…", "response": "…"}
 
-Of a conversation every turn of the assistant is a response, and what stands before it is its prompt. A message may have
-its thinking beside its content, as `reasoning_content`, `reasoning` or `thinking`.
+In a conversation every turn of the assistant is a response, and the messages before it are its prompt. A message may
+have its thinking separate from its content, as `reasoning_content`, `reasoning` or `thinking`.
 """
 
 from __future__ import annotations
@@ -26,55 +26,56 @@ from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import Rejections, conversation, ends_with_question, lines, open_prompts, prompt_id
 from specctl.distillation.prompts import json_object as parsed
 from specctl.engines import sglang, vllm
-from specctl.engines.records import Answer, Ask, Malformed
+from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse
 from specctl.errors import ChatTemplateError
 
 EXPECTED = (
-    'one JSON object a line, {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
+    'one JSON object per line: {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
 )
 SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-UNKNOWN = -1.0  # temperature of a response that does not say
-ENDED = ("stop", "eos", "eos_token")
-CUT = ("length", "max_tokens", "stop_sequence", None)  # None: a server or a gateway that was interrupted
-CALLS = ("tool_calls", "function_call")
-CALLS_TOOLS = "calls tools, which no template of ours represents"
+UNKNOWN = -1.0  # temperature of a response if the log has none
+ENDED_REASONS = ("stop", "eos", "eos_token")
+CUT_REASONS = ("length", "max_tokens", "stop_sequence", None)  # None: the server or a gateway was interrupted
+TOOL_CALL_REASONS = ("tool_calls", "function_call")
+CALLS_TOOLS = "calls tools, which is not supported"
 THINK_MARK = re.compile(r"<[^<>\s]*think[^<>\s]*>", re.IGNORECASE)
 _OPENING = r"<(?!/|\|?end)[^<>\s]*think[^<>\s]*>\s*"
 THINK_START = re.compile(rf"^\s*{_OPENING}", re.IGNORECASE)
 THINK_OPENED = re.compile(rf"{_OPENING}$", re.IGNORECASE)
 
 
-class Given(NamedTuple):
-    """A response in the ids that an engine has read and written."""
+class EngineIds(NamedTuple):
+    """A response as token ids that an engine has read and written."""
 
     prompt_ids: list[int]
-    answer: Answer
+    answer: GenerationResult
 
 
-class Turn(NamedTuple):
-    """A response, and the conversation before it: empty where only the engine's ids can tell it, as with tools."""
+class LoggedTurn(NamedTuple):
+    """A response and the conversation before it. The conversation is empty if only the engine's ids contain it, as with
+    tools."""
 
     messages: list[dict[str, str]]
     answer: str
-    cut: bool = False  # before its end token: by its length, a stop string, an interruption
+    cut: bool = False  # ended before its end token: by length, stop string or interruption
     temperature: float = UNKNOWN
-    given: Given | None = None
-    thinking: str = ""  # before the answer, where the log has it apart
+    engine_ids: EngineIds | None = None
+    thinking: str = ""  # thinking before the answer, if the log has it separately
 
     @property
     def id(self) -> str:
-        """Stable id: 32 hex digits over conversation and answer, so the same response has it in every file."""
-        said = self.answer if self.messages or self.given is None else str(self.given)
+        """Stable id: 32 hex digits over conversation and answer, so a response has the same id in every file."""
+        said = self.answer if self.messages or self.engine_ids is None else str(self.engine_ids)
         said = f"{self.thinking}\0{said}" if self.thinking else said
         return hashlib.sha256(f"{prompt_id(self.messages)}/{said}".encode()).hexdigest()[:32]
 
 
-def turns(row: dict[str, Any]) -> list[Turn]:
+def turns(row: dict[str, Any]) -> list[LoggedTurn]:
     """The assistant's turns in a line. ValueError says why there are none."""
     if "response" in row and "prompt" not in row:
-        return [_logged(_body(row, "request"), _body(row, "response"))]
+        return [_turn_from_exchange(_body(row, "request"), _body(row, "response"))]
     if "conversations" in row:
-        return _turns([_spoken(part) for part in _list(row, "conversations")])
+        return _turns([_from_conversation(part) for part in _list(row, "conversations")])
     if "messages" in row:
         return _turns(_list(row, "messages"))
     if "instruction" in row:
@@ -85,8 +86,8 @@ def turns(row: dict[str, Any]) -> list[Turn]:
     raise ValueError("has none of `response`, `messages`, `conversations`, `instruction`, `prompt`")
 
 
-def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
-    """The turns of a file with their places, line by line; lines that have none go to `rejections`."""
+def read(file: str, rejections: Rejections) -> Iterator[tuple[str, LoggedTurn]]:
+    """Yield the turns of a file with their places, line by line. Lines without a turn go to `rejections`."""
     label = "<stdin>" if file == "-" else file
     with open_prompts(file) as opened:
         for number, line in enumerate(lines(opened), 1):
@@ -103,23 +104,23 @@ def read(file: str, rejections: Rejections) -> Iterator[tuple[str, Turn]]:
                 yield where, turn
 
 
-def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
-    """A turn as it is stored, in the engine's ids, or those of the target's template. ValueError where it refuses it,
-    the target lacks a token, or has no room."""
+def record(turn: LoggedTurn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
+    """A turn as a stored record, with the engine's ids or the ids of the target's chat template. ValueError if the
+    template refuses the turn, the vocabulary lacks a token, or the context is too short."""
     messages, cut = turn.messages, turn.cut
-    if turn.given is not None:
-        prompt, ids = turn.given.prompt_ids, turn.given.answer.output_ids
+    if turn.engine_ids is not None:
+        prompt, ids = turn.engine_ids.prompt_ids, turn.engine_ids.answer.output_ids
         if not all(type(token) is int and 0 <= token < target.vocab_size for token in [*prompt, *ids]):
-            raise ValueError(f"has tokens that the target's vocabulary of {target.vocab_size} does not")
+            raise ValueError(f"has tokens outside the target's vocabulary of {target.vocab_size}")
         cut = cut and not (ids and ids[-1] in target.eos_ids)
         messages = messages or [{"role": "user", "content": target.tokenizer.decode(prompt)}]
     else:
         try:
-            prompt, ids = laid_out(turn, target, options)
+            prompt, ids = rendered_turn(turn, target, options)
         except ChatTemplateError as error:
             raise ValueError(error.message) from None
     if len(prompt) + len(ids) > target.context_length:
-        raise ValueError(f"{len(prompt) + len(ids)} tokens, the target's context has {target.context_length}")
+        raise ValueError(f"has {len(prompt) + len(ids)} tokens, but the target's context is {target.context_length}")
     return {
         "id": turn.id,
         "prompt_id": prompt_id(messages),
@@ -135,15 +136,15 @@ def record(turn: Turn, domain: str, target: TargetText, options: dict[str, Any])
     }
 
 
-def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[list[int], list[int]]:
-    """Prompt ids and response ids of a turn, by the target's template.
+def rendered_turn(turn: LoggedTurn, target: TargetText, options: dict[str, Any]) -> tuple[list[int], list[int]]:
+    """Prompt ids and response ids of a turn, by the target's chat template.
 
-    The response is the part of the rendered conversation that holds the answer, up to the token that ends it. Whatever
+    The response is the part of the rendered conversation that holds the answer, up to the token that ends it. Text that
     the template adds between its generation prompt and the answer, such as an empty think block, belongs to the prompt:
-    the target did not write it. Where the template renders no such part (base models, templates that change earlier
-    turns), the response is the answer's own ids and the target's end token.
+    the target did not write it. Some templates render no such part (base models, templates that change earlier turns).
+    The response is then the ids of the answer alone, with the target's end token.
 
-    Raises ValueError where the target would have written more than is known; ChatTemplateError.
+    Raises ValueError if the target would have written more than the log contains, and ChatTemplateError.
     """
     prompt = target.render(turn.messages, **options)
     message = {"role": "assistant", "content": turn.answer}
@@ -159,65 +160,70 @@ def laid_out(turn: Turn, target: TargetText, options: dict[str, Any]) -> tuple[l
             return prompt + lead, ids
         if turn.thinking:
             raise ValueError(
-                f"has thinking apart from its content, which the chat template of target {target.name} does not lay out"
+                f"has thinking outside its content, which the chat template of target {target.name} does not render"
             )
-    else:  # an answer begins in the middle of its thinking, and a template would lay out an empty block before it
+    else:  # the answer continues the thinking that the prompt opened; a template would add an empty think block
         if not turn.cut and not THINK_MARK.search(answer):
-            raise ValueError(f"has no thinking, but the prompt of target {target.name} opens it")
+            raise ValueError(f"has no thinking, but the prompt of target {target.name} ends with an opening think tag")
         answer = THINK_START.sub("", answer)
-    return prompt, _ended(target.tokenizer.encode(answer, add_special_tokens=False), turn.cut, end, target)
+    return prompt, _up_to_end(target.tokenizer.encode(answer, add_special_tokens=False), turn.cut, end, target)
 
 
-def _rendered(ids: list[int], turn: Turn, end: int | None, target: TargetText) -> tuple[list[int], list[int]] | None:
-    """Ids that a template lays out after a prompt, divided: those that belong to the prompt, and the response. None
-    where the answer and its thinking are not in them. Only their letters are compared: templates change whitespace."""
+def _rendered(
+    ids: list[int], turn: LoggedTurn, end: int | None, target: TargetText
+) -> tuple[list[int], list[int]] | None:
+    """Divide the ids that a template renders after a prompt into ids that belong to the prompt, and the response.
+    Returns None if they do not contain the answer and its thinking. The comparison ignores whitespace, because
+    templates change it."""
     ends = [place for place, token in enumerate(ids) if token in target.eos_ids]
     body = ids[: ends[-1]] if ends else ids
-    text, wanted = target.characters(body), target.squeezed(turn.answer)
-    rest = text.partition(target.squeezed(turn.thinking))[2] if turn.thinking else text
+    text, wanted = target.characters(body), target.normalized(turn.answer)
+    rest = text.partition(target.normalized(turn.thinking))[2] if turn.thinking else text
     if wanted not in rest:
         return None
     start = 0
     if turn.thinking or not text.startswith(wanted):
         if not turn.thinking and THINK_START.match(turn.answer):
-            return None  # a think block that the template adds before the answer's own
+            return None  # a think block of the template, before the answer's think block
         sizes = range(len(body) + 1)
         start = bisect_left(sizes, True, key=lambda size: wanted not in target.characters(body[size:])) - 1
-    if turn.cut or not any(
-        place >= start for place in ends
-    ):  # the template's marks after the answer are not the target's
+    # The target did not write the template's marks after the answer.
+    if turn.cut or not any(place >= start for place in ends):
         sizes = range(start, len(ids) + 1)
         stop = start + bisect_left(sizes, True, key=lambda size: wanted in target.characters(ids[start:size]))
     else:
         stop = len(ids)
-    response = _ended(ids[start:stop], turn.cut, end, target)
+    response = _up_to_end(ids[start:stop], turn.cut, end, target)
     return ([], ids[:start] + response) if turn.thinking else (ids[:start], response)
 
 
-def _ended(ids: list[int], cut: bool, end: int | None, target: TargetText) -> list[int]:
-    """Ids as far as their first end token; with `end`, where they have none and are not cut. ValueError without one."""
+def _up_to_end(ids: list[int], cut: bool, end: int | None, target: TargetText) -> list[int]:
+    """Ids up to their first end token; if they have none and are not cut, `end` is added. ValueError if `end` is
+    None."""
     place = next((place for place, token in enumerate(ids) if token in target.eos_ids), None)
     if place is not None:
         return ids[: place if cut else place + 1]
     if cut:
         return ids
     if end is None:
-        raise ValueError(f"has no end token: target {target.name} names none (eos_token_id in generation_config.json)")
+        raise ValueError(
+            f"has no end token: target {target.name} does not define one (eos_token_id in generation_config.json)"
+        )
     return [*ids, end]
 
 
-def _logged(request: dict[str, Any], response: dict[str, Any]) -> Turn:
-    given = _given(request, response)
+def _turn_from_exchange(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:
+    given = _engine_ids(request, response)
     if given is None:
-        return _said(request, response)
+        return _turn_from_messages(request, response)
     try:
-        return _said(request, response)._replace(given=given)
-    except ValueError:  # the ids say more than messages can
-        return Turn([], "", given.answer.stop == "length", _temperature(request), given)
+        return _turn_from_messages(request, response)._replace(engine_ids=given)
+    except ValueError:  # the ids contain more than messages can express
+        return LoggedTurn([], "", given.answer.stop == "length", _temperature(request), given)
 
 
-def _given(request: dict[str, Any], response: dict[str, Any]) -> Given | None:
-    """The ids of an engine's answer; None where it has none. ValueError where they are no text."""
+def _engine_ids(request: dict[str, Any], response: dict[str, Any]) -> EngineIds | None:
+    """The ids of an engine's answer, or None if there are none. ValueError if they are not valid."""
     boundless = 2**62
     try:
         if "output_ids" in response and isinstance(request.get("input_ids"), list):
@@ -225,37 +231,39 @@ def _given(request: dict[str, Any], response: dict[str, Any]) -> Given | None:
             ended = about["finish_reason"] or {"type": None}
             stop = _stop({"finish_reason": ended["type"], "matched_stop": ended.get("matched")}, request)
             given = response | {"meta_info": about | {"finish_reason": ended | {"type": stop}}}
-            return Given(prompt, _whole(sglang.answer(given, Ask(prompt, boundless))))
+            return EngineIds(prompt, _whole(sglang.parse_answer(given, GenerationRequest(prompt, boundless))))
         choice = response["choices"][0] if response.get("choices") else {}
         prompt = choice.get("prompt_token_ids") or response.get("prompt_token_ids")
         if not isinstance(prompt, list) or not prompt or not choice.get("token_ids"):
             return None
         only = choice | {"finish_reason": _stop(choice, request, calls=True)}
-        return Given(prompt, _whole(vllm.answer(response | {"choices": [only]}, Ask(prompt, boundless))))
-    except (Malformed, AttributeError, TypeError, LookupError) as error:
-        raise ValueError(f"its response is no text: {error}") from None
+        return EngineIds(
+            prompt, _whole(vllm.parse_answer(response | {"choices": [only]}, GenerationRequest(prompt, boundless)))
+        )
+    except (MalformedResponse, AttributeError, TypeError, LookupError) as error:
+        raise ValueError(f"its response is not text: {error}") from None
 
 
-def _whole(answer: Answer) -> Answer:
+def _whole(answer: GenerationResult) -> GenerationResult:
     if not isinstance(answer.output_ids, list):
-        raise Malformed("its token ids are no list")
+        raise MalformedResponse("its token ids are not a list")
     return answer
 
 
 def _stop(choice: dict[str, Any], request: dict[str, Any], *, calls: bool = False) -> str:
-    """The end of a text as engines call it: "stop" where the target wrote its end token, "length" where it was cut.
+    """End of a text in the engines' terms: "stop" if the target wrote its end token, "length" if the text was cut.
 
-    A stop string ends a text without that token. vLLM and SGLang say which one it was (`stop_reason`, `matched_stop`);
-    other servers do not, and then a request with `stop` counts as cut. Raises ValueError where the text may be none of
-    the target's, or only a part of it; with `calls`, tools that it calls are another end that the target wrote.
+    A stop string ends a text without the end token. vLLM and SGLang report the stop string (`stop_reason`,
+    `matched_stop`). Other servers do not, so a request with `stop` counts as cut. Raises ValueError if the text may be
+    incomplete, or may not come from the target. With `calls`, a tool call is accepted as an end that the target wrote.
     """
     ended = choice.get("finish_reason")
-    if ended in CALLS and not calls:
+    if ended in TOOL_CALL_REASONS and not calls:
         raise ValueError(CALLS_TOOLS)
-    if ended in CUT:
+    if ended in CUT_REASONS:
         return "length"
-    if ended not in ENDED and ended not in CALLS:
-        raise ValueError(f"its text ended with {ended!r:.40}")
+    if ended not in ENDED_REASONS and ended not in TOOL_CALL_REASONS:
+        raise ValueError(f"has the unknown finish reason {ended!r:.40}")
     said = [choice[name] for name in ("stop_reason", "matched_stop") if name in choice]
     if not said:
         return "length" if request.get("stop") else "stop"
@@ -269,34 +277,36 @@ def _temperature(request: dict[str, Any]) -> float:
     return float(said) if isinstance(said, (int, float)) else UNKNOWN
 
 
-def _said(request: dict[str, Any], response: dict[str, Any]) -> Turn:
-    """A turn as its messages have it. ValueError where they have none."""
+def _turn_from_messages(request: dict[str, Any], response: dict[str, Any]) -> LoggedTurn:
+    """A turn from the messages of request and response. ValueError if they have none."""
     choices = response.get("choices")
     if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
         raise ValueError("its response has no `choices`")
     message = choices[0].get("message")
     if not isinstance(message, dict):
         raise ValueError("its response has no message")
-    messages = ends_with_question(conversation([_plain(part) for part in _list(request, "messages")]))
-    answer = conversation([_plain({**message, "role": "assistant"})])[0]
+    messages = ends_with_question(conversation([_joined_content(part) for part in _list(request, "messages")]))
+    answer = conversation([_joined_content({**message, "role": "assistant"})])[0]
     cut = _stop(choices[0], request) == "length"
-    return Turn(messages, answer["content"], cut, _temperature(request), thinking=answer.get("reasoning_content", ""))
+    return LoggedTurn(
+        messages, answer["content"], cut, _temperature(request), thinking=answer.get("reasoning_content", "")
+    )
 
 
-def _turns(messages: list[Any]) -> list[Turn]:
-    checked = conversation([_plain(message) for message in messages])
+def _turns(messages: list[Any]) -> list[LoggedTurn]:
+    checked = conversation([_joined_content(message) for message in messages])
     found = [
-        Turn(checked[:place], message["content"], thinking=message.get("reasoning_content", ""))
+        LoggedTurn(checked[:place], message["content"], thinking=message.get("reasoning_content", ""))
         for place, message in enumerate(checked)
         if message["role"] == "assistant" and place and checked[place - 1]["role"] in ("user", "tool")
     ]
     if not found:
-        raise ValueError("the assistant answers nothing in it")
+        raise ValueError("has no answer from the assistant")
     return found
 
 
-def _plain(message: Any) -> Any:
-    """A message whose content is in parts as one with a text. ValueError where there is more than text in it."""
+def _joined_content(message: Any) -> Any:
+    """A message with its content parts joined to one text. ValueError if it contains anything except text."""
     if not isinstance(message, dict):
         return message
     if message.get("tool_calls") or message.get("function_call"):
@@ -304,18 +314,18 @@ def _plain(message: Any) -> Any:
     content = message.get("content")
     if isinstance(content, list):
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise ValueError("has content that is no text")
+            raise ValueError("has content that is not text")
         return message | {"content": "".join(part["text"] for part in content)}
     return message
 
 
-def _spoken(part: Any) -> Any:
-    """A message of `conversations`, in either form, as one with `role` and `content`."""
+def _from_conversation(part: Any) -> Any:
+    """A message of `conversations`, in either form, as a message with `role` and `content`."""
     for speaker, text in (("from", "value"), ("role", "content")):
         if isinstance(part, dict) and {speaker, text} <= part.keys():
             name = str(part[speaker])
             if speaker == "from" and name not in SPEAKERS:
-                raise ValueError(f"somebody called {name[:40]!r} speaks, expected {', '.join(SPEAKERS)}")
+                raise ValueError(f"has the unknown speaker {name[:40]!r}, expected one of {', '.join(SPEAKERS)}")
             return part | {"role": SPEAKERS.get(name, name), "content": part[text]}
     raise ValueError("each of `conversations` needs `from` and `value`, or `role` and `content`")
 
@@ -330,7 +340,7 @@ def _body(row: dict[str, Any], key: str) -> dict[str, Any]:
         try:
             body = json.loads(body)
         except (ValueError, RecursionError):
-            raise ValueError(f"`{key}` is a string, but no JSON") from None
+            raise ValueError(f"`{key}` is a string that is not JSON") from None
     if isinstance(body, dict) and isinstance(body.get("body"), dict):
         body = body["body"]
     if not isinstance(body, dict):

@@ -1,4 +1,4 @@
-"""The work of a distilling run, laid out before anything is decoded: which responses, which seeds, in which order."""
+"""Plan of a distilling run, made before anything is decoded: responses, their seeds, and their order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prepare import Prompts
 from specctl.distillation.prompts import Prompt, Rejections
+from specctl.distillation.select_prompts import Prompts
 from specctl.distillation.spool import Spool
 from specctl.errors import ChatTemplateError, DataError
 from specctl.recipe import DistillRecipe
 
 Row = TypeVar("Row")
-WINDOW_BATCHES = 32  # prompts are sorted by length inside windows of so many batches: dense batches, mixed order
+WINDOW_BATCHES = 32  # batches per window; prompts are sorted by length inside a window, for dense batches
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,22 @@ class Job:
 
 
 def parse_shard(shard: str) -> tuple[int, int]:
-    """`i/n` as (i, n)."""
+    """Parse `i/n` into (i, n)."""
     index, count = map(int, shard.split("/"))
     return index, count
 
 
-class Owed(NamedTuple):
-    """A response of a plan, without its prompt."""
+class PlannedResponse(NamedTuple):
+    """A planned response, without its prompt."""
 
     id: str
-    prompt: int  # its place in the plan
+    prompt: int  # place of the prompt in the plan
     temperature: float
 
 
 class ResponsePlan:
-    """Every response this writer owes. Prompts and their ids wait on disk; in memory are some bytes of each."""
+    """All responses that this writer has to produce. Prompts and their ids wait on disk, with a few bytes each in
+    memory."""
 
     def __init__(self, recipe: DistillRecipe, identity: dict[str, Any], context_length: int, prompts: Prompts):
         self.recipe, self.identity, self.context_length, self.prompts = recipe, identity, context_length, prompts
@@ -60,7 +61,7 @@ class ResponsePlan:
         self._tokens = Spool()
 
     def add(self, number: int, prompt: Prompt, tokens: list[int]) -> None:
-        """Add the prompt with that number, and its tokens."""
+        """Add a prompt by its number, with its token ids."""
         self._numbers.append(number)
         self._lengths.append(len(tokens))
         self._prompt_ids += bytes.fromhex(prompt.id)
@@ -68,39 +69,39 @@ class ResponsePlan:
         self.prompt_tokens += len(tokens)
 
     def __len__(self) -> int:
-        """Prompts."""
+        """Number of prompts."""
         return len(self._numbers)
 
     def prompt_id(self, place: int) -> str:
         return self._prompt_ids[16 * place : 16 * place + 16].hex()
 
-    def owed(self) -> Iterator[Owed]:
-        """The responses, prompt by prompt. Temperatures are cycled over prompts and repeats."""
+    def planned(self) -> Iterator[PlannedResponse]:
+        """Yield the planned responses, prompt by prompt. Temperatures cycle over prompts and repeats."""
         cycle = self.recipe.temperatures
         for place, number in enumerate(self._numbers):
             for repeat in range(self.recipe.samples_per_prompt):
                 temperature = cycle[(number + repeat) % len(cycle)]
                 if temperature == 0 and repeat >= len(cycle):
-                    continue  # the greedy response exists already and would be the same
+                    continue  # would repeat the greedy response
                 seed = self.recipe.sampling.seed
                 id = response_id(self.prompt_id(place), temperature, seed, repeat, self.identity)
-                yield Owed(id, place, temperature)
+                yield PlannedResponse(id, place, temperature)
 
     def jobs(self, done: Container[str]) -> Iterator[Job]:
-        """The responses that are not done yet, in the order in which they are generated.
+        """Yield the responses that are not done yet, in the order of generation.
 
-        They are sorted by prompt length inside windows, so that batches are dense, and the batches of a window are
+        Inside a window they are sorted by prompt length, for dense batches. Then the batches of the window are
         shuffled, so that stopping early does not favour short prompts.
         """
         size = self.recipe.batch_size
-        for number, window in enumerate(batched(self.owed(), WINDOW_BATCHES * size)):
+        for number, window in enumerate(batched(self.planned(), WINDOW_BATCHES * size)):
             dense = sorted(window, key=lambda owed: (self._lengths[owed.prompt], owed.id))
             batches = list(batched(dense, size))
-            ragged = [batches.pop()] if len(batches[-1]) < size else []  # last, or later batches would be cut askew
+            ragged = [batches.pop()] if len(batches[-1]) < size else []  # stays last: all other batches are full
             random.Random(number * WINDOW_BATCHES * size).shuffle(batches)
             yield from (self._job(owed) for batch in batches + ragged for owed in batch if owed.id not in done)
 
-    def _job(self, owed: Owed) -> Job:
+    def _job(self, owed: PlannedResponse) -> Job:
         tokens = array("i", self._tokens[owed.prompt]).tolist()
         prompt = self.prompts[self._numbers[owed.prompt]]
         room = min(self.recipe.sampling.max_new_tokens, self.context_length - len(tokens))
@@ -108,10 +109,10 @@ class ResponsePlan:
 
 
 def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections: Rejections) -> ResponsePlan:
-    """The plan of this writer's part of the prompts. Raises DataError where too many, or all, cannot be answered."""
+    """Plan this writer's part of the prompts. DataError if too many prompts, or all, cannot be answered."""
     index, count = parse_shard(recipe.shard)
     made = ResponsePlan(recipe, target.identity, target.context_length, prompts)
-    with progress.track("lay out prompts", total=len(prompts), unit="prompts") as bar:
+    with progress.track("render prompts", total=len(prompts), unit="prompts") as bar:
         for number, prompt in enumerate(prompts):
             progress.interrupts.check()
             bar.update(1)
@@ -124,16 +125,16 @@ def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections
     if not len(made):
         raise DataError(
             f"none of the {len(prompts)} prompts can be answered by target {target.identity['name']}",
-            hint="; ".join(rejections.reasons) or f"--shard {recipe.shard} holds no prompt: use fewer shards",
+            hint="; ".join(rejections.reasons) or f"--shard {recipe.shard} contains no prompt: use fewer shards",
         )
     return made
 
 
 def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: dict[str, Any]) -> list[int] | None:
-    """Prompt ids, by the chat template with its `options`; None, and a rejection, where the template refuses the
-    messages or no room is left for an answer."""
+    """Render a prompt to ids with the chat template and its `options`. Returns None and adds a rejection if the
+    template refuses the messages, or if they leave no room for an answer."""
     if not prompt.messages:
-        return target.opening()
+        return target.document_start()
     try:
         ids = target.render(prompt.messages, **options)
     except ChatTemplateError as error:
@@ -148,13 +149,13 @@ def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: 
 
 def response_id(prompt_id: str, temperature: float, seed: int, repeat: int, identity: dict[str, Any]) -> str:
     """Stable id of a response: 32 hex digits over everything that decides its text, given the settings in meta.json."""
-    named = {key: value for key, value in identity.items() if key != "weights"}  # which meta.json tells apart
+    named = {key: value for key, value in identity.items() if key != "weights"}  # meta.json checks the weights
     key = json.dumps([prompt_id, float(temperature), seed, repeat, named], sort_keys=True)
     return hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def batched(rows: Iterable[Row], size: int) -> Iterator[list[Row]]:
-    """Lists of `size` rows; the last one has what is left."""
+    """Lists of `size` rows; the last list may be shorter."""
     source = iter(rows)
     while batch := list(islice(source, size)):
         yield batch

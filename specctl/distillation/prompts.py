@@ -1,9 +1,12 @@
-"""Prompts of a domain, and what happens to the lines that are none.
+"""Prompts of a domain, and the rejection of lines that hold no prompt.
 
-Sources in order: the file of `--prompts` (or stdin, a file per domain: `{domain}.jsonl`, or `hub:ID`, a data set that
-`datasets` loads), the domain's public data set when asked for, its offline generator. Suites are such files, too: rows
-of Spec-Bench, MT-Bench and SPEED-Bench have `turns` and a `category`. Broken lines are collected as file:line:reason in
-`rejected.jsonl`; more than `data.max_rejected` of them stop the command with exit code 3.
+Prompts come from one of these sources: the file of `--prompts`, else the domain's public data set if the recipe asks
+for it, else the domain's offline generator. `--prompts` is a path, stdin, a file per domain (`{domain}.jsonl`), or
+`hub:ID`, a data set that `datasets` loads. Benchmark suites are such files, too: rows of Spec-Bench, MT-Bench and
+SPEED-Bench have `turns` and a `category`.
+
+Broken lines are collected as file:line:reason in `rejected.jsonl`. If more than `data.max_rejected` of the lines are
+broken, the command stops with exit code 3.
 """
 
 from __future__ import annotations
@@ -25,55 +28,56 @@ from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import IO, Any
 
-from specctl import progress, regular
+from specctl import progress, regular_files
 from specctl.errors import DataError, UsageError
 from specctl.recipe import DataRecipe
 from specctl.runs import PRIVATE
 
 MAX_LINE_BYTES = 1 << 20
-GENERATED_PROMPTS = 2000  # what the generator writes when `data.limit` names no number; it could go on for ever
+GENERATED_PROMPTS = 2000  # prompts of the endless generator if `data.limit` is not set
 ROLES = ("system", "developer", "user", "assistant", "tool")
-THINKING = ("reasoning_content", "reasoning", "thinking")  # names for what an assistant thought before its content
+THINKING = ("reasoning_content", "reasoning", "thinking")  # names of an assistant's thinking before its content
 SHOWN_REASONS = 5
-HELD_BYTES = 1 << 20  # of rejected lines in memory; more of them wait in a temporary file
-CHECKED_LINES = 1000  # of a file, before anything is loaded: one of them has to be a prompt
-POLL_S = 0.2  # how long a signal waits while stdin is silent
-SAMPLE_SLACK = 4  # prompts held at once while a file is sampled, as a multiple of the limit
+HELD_BYTES = 1 << 20  # rejected lines up to this size are held in memory, more in a temporary file
+CHECKED_LINES = 1000  # first lines of a file, checked before anything loads: one has to be a prompt
+POLL_S = 0.2  # seconds that a signal may wait while stdin is silent
+SAMPLE_SLACK = 4  # most prompts in memory while a file is sampled, as a multiple of the limit
 EXPECTED = (
-    'one JSON object a line, {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or {"turns": ["…", "…"]}'
+    'one JSON object per line: {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or '
+    '{"turns": ["…", "…"]}'
 )
-ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a line of its own"
+ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a separate line"
 HUB = "hub:"
-"""The beginning of a name of prompts that `datasets` loads: `hub:ID` or `hub:ID:CONFIG`."""
+"""Prefix of prompts that `datasets` loads: `hub:ID` or `hub:ID:CONFIG`."""
 PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECDEC_BENCH"
-"""The text of SPEED-Bench's rows (arXiv 2604.09557) whose sources may not be passed on."""
+"""Text of SPEED-Bench's rows (arXiv 2604.09557) from sources that may not be redistributed."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One conversation waiting for the target's answer; without messages the target begins it, too."""
+    """One conversation that waits for the target's answer; without messages the target begins the text itself."""
 
     id: str  # stable hash of the messages: the same prompt has the same id in every file
     messages: list[dict[str, str]]
     domain: str
-    where: str  # "file:line" (or the generator), for messages about it
-    reference: str | None = None  # the source's own answer, where it has one
-    later: tuple[str, ...] = ()  # what the user says after each of the target's answers
-    license: str | None = None  # of the row, where it says so
+    where: str  # "file:line" (or the generator), for error messages
+    reference: str | None = None  # answer that the source contains, if any
+    later_turns: tuple[str, ...] = ()  # the user's later turns, one after each answer of the target
+    license: str | None = None  # of the row, if given
     language: str | None = None
-    begun: str | None = None  # id of its conversation's first turn, where it is a later one
+    first_turn_id: str | None = None  # for a later turn: id of the conversation's first turn
 
 
 class Rejections:
-    """Lines that are no prompts: counted, written to `path` as they appear, judged by `check`. The file is its owner's
-    alone, as what it quotes may be.
+    """Rejected lines: counted, written to `path` as they occur, and judged by `check`. Only the owner can read the
+    file, since it quotes the lines.
 
-    With `hold` those of an earlier run stay at `path` until `release`: this one may be refused.
+    With `hold`, the file of an earlier run stays at `path` until `release`, because this run may still be refused.
     """
 
     def __init__(self, path: Path | None, allowed: float, *, hold: bool = False, expected: str = EXPECTED):
         self.path, self.allowed, self.expected = path, allowed, expected
-        self.seen = 0  # lines looked at, good and bad
+        self.seen = 0  # lines read, good and bad
         self.count = 0
         self.reasons: list[str] = []
         self._reported = 0
@@ -84,7 +88,7 @@ class Rejections:
             path.unlink(missing_ok=True)
 
     def add(self, where: str, reason: str, text: str = "") -> None:
-        """Record one rejected line; `where` is file:line, `text` the beginning of what stood there."""
+        """Record one rejected line; `where` is file:line, `text` the beginning of the line."""
         self.count += 1
         if len(self.reasons) < SHOWN_REASONS:
             self.reasons.append(f"{where}: {reason}")
@@ -92,11 +96,13 @@ class Rejections:
         if self._held is not None:
             self._held.write(line)
         elif self.path is not None:
-            with regular.opened(self.path, "a", encoding="utf-8", follow=False, permissions=PRIVATE) as file:
+            with regular_files.open_regular(
+                self.path, "a", encoding="utf-8", follow=False, permissions=PRIVATE
+            ) as file:
                 file.write(line)
 
     def release(self) -> None:
-        """Let what was held take the place of the earlier run's. Does nothing where nothing is held."""
+        """Replace the earlier run's file by the held lines. Does nothing without `hold`."""
         held, self._held = self._held, None
         if held is None:
             return
@@ -105,25 +111,26 @@ class Rejections:
             if self.path is not None:
                 self.path.unlink(missing_ok=True)
                 if self.count:
-                    with regular.created(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
+                    with regular_files.create_file(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
                         shutil.copyfileobj(held, file)
 
     @property
     def too_many(self) -> bool:
-        """More than the allowed share of the lines was rejected."""
+        """Whether more than the allowed share of the lines was rejected."""
         return self.count > self.allowed * self.seen
 
     def check(self) -> None:
-        """DataError when more than the allowed share of the lines was rejected; fewer are reported in one line."""
+        """Raise DataError if more than the allowed share of the lines was rejected; otherwise report the rejections in
+        one line."""
         kept = f"all of them are in {self.path}" if self.path and self._held is None else ""
         if self.too_many:
-            share = f"{self.count} of {self.seen} prompts rejected, data.max_rejected={self.allowed:g} allows fewer"
+            share = f"{self.count} of {self.seen} prompts rejected, more than data.max_rejected={self.allowed:g} allows"
             hint = f"expected {self.expected}" + (f"; {kept}" if kept else "")
             raise DataError("\n  ".join([share, *self.reasons]), hint=hint)
-        self.tell()
+        self.report()
 
-    def tell(self) -> None:
-        """Report in one line what was rejected since the last report, however much."""
+    def report(self) -> None:
+        """Report in one line all rejections, if there are new ones since the last report."""
         kept = f"all of them are in {self.path}" if self.path else ""
         if self.count > self._reported:
             self._reported = self.count
@@ -131,31 +138,35 @@ class Rejections:
 
 
 def check_files(data: DataRecipe) -> None:
-    """Every domain has a prompts file of its own, which is there and has a prompt among its first lines.
+    """Check that every domain has its own prompts file, and that the file exists and has a prompt among its first
+    lines.
 
-    Raises UsageError (one file for several domains), DataError (a file is missing, or is no file of prompts).
+    Raises UsageError (one file for several domains) or DataError (a file is missing or is not a file of prompts).
     """
     if data.prompts is None:
         return
     files = {domain: str(data.prompts_of(domain)) for domain in data.domain}
     if len(set(files.values())) < len(files):
-        hint = f"name one of {', '.join(files)} with --domain, or a file for each with {{domain}} in its name"
-        raise UsageError(f"a prompts file is one domain, {data.prompts} would be {len(files)}", hint=hint)
+        hint = f"name one of {', '.join(files)} with --domain, or give one file per domain with {{domain}} in the name"
+        raise UsageError(
+            f"a prompts file belongs to one domain, but {data.prompts} is used for {len(files)}", hint=hint
+        )
     files = {domain: file for domain, file in files.items() if file != "-" and not file.startswith(HUB)}
     missing = [f"{file} ({domain})" for domain, file in files.items() if not Path(file).exists()]
     if missing:
         raise DataError(
-            f"no prompts file {', '.join(missing)}", hint="JSONL with `prompt` or `messages`, or - for stdin"
+            f"no prompts file {', '.join(missing)}",
+            hint="give a JSONL file with `prompt` or `messages`, or - for stdin",
         )
     for domain, file in files.items():
         if not Path(file).is_file():
             kind = "a directory" if Path(file).is_dir() else "a pipe or a device"
-            raise DataError(f"prompts {file} are {kind}, not a file", hint="a JSONL file, or - for stdin")
+            raise DataError(f"prompts {file} are {kind}, not a file", hint="give a JSONL file, or - for stdin")
         _check_beginning(file, domain, data.max_rejected)
 
 
 def _check_beginning(file: str, domain: str, max_rejected: float) -> None:
-    """DataError when none of the first lines is a prompt: what is no file of prompts is told before a model loads."""
+    """Raise DataError if no line of the beginning is a prompt: the user learns of a wrong file before a model loads."""
     rejections = Rejections(None, max_rejected)
     for candidate in itertools.islice(_from_file(file, domain, rejections, suite=True), CHECKED_LINES):
         rejections.seen += 1
@@ -172,7 +183,8 @@ def no_prompts(source: str) -> DataError:
 def read_domains(
     data: DataRecipe, rejections: Rejections, *, split: str = "train", sample: bool = False, suite: bool = False
 ) -> list[Prompt]:
-    """The prompts of all domains of a recipe, domain by domain. Raises what `check_files` and `read_prompts` raise."""
+    """Read the prompts of all domains of a recipe, domain by domain. Raises the errors of `check_files` and
+    `read_prompts`."""
     check_files(data)
     options: dict[str, Any] = {"split": split, "rejected_to": rejections, "sample": sample, "suite": suite}
     return [prompt for domain in data.domain for prompt in read_prompts(data, domain, **options)]
@@ -187,16 +199,17 @@ def read_prompts(
     sample: bool = False,
     suite: bool = False,
 ) -> list[Prompt]:
-    """The domain's prompts in source order, each once, the first `data.limit`.
+    """Read the first `data.limit` prompts of a domain in source order, each once.
 
-    With `sample` those of a file come in an order drawn with `data.seed`, of which a smaller limit is the beginning:
-    files are often sorted by origin, and their first prompts would stand for one of them.
+    With `sample`, the prompts of a file come in an order drawn with `data.seed`; a smaller limit gives a prefix of a
+    larger one. Files are often sorted by origin, so their first prompts would represent a single origin.
 
-    With `suite` the category of a row with `turns` is the domain of its prompt, a sampled file gives `data.limit` of
-    each, and there may be several turns. Otherwise such a row is a prompt of `domain`, and rejected if it has several.
+    With `suite`, a row with `turns` may have several turns, and its category is the domain of its prompt; a sampled
+    file gives `data.limit` prompts per domain. Without `suite`, such a row is a prompt of `domain`, and rejected if it
+    has several turns.
 
-    `rejected_to` takes the rejected lines: a path for `rejected.jsonl`, or a collector the caller goes on using.
-    Raises DataError (unreadable file, too much rejected, nothing left) and UsageError (unknown domain).
+    `rejected_to` receives the rejected lines: a path for `rejected.jsonl`, or a collector that the caller goes on
+    using. Raises DataError (unreadable file, too many rejections, no prompt left) and UsageError (unknown domain).
     """
     rejections = rejected_to if isinstance(rejected_to, Rejections) else Rejections(rejected_to, data.max_rejected)
     prompts: dict[str, Prompt] = {}
@@ -209,7 +222,7 @@ def read_prompts(
             repeated += candidate.id in prompts
             prompts.setdefault(candidate.id, candidate)
         if sampled and data.limit is not None and len(prompts) >= crowd:
-            prompts = _sample(prompts, data.limit, data.seed)  # now and then, so that memory stays bounded
+            prompts = _sample(prompts, data.limit, data.seed)  # from time to time, to bound memory
             crowd = max(crowd, 2 * len(prompts))
         elif not sampled and len(prompts) == data.limit:
             break
@@ -219,13 +232,13 @@ def read_prompts(
     if not prompts:
         raise no_prompts(str(data.prompts_of(domain) or domain))
     if repeated:
-        progress.log(f"{repeated} repeated prompts of {domain} are kept once")
+        progress.log(f"{repeated} repeated prompts of {domain} left out: one copy of each is kept")
     return list(prompts.values())
 
 
 def _sample(prompts: dict[str, Prompt], count: int, seed: int) -> dict[str, Prompt]:
-    """The `count` prompts of each domain whose ids have the smallest hashes with `seed`, ascending: fewer are the first
-    of more."""
+    """The `count` prompts per domain with the smallest hashes of `seed` and id, ascending; a smaller count gives a
+    prefix."""
 
     def rank(id: str) -> bytes:
         return hashlib.sha256(f"{seed}/{id}".encode()).digest()
@@ -243,7 +256,7 @@ def prompt_id(messages: list[dict[str, str]]) -> str:
 
 
 def prompts_in(file: Path | None) -> Iterator[Prompt]:
-    """The prompts in a file; none without one. Raises DataError where a line is no prompt."""
+    """Yield the prompts in a file, or nothing if `file` is None. DataError if a line is not a prompt."""
     if file is None:
         return
     rejections = Rejections(None, 0.0)
@@ -257,11 +270,10 @@ def prompts_in(file: Path | None) -> Iterator[Prompt]:
 def candidates(
     data: DataRecipe, domain: str, split: str, rejections: Rejections, *, suite: bool = False
 ) -> Iterator[Prompt | None]:
-    """The prompts of a domain as they stand in its source, one item per line; None where the line was rejected.
-    `suite` as in `read_prompts`.
+    """Yield the prompts of a domain in source order, one item per line; a rejected line gives None.
 
-    Nothing is held but the line that was read. Generators and unconditional samples end at `data.limit`, files and
-    public data sets at their end.
+    Only the current line is in memory. Generators and unconditional samples end at `data.limit`, files and public data
+    sets at their end. `suite` is explained in `read_prompts`.
     """
     if data.source == "unconditional":
         numbers = range(data.limit or GENERATED_PROMPTS)
@@ -296,11 +308,14 @@ def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> I
 
 
 def _from_hub(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
-    """Rows of a data set, of its test split if it has one. DataError where it cannot be loaded."""
+    """Yield prompts from the rows of a data set, from its test split if it has one. DataError if it cannot be
+    loaded."""
     from specctl.data_prep.public import load_rows
 
     id, _, config = name.removeprefix(HUB).partition(":")
-    rows = load_rows(id, config or None, hint="a set on the hub needs a network once; a JSONL file of it needs none")
+    rows = load_rows(
+        id, config or None, hint="a data set on the hub needs network access the first time; a JSONL file does not"
+    )
     for number, row in enumerate(rows, 1):
         where = f"{name}:{number}"
         try:
@@ -322,13 +337,12 @@ def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Reje
 
 
 def open_prompts(name: str) -> IO[bytes]:
-    """The file of that name, a pipe such as the shell's `<(…)`, or stdin for `-`. Raises DataError where it cannot be
-    read."""
+    """Open a file, a pipe such as the shell's `<(…)`, or stdin for `-`. DataError if it cannot be read."""
     if name == "-":
         return _stdin()
     try:
         if stat.S_ISREG(os.stat(name).st_mode):
-            return regular.opened(name)
+            return regular_files.open_regular(name)
         return _stream(name)
     except OSError as error:
         raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint=f"expected {EXPECTED}") from error
@@ -337,23 +351,23 @@ def open_prompts(name: str) -> IO[bytes]:
 def _stdin() -> IO[bytes]:
     try:
         return io.BufferedReader(_Interruptible(sys.stdin.buffer.fileno()))
-    except OSError:  # something else in its place, without a descriptor
+    except OSError:  # stdin was replaced by an object without a descriptor
         return sys.stdin.buffer
 
 
 def _stream(name: str) -> IO[bytes]:
-    """A pipe or a terminal. Raises OSError for anything else: a device may have no end."""
-    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # of a pipe without a writer, waits as a read can
+    """Open a pipe or a terminal. OSError for anything else: a device may have no end."""
+    descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK)  # NONBLOCK: a pipe may have no writer yet
     if stat.S_ISFIFO(os.fstat(descriptor).st_mode) or os.isatty(descriptor):
         return io.BufferedReader(_Interruptible(descriptor, owned=True))
     os.close(descriptor)
-    regular.check(name)
-    raise OSError(errno.EINVAL, "it was exchanged while it was opened", name)
+    regular_files.check(name)
+    raise OSError(errno.EINVAL, "the file was replaced while it was opened", name)
 
 
 class _Interruptible(io.RawIOBase):
-    """A descriptor whose reader leaves on SIGTERM: Python goes on with a read that a signal has broken off, and the
-    next line of `tail -f` may never come. `owned`: it is closed with this."""
+    """Reader of a file descriptor that stops on SIGTERM. By itself Python resumes a read that a signal interrupts, and
+    the next line of `tail -f` may never come. With `owned`, `close` closes the descriptor."""
 
     def __init__(self, descriptor: int, owned: bool = False):
         self.descriptor, self.owned = descriptor, owned
@@ -375,7 +389,7 @@ class _Interruptible(io.RawIOBase):
 
 
 def lines(file: IO[bytes]) -> Iterator[bytes | None]:
-    """Lines of at most MAX_LINE_BYTES; a longer one is skipped piece by piece, to bound memory, and given as None."""
+    """Lines of at most MAX_LINE_BYTES. A longer line is skipped piece by piece, to bound memory, and given as None."""
     while line := file.readline(MAX_LINE_BYTES + 1):
         if len(line) <= MAX_LINE_BYTES:
             yield line
@@ -386,50 +400,51 @@ def lines(file: IO[bytes]) -> Iterator[bytes | None]:
 
 
 def parse_line(line: bytes | None, domain: str, where: str = "", *, suite: bool = False) -> Prompt:
-    """A JSONL line as a prompt; None is a line that was too long to hold. ValueError says what is wrong with it."""
+    """Parse a JSONL line, or None for a line that was too long, into a prompt. ValueError says why it is not a
+    prompt."""
     return parse_row(json_object(line), domain, where, suite=suite)
 
 
 def parse_row(row: dict[str, Any], domain: str, where: str = "", *, suite: bool = False) -> Prompt:
-    """A row as a prompt; `suite` as in `read_prompts`. ValueError says what is wrong with it."""
+    """Convert a row to a prompt; `suite` as in `read_prompts`. ValueError says why it is not a prompt."""
     if "turns" in row and not row.keys() & {"prompt", "messages"}:
-        return _question(row, domain, where, suite)
+        return _suite_row(row, domain, where, suite)
     messages, reference = _row(row)
     license, language = (value if isinstance(value := row.get(key), str) else None for key in ("license", "language"))
     return Prompt(prompt_id(messages), messages, domain, where, reference, (), license, language)
 
 
-def _question(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prompt:
-    """A row of Spec-Bench, MT-Bench or SPEED-Bench. Its id is that of all that the user says."""
+def _suite_row(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prompt:
+    """Convert a row of Spec-Bench, MT-Bench or SPEED-Bench. The id covers all turns of the user."""
     turns, category = row["turns"], row.get("category")
     if not isinstance(turns, list) or not turns:
         raise ValueError("`turns` must be a non-empty list")
     messages = conversation([{"role": "user", "content": turn} for turn in turns])
     if any(PLACEHOLDER in message["content"] for message in messages):
-        raise ValueError("a placeholder: SPEED-Bench's own script has to fetch the text of this row first")
+        raise ValueError("contains a placeholder: fetch the text of this row with SPEED-Bench's script first")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise ValueError(f"`category` must be a name, got {category!r:.40}")
     if len(turns) > 1 and not suite:
-        raise ValueError(f"has {len(turns)} turns; only `specctl eval` asks one after the other")
+        raise ValueError(f"has {len(turns)} turns; only `specctl eval` supports several turns")
     name = category if suite and category else domain
-    return Prompt(prompt_id(messages), messages[:1], name, where, later=tuple(turns[1:]))
+    return Prompt(prompt_id(messages), messages[:1], name, where, later_turns=tuple(turns[1:]))
 
 
 def json_object(line: bytes | None) -> dict[str, Any]:
-    """A line's JSON object. ValueError says what is wrong with it."""
+    """Parse a line's JSON object. ValueError says why there is none."""
     if line is None:
         raise ValueError(f"line longer than {MAX_LINE_BYTES >> 20} MiB; {ARRAY}")
     if line.startswith(b"\x1f\x8b"):
         raise ValueError("compressed with gzip: `gunzip` the file, or pipe `gunzip -c` of it into `-`")
     if line.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise ValueError("UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` turns one into the other")
+        raise ValueError("UTF-16, not UTF-8: `iconv -f UTF-16 -t UTF-8` converts it")
     try:
-        row = json.loads(line.decode("utf-8-sig"))  # without the mark that some editors begin a file with
+        row = json.loads(line.decode("utf-8-sig"))  # skips the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
     except json.JSONDecodeError as error:
         if line.strip() == b"[":
-            raise ValueError(f"not JSON by itself; {ARRAY}") from None
+            raise ValueError(f"the line alone is not JSON; {ARRAY}") from None
         raise ValueError(f"not JSON: {error.msg.removesuffix(' at')} at column {error.colno}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
@@ -440,7 +455,7 @@ def json_object(line: bytes | None) -> dict[str, Any]:
 
 
 def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
-    """Messages and reference answer of a row; other keys are the user's own and ignored."""
+    """Messages and reference answer of a row; all other keys are ignored."""
     if ("prompt" in row) == ("messages" in row):
         raise ValueError("needs either `prompt` or `messages`" + (", has both" if "prompt" in row else ", or `turns`"))
     if "prompt" in row:
@@ -453,22 +468,22 @@ def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
     if not isinstance(messages, list) or not messages:
         raise ValueError("`messages` must be a non-empty list")
     messages = conversation(messages)
-    # Chat data sets end with the assistant's turn: that is the reference, the target writes its own.
+    # Chat data sets end with the assistant's turn: it is the reference, and the target writes a new answer.
     if messages[-1]["role"] == "assistant":
         return ends_with_question(messages[:-1]), messages[-1]["content"]
     return ends_with_question(messages), None
 
 
 def ends_with_question(messages: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The same messages. ValueError where there is nothing to answer at their end."""
+    """Return the messages unchanged. ValueError if they do not end with something to answer."""
     if not messages or messages[-1]["role"] not in ("user", "tool"):
-        raise ValueError("`messages` has no user message to answer at its end")
+        raise ValueError("`messages` does not end with a user message to answer")
     return messages
 
 
 def conversation(messages: list[Any]) -> list[dict[str, str]]:
-    """Messages reduced to role and content, each checked; an assistant's thinking, under whichever name it comes, is
-    its `reasoning_content`."""
+    """Check messages and reduce them to role and content. An assistant's thinking, under any name in `THINKING`, is
+    kept as `reasoning_content`."""
     checked = []
     for message in messages:
         if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
@@ -486,7 +501,7 @@ def conversation(messages: list[Any]) -> list[dict[str, str]]:
             if "\0" in text:
                 raise ValueError("contains a NUL character")
             if any("\ud800" <= char <= "\udfff" for char in text):
-                raise ValueError("contains half of a surrogate pair, which is no text")
+                raise ValueError("contains half of a surrogate pair, which is not valid text")
         if not content.strip():
             raise ValueError("empty prompt" if role == "user" else f"empty {role} message")
         checked.append({"role": role, "content": content})

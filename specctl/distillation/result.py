@@ -1,4 +1,4 @@
-"""The result of `distill`, and where it goes."""
+"""Result document of `distill`, and its default output directory."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class DistillResult:
-    """The result document of `distill`; counts are those of this writer's part (`--shard i/n`) of the directory."""
+    """Result document of `distill`; the counts cover this writer's part (`--shard i/n`) of the directory."""
 
     domain: str
     prompts: int
     responses: int
     response_tokens: int
-    tokens_per_s: float  # of this run, prefill included, loading and rendering not
+    tokens_per_s: float  # of this run; includes prefill, excludes loading and rendering
     rejected: int
-    left_out: int  # prompts that are repeated, excluded, or nearly so
-    dropped: int  # responses
+    left_out: int  # prompts: repeated, excluded, or near-duplicates
+    dropped: int  # responses that the filters dropped
     shards: int
     output: str
 
 
 def label(domains: list[str]) -> str:
-    """The name of one or several domains distilled together: `sql`, `sql+math`."""
+    """Name of one or several domains that are distilled together: `sql`, `sql+math`."""
     return "+".join(domains)
 
 
 def default_output(domains: list[str]) -> Path:
-    """./distilled/<domain>"""
+    """Default output directory: ./distilled/<domain>."""
     return Path("distilled") / label(domains)

@@ -1,14 +1,14 @@
-"""The files of a distilled directory: their names, one shard as records, and the manifests that vouch for them.
+"""Files of a distilled directory: their names, the records of a shard, and the manifests with checksums.
 
-    meta.json                      domain, target, sampling: what every response in here has in common
-    shard-<i>of<n>-<k>.jsonl       one response a line; the last one of a writer may still be growing
-    shard-<i>of<n>-<k>.parquet     a finished shard under `format=parquet`
+    meta.json                      domain, target, sampling: everything that all responses have in common
+    shard-<i>of<n>-<k>.jsonl       one response per line; a writer may still append to its last shard
+    shard-<i>of<n>-<k>.parquet     a finished shard with `format=parquet`
     manifest-<i>of<n>.json         the finished shards of writer i of n, with their SHA-256
     filtered-<i>of<n>.jsonl        responses that writer i of n dropped or cut, by id, with the reason
-    card.json                      the data card of it all
-    writer-<i>of<n>.lock           there is a writer (see `specctl/lock.py`)
+    card.json                      the data card of the directory
+    writer-<i>of<n>.lock           a writer is active (see `specctl/lock.py`)
 
-Every writer has a manifest of its own, so the jobs of an array share a directory without sharing a file.
+Every writer has a separate manifest, so the jobs of an array share a directory without sharing a file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import DataError, one_line
 from specctl.runs import sha256
 
@@ -44,7 +44,7 @@ _NAME = re.compile(r"(?:shard|manifest|writer|filtered)-(\d+)of(\d+)(?:-\d+)?\.(
 
 
 def writer_of(path: Path) -> Writer | None:
-    """The writer i of n that a file of the directory belongs to; None for any other file."""
+    """The writer i of n that a file of the directory belongs to, or None for any other file."""
     match = _NAME.fullmatch(path.name)
     return (int(match[1]), int(match[2])) if match else None
 
@@ -59,16 +59,17 @@ def manifest_path(directory: Path, writer: Writer) -> Path:
 
 
 def load_manifest(path: Path) -> dict[str, Any]:
-    """{"complete": bool, "shards": [{"file", "records", "tokens", "sha256"}]}; an empty one where there is no file."""
+    """Load {"complete": bool, "shards": [{"file", "records", "tokens", "sha256"}]}; an empty manifest if there is no
+    file."""
     if not path.exists():
         return {"version": 1, "complete": False, "shards": []}
     manifest = load_json(path)
     entries = manifest.get("shards")
     if not (isinstance(entries, list) and all(map(_is_entry, entries)) and type(manifest.get("complete")) is bool):
         raise DataError(f"{path} is damaged", hint="delete it and run `specctl distill --resume`: the shards are kept")
-    # A manifest names shards beside it and nothing else: no path leads out of the directory.
+    # A manifest may only name shards in its own directory: no path leads elsewhere.
     if not all(_NAME.fullmatch(entry["file"]) for entry in entries):
-        raise DataError(f"{path} names a file that is no shard of its directory")
+        raise DataError(f"{path} names a file that is not a shard in its directory")
     return manifest
 
 
@@ -80,9 +81,9 @@ def _is_entry(entry: Any) -> bool:
 
 
 def load_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. DataError where there is none."""
+    """Load the JSON object in a file. DataError if there is none."""
     try:
-        document = regular.document(path)
+        document = regular_files.read_json(path)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", None) or error
         raise DataError(f"{path} cannot be read: {why}", hint="restore it or distil again with --overwrite") from error
@@ -92,27 +93,28 @@ def load_json(path: Path) -> dict[str, Any]:
 
 
 def verify(directory: Path, entry: dict[str, Any]) -> Path:
-    """The finished shard of a manifest entry, after its checksum was found right."""
+    """Path of the finished shard of a manifest entry, after its checksum was verified. DataError if it is missing or
+    corrupted."""
     path = directory / entry["file"]
     if not path.is_file():
         raise DataError(f"{path} is missing", hint="run `specctl distill --resume` to generate its responses again")
     if sha256(path) != entry["sha256"]:
-        raise DataError(f"{path} is corrupted: its SHA-256 is not the one in the manifest", hint=REPAIR)
+        raise DataError(f"{path} is corrupted: its SHA-256 differs from the manifest's", hint=REPAIR)
     return path
 
 
 def records(path: Path) -> Iterator[Record]:
-    """Records of one shard; a torn last line (a writer died, or is writing now) is left out."""
+    """Records of one shard. A torn last line is left out: a writer crashed, or is writing now."""
     return _from_parquet(path) if path.suffix == ".parquet" else _from_jsonl(path)
 
 
 def _from_jsonl(path: Path) -> Iterator[Record]:
-    with regular.opened(path) as file:
+    with regular_files.open_regular(path) as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
                 return
             try:
-                yield _checked(regular.parsed(line))
+                yield _checked(regular_files.parse_json(line))
             except ValueError as error:
                 raise DataError(f"{path}:{number}: {error}", hint=REPAIR) from error
 
@@ -122,10 +124,10 @@ def _checked(record: Any) -> Record:
         raise ValueError(f"expected a JSON object, got {type(record).__name__}")
     for name, kind in FIELDS.items():
         if not isinstance(record.get(name), kind):
-            raise ValueError(f"`{name}` is missing or of the wrong type")
+            raise ValueError(f"`{name}` is missing or has the wrong type")
     for name in ("prompt_ids", "response_ids"):
         if not all(type(token) is int and 0 <= token < 2**31 for token in record[name]):
-            raise ValueError(f"`{name}` holds what is no token id")
+            raise ValueError(f"`{name}` contains values that are not token ids")
     if not record["prompt_ids"]:
         raise ValueError("`prompt_ids` is empty")
     return record
@@ -136,7 +138,7 @@ def _from_parquet(path: Path) -> Iterator[Record]:
     import pyarrow.parquet
 
     try:
-        regular.check(path)
+        regular_files.check(path)
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=ROW_GROUP):
             yield from map(_checked, batch.to_pylist())
     except (pyarrow.ArrowException, OSError, ValueError) as error:
@@ -144,7 +146,7 @@ def _from_parquet(path: Path) -> Iterator[Record]:
 
 
 def to_parquet(rows: Iterable[Record], file: IO[bytes]) -> None:
-    """Write records as Parquet, a row group at a time."""
+    """Write records as Parquet, one row group at a time."""
     import pyarrow
     import pyarrow.parquet
 

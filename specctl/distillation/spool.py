@@ -1,4 +1,4 @@
-"""Rows that are more than memory should hold: in a temporary file, with eight bytes each in memory."""
+"""Spool for rows that exceed memory: they are kept in a temporary file, with eight bytes of memory per row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tempfile import TemporaryFile
 
 
 class Spool:
-    """Rows of bytes by their place; the file is gone with its owner."""
+    """Rows of bytes by their place; the temporary file disappears with this object."""
 
     def __init__(self) -> None:
         self._file = TemporaryFile()  # noqa: SIM115 (closed when nobody needs it any more)
@@ -16,7 +16,7 @@ class Spool:
         self._flushed = 0  # bytes
 
     def append(self, row: bytes) -> int:
-        """Add a row. Returns its place."""
+        """Add a row and return its place."""
         self._file.write(row)
         self._ends.append(self._ends[-1] + len(row))
         return len(self) - 1

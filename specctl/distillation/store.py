@@ -1,8 +1,8 @@
-"""Distilled responses on disk: appended line by line, sealed shard by shard, resumable after any kind of death.
+"""Distilled responses on disk: appended line by line, sealed shard by shard, resumable after any crash.
 
-A response has a stable id, a batch of them is one write of whole lines, and a shard is sealed by its SHA-256 in the
-writer's manifest. So a killed run loses at most the batch it was decoding, and a resumed one repeats nothing.
-`shards.py` describes the files.
+A response has a stable id, a batch of responses is one write of whole lines, and the writer's manifest seals a shard
+with its SHA-256. So a killed run loses at most the batch under way, and a resumed run repeats nothing. `shards.py`
+describes the files.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from specctl import progress, regular
-from specctl.decoding.models.identity import with_weights
+from specctl import progress, regular_files
+from specctl.decoding.models.identity import with_weights_digest
 from specctl.distillation import shards
 from specctl.distillation.shards import Record, Writer
 from specctl.errors import DataError, SpecctlError, UsageError
 from specctl.lock import Lock
-from specctl.runs import PRIVATE, PRIVATE_DIRECTORY, atomic_write, make_dir, sha256, sweep
+from specctl.runs import PRIVATE, PRIVATE_DIRECTORY, atomic_write, make_dir, remove_leftovers, sha256
 
 META = "meta.json"
 BUSY = "wait for it, or give each job its own --shard i/n"
@@ -28,7 +28,7 @@ BUSY = "wait for it, or give each job its own --shard i/n"
 
 @dataclass(frozen=True)
 class StoreSummary:
-    """The contents of a distilled directory. `complete`: every writer of some `--shard i/n` split got to its end."""
+    """Summary of a distilled directory. It is `complete` if every writer of some `--shard i/n` split has finished."""
 
     responses: int
     response_tokens: int
@@ -43,7 +43,7 @@ def exists(directory: str | Path) -> bool:
 
 
 def summary(directory: str | Path) -> StoreSummary:
-    """Counts from the manifests and the open shards. Raises DataError where there is no distilled data."""
+    """Counts from the manifests and the open shards. DataError if there is no distilled data."""
     directory = _readable(directory)
     manifests = {path: shards.load_manifest(path) for path in shards.files(directory, "manifest")}
     sealed = [entry for manifest in manifests.values() for entry in manifest["shards"]]
@@ -59,9 +59,9 @@ def summary(directory: str | Path) -> StoreSummary:
 
 
 def read(directory: str | Path) -> Iterator[Record]:
-    """All records, sealed shards first, in file order. A sealed shard is checked before its first record is given.
+    """Read all records in file order, sealed shards first. A sealed shard is verified before its first record.
 
-    Raises DataError naming the file (and line) that is missing or corrupted, and what to do about it.
+    DataError names the file (and line) that is missing or corrupted, and a remedy.
     """
     directory = _readable(directory)
     return (record for path in _verified(directory) for record in shards.records(path))
@@ -70,10 +70,10 @@ def read(directory: str | Path) -> Iterator[Record]:
 def check_free(
     directory: str | Path, writer: Writer, *, resume: bool, overwrite: bool, private: bool = False
 ) -> list[Path]:
-    """Files that a writer would continue or replace; UsageError when it was told to do neither.
+    """Files that a writer would continue or replace; UsageError if they exist and it may do neither.
 
-    Cheap, so that callers can ask before they load a target. Shards of other writers of the same split are the other
-    jobs of an array: they are in nobody's way. `private`: as of `ShardWriter`.
+    The check is cheap, so callers can make it before they load a target. Shards of other writers of the same split
+    belong to other jobs of an array and do not matter. `private` is explained in `ShardWriter`.
     """
     directory = Path(directory)
     make_dir(directory, PRIVATE_DIRECTORY if private else 0o777)
@@ -81,18 +81,19 @@ def check_free(
     there = [path for path in present if shards.writer_of(path) == writer] + _of_other_splits(present, writer)
     if there and not (resume or overwrite):
         raise UsageError(
-            f"{directory} holds distilled data already", hint="--resume continues, --overwrite replaces it"
+            f"{directory} already contains distilled data",
+            hint="continue with --resume, or replace it with --overwrite",
         )
     return there
 
 
 class ShardWriter:
-    """The one writer of shard i of n in a directory; a context manager that holds its lock.
+    """The only writer of shard i of n in a directory; a context manager that holds its lock.
 
-    `done` maps the ids that are on disk already (this writer's, and those of earlier runs split otherwise) to their
-    response tokens; the other writers of this split have other prompts.
-    `meta` is what all responses share (domain, target, sampling): continuing under another one is an error.
-    `private`: the directory, if it is made here, and the shards are their owner's alone, as a log of requests is.
+    `done` maps the ids on disk to their response tokens: ids of this writer, and ids of earlier runs with another
+    split. The other writers of this split have other prompts. `meta` is common to all responses (domain, target,
+    sampling); continuing with other values is an error. With `private`, only the owner can read the shards, and the
+    directory if it is created here: for logs of requests.
     """
 
     def __init__(
@@ -111,21 +112,21 @@ class ShardWriter:
         self.dir, self.writer, self.shard_size, self.format = Path(directory), writer, shard_size, format
         make_dir(self.dir, PRIVATE_DIRECTORY if private else 0o777)
         self._lock = Lock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock", hint=BUSY)
-        self._path: Path | None = None  # the open shard
-        self._rows: list[int] = []  # response tokens of each of its records
+        self._path: Path | None = None  # the open shard, if any
+        self._rows: list[int] = []  # response tokens of each record in the open shard
         self._file: IO[bytes] | None = None
         try:
-            sweep(self.dir, shards.manifest_path(self.dir, writer).name)
+            remove_leftovers(self.dir, shards.manifest_path(self.dir, writer).name)
             wanted = json.loads(json.dumps({"version": 1, "format": format, **meta}, default=str))
-            self._clear_the_way(wanted, resume, overwrite)
-            self._agree(wanted)
+            self._check_existing(wanted, resume, overwrite)
+            self._write_meta(wanted)
             self._open()
         except BaseException:
             self.close()
             raise
 
     def append(self, rows: list[Record]) -> None:
-        """Add responses: whole lines, on disk when this returns. SpecctlError when the disk refuses."""
+        """Add responses as whole lines, which are on disk when this returns. SpecctlError if the disk refuses."""
         if rows and self._manifest["complete"]:
             self._manifest["complete"] = False
             self._write_manifest()
@@ -139,7 +140,7 @@ class ShardWriter:
                 self._seal()
 
     def complete(self) -> None:
-        """All work is done: seal the open shard, whatever its size, and say so in the manifest."""
+        """Seal the open shard at any size, and mark the manifest as complete."""
         if self._rows:
             self._seal()
         if not self._manifest["complete"]:
@@ -148,11 +149,11 @@ class ShardWriter:
 
     @property
     def shards(self) -> int:
-        """Shards of this writer, the open one included."""
+        """Number of this writer's shards, including the open one."""
         return len(self._manifest["shards"]) + bool(self._rows)
 
     def close(self) -> None:
-        """Release the directory; an open shard stays as it is, for `resume`."""
+        """Release the directory; an open shard stays unsealed, for `resume`."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -164,29 +165,29 @@ class ShardWriter:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _clear_the_way(self, meta: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        """Make sure that what is there was meant to be continued, or remove it."""
+    def _check_existing(self, meta: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        """Check that existing files may be continued or replaced, and remove files that are replaced."""
         there = check_free(self.dir, self.writer, resume=resume, overwrite=overwrite)
         for lock in _of_other_splits(shards.files(self.dir, "writer"), self.writer):
             Lock(lock, hint=BUSY).release()
         if overwrite:
             others = {*shards.files(self.dir, "shard")} - {*there}
             if others and (self.dir / META).exists():
-                self._check(meta)  # they stay: what does not fit them replaces nothing
+                self._check(meta)  # these stay: refuse to replace anything if the settings differ
             for path in there:
                 path.unlink()
             if not others:
                 (self.dir / META).unlink(missing_ok=True)
 
-    def _agree(self, meta: dict[str, Any]) -> None:
-        """Write meta.json, or find that the one which is there says the same."""
+    def _write_meta(self, meta: dict[str, Any]) -> None:
+        """Write meta.json, or check that the existing one is the same."""
         path = self.dir / META
         wanted = json.dumps(meta, indent=2, ensure_ascii=False, sort_keys=True) + "\n"
         if not path.exists():
             aside = path.with_name(f".meta-{self.writer[0]}of{self.writer[1]}.json")
             atomic_write(aside, wanted)
             try:
-                os.link(aside, path)  # fails if another job of the array was first; rename would replace its file
+                os.link(aside, path)  # fails if another job of the array was first; a rename would replace its file
             except FileExistsError:
                 pass
             finally:
@@ -194,25 +195,25 @@ class ShardWriter:
         self._check(meta)
 
     def _check(self, meta: dict[str, Any]) -> None:
-        """DataError where meta.json says something else."""
-        there = with_weights(_meta(self.dir), meta)
+        """Raise DataError if meta.json differs from `meta`."""
+        there = with_weights_digest(_meta(self.dir), meta)
         if different := _differences(there, meta):
             raise DataError(
                 f"{self.dir} was distilled with other settings: " + "; ".join(different),
-                hint="repeat those settings, choose another --output-dir, or --overwrite",
+                hint="use those settings again, choose another --output-dir, or add --overwrite",
             )
 
     def _open(self) -> None:
-        """Find out what is done, repair what a death left behind, and go on with the shard that was growing."""
-        self._manifest = self._sound_manifest()
+        """Find the responses that are done, repair the damage of a crash, and continue the open shard."""
+        self._manifest = self._verified_manifest()
         sealed = {entry["file"] for entry in self._manifest["shards"]}
         stems = {Path(name).stem for name in sealed}
         for path in self._own_shards():
             if path.stem in stems and path.name not in sealed:
-                path.unlink()  # sealed as Parquet just before the death that kept this original
+                path.unlink()  # a crash came between sealing as Parquet and deleting the original
         unsealed = sorted({path.stem for path in self._own_shards()} - stems)
         for stem in unsealed:
-            self._adopt(self.dir / f"{stem}.jsonl", last=stem == unsealed[-1])
+            self._take_over_shard(self.dir / f"{stem}.jsonl", last=stem == unsealed[-1])
         relevant = [*self._own_shards(), *_of_other_splits(shards.files(self.dir, "shard"), self.writer)]
         self.done: dict[str, int] = {
             record["id"]: len(record["response_ids"]) for path in relevant for record in shards.records(path)
@@ -221,19 +222,19 @@ class ShardWriter:
     def _own_shards(self) -> list[Path]:
         return [path for path in shards.files(self.dir, "shard") if shards.writer_of(path) == self.writer]
 
-    def _sound_manifest(self) -> dict[str, Any]:
-        """This writer's manifest with every checksum checked, less the shards that somebody deleted."""
+    def _verified_manifest(self) -> dict[str, Any]:
+        """This writer's manifest, with every checksum verified, without shards that were deleted."""
         manifest = shards.load_manifest(shards.manifest_path(self.dir, self.writer))
         kept = [entry for entry in manifest["shards"] if (self.dir / entry["file"]).exists()]
         for entry in kept:
             shards.verify(self.dir, entry)
         for entry in manifest["shards"]:
             if entry not in kept:
-                progress.log(f"{self.dir / entry['file']} is gone: its responses will be generated again")
+                progress.log(f"{self.dir / entry['file']} is missing: its responses will be generated again")
         return manifest | {"shards": kept, "complete": manifest["complete"] and kept == manifest["shards"]}
 
-    def _adopt(self, path: Path, last: bool) -> None:
-        """Continue or seal a shard that no manifest knows; its torn last line goes."""
+    def _take_over_shard(self, path: Path, last: bool) -> None:
+        """Continue or seal a shard that no manifest lists; a torn last line is dropped."""
         sealed = path.with_suffix(".parquet")
         if path.exists():
             sealed.unlink(missing_ok=True)
@@ -253,7 +254,7 @@ class ShardWriter:
             self._path = self._next_shard()
         if self._file is None:
             how: dict[str, Any] = {"buffering": 0, "follow": False, "permissions": self._permissions}
-            self._file = regular.opened(self._path, "ab", **how)
+            self._file = regular_files.open_regular(self._path, "ab", **how)
         try:
             view = memoryview(data)
             while view:
@@ -261,7 +262,8 @@ class ShardWriter:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise SpecctlError(
-                f"cannot write {self._path}: {error.strerror}", hint="what was finished is kept; make room and --resume"
+                f"cannot write {self._path}: {error.strerror}",
+                hint="finished responses are kept; free space and continue with --resume",
             ) from error
 
     def _next_shard(self) -> Path:
@@ -269,7 +271,8 @@ class ShardWriter:
         return self.dir / f"shard-{self.writer[0]}of{self.writer[1]}-{last + 1:05d}.jsonl"
 
     def _seal(self) -> None:
-        """Finish the open shard: Parquet if asked, checksum into the manifest, and only then the original goes."""
+        """Finish the open shard: convert to Parquet if asked, list the checksum in the manifest, then delete the
+        original."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -278,7 +281,7 @@ class ShardWriter:
         if self.format == "parquet" and original.suffix == ".jsonl":
             sealed = original.with_suffix(".parquet")
             aside = original.with_name(f".{original.stem}.tmp")
-            with regular.created(aside, permissions=self._permissions) as file:
+            with regular_files.create_file(aside, permissions=self._permissions) as file:
                 shards.to_parquet(shards.records(original), file)
             os.replace(aside, sealed)
         entry = {
@@ -298,22 +301,24 @@ class ShardWriter:
 
 
 def _of_other_splits(paths: list[Path], writer: Writer) -> list[Path]:
-    """Files of writers i of m where this is writer i of n: an earlier run, divided otherwise."""
+    """Files of writers in a different split than this writer's i of n: an earlier run, divided otherwise."""
     return [path for path in paths if (other := shards.writer_of(path)) is not None and other[1] != writer[1]]
 
 
 def _meta(directory: Path) -> dict[str, Any]:
-    """The settings that all responses share, from meta.json. DataError where that cannot be read."""
+    """The settings that all responses share, from meta.json. DataError if they cannot be read."""
     meta = shards.load_json(directory / META)
     if not isinstance(meta.get("target", {}), dict):
-        raise DataError(f"{directory / META} is damaged: target is no object", "distil again with --overwrite")
+        raise DataError(f"{directory / META} is damaged: target is not an object", "distil again with --overwrite")
     return meta
 
 
 def _readable(directory: str | Path) -> Path:
     directory = Path(directory)
     if not exists(directory):
-        raise DataError(f"no distilled data in {directory}", hint=f"specctl distill --output-dir {directory}")
+        raise DataError(
+            f"no distilled data in {directory}", hint=f"create it with `specctl distill --output-dir {directory}`"
+        )
     return directory
 
 
@@ -325,7 +330,8 @@ def _verified(directory: Path) -> Iterator[Path]:
 
 
 def _unsealed(directory: Path) -> list[Path]:
-    """Shards that no manifest lists: those being written. Two forms of one shard (a death between them) count once."""
+    """Shards that no manifest lists, since they are being written. A shard in two formats, left by a crash, counts
+    once."""
     entries = [entry for path in shards.files(directory, "manifest") for entry in shards.load_manifest(path)["shards"]]
     sealed = {Path(entry["file"]).stem for entry in entries}
     return list(
@@ -334,8 +340,8 @@ def _unsealed(directory: Path) -> list[Path]:
 
 
 def drop_torn_line(path: Path) -> None:
-    """Cut off what a kill has left of a line."""
-    with regular.opened(path, "rb+", follow=False) as file:
+    """Truncate an incomplete last line, left by a kill."""
+    with regular_files.open_regular(path, "rb+", follow=False) as file:
         whole = sum(len(line) for line in file if line.endswith(b"\n"))
         if whole < os.fstat(file.fileno()).st_size:
             progress.log(f"{path}: dropping the half-written last line")
@@ -343,12 +349,12 @@ def drop_torn_line(path: Path) -> None:
 
 
 def _differences(there: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """`key: old there, new now` for every leaf that differs."""
+    """Texts like "key is OLD there and NEW now" for every leaf that differs."""
     differences = []
     for key in sorted(there.keys() | now.keys()):
         old, new = there.get(key), now.get(key)
         if isinstance(old, dict) and isinstance(new, dict):
             differences += _differences(old, new, f"{prefix}{key}.")
         elif old != new:
-            differences.append(f"{prefix}{key} is {json.dumps(old)} there and {json.dumps(new)} now")
+            differences.append(f"{prefix}{key} was {json.dumps(old)} and is {json.dumps(new)} now")
     return differences

@@ -1,1 +1,1 @@
-"""Drafters: their families, the directory that one is kept in, and the way from a name to one that drafts."""
+"""Drafters: their families, the drafter directory, and loading a drafter by name."""

@@ -1,7 +1,9 @@
-"""From the files of a drafter to its module. Both are somebody's data until they have passed here: config.json is read
-by a schema, the module is drawn without memory and compared with the weights, and only then built.
+"""Build a drafter's module safely from files that are not trusted.
 
-Messages begin with the name of the file; whoever knows its directory puts that before them.
+config.json is validated by a schema. The module is first built on the `meta` device, without memory, and compared with
+the weights; only then is it really built.
+
+Error messages begin with the name of the file. A caller that knows the directory puts it in front (`prefix_errors`).
 """
 
 from __future__ import annotations
@@ -19,30 +21,30 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from specctl.drafters.checkpoint import AGAIN, CONFIG, WEIGHTS
+from specctl.drafters.checkpoint import CONFIG, RECOPY_HINT, WEIGHTS
 from specctl.errors import CheckpointError
 
-TABLES = 1 << 30  # bytes of what a module computes for itself, beside its weights
+MAX_BUFFER_BYTES = 1 << 30  # bytes of buffers that a module may compute for itself, in addition to its weights
 SHOWN = 60  # characters of a value in a message
 
-Count = Annotated[int, Field(strict=True, gt=0, le=1 << 10)]  # of layers, heads, taps
-Size = Annotated[int, Field(strict=True, gt=0, le=1 << 24)]  # of states and vocabularies
+Count = Annotated[int, Field(strict=True, gt=0, le=1 << 10)]  # number of layers, heads or taps
+Size = Annotated[int, Field(strict=True, gt=0, le=1 << 24)]  # hidden size or vocabulary size
 Length = Annotated[int, Field(strict=True, gt=0, le=1 << 31)]  # in tokens
-Place = Annotated[int, Field(strict=True, ge=0, le=1 << 10)]  # among layers
+LayerIndex = Annotated[int, Field(strict=True, ge=0, le=1 << 10)]  # index of a layer
 
 Shape = TypeVar("Shape")
 Made = TypeVar("Made")
 Module = TypeVar("Module", bound=nn.Module)
 
 
-def misfit(file: str, key: str, why: str) -> CheckpointError:
-    """The error for a drafter whose `file` is wrong at `key`."""
-    return CheckpointError(f"{file}: {key}: {why}", AGAIN)
+def config_error(file: str, key: str, why: str) -> CheckpointError:
+    """Build the error for a drafter with a wrong value for `key` in its `file`."""
+    return CheckpointError(f"{file}: {key}: {why}", RECOPY_HINT)
 
 
 @contextmanager
-def located(directory: Path) -> Iterator[None]:
-    """Put the directory before the name of a file with which a CheckpointError from within begins."""
+def prefix_errors(directory: Path) -> Iterator[None]:
+    """Prefix the message of a CheckpointError raised inside the block with the directory."""
     try:
         yield
     except CheckpointError as error:
@@ -50,62 +52,73 @@ def located(directory: Path) -> Iterator[None]:
 
 
 def read(shape: type[Shape], values: Any, place: str = "architecture") -> Shape:
-    """The dataclass `shape` from what config.json holds at `place`. CheckpointError names the first key that is wrong,
-    missing, or one too many."""
+    """Parse the value at `place` in config.json into the dataclass `shape`.
+
+    Raises CheckpointError for the first key that is wrong, missing or unknown.
+    """
     try:
         return TypeAdapter(shape).validate_python(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = ".".join(map(str, (place, *first["loc"])))
         why = first["msg"].removeprefix("Value error, ")
-        given = "" if first["type"] in ("missing", "value_error") else f", it is {shown(first['input'])}"
-        raise misfit(CONFIG, key, why + given) from error
+        given = "" if first["type"] in ("missing", "value_error") else f", got {shortened_repr(first['input'])}"
+        raise config_error(CONFIG, key, why + given) from error
 
 
-def filled(make: Callable[[], Module], tensors: Mapping[str, Tensor]) -> Module:
-    """The module that `make` makes, with `tensors` as its state.
+def build_with_weights(make: Callable[[], Module], tensors: Mapping[str, Tensor]) -> Module:
+    """Build a module with `make` and load `tensors` as its state.
 
-    `make` runs twice: first on `meta`, where a matrix of any size costs nothing, and only so far as there can be
-    weights for what it makes. Raises CheckpointError where names, shapes or kinds of numbers differ.
+    `make` runs twice. The first run is on the `meta` device, where a matrix of any size costs nothing, and it stops
+    once the module has more layers than `tensors` could fill. Raises CheckpointError if tensor names, shapes or kinds
+    of dtype differ.
     """
-    outline = guarded(lambda: _outline(make, len(tensors)))
-    compare(outline.state_dict(), tensors)
+    outline = build_or_raise(lambda: _outline(make, len(tensors)))
+    check_tensors(outline.state_dict(), tensors)
     beside = sum(buffer.nbytes for buffer in outline.buffers())
-    if beside > TABLES + sum(tensor.nbytes for tensor in tensors.values()):
-        raise misfit(CONFIG, "architecture", f"calls for tables of {beside >> 20:,} MiB beside the weights")
-    module = guarded(make)
+    if beside > MAX_BUFFER_BYTES + sum(tensor.nbytes for tensor in tensors.values()):
+        raise config_error(
+            CONFIG, "architecture", f"requires tables of {beside >> 20:,} MiB in addition to the weights"
+        )
+    module = build_or_raise(make)
     module.load_state_dict(dict(tensors))
     return module
 
 
-def guarded(make: Callable[[], Made]) -> Made:
-    """The result of `make`, which follows config.json. CheckpointError for whatever goes wrong in it."""
+def build_or_raise(make: Callable[[], Made]) -> Made:
+    """Call `make`, which builds something from config.json, and turn any exception into a CheckpointError."""
     try:
         return make()
     except CheckpointError:
         raise
-    except Exception as error:  # whatever the code of an architecture raises at sizes that nobody has tried
+    except Exception as error:  # any exception that a model class raises for untested sizes
         said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise misfit(CONFIG, "architecture", f"describes nothing that can be made ({said})") from error
+        raise config_error(CONFIG, "architecture", f"describes a module that cannot be built ({said})") from error
 
 
-def compare(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError for the first tensor that is missing, too many, of another shape or kind of number."""
+def check_tensors(wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError for the first tensor that is missing, unexpected, or of a wrong shape or kind of dtype."""
     for name, tensor in wanted.items():
         if name not in found:
-            raise misfit(WEIGHTS, name, f"is missing, {CONFIG} calls for {list(tensor.shape)}: they do not fit")
+            raise config_error(
+                WEIGHTS, name, f"is missing, but {CONFIG} requires {list(tensor.shape)}: the files do not match"
+            )
     for name, tensor in found.items():
         if name not in wanted:
-            raise misfit(WEIGHTS, shown(name), f"has no place in what {CONFIG} describes: they do not fit")
+            raise config_error(
+                WEIGHTS,
+                shortened_repr(name),
+                f"is not part of the module that {CONFIG} describes: the files do not match",
+            )
         if tensor.shape != wanted[name].shape:
-            shapes = f"has shape {list(tensor.shape)}, {CONFIG} calls for {list(wanted[name].shape)}"
-            raise misfit(WEIGHTS, name, f"{shapes}: they do not fit")
+            shapes = f"has shape {list(tensor.shape)}, but {CONFIG} requires {list(wanted[name].shape)}"
+            raise config_error(WEIGHTS, name, f"{shapes}: the files do not match")
         if tensor.is_floating_point() != wanted[name].is_floating_point() or tensor.is_complex():
-            raise misfit(WEIGHTS, name, f"holds {tensor.dtype}, it should hold {wanted[name].dtype}")
+            raise config_error(WEIGHTS, name, f"has dtype {tensor.dtype}, but should have {wanted[name].dtype}")
 
 
-def shown(value: Any) -> str:
-    """A value as it stands in a message: on one line, and no longer than one."""
+def shortened_repr(value: Any) -> str:
+    """Format a value for a message: its repr, cut to SHOWN characters."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
@@ -117,15 +130,19 @@ def _outline(make: Callable[[], Module], tensors: int) -> Module:
 
 @contextmanager
 def _at_most(parameters: int, modules: int) -> Iterator[None]:
-    """Stop by CheckpointError whatever makes more parameters or parts of modules than this within: a billion layers
-    take for ever on `meta`, too."""
+    """Raise CheckpointError once the block has created more parameters or submodules than allowed.
+
+    A config.json may ask for a billion layers, which would take forever even on the `meta` device.
+    """
     left = {"parameters": parameters, "modules": modules}
 
     def counter(kind: str) -> Callable[..., None]:
         def count(*_: Any) -> None:
             left[kind] -= 1
             if left[kind] < 0:
-                raise misfit(CONFIG, "architecture", f"calls for more layers than {WEIGHTS} has: they do not fit")
+                raise config_error(
+                    CONFIG, "architecture", f"requires more layers than {WEIGHTS} has: the files do not match"
+                )
 
         return count
 

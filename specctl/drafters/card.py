@@ -1,4 +1,4 @@
-"""The model card written beside a drafter's weights."""
+"""Write the model card (README.md) of a drafter directory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 
 def model_card(name: str, config: dict[str, Any], info: dict[str, Any]) -> str:
-    """README.md of a drafter: what it is, for which target, how well it drafts, how it is used."""
+    """Text of a drafter's README.md: its description, target, acceptance length and usage."""
     target = config.get("target", {})
     head = {"license": info.get("licence"), "base_model": target.get("name"), "library_name": "specctl"}
-    # JSON scalars are YAML scalars, quoted where they have to be.
+    # Every JSON scalar is a valid YAML scalar, already quoted if necessary.
     front = "".join(f"{key}: {json.dumps(value)}\n" for key, value in head.items() if value)
     lengths = {
         "mat": "Tokens per target pass (mat)",
-        "expected_mat": "Tokens per target pass that held-out responses let expect, not measured (expected mat)",
+        "expected_mat": "Tokens per target pass, estimated from held-out responses and not measured (expected mat)",
     }
-    apart = {*lengths, "prompts"}  # tables, and hundreds of numbers
+    apart = {*lengths, "prompts"}  # "prompts" is left out: it holds hundreds of numbers
     facts = "".join(f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key not in apart)
     tables = ""
     for key, what in lengths.items():

@@ -1,10 +1,10 @@
-"""specctl's own drafter directory: written whole or not at all, and checked before anything in it is believed.
+"""Read and write specctl's drafter directory: written atomically, verified before its contents are used.
 
 config.json         family, architecture, identity of the target
 model.safetensors   weights (no other weight format is ever opened)
 drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, licence
 README.md           model card
-manifest.json       size and sha256 of each of them, written last
+manifest.json       size and sha256 of every other file, written last
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.target import Target
 from specctl.drafters.card import model_card
 from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 
 CONFIG, WEIGHTS, INFO, CARD, MANIFEST = "config.json", "model.safetensors", "drafter.json", "README.md", "manifest.json"
-PROMPTS = "prompts"  # of drafter.json: what the prompts that a drafter was trained on are like (training/outcome.py)
+PROMPTS = "prompts"  # key of drafter.json: statistics of the training prompts (training/outcome.py)
 REQUIRED = (CONFIG, WEIGHTS, INFO)
-TRAINING = ".checkpoints"  # what training keeps beside a drafter has its name with this behind it, and is no drafter
+TRAINING = ".checkpoints"  # suffix of the directory next to a drafter that holds its training checkpoints
 FORMAT = 1
-AGAIN = "copy it again or train it again with --overwrite"
+RECOPY_HINT = "copy it again or train it again with --overwrite"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A drafter as read from disk; `path` is where it was found."""
+    """Contents of a drafter directory as read from disk; `path` is the directory."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -55,12 +55,12 @@ def save(
     card: str | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a drafter directory beside its final place, then move it there; a crash leaves the old one usable.
+    """Write a drafter directory next to its final place, then move it there; a crash leaves the old one usable.
 
     Args:
-        config: "family", "architecture" and "target" (`Target.identity`), and whatever the family needs.
-        card: text of README.md; None = one made from `config` and `info`.
-        overwrite: replace a drafter that is there. A directory that is something else is never replaced.
+        config: "family", "architecture" and "target" (`Target.identity`), plus any keys the family needs.
+        card: text of README.md. If None, it is generated from `config` and `info`.
+        overwrite: replace an existing drafter. A directory that is not a drafter is never replaced.
 
     Raises:
         UsageError: the place is taken.
@@ -69,7 +69,7 @@ def save(
     place = Path(directory).absolute()
     check_free(place, overwrite)
     with staged(place) as draft:
-        write_tensors(draft / WEIGHTS, separate(tensors))
+        write_tensors(draft / WEIGHTS, untied_cpu_copies(tensors))
         sync(draft / WEIGHTS)
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
@@ -80,9 +80,9 @@ def save(
 
 @contextmanager
 def staged(place: Path) -> Iterator[Path]:
-    """A directory to fill beside `place`, moved there when the block ends well and removed when it does not.
+    """Yield a temporary directory next to `place`; move it there on success, remove it on failure.
 
-    Raises SpecctlError: the file system refused; what was at `place` is untouched.
+    Raises SpecctlError if the file system refuses; the old content of `place` is untouched.
     """
     make_dir(place.parent)
     draft = place.with_name(f".{place.name}.{os.getpid()}-{secrets.token_hex(2)}.tmp")
@@ -100,109 +100,115 @@ def staged(place: Path) -> Iterator[Path]:
 
 
 def load(directory: str | Path) -> Checkpoint:
-    """Read a drafter directory after its manifest has been verified.
+    """Read a drafter directory after verifying its manifest.
 
     Raises:
-        CheckpointError: no such directory, a file missing, changed, truncated or outside of it, not our format; the
-            message names the file.
+        CheckpointError: the directory is missing or not in our format, or a file is missing, changed, truncated or
+            outside the directory. The message names the file.
     """
-    path = present(Path(directory))
+    path = existing_directory(Path(directory))
     verify(path)
     try:
         tensors = load_file(path / WEIGHTS)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path / WEIGHTS} is not a safetensors file: {error}", hint=AGAIN) from error
+        raise CheckpointError(f"{path / WEIGHTS} is not a safetensors file: {error}", hint=RECOPY_HINT) from error
     config = read_json(path / CONFIG)
     if not isinstance(config.get("family"), str) or not isinstance(config.get("target"), dict):
-        raise CheckpointError(f'{path / CONFIG} lacks "family" or "target"', hint="it has to be written by specctl")
+        raise CheckpointError(
+            f'{path / CONFIG} lacks "family" or "target"', hint="use a drafter that specctl has written"
+        )
     return Checkpoint(config, tensors, read_json(path / INFO), path)
 
 
 def read_info(directory: str | Path) -> dict[str, Any]:
-    """drafter.json alone: what a drafter says of itself, without its weights being read. Raises CheckpointError."""
-    return read_json(present(Path(directory)) / INFO)
+    """Read a drafter's description, drafter.json, without its weights. Raises CheckpointError."""
+    return read_json(existing_directory(Path(directory)) / INFO)
 
 
 def fingerprint(directory: str | Path) -> str:
-    """Changes with any file of the drafter: the sha256 of the manifest, which holds theirs."""
-    return sha256(_inside(present(Path(directory)), MANIFEST))
+    """Return the sha256 of the manifest; it changes with any file of the drafter, as the manifest lists all digests."""
+    return sha256(_inside(existing_directory(Path(directory)), MANIFEST))
 
 
 def verify(directory: str | Path) -> None:
     """Compare every file with the manifest. Raises CheckpointError naming the first one that differs."""
     root = Path(directory)
     if not os.path.lexists(root / MANIFEST):
-        raise CheckpointError(f"{root / MANIFEST} is missing: not a whole specctl drafter", hint=AGAIN)
+        raise CheckpointError(f"{root / MANIFEST} is missing: not a complete specctl drafter", hint=RECOPY_HINT)
     manifest = read_json(root / MANIFEST)
     files = manifest.get("files")
     if manifest.get("format") != FORMAT or not isinstance(files, dict):
         raise CheckpointError(
-            f"{root / MANIFEST} is not of format {FORMAT}", hint="use the specctl version that wrote it"
+            f"{root / MANIFEST} does not have format {FORMAT}", hint="use the specctl version that wrote it"
         )
     check_files(root, files, REQUIRED, MANIFEST)
 
 
 def check_files(root: Path, files: dict[str, Any], required: Sequence[str], record: str) -> None:
-    """Compare the files of a directory with their `digests`, kept in its file `record`. Raises CheckpointError."""
+    """Compare the files of a directory with their `digests`, stored in its file `record`. Raises CheckpointError."""
     for name in required:
         if name not in files:
-            raise CheckpointError(f"{root / record} does not list {name}", hint=AGAIN)
+            raise CheckpointError(f"{root / record} does not list {name}", hint=RECOPY_HINT)
     for name, expected in files.items():
         path = _inside(root, name)
         size = path.stat().st_size
         if not isinstance(expected, dict) or size != expected.get("bytes"):
             wanted = expected.get("bytes") if isinstance(expected, dict) else None
-            raise CheckpointError(f"{path} has {size} bytes, its manifest says {wanted}", hint=AGAIN)
+            raise CheckpointError(f"{path} has {size} bytes, but its manifest says {wanted}", hint=RECOPY_HINT)
         if sha256(path) != expected.get("sha256"):
-            raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=AGAIN)
+            raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=RECOPY_HINT)
 
 
 def check_target(config: dict[str, Any], target: Target, name: str = "", what: str = "drafter") -> None:
-    """Raise CheckpointError when the drafter (or `what` it is) of this `config` was made for another target.
+    """Raise CheckpointError if a drafter with this `config` was made for another target.
 
-    The name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
+    The target's name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
+    `what` names the kind of model in the message.
     """
     made_for, given = config["target"], target.identity
     wrong = [key for key in ("vocab_hash", "hidden_size", "num_layers") if made_for.get(key) != given[key]]
     if wrong:
         differences = ", ".join(f"{key} {made_for.get(key)} ≠ {given[key]}" for key in wrong)
         raise CheckpointError(
-            f"{what} {name or config.get('family')} was made for {made_for.get('name')}, target {given['name']} is "
+            f"{what} {name or config.get('family')} was made for {made_for.get('name')}, but target {given['name']} is "
             f"another model ({differences})",
             hint=f"use --target {made_for.get('name')}, or train a {what} for {given['name']}",
         )
 
 
 def family(directory: Path) -> str:
-    """The family a drafter says it is of. CheckpointError where it says none."""
+    """Family recorded in a drafter's config.json. Raises CheckpointError if it is missing."""
     name = read_json(directory / CONFIG).get("family")
     if not isinstance(name, str):
-        raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="it has to be written by specctl")
+        raise CheckpointError(f'{directory / CONFIG} lacks "family"', hint="use a drafter that specctl has written")
     return name
 
 
 def taps(directory: Path) -> list[int] | None:
-    """The hidden states that a drafter says it reads; None where it names none. Nothing but its config.json is read."""
+    """Indices of the hidden states that a drafter reads, from its config.json alone, or None if it lists none."""
     shape = read_json(directory / CONFIG).get("architecture")
     found = shape.get("taps") if isinstance(shape, dict) else None
     return found if isinstance(found, list) and all(type(one) is int for one in found) else None
 
 
 def weights_digest(directory: Path) -> str:
-    """sha256 of a drafter's weights, from its manifest: equal iff the weights are. CheckpointError without one."""
+    """Return the sha256 of a drafter's weights from its manifest. Raises CheckpointError if it is not listed."""
     try:
         return str(read_json(directory / MANIFEST)["files"][WEIGHTS]["sha256"])
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=AGAIN) from error
+        raise CheckpointError(f"{directory / MANIFEST} does not list {WEIGHTS}", hint=RECOPY_HINT) from error
 
 
 def is_drafter(path: Path) -> bool:
     """Whether a directory claims to be a drafter; it may still be damaged."""
-    return any(os.path.isfile(path / name) for name in (MANIFEST, INFO))  # of a path that cannot be: no
+    return any(os.path.isfile(path / name) for name in (MANIFEST, INFO))  # isfile is False for an impossible path
 
 
-def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """On the CPU, contiguous, and tied weights twice: safetensors refuses memory that two names share."""
+def untied_cpu_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous CPU copies of the tensors, with tied weights duplicated.
+
+    safetensors refuses to store two names that share memory.
+    """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -213,22 +219,24 @@ def separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file that all may read whom the umask lets: the library's own files are their owner's alone,
-    and an engine often runs as somebody else."""
-    with regular.created(path) as file:
+    """Write a safetensors file with the permissions of the umask.
+
+    The safetensors library makes its files readable for their owner alone, but an engine often runs as another user.
+    """
+    with regular_files.create_file(path) as file:
         mode = os.fstat(file.fileno()).st_mode
     save_file(dict(tensors), path, metadata)
     path.chmod(mode)
 
 
 def check_free(place: Path, overwrite: bool) -> None:
-    """Raise UsageError where a drafter cannot be written; only a drafter is ever replaced."""
+    """Raise UsageError if a drafter cannot be written at `place`; only a drafter may be overwritten."""
     if not os.path.lexists(place):
         return
     if not place.is_dir() or place.is_symlink() or (any(place.iterdir()) and not is_drafter(place)):
         raise UsageError(f"{place} exists and is not a drafter directory", hint="choose another --output-dir")
     if any(place.iterdir()) and not overwrite:
-        raise UsageError(f"{place} holds a drafter already", hint="--overwrite replaces it")
+        raise UsageError(f"{place} already contains a drafter", hint="--overwrite replaces it")
 
 
 def _backup(place: Path) -> Path:
@@ -236,7 +244,10 @@ def _backup(place: Path) -> Path:
 
 
 def _move_into_place(draft: Path, place: Path) -> None:
-    """Two renames: no system call replaces a non-empty directory. `present` bridges a crash between them."""
+    """Replace `place` by two renames, as no system call replaces a non-empty directory.
+
+    `existing_directory` finds the old directory if a crash happens between the two.
+    """
     backup = _backup(place)
     if place.exists():
         shutil.rmtree(backup, ignore_errors=True)
@@ -251,10 +262,10 @@ def _move_into_place(draft: Path, place: Path) -> None:
     shutil.rmtree(backup, ignore_errors=True)
 
 
-def present(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
-    """The directory, or the old one when a crash hit between the two renames of its replacement."""
+def existing_directory(directory: Path, what: str = "drafter", command: str = "train-drafter") -> Path:
+    """Return the directory, or its backup if a crash hit between the two renames of its replacement."""
     place = directory.absolute()
-    if os.path.isdir(place):  # False, and no error, for a name that is too long
+    if os.path.isdir(place):  # False, without an error, if the name is too long
         return directory
     if not os.path.lexists(place) and os.path.isdir(_backup(place)):
         return _backup(place)
@@ -262,42 +273,46 @@ def present(directory: Path, what: str = "drafter", command: str = "train-drafte
 
 
 def _inside(root: Path, name: str) -> Path:
-    """The regular file `name` directly in `root`; the manifest is data and may ask for anything."""
+    """Path of the regular file `name` directly in `root`.
+
+    The manifest is untrusted and may name any path. Raises CheckpointError if the file is missing or leads elsewhere.
+    """
     path = root / name
     try:
         plain = Path(name).name == name and name.isprintable() and path.resolve().is_relative_to(root.resolve())
         if not plain:
             raise CheckpointError(
-                f"{root}: its file {brief(name)!r} leads out of this directory", hint="a drafter is made of plain files"
+                f"{root}: its file {brief(name)!r} points outside this directory",
+                hint="a drafter consists of plain files",
             )
-        regular.check(path)
+        regular_files.check(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing", hint=AGAIN) from error
-    except (OSError, RuntimeError, ValueError) as error:  # too long a name, links in a circle, a NUL
+        raise CheckpointError(f"{path} is missing", hint=RECOPY_HINT) from error
+    except (OSError, RuntimeError, ValueError) as error:  # name too long, circular links, a NUL
         why = getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{root}: its file {brief(name)!r} cannot be read: {why}", hint=AGAIN) from error
+        raise CheckpointError(f"{root}: its file {brief(name)!r} cannot be read: {why}", hint=RECOPY_HINT) from error
     return path
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object in a checkpoint directory. Raises CheckpointError."""
+    """Read a JSON object from a checkpoint directory. Raises CheckpointError."""
     try:
-        document = regular.document(_inside(path.parent, path.name))
+        document = regular_files.read_json(_inside(path.parent, path.name))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is not JSON: {error}", hint=AGAIN) from error
+        raise CheckpointError(f"{path} is not JSON: {error}", hint=RECOPY_HINT) from error
     if not isinstance(document, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object", hint=AGAIN)
+        raise CheckpointError(f"{path} does not contain a JSON object", hint=RECOPY_HINT)
     return document
 
 
 def digests(root: Path) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file in a directory, but of its manifest."""
+    """Size and sha256 of every file in a directory except its manifest."""
     files = sorted(path for path in root.iterdir() if path.name != MANIFEST)
     return {path.name: {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files}
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a directory, to disk."""
+    """Flush a file, or a directory's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -305,15 +320,17 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def generalist(places: list[Path], family: str, target: str, output: Path) -> Path | None:
-    """The drafter right below one of `places` that was trained on most domains, two at least, of a family and for the
-    target of a name; of several the one that saw most tokens. Adapters and `output` do not count; None = there is none.
+def find_generalist(places: list[Path], family: str, target: str, output: Path) -> Path | None:
+    """Return the most general drafter of a family and target among the direct children of `places`.
+
+    It is the drafter trained on the most domains, at least two; ties go to the one trained on the most tokens. Adapters
+    and `output` are ignored. Returns None if there is no such drafter.
     """
     found: dict[Path, tuple[int, int]] = {}
     for directory in sorted(path.parent for place in places for path in place.glob(f"*/{CONFIG}")):
         try:
             config, info = read_json(directory / CONFIG), read_info(directory)
-        except CheckpointError:  # a neighbour that is no drafter, or not whole
+        except CheckpointError:  # a sibling that is not a complete drafter
             continue
         made_for, domains = config.get("target"), info.get("domain")
         fits = config.get("family") == family and isinstance(made_for, dict) and made_for.get("name") == target

@@ -1,6 +1,6 @@
-"""Names of drafters on the command line: a directory, one that needs no weights, or two with a plus between them.
+"""Parse drafter names from the command line: a directory, a drafter without weights, or a hybrid `a+b`.
 
-Nothing heavy is imported here, as commands look at names before they load anything.
+This module imports nothing heavy, because commands look at names before they load anything.
 """
 
 from __future__ import annotations
@@ -9,19 +9,24 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from specctl.families import NAMED
+from specctl.families import WEIGHTLESS_DRAFTERS
 
 HYBRIDS = (
-    "a hybrid is a trained drafter and a text drafter: drafters/sql-eagle3+lookup, …+suffix, …+drafters/sql-retrieval"
+    "a hybrid combines a trained drafter with a text drafter: drafters/sql-eagle3+lookup, …+suffix, "
+    "…+drafters/sql-retrieval"
 )
 
 
 def parts_of(path_or_name: str) -> list[str]:
-    """The drafters that a name stands for: two where it is `a+b` and there is no directory of that name."""
-    if path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser()) or "+" not in path_or_name:
+    """Split a name into its drafters: two for a hybrid `a+b`, one if a directory has exactly that name."""
+    if (
+        path_or_name in WEIGHTLESS_DRAFTERS
+        or os.path.lexists(Path(path_or_name).expanduser())
+        or "+" not in path_or_name
+    ):
         return [path_or_name]
     first, _, second = path_or_name.rpartition("+")
-    # Paths may have a + of their own: as in drafters/sql-eagle3+stores/sql+math.
+    # A path may itself contain a plus, as in drafters/sql-eagle3+stores/sql+math.
     while not _is_there(second) and _is_there(f"{first.rpartition('+')[2]}+{second}"):
         first, _, last = first.rpartition("+")
         second = f"{last}+{second}"
@@ -29,15 +34,15 @@ def parts_of(path_or_name: str) -> list[str]:
 
 
 def _is_there(path_or_name: str) -> bool:
-    return path_or_name in NAMED or os.path.lexists(Path(path_or_name).expanduser())
+    return path_or_name in WEIGHTLESS_DRAFTERS or os.path.lexists(Path(path_or_name).expanduser())
 
 
 def name_of(path_or_name: str) -> str:
-    """The last part of a drafter's path; of a hybrid those of both: `sql-eagle3+lookup`."""
+    """Short name of a drafter: the last component of its path, for a hybrid of both paths (`sql-eagle3+lookup`)."""
     return "+".join(Path(part).name for part in parts_of(path_or_name))
 
 
-def named(paths: Iterable[str]) -> dict[str, str]:
-    """Path → name: its last part, or all of it where another one has the same."""
+def labels(paths: Iterable[str]) -> dict[str, str]:
+    """Map each path to its short name, or to the full path if two drafters share the short name."""
     names = {path: name_of(path) for path in paths}
     return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}

@@ -1,4 +1,4 @@
-"""From a name or a directory to a drafter that is ready to propose."""
+"""Load drafters: turn a name or a drafter directory into a `Drafter` that is ready to propose tokens."""
 
 from __future__ import annotations
 
@@ -16,104 +16,113 @@ from torch import Tensor, nn
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
-from specctl.drafters.blueprint import CONFIG, located, misfit, shown
+from specctl.drafters.blueprint import CONFIG, config_error, prefix_errors, shortened_repr
 from specctl.drafters.hybrid.costs import Costs, costs_of
-from specctl.drafters.hybrid.drafter import Grower, Hybrid, TextDrafter
-from specctl.drafters.hybrid.gate import Past
-from specctl.drafters.lora import Adapter, Update
+from specctl.drafters.hybrid.drafter import CandidateDrafter, Hybrid, TextDrafter
+from specctl.drafters.hybrid.gate import GateStatistics
+from specctl.drafters.lora import Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
 from specctl.errors import CheckpointError, UsageError
-from specctl.families import FAMILIES, NAMED
+from specctl.families import FAMILIES, WEIGHTLESS_DRAFTERS
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 
 class FamilyModule(Protocol):
-    """The Python module of a family whose drafters are kept in directories.
+    """Interface of a family's Python module, for families with drafters stored in directories.
 
-    Drafters of a family with `adaptable` projections have `adapted(adapter)`.
-
-    `module` is what one of them holds, weights or a datastore; `config` is a checkpoint's config.json, `tensors` its
-    model.safetensors.
+    `module` is the content of one drafter: weights or a datastore. `config` is a checkpoint's config.json, `tensors`
+    its model.safetensors. If the family has `lora_modules` projections, its drafters also have a method
+    `adapted(load_adapter)`.
     """
 
     def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-        """The module that was trained or collected, with a method `check(target)` that raises CheckpointError where it
-        is not for that target; CheckpointError (which begins with the name of the file) where tensors and architecture
-        do not fit."""
+        """Rebuild the trained or collected module from the contents of its checkpoint.
+
+        The module has a method `check(target)`, which raises CheckpointError if it was made for another target. Raises
+        CheckpointError, with a message that begins with the file name, if the tensors do not fit the architecture.
+        """
         ...
 
-    def drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
-        """Inference of the module, with a copy of its weights in the target's dtype."""
+    def make_drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
+        """Build the drafter that runs the module, with a copy of its weights in the target's dtype."""
         ...
 
-    def config(self, module: Any, target: dict[str, Any]) -> dict[str, Any]:
-        """config.json of a checkpoint of this module; `target` is `Target.identity`."""
+    def checkpoint_config(self, module: Any, target: dict[str, Any]) -> dict[str, Any]:
+        """Content of config.json for a checkpoint of this module; `target` is `Target.identity`."""
         ...
 
 
 class TrainableFamily(FamilyModule, Protocol):
-    """A family whose modules are `nn.Module`s and learn by gradients."""
+    """Interface of a family with modules that are `nn.Module`s and learn by gradient descent."""
 
-    def prepare(self, module: Any, recipe: TrainRecipe) -> None:
-        """Set the module's training options (a restored one is made to decode)."""
+    def set_training_options(self, module: Any, recipe: TrainRecipe) -> None:
+        """Set the training options of the module; `restore` leaves it in the state for decoding."""
         ...
 
-    def published(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The module's state dict as a checkpoint stores it."""
+    def stored_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Convert the module's state dict to the form stored in a checkpoint."""
         ...
 
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
-        """A new module to train, started from the target where the family can. `frequent(n)`: a draft vocabulary of the
-        n tokens most frequent in the training responses."""
+        """Build a new module to train, initialized from the target if the family supports it.
+
+        `frequent(n)` returns a draft vocabulary: the n most frequent tokens of the training responses.
+        """
         ...
 
 
 class CollectedFamily(FamilyModule, Protocol):
-    """A family whose drafters are collected from responses."""
+    """Interface of a family with drafters that are collected from responses, without gradient steps."""
 
     def collect(self, texts: Iterable[tuple[list[int], int]]) -> Any:
-        """The contents of a drafter, from (tokens, prompt length) of every text."""
+        """Build a drafter's contents from all texts, each given as (tokens, prompt length)."""
         ...
 
     def tensors(self, module: Any) -> dict[str, Tensor]:
-        """model.safetensors of a checkpoint of it."""
+        """Content of model.safetensors for a checkpoint of this module."""
         ...
 
 
-def family(name: str) -> FamilyModule:
-    """The module of a family."""
+def family_module(name: str) -> FamilyModule:
+    """Import the Python module of a family."""
     return cast(FamilyModule, importlib.import_module(FAMILIES[name].module))
 
 
-def trainable(name: str) -> TrainableFamily:
-    """The module of a family that learns by gradients."""
-    return cast(TrainableFamily, family(name))
+def trainable_family(name: str) -> TrainableFamily:
+    """Import the Python module of a family that learns by gradient descent."""
+    return cast(TrainableFamily, family_module(name))
 
 
-def collected(name: str) -> CollectedFamily:
-    """The module of a family that is collected without gradient steps."""
-    return cast(CollectedFamily, family(name))
+def collected_family(name: str) -> CollectedFamily:
+    """Import the Python module of a family that is collected without gradient steps."""
+    return cast(CollectedFamily, family_module(name))
 
 
 def load_drafter(
     path_or_name: str, target: Target, drafting: DraftingRecipe, bases: dict[str, Drafter] | None = None
 ) -> Drafter:
-    """A drafter without weights by its name, the one in a directory, checked against its manifest and the target, or
-    a hybrid of two: `drafters/sql-eagle3+lookup`.
+    """Load a drafter for `target`.
+
+    `path_or_name` is the name of a drafter without weights, a drafter directory, or a hybrid of two drafters such as
+    `drafters/sql-eagle3+lookup`. A directory is checked against its manifest and the target.
 
     Args:
-        bases: drafters loaded so far that are no LoRA adapters, by their contents. Give one dictionary to all drafters
-            of a pool, and adapters share the weights of their base, also with the base as a member.
+        bases: cache of the loaded drafters that are not LoRA adapters, keyed by their contents. Pass the same
+            dictionary for all drafters of a pool: adapters then share the weights of their base, even if the base is in
+            the pool too.
 
     Raises:
-        CheckpointError: there is no such drafter, it is damaged, of an unknown family, or made for another target.
-        UsageError: two that cannot draft as one.
+        CheckpointError: the drafter does not exist, is damaged, is of an unknown family, or was made for another
+            target.
+        UsageError: the two drafters cannot form a hybrid.
     """
-    if path_or_name in NAMED:
-        return cast(Drafter, pkgutil.resolve_name(NAMED[path_or_name])(drafting))
+    if path_or_name in WEIGHTLESS_DRAFTERS:
+        return cast(Drafter, pkgutil.resolve_name(WEIGHTLESS_DRAFTERS[path_or_name])(drafting))
     if len(parts := parts_of(path_or_name)) > 1:
         if drafting.proposal == "sampled":
-            raise UsageError(f"{path_or_name}: a hybrid's proposals are not sampled", "set drafting.proposal otherwise")
+            raise UsageError(
+                f"{path_or_name}: a hybrid cannot sample its proposals", "set drafting.proposal to another value"
+            )
         head, text = (load_drafter(part, target, drafting, bases) for part in parts)
         return hybrid(path_or_name, head, text, hybrid_costs(path_or_name, head, target))
     found = read_drafter(path_or_name, target)
@@ -124,93 +133,107 @@ def load_drafter(
         bases[key] = _drafter(base, target, drafting)
     if base is found:
         return bases[key]
-    return bases[key].adapted(adapter(found, base))  # type: ignore[attr-defined]
+    return bases[key].adapted(load_adapter(found, base))  # type: ignore[attr-defined]
 
 
-def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: Past | None = None) -> Hybrid:
-    """A head and a text drafter, loaded, as one; `name`: of both; `past`: of the stream's texts. UsageError where the
-    other is no text drafter."""
-    if not hasattr(text, "offer"):
-        raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is no text drafter", HYBRIDS)
-    return Hybrid(cast(Grower, head), cast(TextDrafter, text), costs, past)
+def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStatistics | None = None) -> Hybrid:
+    """Combine a loaded head and a loaded text drafter into one hybrid drafter.
+
+    Args:
+        name: name of the hybrid, `head+text`.
+        past: the record that the hybrid's gate keeps of earlier texts of the stream.
+
+    Raises UsageError if the second drafter is not a text drafter.
+    """
+    if not hasattr(text, "propose_trees"):
+        raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is not a text drafter", HYBRIDS)
+    return Hybrid(cast(CandidateDrafter, head), cast(TextDrafter, text), costs, past)
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
-    """The costs of a hybrid's rounds, which depend on family and shape of its head. UsageError where that is none."""
+    """Costs of a hybrid's rounds, which depend on the family and the shape of its head.
+
+    Raises UsageError if the first drafter is not a trained head.
+    """
     directory = parts_of(name)[0]
-    if not hasattr(head, "grow"):
-        raise UsageError(f"{name}: {name_of(directory)} is no trained drafter", HYBRIDS)
-    config = checkpoint.read_json(checkpoint.present(Path(directory)) / CONFIG)
+    if not hasattr(head, "propose_candidates"):
+        raise UsageError(f"{name}: {name_of(directory)} is not a trained drafter", HYBRIDS)
+    config = checkpoint.read_json(checkpoint.existing_directory(Path(directory)) / CONFIG)
     shape = json.dumps([config["family"], config.get("architecture")], sort_keys=True)
-    return costs_of(target, cast(Grower, head), shape)
+    return costs_of(target, cast(CandidateDrafter, head), shape)
 
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:
-    """The contents of a drafter directory for `target`. Raises CheckpointError as `load_drafter`."""
+    """Read a drafter directory and check it against `target`. Raises CheckpointError as `load_drafter` does."""
     path = Path(directory).expanduser()
     if not os.path.lexists(path) and path.name == str(directory):
         raise CheckpointError(
-            f"no drafter {str(directory)!r}", hint=f"give one of {', '.join(NAMED)}, or a drafter directory"
+            f"no drafter {str(directory)!r}",
+            hint=f"give one of {', '.join(WEIGHTLESS_DRAFTERS)}, or a drafter directory",
         )
-    found = known(path)
+    found = read_checkpoint(path)
     checkpoint.check_target(found.config, target, str(path))
     return found
 
 
-def known(directory: str | Path) -> checkpoint.Checkpoint:
-    """The contents of a drafter directory, for whatever target. CheckpointError for a family that is not known."""
+def read_checkpoint(directory: str | Path) -> checkpoint.Checkpoint:
+    """Read a drafter directory without checking the target. Raises CheckpointError if the family is unknown."""
     found = checkpoint.load(directory)
     name = found.config["family"]
     if name not in FAMILIES:
         those = f"known families: {', '.join(FAMILIES)}"
-        raise CheckpointError(f"drafter {found.path} is of family {shown(name)}", hint=those)
+        raise CheckpointError(f"drafter {found.path} has the unknown family {shortened_repr(name)}", hint=those)
     return found
 
 
-def whole(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
-    """A checkpoint that stands alone: itself, or an adapter merged into its base."""
+def merge_adapter(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
+    """Return a checkpoint that stands alone: an adapter is merged into its base, any other checkpoint is unchanged."""
     if "lora" not in found.config:
         return found
     base = find_base(found)
-    return replace(base, tensors=adapter(found, base).merge(base.tensors), info=found.info)
+    return replace(base, tensors=load_adapter(found, base).merge(base.tensors), info=found.info)
 
 
-def adapter(found: checkpoint.Checkpoint, base: checkpoint.Checkpoint) -> Adapter:
-    """The update that a LoRA adapter makes to `base`. CheckpointError where it makes none."""
-    with located(found.path):
+def load_adapter(found: checkpoint.Checkpoint, base: checkpoint.Checkpoint) -> Adapter:
+    """Return the low-rank update of a LoRA adapter. Raises CheckpointError if it does not fit `base`."""
+    with prefix_errors(found.path):
         update = Adapter.of(found.config, found.tensors)
         update.check(base.tensors)
     return update
 
 
-def module(found: checkpoint.Checkpoint, target: Target) -> Any:
-    """Contents of a drafter directory, weights or a datastore, once it is known to fit itself and `target`.
+def load_module(found: checkpoint.Checkpoint, target: Target) -> Any:
+    """Build the contents of a drafter (weights or a datastore) and check them against `target`.
 
-    Raises CheckpointError naming directory, file and key.
+    Raises CheckpointError, which names the directory, file and key.
     """
-    made = sound(found)
-    with located(found.path):
+    made = restore_module(found)
+    with prefix_errors(found.path):
         made.check(target)
     return made
 
 
-def sound(found: checkpoint.Checkpoint) -> Any:
-    """Contents of a drafter directory, once known to fit itself. CheckpointError names directory, file and key."""
-    with located(found.path):
-        return family(found.config["family"]).restore(found.config, found.tensors)
+def restore_module(found: checkpoint.Checkpoint) -> Any:
+    """Build the contents of a drafter, checked for consistency but not against a target.
+
+    Raises CheckpointError, which names the directory, file and key.
+    """
+    with prefix_errors(found.path):
+        return family_module(found.config["family"]).restore(found.config, found.tensors)
 
 
 def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
-    """The drafter whose weights a LoRA adapter updates: where it was, or among the adapter's neighbours.
+    """Find the base drafter of a LoRA adapter: at its recorded path, or among the adapter's sibling directories.
 
-    Raises CheckpointError where it is nowhere, or its weights are not those the adapter was trained on.
+    Raises CheckpointError if no such drafter exists, or if its weights differ from the weights the adapter was trained
+    on.
     """
-    with located(found.path):
-        wanted = Update.of(found.config).base
+    with prefix_errors(found.path):
+        wanted = LoraConfig.of(found.config).base
         if wanted is None:
-            raise misfit(CONFIG, "lora.base", "is missing")
-        if not FAMILIES[found.config["family"]].adaptable:
-            raise misfit(CONFIG, "lora", f"drafters of family {found.config['family']} take no adapters")
+            raise config_error(CONFIG, "lora.base", "is missing")
+        if not FAMILIES[found.config["family"]].lora_modules:
+            raise config_error(CONFIG, "lora", f"drafters of family {found.config['family']} do not support adapters")
     here = found.path.absolute()
     recorded = Path(os.path.normpath(here / wanted.path))
     neighbours = sorted(path for path in here.parent.iterdir() if path != here and checkpoint.is_drafter(path))
@@ -220,22 +243,22 @@ def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
             if base.config["family"] == found.config["family"]:
                 return base
     raise CheckpointError(
-        f"{found.path} is an adapter of {wanted.path}, which is not there or has other weights",
-        hint="keep the base where it was, or put it beside the adapter",
+        f"{found.path} is an adapter of {wanted.path}, which is missing or has different weights",
+        hint="put the base back, or put it next to the adapter",
     )
 
 
 def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRecipe) -> Drafter:
-    return family(found.config["family"]).drafter(module(found, target), target, drafting)
+    return family_module(found.config["family"]).make_drafter(load_module(found, target), target, drafting)
 
 
 def domains_of(path_or_name: str) -> list[str]:
-    """The domains that the drafter in a directory was made for, as its drafter.json says; none for one by name. Those
-    of a hybrid are those of both.
+    """Domains that a drafter was made for, as recorded in its drafter.json.
 
-    Raises CheckpointError where drafter.json cannot be read.
+    The list is empty for a drafter without weights. For a hybrid it joins the domains of both drafters. Raises
+    CheckpointError if drafter.json cannot be read.
     """
-    if path_or_name in NAMED:
+    if path_or_name in WEIGHTLESS_DRAFTERS:
         return []
     if len(parts := parts_of(path_or_name)) > 1:
         return list(dict.fromkeys(domain for part in parts for domain in domains_of(part)))
@@ -244,27 +267,29 @@ def domains_of(path_or_name: str) -> list[str]:
 
 
 def find_pool(directory: str | Path) -> list[Path]:
-    """Every drafter directory at or below `directory`, sorted by path.
+    """Return every drafter directory at or below `directory`, sorted by path.
 
     Raises:
-        UsageError: there is no such directory.
-        CheckpointError: there is no drafter in it, or a link leads out of it.
+        UsageError: `directory` does not exist.
+        CheckpointError: it contains no drafter, or a link leads out of the directory.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
-        raise UsageError(f"no pool directory {root}", hint="a directory of drafter directories, such as ./drafters")
+        raise UsageError(
+            f"no pool directory {root}", hint="give a directory of drafter directories, such as ./drafters"
+        )
     found: list[Path] = []
     for here, below, _ in os.walk(root):
         for name in below:
             if not name.isprintable() or not (Path(here) / name).resolve().is_relative_to(root.resolve()):
                 raise CheckpointError(
-                    f"{Path(here) / name!r} leads out of the pool", hint="copy the drafter into the pool"
+                    f"{Path(here) / name!r} points outside the pool", hint="copy the drafter into the pool"
                 )
-        # Neither drafters being written or replaced, nor what training keeps beside them.
+        # Skip drafters that are being written or replaced (hidden directories) and the checkpoints of training runs.
         below[:] = [name for name in below if not name.startswith(".") and not name.endswith(checkpoint.TRAINING)]
         if checkpoint.is_drafter(Path(here)):
             found.append(Path(here))
             below.clear()
     if not found:
-        raise CheckpointError(f"no drafters in {root}", hint="specctl train-drafter --domain sql makes one")
+        raise CheckpointError(f"no drafters in {root}", hint="train one: specctl train-drafter --domain sql")
     return sorted(found)

@@ -15,28 +15,32 @@ from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
 
-Pays = Callable[[list[float]], bool]
-"""Whether a further level of a draft is worth drafting, given the joint log probability of the likeliest node of the
-last level of every sequence."""
+WorthLevel = Callable[[list[float]], bool]
+"""Decides whether to draft one more level, given each sequence's highest joint log probability in the last level."""
 
 
 class ProposedTree(NamedTuple):
-    """A tree of what a drafter proposes behind a text: tokens, parents first; the places of their parents (−1 = the end
-    of the text); and the probability that it gives each, given its parent."""
+    """Draft tree that a drafter proposes after a text.
+
+    `tokens` lists parents before children. `parents` holds the index of each node's parent (−1 = the end of the text).
+    `probabilities` holds each node's probability given its parent.
+    """
 
     tokens: list[int]
     parents: list[int]
-    odds: list[float]
+    probabilities: list[float]
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Shape of a draft.
+    """Limits of a dynamic draft tree.
 
-    `depth` expansions at most; each expands the `width` most probable nodes of the last level into `children`
-    candidates; the `nodes` candidates of highest joint probability are kept. A level whose best joint probability is
-    under `stop_below` is not expanded: a draft that will be rejected costs as much as one that will not. Of the
-    candidates under `keep_above` only the likeliest is kept: the others are not worth their rows.
+    The head runs at most `depth` expansions. Each one expands the `width` most probable nodes of the last level into
+    `children` candidates. The draft keeps the `nodes` candidates of highest joint probability.
+
+    If the best joint probability of a level is below `stop_below`, drafting stops: a draft that will be rejected costs
+    as much as one that will be accepted. Candidates below `keep_above` are dropped except for the likeliest one,
+    because they are not worth their rows in the target's forward.
     """
 
     depth: int
@@ -51,80 +55,83 @@ class TreeShape:
         return self.width == 1 and self.children == 1
 
     def within(self, budget: int) -> TreeShape:
-        """The shape where a draft may have `budget` nodes at most.
+        """Return this shape reduced to a budget of `budget` nodes.
 
-        A level expands no more nodes than the draft keeps of one on average, down to a chain with runners-up: every
-        node that is expanded costs the head a row, and in a batch those rows are what the budget was cut for.
+        `width` shrinks to the average number of kept nodes per level, down to a chain with its runners-up as leaves.
+        Every expanded node costs the head a row, and in a batch the budget was cut to save rows.
         """
         if budget >= self.nodes:
             return self
         return replace(self, nodes=budget, width=min(self.width, max(1, budget // self.depth)))
 
     @property
-    def floor(self) -> float:
+    def log_stop_below(self) -> float:
         """`stop_below` as a log probability."""
         return math.log(self.stop_below) if self.stop_below > 0 else -math.inf
 
     @property
-    def least(self) -> float:
+    def log_keep_above(self) -> float:
         """`keep_above` as a log probability."""
         return math.log(self.keep_above) if self.keep_above > 0 else -math.inf
 
 
 def default_shape(device: torch.device) -> TreeShape:
-    """On a CPU a chain with the runners-up of each depth as leaves, which cost no forward of the head. A row of the
-    target's step costs 0.06 of the whole step, and a level of the head 0.1, so candidates that are hardly ever
-    accepted are left out (chosen on 72 development texts of five domains in fp32; in bf16 it is 1.29 against 1.13 x
-    plain for SmolLM2-135M on 12 development prompts, 1.28 against 0.96 for the built-in target). A GPU takes a larger
-    tree (EAGLE-2)."""
+    """Default tree shape for a device: a chain with leaves on the CPU, the larger tree of EAGLE-2 on a GPU.
+
+    On the CPU the leaves are the runners-up at each depth, which need no forward of the head. A row costs 0.06 of a
+    target step and a level of the head costs 0.1, so candidates that are hardly ever accepted are left out. The values
+    were chosen on 72 development texts of five domains in fp32. In bf16 this shape decodes 1.29 times as fast as plain
+    decoding, against 1.13 times without the cut (SmolLM2-135M, 12 development prompts), and 1.28 against 0.96 times for
+    the built-in target.
+    """
     if device.type != "cpu":
         return TreeShape(depth=6, width=8, nodes=48, children=8, stop_below=0.0)
     return TreeShape(depth=12, width=1, nodes=14, children=3, stop_below=0.15, keep_above=0.04)
 
 
 def shape_for(drafting: DraftingRecipe, default: TreeShape) -> TreeShape:
-    """The family's default with what a `DraftingRecipe` sets."""
+    """Return the family's default shape, overridden by the values set in a `DraftingRecipe`."""
     fields = ("depth", "width", "nodes", "children", "stop_below", "keep_above")
     given = {name: value for name in fields if (value := getattr(drafting, name, None)) is not None}
     return TreeShape(**{**vars(default), **given})
 
 
-class Shaped:
-    """A drafter of dynamic trees.
+class TreeDrafter:
+    """Base class of drafters that draft dynamic trees.
 
     Attributes:
-        shape: of its drafts.
+        shape: tree shape of its drafts.
     """
 
     shape: TreeShape
 
     def shaped(self, drafting: DraftingRecipe) -> Self:
-        """The same drafter with another shape of its drafts: it shares weights and memory."""
+        """Return a copy with the tree shape set by `drafting`; the copy shares weights and memory."""
         twin = copy.copy(self)
         twin.shape = shape_for(drafting, self.shape)
         return twin
 
     @property
-    def even(self) -> bool:
-        """Whether no draft ends early, and all have as many nodes."""
+    def fixed_shape(self) -> bool:
+        """Whether all drafts have the same number of nodes, because none ends early."""
         return self.shape.stop_below <= 0 and self.shape.keep_above <= 0
 
     def children(self, state: DecodeState) -> tuple[int, ...]:
-        """How many children a node has at every level of a draft; exact mode drafts chains."""
+        """Number of children per node at every level of a draft; exact mode drafts chains."""
         if self.shape.chain or state.exact_rows:
             return (1,) * self.shape.depth
         return (self.shape.children,) * min(self.shape.depth, self.shape.nodes)
 
 
-class GrowingTree:
-    """A draft tree while it grows: parallel lists over candidates, in the order they were found."""
+class TreeBuilder:
+    """Draft tree of one sequence while it grows: parallel lists over the candidates, in the order they were added."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.joint: list[float] = []  # log probability of the path from the root
-        self.expanded: dict[int, int] = {}  # node → its row behind the committed slots
-        self.level = range(0)  # nodes found by the last expansion
+        self.expanded: dict[int, int] = {}  # node → its cache row after the committed slots
+        self.level = range(0)  # nodes added by the last expansion
         self.starts: list[int] = []  # first node of every level
 
     def add(self, parent: int, gains: list[float], tokens: list[int]) -> None:
@@ -138,28 +145,28 @@ class GrowingTree:
         self.level = range(self.starts[-1], len(self.tokens))
 
     def _level_of(self, parent: int) -> bool:
-        """True when `parent` is of the current level, so that its children open the next one."""
+        """Return True if `parent` is in the current level, so that its children open the next level."""
         return parent in self.level
 
     def frontier(self, width: int) -> list[int]:
-        """The `width` most probable nodes of the last level (repeated when there are fewer)."""
+        """Return the `width` most probable nodes of the last level, repeating the last one if there are fewer."""
         best = sorted(self.level, key=lambda node: -self.joint[node])[:width]
         return best + best[-1:] * (width - len(best))
 
     def within(self, depth: int) -> range:
-        """The nodes that are no deeper."""
+        """Return the nodes up to `depth` levels deep."""
         return range(self.starts[depth] if depth < len(self.starts) else len(self.tokens))
 
     def proposal(self, depth: int) -> ProposedTree:
-        """The nodes that are no deeper, with their probabilities given their parents."""
+        """Return the nodes up to `depth` levels deep, with their probabilities given their parents."""
         kept = len(self.within(depth))
-        joint = [*self.joint[:kept], 0.0]  # the last one is the root's
+        joint = [*self.joint[:kept], 0.0]  # the last entry is the root's
         parents = self.parents[:kept]
         odds = [math.exp(joint[node] - joint[parent]) for node, parent in enumerate(parents)]
         return ProposedTree(self.tokens[:kept], parents, odds)
 
     def source(self, frontier: list[int]) -> list[int]:
-        """Place of each node's parent among the rows of the step before."""
+        """Row of each node's parent in the previous step."""
         rows = [self.expanded[self.parents[node]] for node in frontier]
         return [row % len(frontier) for row in rows]
 
@@ -171,20 +178,20 @@ class GrowingTree:
 
 
 def best(
-    growing: list[GrowingTree], rooms: list[int], shape: TreeShape, device: torch.device, q: ChainRows
+    growing: list[TreeBuilder], rooms: list[int], shape: TreeShape, device: torch.device, q: ChainRows
 ) -> DraftTree:
-    """The candidates of highest joint probability that a shape keeps, no deeper than a sequence has room for.
+    """Build the draft of a batch from the candidates of highest joint probability that the shape keeps.
 
-    A child is never more probable than its parent and is found later, so a stable choice keeps the tree connected and
-    parents first.
+    No candidate is deeper than its sequence has room for. A child is never more probable than its parent and comes
+    after it, so a stable sort keeps the tree connected and parents first.
 
     Args:
-        q: the rows that the first chains were chosen from.
+        q: draft logits from which the first chains were chosen.
     """
     tokens, parents = [], []
     for tree, room in zip(growing, rooms, strict=True):
         ranked = sorted(tree.within(room), key=lambda node: -tree.joint[node])[: shape.nodes]
-        kept = sorted(ranked[:1] + [node for node in ranked[1:] if tree.joint[node] >= shape.least])
+        kept = sorted(ranked[:1] + [node for node in ranked[1:] if tree.joint[node] >= shape.log_keep_above])
         place = {node: i for i, node in enumerate(kept)} | {-1: -1}
         tokens.append([tree.tokens[node] for node in kept])
         parents.append([place[tree.parents[node]] for node in kept])
@@ -195,18 +202,18 @@ def best(
     return DraftTree(torch.tensor(tokens, device=device), torch.tensor(parents, device=device), chain=False, q=q)
 
 
-def chain_rows(growing: list[GrowingTree], rows: list[Tensor], ids: Tensor | None) -> ChainRows:
-    """The rows that the first chains were chosen from.
+def chain_rows(growing: list[TreeBuilder], rows: list[Tensor], ids: Tensor | None) -> ChainRows:
+    """Collect the draft logits from which the first chain of every sequence was chosen.
 
     Args:
-        rows: draft logits of each expansion [B·width, Vd]; of the first one, which expands the roots, [B, Vd].
-        ids: [Vd] target id of every draft token.
+        rows: draft logits of each expansion: [B, Vd] for the first, which expands the roots, then [B·width, Vd].
+        ids: [Vd] target token id of every draft token.
     """
     return ChainRows(rows, ids, [_chain_places(tree, b, rows) for b, tree in enumerate(growing)])
 
 
-def _chain_places(tree: GrowingTree, b: int, rows: list[Tensor]) -> list[int]:
-    """Rows of sequence b in each of `rows` that the first chain was chosen from, as deep as its nodes were expanded."""
+def _chain_places(tree: TreeBuilder, b: int, rows: list[Tensor]) -> list[int]:
+    """Index in each of `rows` from which the first chain of sequence b was chosen, up to its last expanded node."""
     places = [b]
     for node, later in zip(first_chain(tree.parents), rows[1:], strict=False):
         if node not in tree.expanded:

@@ -1,1 +1,1 @@
-"""Engines that serve a target over HTTP: vLLM and SGLang, as they are."""
+"""Clients, proxy and weight updates for unmodified engines that serve a target over HTTP: vLLM and SGLang."""

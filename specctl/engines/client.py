@@ -1,4 +1,4 @@
-"""A client of one or several servers of the same target: bounded, patient, and it believes nothing unchecked."""
+"""Client of one or several servers of the same target: it limits concurrency, retries, and checks every answer."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ import httpx
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.engines import corpora, exchanges, publication, questions, registry, sglang
+from specctl.engines import corpora, endpoints, proxy_messages, publication, registry, sglang
 from specctl.engines.corpora import PublishedCorpus
-from specctl.engines.pools import Pools
-from specctl.engines.questions import Endpoint
+from specctl.engines.endpoints import Endpoint
+from specctl.engines.http_pools import HttpPools
 from specctl.engines.records import (
-    Answer,
-    Ask,
-    Call,
-    Drafting,
+    AdminCall,
+    DraftCounters,
     EngineError,
-    Loaded,
-    Lost,
-    Malformed,
+    GenerationRequest,
+    GenerationResult,
+    HiddenStatesSpec,
+    LoadedDrafter,
+    MalformedResponse,
+    NoResponse,
     Refusal,
-    Wanted,
 )
-from specctl.engines.responses import document, piece, retry_after, said, transport
+from specctl.engines.responses import describe_transport_error, error_message, parse_json, parse_piece, retry_after
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import ServerRecipe
 
@@ -43,23 +43,25 @@ if TYPE_CHECKING:
     from specctl.formats.corpus import CorpusTexts
 
 CONNECT_S = 10.0
-POLL_S = 0.2  # how long a signal waits for a slow engine
+POLL_S = 0.2  # seconds until a signal is noticed while engines are slow
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
-LOOKAHEAD = 8  # requests that may be ahead of the oldest one, as a multiple of those in flight
-BUSY = {408, 409, 425, 429}  # and all from 500 on: another try may succeed
-REFUSED = {400, 413, 422}  # this text, whoever asks
+LOOKAHEAD = 8  # requests that may start ahead of the oldest unfinished one, per request in flight
+BUSY = {408, 409, 425, 429}  # retried, as are all statuses from 500 on: another try may succeed
+REFUSED = {400, 413, 422}  # final for this text, on any server
 
-Told = TypeVar("Told")
-Sent = TypeVar("Sent")
+Result = TypeVar("Result")
+Job = TypeVar("Job")
 
 
 class Client:
-    """Texts continued by engines, or read by them. A context manager; `answers` and `states` are for one thread.
+    """Continues texts on engines, or reads their hidden states there. A context manager.
+
+    `answers` and `states` may be used from one thread only.
 
     Attributes:
-        servers: those of `recipe.urls`.
-        failures: requests that failed so far, and were sent again.
-        probe: the text that every server was asked about, as ids; empty until `compare`.
+        servers: the endpoints at `recipe.urls`.
+        failures: number of requests that failed and were retried.
+        probe: token ids of the text that every server was asked about. Empty until `compare` or `compare_servers`.
     """
 
     def __init__(self, recipe: ServerRecipe):
@@ -68,13 +70,13 @@ class Client:
         self._turn = itertools.count()
         self._vocabulary: int | None = None
         self.probe: list[int] = []
-        self._suspects: set[str] = set()  # addresses that were gone for a moment: who is there now?
-        self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their places
+        self._suspects: set[str] = set()  # addresses that were unreachable: check their weights before the next use
+        self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their positions
 
     def __enter__(self) -> Self:
         self._runner = asyncio.Runner()
         key = os.environ.get(self.recipe.api_key_env)
-        self._pools = Pools(
+        self._pools = HttpPools(
             self.recipe.concurrency,
             verify=any(url.startswith("https:") for url in self.recipe.urls),
             headers={"Authorization": f"Bearer {key}"} if key else {},
@@ -82,7 +84,7 @@ class Client:
         )
         try:
             self.servers = [
-                self._runner.run(questions.opened(self._pools.http, url, self.recipe)) for url in self.recipe.urls
+                self._runner.run(endpoints.connect(self._pools.http, url, self.recipe)) for url in self.recipe.urls
             ]
         except BaseException:
             self.__exit__()
@@ -95,7 +97,7 @@ class Client:
         self._runner.close()
 
     def check(self, target: TargetText) -> None:
-        """The servers' texts are those of `target` (`compare`), which may be asked no longer ones than they take.
+        """Check that the servers serve `target` (`compare`), and cap its context length at the servers' limits.
 
         Raises CheckpointError.
         """
@@ -104,108 +106,115 @@ class Client:
         self.compare(target)
 
     def compare(self, target: TargetText) -> None:
-        """The servers' texts are those of `target`: its tokenizer's ids, and the same weights everywhere.
+        """Check that the servers serve `target`: they use its tokenizer, and all have equal weights.
 
         Raises CheckpointError.
         """
         self._vocabulary = target.vocab_size
-        self.probe = target.tokenizer.encode(questions.PROBE, add_special_tokens=False)
+        self.probe = target.tokenizer.encode(endpoints.PROBE, add_special_tokens=False)
         for server in self.servers:
-            theirs = self._told(questions.tokenized(self._pools.http, server))
+            theirs = self._run_question(endpoints.probe_token_ids(self._pools.http, server))
             if theirs is None:
-                progress.log(f"{server.url} does not tokenize: that its vocabulary is the target's is not checked")
+                progress.log(f"{server.url} has no tokenize endpoint: its vocabulary is not compared with the target's")
             elif theirs != self.probe:
                 raise CheckpointError(
-                    f"{server.url} serves {server.model} with another tokenizer than that of target {target.name}",
-                    "--target names the model that is served, or a directory with its config.json and tokenizer",
+                    f"{server.url} serves {server.model} with a different tokenizer from target {target.name}",
+                    "set --target to the served model, or to a directory with its config.json and tokenizer",
                 )
         self._equal_weights()
 
     def compare_servers(self) -> None:
-        """All servers serve one model: by its name, its tokenizer's ids and its weights, as far as they say. Nothing of
-        it has to be here.
+        """Check that all servers serve one model: equal name, tokenizer and weights, as far as the servers tell.
 
-        Raises CheckpointError.
+        Needs no file of the model on this machine. Raises CheckpointError.
         """
         first, known = self.servers[0], None
         for server in self.servers:
             if server.model != first.model:
                 raise CheckpointError(
-                    f"{first.url} serves {first.model}, and {server.url} {server.model}",
-                    "a request names its model: start both with one --served-model-name, or name it by server.model",
+                    f"{first.url} serves {first.model}, but {server.url} serves {server.model}",
+                    "start both with the same --served-model-name, or set server.model to a model that both serve",
                 )
-            theirs = self._told(questions.tokenized(self._pools.http, server))
+            theirs = self._run_question(endpoints.probe_token_ids(self._pools.http, server))
             if theirs is None:
-                progress.log(f"{server.url} does not tokenize: that its model is that of the others is not checked")
+                progress.log(
+                    f"{server.url} has no tokenize endpoint: its model is not compared with the other servers'"
+                )
             elif known is not None and theirs != known:
-                raise CheckpointError(f"{server.url} serves {server.model} with another tokenizer than the others")
+                raise CheckpointError(
+                    f"{server.url} serves {server.model} with a different tokenizer from the other servers"
+                )
             known = known or theirs
         self.probe = known or []
         if self.probe:
             self._equal_weights()
 
     def _equal_weights(self) -> None:
-        """CheckpointError where the servers do not find the probe's tokens equally probable."""
+        """Raise CheckpointError if the servers assign different log probabilities to the probe's tokens."""
         for server in self.servers:
-            server.logprobs = self._told(questions.logprobs(self._pools.http, server, self.probe))
-            if questions.distance(server.logprobs, self.servers[0].logprobs) > questions.SAME:
+            server.logprobs = self._run_question(endpoints.logprobs(self._pools.http, server, self.probe))
+            if endpoints.distance(server.logprobs, self.servers[0].logprobs) > endpoints.MAX_LOGPROB_DIFFERENCE:
                 raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
 
     def answers(
-        self, asks: Sequence[Ask], *, limit: int | None = None, timed: bool = False
-    ) -> Iterator[tuple[int, Answer | Refusal]]:
-        """Answers with the places of their requests, as they come in; ends early when a signal came.
+        self, asks: Sequence[GenerationRequest], *, limit: int | None = None, timed: bool = False
+    ) -> Iterator[tuple[int, GenerationResult | Refusal]]:
+        """Yield (position of the request, answer) in order of arrival. Ends early after a signal.
 
         Args:
-            limit: requests in flight; None = `recipe.concurrency`.
-            timed: stream them, for the time of the first token.
+            limit: requests in flight (None = `recipe.concurrency`).
+            timed: stream the answers, to measure the time to the first token.
 
-        Raises EngineError where a request has failed once more than `recipe.retries` allows.
+        Raises EngineError if a request has failed once more than `recipe.retries` allows.
         """
         limit = limit or self.recipe.concurrency
-        yield from self._all(asks, lambda ask: self._one(ask, timed), limit, LOOKAHEAD * limit)
+        yield from self._all(asks, lambda ask: self._complete(ask, timed), limit, LOOKAHEAD * limit)
 
-    def states(self, texts: Sequence[list[int]], wanted: Wanted) -> Iterator[tuple[int, Tensor | Refusal]]:
-        """Hidden states [tokens, layers, width] of texts, on the CPU, with the places of the texts, as they come in;
-        ends early when a signal came. At most twice `recipe.concurrency` texts are in memory.
+    def states(self, texts: Sequence[list[int]], wanted: HiddenStatesSpec) -> Iterator[tuple[int, Tensor | Refusal]]:
+        """Yield (position of the text, hidden states [tokens, layers, width] on the CPU) in order of arrival.
 
-        Raises EngineError where a server cannot give them, or as `answers`.
+        Ends early after a signal. At most twice `recipe.concurrency` texts are in memory.
+
+        Raises EngineError if a server cannot give the states, or under the conditions of `answers`.
         """
         limit = self.recipe.concurrency
         return self._all(texts, lambda text: self._read_states(text, wanted), limit, limit)
 
-    def check_states(self, wanted: Wanted) -> None:
-        """EngineError where a server could not give these, or says that it would take some from a cache."""
-        if len({server.dialect.NORMED for server in self.servers}) > 1:
-            raise EngineError("the servers are different engines, whose hidden states are, too", "take one kind")
+    def check_states(self, wanted: HiddenStatesSpec) -> None:
+        """Raise EngineError if a server cannot give these states, or reports a prefix cache that would hide some."""
+        if len({server.dialect.HIDDEN_STATES_NORMED for server in self.servers}) > 1:
+            raise EngineError(
+                "the servers are different engines, which return different hidden states", "use servers of one engine"
+            )
         for server in self.servers:
-            if len(wanted.ids) > 1 and server.dialect.capturing(wanted) is None:
+            if len(wanted.ids) > 1 and server.dialect.capture_command(wanted) is None:
                 raise EngineError(
-                    f"{server.url} is {server.facts.engine}, which hands out hidden states of the last layer or of "
-                    f"others, and this drafter needs {list(wanted.ids)}",
-                    "take vLLM for it; eagle, hydra, medusa and lm read those of the last layer alone",
+                    f"{server.url} is {server.facts.engine}, which returns hidden states of the last layer or of other "
+                    f"layers, but this drafter needs {list(wanted.ids)}",
+                    "use vLLM for it; eagle, hydra, medusa and lm need only the states of the last layer",
                 )
-            if server.dialect.keeps_prefixes(self._told(questions.metrics(self._pools.http, server)) or ""):
+            if server.dialect.has_prefix_cache(self._run_question(endpoints.metrics(self._pools.http, server)) or ""):
                 raise EngineError(
-                    f"{server.url} keeps a prefix cache, from which states may be missing",
-                    f"start it with {server.dialect.UNCACHED}",
+                    f"{server.url} has a prefix cache, so states of cached tokens may be missing",
+                    f"start it with {server.dialect.NO_PREFIX_CACHE_FLAG}",
                 )
 
     def _all(
         self,
-        jobs: Sequence[Sent],
-        one: Callable[[Sent], Coroutine[Any, Any, Told]],
+        jobs: Sequence[Job],
+        one: Callable[[Job], Coroutine[Any, Any, Result]],
         limit: int,
         ahead: int,
-    ) -> Iterator[tuple[int, Told]]:
-        """Results of `one` for every job, with its place, as they come in.
+    ) -> Iterator[tuple[int, Result]]:
+        """Run `one` for every job. Yield (position of the job, result) in order of arrival.
 
         Args:
             limit: jobs in flight.
-            ahead: jobs that may be begun behind the oldest in flight: who writes in order has to keep them.
+            ahead: jobs that may start ahead of the oldest unfinished job. A caller that writes in order has to hold
+                their results.
         """
         loop = self._runner.get_loop()
-        pending: dict[asyncio.Task[Told], int] = {}
+        pending: dict[asyncio.Task[Result], int] = {}
         self._pending = pending
         asked = 0
         try:
@@ -224,113 +233,127 @@ class Client:
             self._cancel(pending)
 
     def _cancel(self, pending: dict[asyncio.Task[Any], int]) -> None:
-        """Give up requests. A generator that is closed late, after its client, has none left."""
+        """Cancel requests. A generator that is closed after its client finds nothing pending."""
         if pending:
             tasks = list(pending)
             pending.clear()
             self._runner.run(_cancelled(tasks))
 
-    def drafting(self) -> Drafting | None:
-        """Counters of all servers together; None where one of them does not draft, or does not tell."""
-        found = [self._told(questions.drafting(self._pools.http, server)) for server in self.servers]
+    def drafting(self) -> DraftCounters | None:
+        """Sum of the draft counters of all servers, or None if a server does not draft or does not report them."""
+        found = [self._run_question(endpoints.draft_counters(self._pools.http, server)) for server in self.servers]
         parts = [part for part in found if part is not None]
-        return Drafting.total(parts) if len(parts) == len(found) else None
+        return DraftCounters.total(parts) if len(parts) == len(found) else None
 
     def publish(self, directory: Path, version: str) -> None:
-        """All servers draft with the drafter in `directory`, which `specctl export` wrote for them, from their next
-        step on. How long requests stood still for it is logged.
+        """Make all servers draft with the drafter in `directory` from their next step on.
 
-        Raises UsageError, CheckpointError or EngineError where one of them does not take it: which, why, and what the
-        others draft with. They have what they had before then.
+        `specctl export` wrote the directory for this engine. The seconds that requests stood still are logged.
+
+        Raises UsageError, CheckpointError or EngineError if a server rejects the drafter. The message tells which
+        server, why, and the drafter of the others. All servers then get their previous drafter back.
         """
         self._runner.run(publication.publish([self._place(server) for server in self.servers], directory, version))
 
     def publish_corpus(self, name: str, corpus: CorpusTexts) -> list[PublishedCorpus]:
-        """All servers draft from a datastore's texts, in place of those that they were given under `name` before.
+        """Make all servers draft from a datastore's texts, which replace the texts published before under `name`.
 
-        Raises UsageError (a server that takes none while it runs), EngineError as `publish`.
+        Raises UsageError if an engine takes no corpora while it runs, and EngineError under the conditions of
+        `publish`.
         """
         for server in self.servers:
             if server.facts.engine != sglang.NAME:
                 raise UsageError(
-                    f"{server.url} is {server.facts.engine}, which takes no corpora while it runs",
-                    "specctl export --to vllm prints the command that starts vLLM with a datastore",
+                    f"{server.url} is {server.facts.engine}, which does not accept corpora while it runs",
+                    "run `specctl export --to vllm`: it prints the command that starts vLLM with a datastore",
                 )
         return self._runner.run(corpora.publish([self._place(server) for server in self.servers], name, corpus))
 
-    def loaded(self) -> list[Loaded]:
-        """The drafter of each server, as far as it says. Raises EngineError."""
-        return [self._runner.run(publication.loaded(self._place(server))) for server in self.servers]
+    def loaded(self) -> list[LoadedDrafter]:
+        """The drafter of each server, as far as it tells. Raises EngineError."""
+        return [self._runner.run(publication.loaded_drafter(self._place(server))) for server in self.servers]
 
     def published(self) -> list[str | None]:
-        """The version that each server drafts with; None of what it was started with. Raises EngineError."""
+        """Version of each server's drafter, or None if it is still the drafter from the server's start.
+
+        Raises EngineError.
+        """
         return [one.version for one in self.loaded()]
 
-    def _place(self, server: Endpoint) -> publication.Served:
+    def _place(self, server: Endpoint) -> publication.PublicationServer:
         publisher = registry.PUBLISHERS[server.facts.engine]
-        return publication.Served(server.url, publisher, partial(self._asked, server), server.published)
+        return publication.PublicationServer(
+            server.url, publisher, partial(self._admin_call, server), server.published_directories
+        )
 
-    async def _asked(self, server: Endpoint, call: Call) -> Any:
-        """The document that a server's administration answers with. Raises EngineError, Malformed."""
+    async def _admin_call(self, server: Endpoint, call: AdminCall) -> Any:
+        """Send an administration call and return the response's document. Raises EngineError, MalformedResponse."""
         try:
             response = await self._pools.http.request(
                 "GET" if call.body is None else "POST",
                 server.url + call.path,
                 json=call.body,
-                headers={"Connection": "close"},  # vLLM breaks those on which it failed, whoever sends on them next
+                headers={"Connection": "close"},  # a reused connection breaks: vLLM drops it after a failure
             )
         except httpx.TransportError as error:
-            raise Lost(f"it is gone: {transport(error)}") from error
+            raise NoResponse(f"the server does not respond: {describe_transport_error(error)}") from error
         if response.status_code in (401, 403):
-            raise EngineError(f"it asks for another key (status {response.status_code})", self._key_hint())
+            raise EngineError(f"the server rejects the API key (status {response.status_code})", self._key_hint())
         if response.status_code != 200:
-            raise registry.PUBLISHERS[server.facts.engine].unable(call, response.status_code, said(response))
-        return document(response)
+            raise registry.PUBLISHERS[server.facts.engine].error_for_status(
+                call, response.status_code, error_message(response)
+            )
+        return parse_json(response)
 
-    def _told(self, question: Coroutine[Any, Any, Told]) -> Told:
-        """The answer to a question about a server. EngineError where it is gone, or answers something else."""
+    def _run_question(self, question: Coroutine[Any, Any, Result]) -> Result:
+        """Answer to a question about a server. Raises EngineError if the server is gone or the answer is malformed."""
         try:
             return self._runner.run(question)
         except httpx.TransportError as error:
-            raise EngineError(f"a server is gone: {transport(error)}") from error
-        except Malformed as error:
-            raise EngineError(f"a server answers strangely: {error}", "is it an engine's address?") from error
+            raise EngineError(f"a server does not respond: {describe_transport_error(error)}") from error
+        except MalformedResponse as error:
+            raise EngineError(
+                f"a server gives an unexpected answer: {error}", "check that the URL is that of an engine"
+            ) from error
 
-    async def _one(self, ask: Ask, timed: bool) -> Answer | Refusal:
-        async def exchange(server: Endpoint) -> tuple[httpx.Response, Answer | None]:
+    async def _complete(self, ask: GenerationRequest, timed: bool) -> GenerationResult | Refusal:
+        async def exchange(server: Endpoint) -> tuple[httpx.Response, GenerationResult | None]:
             started = time.perf_counter()
-            response, content, first = await self._sent(server, ask, timed)
+            response, content, first = await self._send(server, ask, timed)
             if response.status_code != 200:
                 return response, None
             answer = self._read(server, content, ask)
             seconds, first_s = time.perf_counter() - started, first and first - started
             return response, replace(answer, seconds=seconds, first_s=first_s)
 
-        answer, tries = await self._tried(exchange)
+        answer, tries = await self._with_retries(exchange)
         return answer if isinstance(answer, Refusal) else replace(answer, tries=tries)
 
-    async def _read_states(self, text: list[int], wanted: Wanted) -> Tensor | Refusal:
-        from specctl.engines import capture  # torch, which nobody else here needs
+    async def _read_states(self, text: list[int], wanted: HiddenStatesSpec) -> Tensor | Refusal:
+        from specctl.engines import capture  # imports torch, which no other method needs
 
         async def exchange(server: Endpoint) -> tuple[httpx.Response, Tensor | None]:
-            body = server.dialect.capture(text, server.model)
+            body = server.dialect.hidden_states_request(text, server.model)
             response = await self._pools.http.post(server.url + server.dialect.GENERATE, json=body)
             if response.status_code != 200:
                 return response, None
-            found = server.dialect.captured(document(response), len(text))
+            found = server.dialect.parse_hidden_states(parse_json(response), len(text))
             return response, await capture.states(server, found, text, wanted, self.recipe.timeout_s)
 
-        return (await self._tried(exchange))[0]
+        return (await self._with_retries(exchange))[0]
 
-    async def _tried(
-        self, exchange: Callable[[Endpoint], Coroutine[Any, Any, tuple[httpx.Response, Told | None]]]
-    ) -> tuple[Told | Refusal, int]:
-        """The content of a response, and how many requests it took: they are sent again, to another server if there is
-        one, while that may help. `exchange` gives what a response of status 200 holds."""
+    async def _with_retries(
+        self, exchange: Callable[[Endpoint], Coroutine[Any, Any, tuple[httpx.Response, Result | None]]]
+    ) -> tuple[Result | Refusal, int]:
+        """Return an exchange's content, and the number of requests it took.
+
+        A request is retried while that may help, on another server if there is one. `exchange` returns a response and,
+        if its status is 200, its content.
+        """
         failed: Endpoint | None = None
         why = ""
         for tried in range(1, self.recipe.retries + 2):
-            server = self._free(failed)
+            server = self._least_busy(failed)
             server.in_flight += 1
             pause = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (tried - 1)) * random.uniform(0.5, 1)
             try:
@@ -339,16 +362,16 @@ class Client:
                 response, brought = await exchange(server)
                 if brought is not None:
                     return brought, tried
-                why = f"status {response.status_code}: {said(response)}"
+                why = f"status {response.status_code}: {error_message(response)}"
                 if response.status_code in REFUSED:
-                    return Refusal(said(response)), tried
+                    return Refusal(error_message(response)), tried
                 if not (response.status_code in BUSY or response.status_code >= 500):
-                    raise self._denied(server, response)
+                    raise self._status_error(server, response)
                 pause = max(pause, retry_after(response) or 0.0)
             except httpx.TransportError as error:
                 self._suspects.add(server.url)
-                why = transport(error)
-            except Malformed as error:
+                why = describe_transport_error(error)
+            except MalformedResponse as error:
                 why = str(error)
             finally:
                 server.in_flight -= 1
@@ -358,63 +381,70 @@ class Client:
                 await asyncio.sleep(pause)
         assert failed is not None
         raise EngineError(
-            f"{failed.url} has failed {self.recipe.retries + 1} times in a row, last: {why}",
-            "what is finished is kept: --resume goes on; server.retries and server.timeout_s allow for more",
+            f"{failed.url} failed {self.recipe.retries + 1} times in a row, most recently: {why}",
+            "finished work is kept: continue with --resume, or raise server.retries or server.timeout_s",
         )
 
-    def _free(self, failed: Endpoint | None) -> Endpoint:
-        """The server with the fewest requests, another one than that which has just failed, if there is one."""
+    def _least_busy(self, failed: Endpoint | None) -> Endpoint:
+        """The server with the fewest requests; prefers any other server to the `failed` one."""
         turn = next(self._turn)
         order = self.servers[turn % len(self.servers) :] + self.servers[: turn % len(self.servers)]
         return min(order, key=lambda server: (server is failed, server.in_flight))
 
-    async def _sent(self, server: Endpoint, ask: Ask, timed: bool) -> tuple[httpx.Response, Any, float | None]:
-        """The response to a request, what it holds, and when its first token came."""
-        path, body = server.url + server.dialect.GENERATE, server.dialect.body(ask, server.model)
+    async def _send(
+        self, server: Endpoint, ask: GenerationRequest, timed: bool
+    ) -> tuple[httpx.Response, Any, float | None]:
+        """Send a request.
+
+        Returns the response, its content, and the time at which the first token came (if `timed`).
+        """
+        path, body = server.url + server.dialect.GENERATE, server.dialect.request_body(ask, server.model)
         if not timed:
             response = await self._pools.http.post(path, json=body)
-            return response, document(response) if response.status_code == 200 else None, None
+            return response, parse_json(response) if response.status_code == 200 else None, None
         first, pieces = None, []
-        async with self._pools.http.stream("POST", path, json=server.dialect.streamed(body)) as response:
+        async with self._pools.http.stream("POST", path, json=server.dialect.with_streaming(body)) as response:
             if response.status_code != 200:
                 await response.aread()
                 return response, None, None
-            async for event in exchanges.events(response.aiter_bytes()):
-                data = exchanges.data_of(event).decode(errors="replace").strip()
+            async for event in proxy_messages.events(response.aiter_bytes()):
+                data = proxy_messages.data_of(event).decode(errors="replace").strip()
                 if data and data != "[DONE]":
-                    pieces.append(piece(data))
-                    if first is None and server.dialect.begun(pieces[-1]):
+                    pieces.append(parse_piece(data))
+                    if first is None and server.dialect.has_token(pieces[-1]):
                         first = time.perf_counter()
-        return response, server.dialect.joined(pieces), first
+        return response, server.dialect.join_stream(pieces), first
 
-    def _read(self, server: Endpoint, content: Any, ask: Ask) -> Answer:
-        answer = server.dialect.answer(content, ask)
+    def _read(self, server: Endpoint, content: Any, ask: GenerationRequest) -> GenerationResult:
+        answer = server.dialect.parse_answer(content, ask)
         ids, stop = answer.output_ids, answer.stop
         if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-            raise Malformed("its token ids are no list of numbers")
+            raise MalformedResponse("its token ids are not a list of non-negative integers")
         if self._vocabulary is not None and max(ids, default=0) >= self._vocabulary:
-            raise Malformed(f"token {max(ids)} is not one of the target's {self._vocabulary}")
+            raise MalformedResponse(f"token {max(ids)} is outside the target's vocabulary of {self._vocabulary}")
         if not 0 < len(ids) <= ask.max_new_tokens or (stop == "length" and len(ids) < ask.max_new_tokens):
-            raise Malformed(f"{len(ids)} tokens, ended by {stop}, where {ask.max_new_tokens} were asked for")
+            raise MalformedResponse(
+                f"it returned {len(ids)} tokens, ended by {stop}, but {ask.max_new_tokens} were requested"
+            )
         return answer
 
-    def _denied(self, server: Endpoint, response: httpx.Response) -> EngineError:
+    def _status_error(self, server: Endpoint, response: httpx.Response) -> EngineError:
         if response.status_code in (401, 403):
-            return EngineError(f"{server.url} asks for another key (status {response.status_code})", self._key_hint())
-        return EngineError(f"{server.url} answers with status {response.status_code}: {said(response)}")
+            return EngineError(f"{server.url} rejects the API key (status {response.status_code})", self._key_hint())
+        return EngineError(f"{server.url} returned status {response.status_code}: {error_message(response)}")
 
     def _key_hint(self) -> str:
-        return f"put it into the environment: {self.recipe.api_key_env}=…"
+        return f"set the key in the environment: {self.recipe.api_key_env}=…"
 
     async def _same_weights(self, server: Endpoint) -> None:
-        """EngineError where an address that was gone for a moment has come back with another model."""
-        now = await questions.logprobs(self._pools.http, server, self.probe)
-        if now or not server.logprobs:  # else it is still loading, and is asked again
+        """Raise EngineError if an address that was unreachable for a while has come back with another model."""
+        now = await endpoints.logprobs(self._pools.http, server, self.probe)
+        if now or not server.logprobs:  # otherwise the server is still loading: ask again next time
             self._suspects.discard(server.url)
-        if questions.distance(now, server.logprobs) > questions.SAME:
+        if endpoints.distance(now, server.logprobs) > endpoints.MAX_LOGPROB_DIFFERENCE:
             raise EngineError(
-                f"{server.url} was restarted with other weights while it was used",
-                "what is finished is kept, and is of the first; name one server for each of them",
+                f"{server.url} was restarted with different weights during this run",
+                "finished work is kept and comes from the old weights; use one server for each set of weights",
             )
 
 

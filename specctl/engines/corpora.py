@@ -1,7 +1,7 @@
-"""A datastore into SGLang servers that run, as an external corpus of their method NGRAM: all of them have it, or none.
+"""Publish a datastore to all given SGLang servers or to none, as an external corpus of their method NGRAM.
 
-A corpus is added whole: nothing can be appended to one, and several share what a draft has room for. So the one of
-before stays until the new one is there, and goes then. Written after SGLang's sources, as `sglang`.
+SGLang adds a corpus whole and cannot append. Several corpora share the token budget of a draft. The previous corpus
+therefore stays until the new one is loaded, and is then removed. Written from SGLang's sources, as the module `sglang`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from typing import TYPE_CHECKING, Any
 
 from specctl import progress
 from specctl.engines import sglang
-from specctl.engines.publication import Served, named
-from specctl.engines.records import Call, EngineError, Malformed
+from specctl.engines.publication import PublicationServer, with_address
+from specctl.engines.records import AdminCall, EngineError, MalformedResponse
 
 if TYPE_CHECKING:
     from specctl.formats.corpus import CorpusTexts
 
-INFO, LIST = Call("/server_info"), Call("/list_external_corpora")
+INFO, LIST = AdminCall("/server_info"), AdminCall("/list_external_corpora")
 FLAGS = "--speculative-algorithm NGRAM --speculative-num-draft-tokens 16 --speculative-ngram-external-sam-budget 8"
 MARK = "@"  # between a datastore's name and the digest of its texts
 
 
 @dataclass(frozen=True)
 class PublishedCorpus:
-    """A corpus as a server has it.
+    """A corpus that a server has loaded.
 
     Attributes:
-        tokens: as the server counts them; None where it had this corpus already.
-        replaced: corpora of the same name that it had before.
+        tokens: number of tokens that the server counted, or None if it had this corpus already.
+        replaced: earlier corpora of the same name, which were removed.
     """
 
     server: str
@@ -39,15 +39,15 @@ class PublishedCorpus:
     replaced: list[str]
 
 
-async def publish(places: Sequence[Served], name: str, corpus: CorpusTexts) -> list[PublishedCorpus]:
-    """Every server drafts from a corpus, which takes the place of those that had its `name`.
+async def publish(places: Sequence[PublicationServer], name: str, corpus: CorpusTexts) -> list[PublishedCorpus]:
+    """Load a corpus into every server, in place of earlier corpora with this `name`.
 
-    Raises EngineError: which server does not take it, and why. All have then what they had before.
+    Raises EngineError, which tells the server that rejected it, and why. All servers then have their previous corpora.
     """
     digest = hashlib.sha256(corpus.lines.encode()).hexdigest()[:12]
     new = f"{name}{MARK}{digest}"
-    there = [await _there(place, new, corpus) for place in places]
-    begun: list[Served] = []
+    there = [await _loaded_corpora(place, new, corpus) for place in places]
+    begun: list[PublicationServer] = []
     loaded: list[int | None] = []
     try:
         for place, known in zip(places, there, strict=True):
@@ -55,86 +55,88 @@ async def publish(places: Sequence[Served], name: str, corpus: CorpusTexts) -> l
                 loaded.append(None)
                 continue
             begun.append(place)
-            loaded.append(await _added(place, new, corpus))
-    except BaseException as error:  # a signal, too
-        left = [place.url for place in begun if not await _removed(place, new)]
+            loaded.append(await _add(place, new, corpus))
+    except BaseException as error:  # also after a signal
+        left = [place.url for place in begun if not await _remove(place, new)]
         if left and isinstance(error, EngineError):
             raise EngineError(f"{error.message}; {new} may be left in {', '.join(left)}", error.hint) from error
         raise
     done = []
     for place, known, count in zip(places, there, loaded, strict=True):
         olds = [old for old in known if old.startswith(f"{name}{MARK}") and old != new]
-        gone = [old for old in olds if await _removed(place, old)]
+        gone = [old for old in olds if await _remove(place, old)]
         if stays := sorted({*olds} - {*gone}):
-            progress.warn(f"{place.url} has {new}, and still {', '.join(stays)}, which it did not remove")
+            progress.warn(f"{place.url} has {new}, but still has {', '.join(stays)}, which it did not remove")
         done.append(PublishedCorpus(place.url, new, count, gone))
     return done
 
 
-async def _there(place: Served, new: str, corpus: CorpusTexts) -> dict[str, int]:
-    """Tokens of the corpora that a server has. EngineError where it could not draft from another one."""
+async def _loaded_corpora(place: PublicationServer, new: str, corpus: CorpusTexts) -> dict[str, int]:
+    """Token counts of the corpora on a server, by name. Raises EngineError if the new one cannot be added."""
     try:
-        room = room_of(await place.asked(INFO))
-        known = corpora_of(await place.asked(LIST))
-    except (EngineError, Malformed) as error:
-        raise named(place, error) from error
+        room = max_corpus_tokens(await place.call(INFO))
+        known = corpora_of(await place.call(LIST))
+    except (EngineError, MalformedResponse) as error:
+        raise with_address(place, error) from error
     used = sum(known.values())
     if new not in known and used + corpus.tokens > room:
         raise EngineError(
-            f"{place.url} takes {room} tokens of corpora and has {used}; these are {corpus.tokens} more, and what they "
-            "replace goes when they are there",
+            f"{place.url} has room for {room} tokens of corpora and holds {used}; this corpus adds "
+            f"{corpus.tokens}, and the corpus that it replaces is removed only afterwards",
             f"start it with --speculative-ngram-external-corpus-max-tokens {used + corpus.tokens}, or remove a corpus: "
             "POST /remove_external_corpus",
         )
     return known
 
 
-async def _added(place: Served, new: str, corpus: CorpusTexts) -> int:
-    """Tokens that were loaded. EngineError, also where they are not all."""
+async def _add(place: PublicationServer, new: str, corpus: CorpusTexts) -> int:
+    """Add a corpus and return the number of tokens loaded. Raises EngineError, also if the corpus was truncated."""
     try:
-        document = await place.asked(Call("/add_external_corpus", {"corpus_id": new, "documents": corpus.texts}))
+        document = await place.call(AdminCall("/add_external_corpus", {"corpus_id": new, "documents": corpus.texts}))
         loaded = document["loaded_token_count"]
         if not document["success"] or type(loaded) is not int:
             raise EngineError(f"/add_external_corpus failed: {document['message']}")
         if "truncated" in document["message"]:
-            raise EngineError(f"it loaded {loaded} of {corpus.tokens} tokens: {document['message']}")
+            raise EngineError(f"it loaded only {loaded} of {corpus.tokens} tokens: {document['message']}")
         return loaded
-    except (EngineError, Malformed) as error:
-        raise named(place, error) from error
+    except (EngineError, MalformedResponse) as error:
+        raise with_address(place, error) from error
     except (KeyError, TypeError) as error:
-        raise EngineError(f"{place.url}: /add_external_corpus does not say what it loaded") from error
+        raise EngineError(f"{place.url}: /add_external_corpus does not report how many tokens it loaded") from error
 
 
-async def _removed(place: Served, corpus_id: str) -> bool:
-    """Whether a server says that it has removed a corpus."""
+async def _remove(place: PublicationServer, corpus_id: str) -> bool:
+    """Remove a corpus. Returns whether the server confirms the removal."""
     try:
-        document = await place.asked(Call("/remove_external_corpus", {"corpus_id": corpus_id}))
-    except (EngineError, Malformed):
+        document = await place.call(AdminCall("/remove_external_corpus", {"corpus_id": corpus_id}))
+    except (EngineError, MalformedResponse):
         return False
     return isinstance(document, dict) and document.get("success") is True
 
 
-def room_of(info: Any) -> int:
-    """Tokens of all corpora that a server takes, by what it says of itself. EngineError where it drafts from none;
-    Malformed."""
+def max_corpus_tokens(info: Any) -> int:
+    """Number of tokens that all corpora of a server may have together, from its server info.
+
+    Raises EngineError if the server does not draft from corpora; MalformedResponse.
+    """
     try:
         method, budget = info["speculative_algorithm"], info.get("speculative_ngram_external_sam_budget")
         most = info.get("speculative_ngram_external_corpus_max_tokens")
     except (KeyError, TypeError, AttributeError) as error:
-        raise Malformed("no speculative_algorithm in what it says of itself") from error
+        raise MalformedResponse("no speculative_algorithm in its server info") from error
     if method != "NGRAM":
         drafts = f"drafts by {method}" if method else "does not draft"
-        raise EngineError(f"it {drafts}, and NGRAM alone draws on corpora", f"start SGLang with {FLAGS}")
+        raise EngineError(f"it {drafts}, but only NGRAM uses corpora", f"start SGLang with {FLAGS}")
     if budget is None or most is None:
-        raise EngineError("it knows no external corpora", f"{sglang.VERSION} does")
+        raise EngineError("it does not support external corpora", f"{sglang.VERSION} does")
     if budget < 1:
-        raise EngineError("it drafts no tokens from corpora (budget 0)", f"start SGLang with {FLAGS}")
+        raise EngineError("it does not draft from corpora (budget 0)", f"start SGLang with {FLAGS}")
     return int(most)
 
 
 def corpora_of(document: Any) -> dict[str, int]:
-    """Tokens of each corpus. Raises Malformed."""
+    """Number of tokens of each corpus. Raises MalformedResponse."""
     try:
         return {str(name): int(count) for name, count in document["corpus_token_counts"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Malformed("no corpus_token_counts in its list of corpora") from error
+        raise MalformedResponse("no corpus_token_counts in its list of corpora") from error

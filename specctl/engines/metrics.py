@@ -1,4 +1,4 @@
-"""Prometheus' text format, as far as counters need it."""
+"""Parse counters in the Prometheus text format."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
 def samples(page: str, name: str) -> list[tuple[dict[str, str], float]]:
-    """(labels, value) of every sample of a metric; with engines behind one port there are several. Values that are no
-    finite number, such as the NaN of a metric without observations, are left out."""
+    """(labels, value) of every sample of a metric. A port that serves several engines has several samples.
+
+    Values that are not finite are skipped, such as the NaN of a metric without observations.
+    """
     found = []
     for line in page.splitlines():
         match = _SAMPLE.match(line)
@@ -28,6 +30,6 @@ def _number(text: str) -> float:
 
 
 def total(page: str, name: str) -> float | None:
-    """The sum of a metric's samples; None where there is none."""
+    """The sum of a metric's samples, or None if it has no samples."""
     values = [value for _, value in samples(page, name)]
     return sum(values) if values else None

@@ -1,10 +1,10 @@
-"""A proxy between clients and engines of the same target: it passes requests on, and may keep a log of them.
+"""HTTP proxy between clients and engines of one target: it passes requests on, and can log them for online learning.
 
-Beside learning it is a process of its own, which that does not slow down. What clients send and get is theirs: bodies
-are changed only to make the engine say token ids and counters, which are taken out of the answer again (`exchanges`).
-Requests of one text that were answered whole are lines of the log: {"began": seconds since 1970, "request": {…},
-"response": {…}}, as `specctl distill --from-log` reads them, too; and a `Dispatch` learns from them who should write
-such texts.
+Next to an online learner it runs in its own process, so that learning does not slow it down. Requests and answers pass
+unchanged, with one exception: a request also asks for token ids and draft counters, which are removed from the answer
+again (`proxy_messages`). Every complete answer to a request for one text becomes a line of the log: {"began": seconds
+since 1970, "request": {…}, "response": {…}}. `specctl distill --from-log` reads these lines too. A `Dispatch` learns
+from the same answers which server should write such texts.
 """
 
 from __future__ import annotations
@@ -35,82 +35,85 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from specctl import progress, regular
-from specctl.engines import exchanges
-from specctl.engines.pools import Pools
+from specctl import progress, regular_files
+from specctl.engines import proxy_messages
+from specctl.engines.http_pools import HttpPools
 from specctl.errors import UsageError
 from specctl.runs import PRIVATE
 
 CONNECT_S = 10.0
-CONNECTIONS = 256  # to the engines, about
-LAST_REQUESTS_S = 30  # for those that are being answered when it ends
+CONNECTIONS = 256  # to the engines, approximately
+LAST_REQUESTS_S = 30  # for requests that are still being answered at shutdown
 HOP_BY_HOP = {"connection", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade", "proxy-authorization"}
-REMADE = {"host", "content-length", "accept-encoding", "content-encoding"}
-FAILING = {429, 500, 502, 503, 504}  # another server may answer all the same
+REBUILT_HEADERS = {"host", "content-length", "accept-encoding", "content-encoding"}
+RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 
 Done = Callable[[], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Rest:
-    """The seconds that a server which has failed is asked last, and when they are over: twice as long every time."""
+class Backoff:
+    """Back-off of a server that failed: other servers are tried first for `seconds`, until the time `until`.
+
+    Each failure in a row doubles the seconds, up to a limit.
+    """
 
     seconds: float
     until: float
 
     @classmethod
-    def after(cls, earlier: Rest | None) -> Self:
+    def after(cls, earlier: Backoff | None) -> Self:
         seconds = min(2 * earlier.seconds, LONGEST_REST_S) if earlier else FIRST_REST_S
         return cls(seconds, time.monotonic() + seconds)
 
 
 @dataclass(frozen=True)
-class ServerOrder:
-    """The addresses that a request goes to, in turn until one answers."""
+class ServerChoice:
+    """Addresses to try for a request, in order, until one answers."""
 
     order: Sequence[str]
 
 
 class Dispatch(Protocol):
-    """A rule that says which server continues a text, and learns from what comes back."""
+    """A rule that selects the server for a text, and learns from the answer."""
 
-    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerOrder:
-        """The order for a request, of one text, given the requests that each address has."""
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerChoice:
+        """Order the servers for a request for one text, given the number of requests in flight per address."""
         ...
 
-    def answered(self, choice: ServerOrder, url: str, counts: exchanges.TextCounts) -> None:
-        """Learn from a text that `url` has written whole."""
+    def learn(self, choice: ServerChoice, url: str, counts: proxy_messages.TextCounts) -> None:
+        """Learn from a text that `url` has written completely."""
         ...
 
 
 class LeastBusy:
-    """The server with the fewest requests first."""
+    """Dispatch that puts the server with the fewest requests in flight first."""
 
-    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerOrder:
-        return ServerOrder(sorted(in_flight, key=lambda one: in_flight[one]))
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> ServerChoice:
+        return ServerChoice(sorted(in_flight, key=lambda one: in_flight[one]))
 
-    def answered(self, choice: ServerOrder, url: str, counts: exchanges.TextCounts) -> None:
-        """Whoever is least busy is so whatever it wrote."""
+    def learn(self, choice: ServerChoice, url: str, counts: proxy_messages.TextCounts) -> None:
+        """Learn nothing: an idle server says nothing about the quality of its text."""
 
 
 @dataclass(frozen=True)
-class Passage:
+class ForwardedRequest:
     """A request on its way to a server.
 
     Attributes:
-        body: of a request for one text; None of all others.
+        body: the parsed body, if the request is for one text and its answer can be recorded; otherwise None.
     """
 
     request: Request
     content: bytes
     body: dict[str, Any] | None
-    choice: ServerOrder
+    choice: ServerChoice
     began: float
 
 
-class Relay(StreamingResponse):
-    """A stream that is passed on. `done` is called at its end, also where its client left before the first event."""
+class StreamRelay(StreamingResponse):
+    """A stream that is passed on. `done` is called at its end, even if the client left before the first event."""
 
     def __init__(self, events: AsyncIterator[bytes], status: int, headers: dict[str, str], done: Done):
         super().__init__(events, status, headers)
@@ -124,12 +127,12 @@ class Relay(StreamingResponse):
 
 
 class Proxy:
-    """The requests on their way. A server that fails is asked last for a while; what it did not answer, others do.
+    """Passes requests on to servers. A server that fails is tried last for a while, and the others answer its requests.
 
     Attributes:
-        log: takes a line for each text that was answered whole; None keeps none.
-        dispatch: who gets requests of one text; all others go to the least busy.
-        failures: requests that each server did not answer.
+        log: gets a line for each text that was answered completely, or None.
+        dispatch: orders the servers for requests for one text. All other requests go to the least busy server.
+        failures: number of requests that each server failed to answer.
     """
 
     def __init__(self, servers: dict[str, str], log: logging.Logger | None, dispatch: Dispatch | None = None):
@@ -137,38 +140,43 @@ class Proxy:
         self.servers, self.log, self.dispatch = servers, log, dispatch
         self.in_flight = dict.fromkeys(servers, 0)
         self.failures = dict.fromkeys(servers, 0)
-        self._rests: dict[str, Rest] = {}  # those that have just failed
+        self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         checked = any(url.startswith("https:") for url in servers)
-        self.pools = Pools(CONNECTIONS, verify=checked, timeout=httpx.Timeout(None, connect=CONNECT_S))
+        self.pools = HttpPools(CONNECTIONS, verify=checked, timeout=httpx.Timeout(None, connect=CONNECT_S))
 
-    async def pass_on(self, request: Request) -> Response:
-        """The engine's answer; 404 for what clients have no business with, 502 where no engine is."""
+    async def forward(self, request: Request) -> Response:
+        """Return an engine's answer: 404 for paths closed to clients, 502 if no engine answers."""
         path = request.url.path
-        if not exchanges.is_open(path):
-            return JSONResponse({"error": f"{path} is not passed on"}, 404)
+        if not proxy_messages.is_open(path):
+            return JSONResponse({"error": f"the proxy does not forward {path}"}, 404)
         try:
             content = await request.body()
         except ClientDisconnect:
             return Response(status_code=499)
         body = _json(content) if request.method == "POST" else None
-        text = body if any(exchanges.recorded(one, path, body) for one in set(self.servers.values())) else None
+        text = (
+            body if any(proxy_messages.is_recordable(one, path, body) for one in set(self.servers.values())) else None
+        )
         rule = LeastBusy() if text is None or self.dispatch is None else self.dispatch
         choice = rule.choose(text or {}, self.in_flight)
-        passage = Passage(request, content, text, choice, time.time())
-        answer: Response = JSONResponse({"error": "no engine answers"}, 502)
+        passage = ForwardedRequest(request, content, text, choice, time.time())
+        answer: Response = JSONResponse({"error": "no engine responds"}, 502)
         for url in sorted(choice.order, key=self._resting):
             self.in_flight[url] += 1
             try:
-                answer = await self._asked(url, passage)
-                failed = answer.status_code in FAILING
+                answer = await self._forward_to(url, passage)
+                failed = answer.status_code in RETRY_STATUSES
             except httpx.ConnectError:
                 failed = True
             except httpx.TransportError as error:
-                answer, failed = JSONResponse({"error": f"the engine broke off: {type(error).__name__}"}, 502), True
+                answer, failed = (
+                    JSONResponse({"error": f"the engine closed the connection: {type(error).__name__}"}, 502),
+                    True,
+                )
             except BaseException:
                 self.in_flight[url] -= 1
                 raise
-            if isinstance(answer, Relay):  # which counts as in flight until its end
+            if isinstance(answer, StreamRelay):  # it counts as in flight until its end
                 return answer
             self.in_flight[url] -= 1
             if not failed:
@@ -179,27 +187,27 @@ class Proxy:
 
     def _failed(self, url: str) -> None:
         self.failures[url] += 1
-        self._rests[url] = Rest.after(self._rests.get(url))
+        self._rests[url] = Backoff.after(self._rests.get(url))
 
     def _resting(self, url: str) -> bool:
         rest = self._rests.get(url)
         return rest is not None and rest.until > time.monotonic()
 
-    async def _asked(self, url: str, passage: Passage) -> Response:
+    async def _forward_to(self, url: str, passage: ForwardedRequest) -> Response:
         """The answer of one engine. Raises httpx.TransportError."""
         request, body = passage.request, passage.body
         engine, path, content = self.servers[url], request.url.path, passage.content
         added: frozenset[str] = frozenset()
-        kept = exchanges.recorded(engine, path, body)
+        kept = proxy_messages.is_recordable(engine, path, body)
         if kept and body is not None:
-            asked, added = exchanges.asking(engine, body, ids=self.log is not None)
+            asked, added = proxy_messages.with_counters(engine, body, ids=self.log is not None)
             content = json.dumps(asked).encode()
-        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP | REMADE]
+        headers = [(name, value) for name, value in request.headers.items() if name not in HOP_BY_HOP | REBUILT_HEADERS]
         query = f"?{request.url.query}" if request.url.query else ""
         http = self.pools.http
         onward = http.build_request(request.method, url + path + query, headers=headers, content=content)
         answer = await http.send(onward, stream=True)
-        shown = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP | REMADE}
+        shown = {name: value for name, value in answer.headers.items() if name not in HOP_BY_HOP | REBUILT_HEADERS}
         kept = kept and answer.status_code == 200
         if "text/event-stream" in answer.headers.get("content-type", ""):
 
@@ -208,55 +216,57 @@ class Proxy:
                 await answer.aclose()
 
             events = self._streamed(url, answer, added, passage if kept else None)
-            return Relay(events, answer.status_code, shown, done)
+            return StreamRelay(events, answer.status_code, shown, done)
         try:
             content = await answer.aread()
         finally:
             await answer.aclose()
         document = _json(content)
         if kept and isinstance(document, dict):
-            self._keep(passage, url, document, document)
-            content = json.dumps(exchanges.restored(document, added), ensure_ascii=False).encode()
+            self._record(passage, url, document, document)
+            content = json.dumps(proxy_messages.without_added_fields(document, added), ensure_ascii=False).encode()
         return Response(content, answer.status_code, shown)
 
     async def _streamed(
-        self, url: str, answer: httpx.Response, added: frozenset[str], passage: Passage | None
+        self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest | None
     ) -> AsyncIterator[bytes]:
-        """The events of a stream, one by one. A client that leaves ends the engine's work, too."""
+        """The events of a stream, one at a time. If the client leaves, the engine's work ends too."""
         pieces: list[Any] = []
         said: dict[str, Any] = {}
         try:
-            async for event in exchanges.events(answer.aiter_bytes()):
-                piece = exchanges.piece_of(event) if passage is not None else None
+            async for event in proxy_messages.events(answer.aiter_bytes()):
+                piece = proxy_messages.piece_of(event) if passage is not None else None
                 if piece is not None:
-                    said |= exchanges.counters(piece)
+                    said |= proxy_messages.counters(piece)
                     if self.log is not None:
                         pieces.append(piece)
-                if shown := exchanges.restored_event(event, piece, added):
+                if shown := proxy_messages.restored_event(event, piece, added):
                     yield shown
-        except httpx.TransportError:  # its client has a part already: nobody else can go on
+        except httpx.TransportError:  # the client has a part already, so no other server can continue
             self._failed(url)
             raise
         self._rests.pop(url, None)
         if passage is not None:
-            self._keep(passage, url, pieces, said)
+            self._record(passage, url, pieces, said)
 
-    def _keep(self, passage: Passage, url: str, wrote: dict[str, Any] | list[Any], said: Mapping[str, Any]) -> None:
-        """Log an answer, or the pieces of a stream, and tell the dispatch of its counters, `said`."""
+    def _record(
+        self, passage: ForwardedRequest, url: str, wrote: dict[str, Any] | list[Any], said: Mapping[str, Any]
+    ) -> None:
+        """Log an answer or the pieces of a stream. Report the draft counters, `said`, to the dispatch."""
         ended = time.time()
         if self.log is not None:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
-                response = wrote if isinstance(wrote, dict) else exchanges.joined(wrote)
+                response = wrote if isinstance(wrote, dict) else proxy_messages.joined(wrote)
                 row = {"began": passage.began, "request": passage.body, "ended": ended, "response": response}
                 self.log.info(json.dumps(row))
         if self.dispatch is not None:
-            counts = exchanges.text_counts(self.servers[url], passage.request.url.path, said)
+            counts = proxy_messages.text_counts(self.servers[url], passage.request.url.path, said)
             if counts is not None:
-                self.dispatch.answered(passage.choice, url, counts)
+                self.dispatch.learn(passage.choice, url, counts)
 
 
 def _json(content: bytes) -> Any:
-    """A body read as JSON; None where it is none."""
+    """A body parsed as JSON, or None if it is not JSON."""
     try:
         return json.loads(content)
     except ValueError:
@@ -264,40 +274,40 @@ def _json(content: bytes) -> Any:
 
 
 class PrivateLog(RotatingFileHandler):
-    """A file that only its owner reads, and so the one that it begins where it was put aside.
+    """Rotating log file that only its owner can read, including the files that rotation creates.
 
-    Raises OSError where a link, a pipe or another user's file is in its place. Lines that a full disk refuses are lost,
-    which is said once, and without them: they are what clients have written.
+    Raises OSError if a link, a pipe or another user's file has its path. If the disk is full, lines are lost. A single
+    warning says so without quoting them, because clients wrote them.
     """
 
     refused = False
 
     def _open(self) -> TextIOWrapper:
-        file = regular.opened(self.baseFilename, "a", follow=False, permissions=PRIVATE, encoding="utf-8")
+        file = regular_files.open_regular(self.baseFilename, "a", follow=False, permissions=PRIVATE, encoding="utf-8")
         try:
             if os.fstat(file.fileno()).st_uid != os.geteuid():
-                raise PermissionError(errno.EPERM, "another user's file", self.baseFilename)
-            os.fchmod(file.fileno(), PRIVATE)  # one that was there may have had others
+                raise PermissionError(errno.EPERM, "file of another user", self.baseFilename)
+            os.fchmod(file.fileno(), PRIVATE)  # an existing file may have had other permissions
         except OSError:
             file.close()
             raise
         return cast(TextIOWrapper, file)
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record. Half a line may be all that was written of the one before it: an empty line is none."""
+        """The line of a record. After a failed write it starts with a newline: half a line may have been written."""
         return "\n" * self.refused + super().format(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say that lines are lost, where logging would print them."""
+        """Warn that lines are lost. Logging's default would print the lines."""
         error = sys.exception()
         if not self.refused:
             why = getattr(error, "strerror", None) or type(error).__name__
-            progress.warn(f"cannot write {self.baseFilename}: {why}; lines are lost while this lasts")
+            progress.warn(f"cannot write {self.baseFilename}: {why}; log lines are lost until this is fixed")
         self.refused = True
 
 
 def opened(path: Path, max_bytes: int) -> logging.Logger:
-    """The log. Where it grows beyond `max_bytes` it is put aside as PATH.1, and begins anew."""
+    """Open the log. When it grows beyond `max_bytes`, it is renamed to PATH.1 and a new file begins."""
     handler = PrivateLog(path, maxBytes=max_bytes, backupCount=1)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log = logging.Logger("traffic")
@@ -312,9 +322,9 @@ def close(log: logging.Logger) -> None:
 
 
 def serve(place: socket.socket, proxy: Proxy, wait: Callable[[], object]) -> None:
-    """Serve on an open socket until `wait`, which a thread calls, is over; then answer the requests that are there."""
+    """Serve on an open socket until `wait` returns; a thread calls it. Then answer the requests still in flight."""
     methods = ["GET", "POST", "PUT", "DELETE", "OPTIONS"]
-    app = Starlette(routes=[Route("/{path:path}", proxy.pass_on, methods=methods)])
+    app = Starlette(routes=[Route("/{path:path}", proxy.forward, methods=methods)])
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_graceful_shutdown=LAST_REQUESTS_S, lifespan="off"
     )
@@ -330,9 +340,9 @@ def serve(place: socket.socket, proxy: Proxy, wait: Callable[[], object]) -> Non
 
 @contextmanager
 def listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
-    """An open socket meanwhile, and its address.
+    """Yield an open socket and its address.
 
-    Raises UsageError where `listen` (HOST:PORT; port 0 = any that is free) cannot be listened on.
+    Raises UsageError if `listen` (HOST:PORT; port 0 = any free port) cannot be listened on.
     """
     host, _, port = listen.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
@@ -340,29 +350,35 @@ def listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((host.strip("[]"), int(port)))
-        except (OSError, OverflowError) as error:  # the latter for ports beyond 65535
+        except (OSError, OverflowError) as error:  # OverflowError: ports beyond 65535
             why = getattr(error, "strerror", None) or str(error)
-            raise UsageError(f"cannot listen on {listen}: {why}", "--listen 127.0.0.1:8100") from error
+            raise UsageError(
+                f"cannot listen on {listen}: {why}", "use an address such as --listen 127.0.0.1:8100"
+            ) from error
         place.listen(2048)
         yield place, f"http://{host}:{place.getsockname()[1]}"
 
 
 @contextmanager
 def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> Iterator[str]:
-    """A proxy meanwhile, in a process of its own; yields its address. At the end it answers the requests that it has,
-    and takes no more. UsageError as `listening`."""
+    """Run a proxy in its own process and yield its address.
+
+    At the end it accepts no more requests, and answers all requests still in flight.
+
+    Raises UsageError as `listening` does.
+    """
     with listening(listen) as (place, address):
-        close(opened(log, max_bytes))  # what cannot be opened is told here
+        close(opened(log, max_bytes))  # report here if the log cannot be opened
         process = subprocess.Popen(
             [sys.executable, "-m", "specctl.engines.proxy"],
             stdin=subprocess.PIPE,
             pass_fds=[place.fileno()],
-            start_new_session=True,  # Ctrl-C is for the one that learns
+            start_new_session=True,  # Ctrl-C is for the learning process
         )
-        # Not as arguments, which all users can read: addresses may hold passwords.
+        # Send the settings over stdin: all users can read a process's arguments, and addresses may hold passwords.
         settings = json.dumps([place.fileno(), servers, str(log), max_bytes])
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended
+        with contextlib.suppress(BrokenPipeError):  # the process has ended
             process.stdin.write(settings.encode() + b"\n")
             process.stdin.flush()
     try:
@@ -378,5 +394,5 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
 
 if __name__ == "__main__":
     descriptor, servers, log, max_bytes = json.loads(sys.stdin.buffer.readline())
-    # Until stdin ends, which it does with the process at its other end.
+    # Serve until stdin ends, which happens when the parent process ends.
     serve(socket.socket(fileno=descriptor), Proxy(servers, opened(Path(log), max_bytes)), lambda: os.read(0, 1))

@@ -1,4 +1,4 @@
-"""A drafter into servers that run: all of them draft with it afterwards, or none."""
+"""Publish a drafter to running servers: either all servers take it, or all keep their previous drafter."""
 
 from __future__ import annotations
 
@@ -11,148 +11,166 @@ from pathlib import Path
 from typing import Any
 
 from specctl import progress
-from specctl.engines.records import Call, EngineError, Exported, Loaded, Lost, Malformed, PublishingDialect, Untouched
-from specctl.engines.vllm_worker import Unfit, contents, fingerprint, outline
+from specctl.engines.records import (
+    AdminCall,
+    DrafterRejected,
+    EngineError,
+    ExportedDrafter,
+    LoadedDrafter,
+    MalformedResponse,
+    NoResponse,
+    WeightUpdateDialect,
+)
+from specctl.engines.vllm_worker import DrafterMismatch, contents, fingerprint, read_layout
 from specctl.errors import SpecctlError, UsageError
-from specctl.formats import foreign
+from specctl.formats import head_directory
 
-Asked = Callable[[Call], Awaitable[Any]]
-"""Sends a call to a server, and gives the document that comes back. Raises EngineError, Malformed."""
+Asked = Callable[[AdminCall], Awaitable[Any]]
+"""Sends a call to a server and returns the document of the response. Raises EngineError, MalformedResponse."""
 
 
 @dataclass(frozen=True)
-class Served:
+class PublicationServer:
     """A server that a drafter is published to, as publication sees it.
 
     Attributes:
-        kept: directories of the versions that were published from here.
+        call: sends an administration call to this server.
+        published_directories: directory of each version that was published from here.
     """
 
     url: str
-    publisher: PublishingDialect
-    asked: Asked
-    kept: dict[str, str]
+    publisher: WeightUpdateDialect
+    call: Asked
+    published_directories: dict[str, str]
 
 
-class Stopped(Exception):
-    """A swap that failed; `changed`: whether the server may draft with something else now."""
+class SwapFailed(Exception):
+    """A swap that failed. `changed`: whether the server may now draft with another drafter."""
 
     def __init__(self, error: EngineError, changed: bool):
         super().__init__(error.message)
         self.error, self.changed = error, changed
 
 
-def exported(directory: Path, *, tensors: bool) -> Exported:
-    """A drafter to be published. `tensors`: with its weights. Raises UsageError, CheckpointError."""
+def read_exported(directory: Path, *, tensors: bool) -> ExportedDrafter:
+    """Read a drafter to publish; `tensors`: including its weights. Raises UsageError, CheckpointError."""
     directory = directory.absolute()
     try:
-        form, found = outline(directory), fingerprint(contents(directory))
-    except Unfit as error:
-        raise UsageError(str(error), "`specctl export --to vllm` (or sglang) writes what can be published") from error
-    return Exported(directory, found, form, foreign.read(directory).tensors if tensors else {})
+        form, found = read_layout(directory), fingerprint(contents(directory))
+    except DrafterMismatch as error:
+        raise UsageError(str(error), "publish a directory written by `specctl export --to vllm` (or sglang)") from error
+    return ExportedDrafter(directory, found, form, head_directory.read(directory).tensors if tensors else {})
 
 
-async def loaded(place: Served) -> Loaded:
-    """The drafter that a server drafts with. Raises EngineError."""
+async def loaded_drafter(place: PublicationServer) -> LoadedDrafter:
+    """The drafter that a server uses now. Raises EngineError."""
     try:
-        now = place.publisher.loaded([await place.asked(call) for call in place.publisher.LOADED])
-    except (EngineError, Malformed) as error:
-        raise named(place, error) from error
-    if now.directory is None and now.version in place.kept:
-        return Loaded(now.version, place.kept[now.version], now.started, now.fingerprint, now.method, now.ranks)
+        now = place.publisher.parse_loaded([await place.call(call) for call in place.publisher.LOADED_CALLS])
+    except (EngineError, MalformedResponse) as error:
+        raise with_address(place, error) from error
+    if now.directory is None and now.version in place.published_directories:
+        return LoadedDrafter(
+            now.version, place.published_directories[now.version], now.started, now.fingerprint, now.method, now.ranks
+        )
     return now
 
 
-async def publish(places: Sequence[Served], directory: Path, version: str) -> None:
-    """Every server drafts with `directory`, and says so by `version`. Where one of them does not take it, those before
-    it get back what they had.
+async def publish(places: Sequence[PublicationServer], directory: Path, version: str) -> None:
+    """Make every server draft with `directory`, as version `version`.
 
-    Raises UsageError, CheckpointError, EngineError: which server did not take it and why, and what runs now.
+    If a server fails, all servers get their previous drafter back. Raises UsageError, CheckpointError, EngineError. The
+    message tells which server did not take the drafter and why, and which drafters run now.
     """
     if version in ("", "default"):
-        raise UsageError(f"{version!r} names no version", 'such as "7": what a server was started with has none')
-    drafter = exported(directory, tensors=any(place.publisher.SENDS for place in places))
-    before = await asyncio.gather(*(loaded(place) for place in places))
+        raise UsageError(
+            f"{version!r} is not a version name",
+            'use a name such as "7"; only the drafter of the server\'s start has none',
+        )
+    drafter = read_exported(directory, tensors=any(place.publisher.SENDS_WEIGHTS for place in places))
+    before = await asyncio.gather(*(loaded_drafter(place) for place in places))
     for place, now in zip(places, before, strict=True):
         try:
-            first = _first(now) if place.publisher.SENDS else None
-            for call in place.publisher.fits(drafter, first, now):
-                place.publisher.taken(call, await place.asked(call))
-        except (EngineError, Malformed) as error:
-            raise named(place, error) from error
-    changed: list[tuple[Served, Loaded]] = []
+            first = _first(now) if place.publisher.SENDS_WEIGHTS else None
+            for call in place.publisher.compatibility_calls(drafter, first, now):
+                place.publisher.check_response(call, await place.call(call))
+        except (EngineError, MalformedResponse) as error:
+            raise with_address(place, error) from error
+    changed: list[tuple[PublicationServer, LoadedDrafter]] = []
     for place, now in zip(places, before, strict=True):
         try:
-            seconds = await _swapped(place, drafter, version, now)
-        except Stopped as stopped:
+            seconds = await _swap(place, drafter, version, now)
+        except SwapFailed as stopped:
             told = await _put_back([*changed, *([(place, now)] if stopped.changed else [])])
             raise EngineError(f"{place.url}: {stopped.error.message}{told}", stopped.error.hint) from stopped
         except BaseException:  # a signal
             await _put_back([*changed, (place, now)])
             raise
-        place.kept[version] = str(drafter.directory)
+        place.published_directories[version] = str(drafter.directory)
         changed.append((place, now))
-        progress.log(f"{place.url} drafts with {version}; its requests stood still for {seconds:.2f} s")
+        progress.log(f"{place.url} drafts with {version}; its requests were paused for {seconds:.2f} s")
 
 
-def _first(now: Loaded) -> Exported | None:
-    """The drafter that an engine was started with; None where it is not here."""
+def _first(now: LoadedDrafter) -> ExportedDrafter | None:
+    """The drafter that an engine was started with, or None if its directory is not on this machine."""
     if now.started is None or not Path(now.started).is_dir():
         return None
     with suppress(SpecctlError):
-        return exported(Path(now.started), tensors=True)
+        return read_exported(Path(now.started), tensors=True)
     return None
 
 
-async def _swapped(place: Served, drafter: Exported, version: str | None, now: Loaded) -> float:
-    """Seconds that the server stood still, as it says, or as it took from here. Raises Stopped."""
+async def _swap(place: PublicationServer, drafter: ExportedDrafter, version: str | None, now: LoadedDrafter) -> float:
+    """Swap a server's drafter. Returns the seconds that the server stood still: its own figure, or as measured here.
+
+    Raises Stopped.
+    """
     publisher, changed = place.publisher, False
     started, told = time.perf_counter(), None
-    failed: EngineError | Malformed | None = None
-    after: list[Call] = []
+    failed: EngineError | MalformedResponse | None = None
+    after: list[AdminCall] = []
     try:
-        for call in publisher.swap(drafter, version, now):
+        for call in publisher.swap_calls(drafter, version, now):
             changed = changed or call.changes
             try:
-                told = publisher.taken(call, await place.asked(call)) or told
+                told = publisher.check_response(call, await place.call(call)) or told
             except EngineError as error:
-                if call.after and isinstance(error, Lost):
+                if call.after and isinstance(error, NoResponse):
                     after.append(call.after)
                 raise
             if call.after:
                 after.append(call.after)
-    except (EngineError, Malformed) as error:
+    except (EngineError, MalformedResponse) as error:
         failed = error
-    finally:  # after a signal, too
+    finally:  # also after a signal
         for call in reversed(after):
             try:
-                publisher.taken(call, await place.asked(call))
-            except (EngineError, Malformed) as error:
+                publisher.check_response(call, await place.call(call))
+            except (EngineError, MalformedResponse) as error:
                 failed = failed or error
     if failed is not None:
         why = EngineError(str(failed), getattr(failed, "hint", None))
-        raise Stopped(why, changed and not isinstance(failed, Untouched)) from failed
+        raise SwapFailed(why, changed and not isinstance(failed, DrafterRejected)) from failed
     return time.perf_counter() - started if told is None else told
 
 
-async def _put_back(changed: Sequence[tuple[Served, Loaded]]) -> str:
-    """Give servers the drafters that they had; the end of a message that says what came of it."""
+async def _put_back(changed: Sequence[tuple[PublicationServer, LoadedDrafter]]) -> str:
+    """Give servers their previous drafters back. Returns the end of an error message, which reports the outcome."""
     told = []
     for place, old in reversed(changed):
-        what = old.version or "the drafter of its start"
+        what = old.version or "the drafter that it was started with"
         try:
             if old.directory is None:
-                raise EngineError("its directory is not known here")
-            drafter = exported(Path(old.directory), tensors=place.publisher.SENDS)
+                raise EngineError("its directory is unknown here")
+            drafter = read_exported(Path(old.directory), tensors=place.publisher.SENDS_WEIGHTS)
             if old.fingerprint not in ("", drafter.fingerprint):
-                raise EngineError(f"{old.directory} was changed since")
-            await _swapped(place, drafter, old.version, old)
+                raise EngineError(f"{old.directory} has changed since then")
+            await _swap(place, drafter, old.version, old)
             told.append(f"{place.url} drafts with {what} again")
-        except (Stopped, SpecctlError) as error:
-            told.append(f"{place.url} could not be given {what} again ({error})")
+        except (SwapFailed, SpecctlError) as error:
+            told.append(f"{place.url} could not be switched back to {what} ({error})")
     return "".join(f"; {one}" for one in told)
 
 
-def named(place: Served, error: EngineError | Malformed) -> EngineError:
-    """The same error, with the server's address."""
+def with_address(place: PublicationServer, error: EngineError | MalformedResponse) -> EngineError:
+    """Prefix an error with the server's address."""
     return EngineError(f"{place.url}: {error}", getattr(error, "hint", None))

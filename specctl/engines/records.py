@@ -1,4 +1,4 @@
-"""Request and answer, as every engine understands them."""
+"""Records that all engines share: requests, answers, draft counters, administration calls, and the engine dialects."""
 
 from __future__ import annotations
 
@@ -8,38 +8,38 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from specctl.engines.drafter_form import DrafterForm
+from specctl.engines.drafter_layout import DrafterLayout
 from specctl.errors import SpecctlError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-MOST = 2**53  # of a counter that is believed
+MAX_COUNTER = 2**53  # limit of a counter; larger values are not believed
 
 
 class EngineError(SpecctlError):
-    """A server is not there, is not what it has to be, or went on failing."""
+    """A server is missing, unsuitable, or keeps failing."""
 
 
-class Untouched(EngineError):
+class DrafterRejected(EngineError):
     """A server refused a drafter before it changed anything."""
 
 
-class Lost(EngineError):
-    """A request to which no answer came: it may have been carried out."""
+class NoResponse(EngineError):
+    """A request got no answer: the server may have carried it out or not."""
 
 
-class Malformed(Exception):
-    """A response that is no answer to the request; another try may bring one."""
+class MalformedResponse(Exception):
+    """A response that does not answer the request. Another try may succeed."""
 
 
 @dataclass(frozen=True)
-class Ask:
-    """One text to continue.
+class GenerationRequest:
+    """A request to continue one text.
 
     Attributes:
-        seed: of the engine's own random numbers; the text is not the one that our loop would draw.
+        seed: seed of the engine's own random numbers. Our decoding loop would sample a different text.
     """
 
     prompt_ids: list[int]
@@ -51,17 +51,17 @@ class Ask:
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST
+    return type(value) is int and 0 <= value < MAX_COUNTER
 
 
 @dataclass(frozen=True)
-class Drafting:
-    """Counters of speculative decoding, of a text or of all since an engine was started.
+class DraftCounters:
+    """Counters of speculative decoding, for one text or since an engine was started.
 
     Attributes:
-        rounds: drafts that were verified.
-        drafted, accepted: tokens in them.
-        accepted_at: how often the token at each place was accepted; empty where the engine does not say.
+        rounds: number of drafts that were verified.
+        drafted, accepted: number of draft tokens, and of accepted draft tokens.
+        accepted_at: number of rounds that accepted the token at each draft position; empty if the engine does not say.
     """
 
     rounds: int = 0
@@ -70,17 +70,20 @@ class Drafting:
     accepted_at: list[int] = field(default_factory=list)
 
     @classmethod
-    def of_histogram(cls, histogram: Any, drafted: Any) -> Drafting | None:
-        """`histogram[k]`: rounds of which k tokens were accepted. None where they are no counts: an engine's own words,
-        in which NaN and numbers of 400 digits are JSON, too."""
+    def of_histogram(cls, histogram: Any, drafted: Any) -> DraftCounters | None:
+        """Counters from `histogram[k]`, the number of rounds that accepted k tokens.
+
+        Returns None if the values are not counts. The engine wrote them, and JSON may hold NaN and numbers of 400
+        digits.
+        """
         if not isinstance(histogram, list) or not all(_is_count(count) for count in (*histogram, drafted)):
             return None
         at = [sum(histogram[k + 1 :]) for k in range(len(histogram) - 1)]
         return cls(sum(histogram), drafted, sum(at), at)
 
     @classmethod
-    def total(cls, parts: Sequence[Drafting]) -> Drafting:
-        """The sum of several."""
+    def total(cls, parts: Sequence[DraftCounters]) -> DraftCounters:
+        """The sum of several counters."""
         depth = max((len(part.accepted_at) for part in parts), default=0)
         return cls(
             sum(part.rounds for part in parts),
@@ -91,18 +94,18 @@ class Drafting:
 
     @property
     def mat(self) -> float | None:
-        """Mean tokens of a round, the one that the target adds included; None without rounds."""
+        """Mean tokens per round, including the bonus token, or None without rounds."""
         return 1 + self.accepted / self.rounds if self.rounds else None
 
     @property
-    def shares(self) -> list[float]:
-        """The share of rounds of which the token at each place was accepted."""
+    def acceptance_by_position(self) -> list[float]:
+        """Share of rounds that accepted the token at each draft position."""
         return [count / self.rounds for count in self.accepted_at] if self.rounds else []
 
-    def since(self, before: Drafting) -> Drafting:
-        """The part that came since `before`."""
+    def since(self, before: DraftCounters) -> DraftCounters:
+        """The increase since `before`."""
         earlier = before.accepted_at + [0] * (len(self.accepted_at) - len(before.accepted_at))
-        return Drafting(
+        return DraftCounters(
             self.rounds - before.rounds,
             self.drafted - before.drafted,
             self.accepted - before.accepted,
@@ -111,21 +114,21 @@ class Drafting:
 
 
 @dataclass(frozen=True)
-class Answer:
+class GenerationResult:
     """The continuation of a prompt.
 
     Attributes:
-        output_ids: with the end-of-sequence token, where the engine gives it.
+        output_ids: include the end-of-sequence token if the engine reports it.
         stop: "eos" or "length".
-        drafting: of this text alone; None where the engine does not say.
-        seconds: from the request that succeeded to its answer.
-        first_s: to its first token; None of an answer that was not streamed.
-        tries: requests that it took.
+        drafting: counters of this text alone, or None if the engine does not report them.
+        seconds: from the successful request to its answer.
+        first_s: seconds to the first token, or None if the answer was not streamed.
+        tries: number of requests sent for this answer.
     """
 
     output_ids: list[int]
     stop: str
-    drafting: Drafting | None = None
+    drafting: DraftCounters | None = None
     seconds: float = 0.0
     first_s: float | None = None
     tries: int = 1
@@ -133,20 +136,20 @@ class Answer:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A text that the engine will not continue, however often it is asked, in its own words."""
+    """The engine will not continue this text, however often it is asked. `reason` holds its own words."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The hidden states of a target that a drafter learns from.
+class HiddenStatesSpec:
+    """The hidden states of a target that a drafter trains on.
 
     Attributes:
-        target, revision: its hub id or directory, for the command that serves it.
-        ids: indices into `transformers`' hidden_states, ascending. The last one is that of the last layer, which is
-            meant as it is before the final norm.
-        width: values in one state.
+        target, revision: hub id or directory of the target, for the command that serves it.
+        ids: indices into `transformers`' hidden_states, ascending. The last index means the output of the last layer
+            before the final norm.
+        width: number of values in one state.
     """
 
     target: str
@@ -155,18 +158,18 @@ class Wanted:
     width: int
 
     @property
-    def place(self) -> str:
-        """The target on a command line, and its revision, for which both engines have the same option."""
+    def target_arguments(self) -> str:
+        """The target and its revision as command-line arguments, which both engines spell alike."""
         return shlex.quote(self.target) + (f" --revision {shlex.quote(self.revision)}" if self.revision else "")
 
 
 @dataclass(frozen=True)
 class EndpointFacts:
-    """A server as it describes itself.
+    """A server's description of itself.
 
     Attributes:
         engine: "vllm" or "sglang".
-        context_length: longest text, in tokens; None where it does not say.
+        context_length: longest text in tokens, or None if the server does not say.
     """
 
     engine: str
@@ -176,91 +179,98 @@ class EndpointFacts:
 
 
 class Dialect(Protocol):
-    """How an engine is spoken to: paths, what is sent, and what comes back. Every function is pure."""
+    """The HTTP dialect of an engine: paths, request bodies, and parsers of responses. Every function is pure."""
 
     NAME: str
     GENERATE: str  # path
-    NORMED: bool  # whether states of the last layer come from behind the final norm
-    UNCACHED: str  # the option without which a text's beginning may be taken from a prefix cache
+    HIDDEN_STATES_NORMED: bool  # whether states of the last layer are taken after the final norm
+    NO_PREFIX_CACHE_FLAG: (
+        str  # option that turns the prefix cache off, which could hide the states of a text's beginning
+    )
 
-    def body(self, ask: Ask, model: str) -> dict[str, Any]:
-        """The request of a text."""
+    def request_body(self, ask: GenerationRequest, model: str) -> dict[str, Any]:
+        """Body of a request to continue a text."""
 
-    def answer(self, document: Any, ask: Ask) -> Answer:
-        """The answer in a response. Raises Malformed."""
+    def parse_answer(self, document: Any, ask: GenerationRequest) -> GenerationResult:
+        """Parse the answer in a response. Raises MalformedResponse."""
 
-    def streamed(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The same request, to be answered piece by piece."""
+    def with_streaming(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Make a request's body ask for a streamed answer."""
 
-    def begun(self, piece: Any) -> bool:
-        """Whether there is a token in a piece."""
+    def has_token(self, piece: Any) -> bool:
+        """Whether a piece of a stream holds a token."""
 
-    def joined(self, pieces: list[Any]) -> Any:
-        """The response that the pieces make. Raises Malformed."""
+    def join_stream(self, pieces: list[Any]) -> Any:
+        """Join the pieces of a stream into one response. Raises MalformedResponse."""
 
-    def probe(self, ids: list[int], model: str) -> dict[str, Any]:
-        """The request of log probabilities of a prompt's own tokens."""
+    def logprobs_request(self, ids: list[int], model: str) -> dict[str, Any]:
+        """Body of a request for the log probabilities of a prompt's own tokens."""
 
-    def logprobs(self, document: Any) -> list[float]:
-        """Log probabilities of a prompt's tokens, but for the first, in such a response. Raises Malformed."""
+    def parse_logprobs(self, document: Any) -> list[float]:
+        """Log probabilities of a prompt's tokens except the first, from the response to `logprobs_request`. Raises
+        MalformedResponse."""
 
-    def drafting(self, metrics: str) -> Drafting | None:
-        """The counters in a page of metrics; None where the engine does not draft, or does not tell."""
+    def parse_draft_counters(self, metrics: str) -> DraftCounters | None:
+        """The draft counters in a page of metrics, or None if the engine does not draft or does not report them."""
 
-    def capturing(self, wanted: Wanted) -> str | None:
-        """The command that starts a server which hands out hidden states; None where the engine cannot."""
+    def capture_command(self, wanted: HiddenStatesSpec) -> str | None:
+        """Command that starts a server which outputs hidden states, or None if the engine cannot."""
 
-    def capture(self, ids: list[int], model: str) -> dict[str, Any]:
-        """The request of a text's hidden states."""
+    def hidden_states_request(self, ids: list[int], model: str) -> dict[str, Any]:
+        """Body of a request for a text's hidden states."""
 
-    def captured(self, document: Any, sent: int) -> str | list[Any] | None:
-        """The states of a text of `sent` tokens in such a response: a file of the server's machine, or rows; None where
-        it has none. Raises Malformed, EngineError."""
+    def parse_hidden_states(self, document: Any, sent: int) -> str | list[Any] | None:
+        """Hidden states of a text of `sent` tokens, from the response to `hidden_states_request`.
 
-    def keeps_prefixes(self, metrics: str) -> bool:
+        Returns a path on the server's machine, or rows, or None if the response has no states. Raises
+        MalformedResponse, EngineError.
+        """
+
+    def has_prefix_cache(self, metrics: str) -> bool:
         """Whether a page of metrics says that a prefix cache is on."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A request to an engine's administration: GET where there is no body, POST otherwise.
+class AdminCall:
+    """A request to an engine's administration: GET without a body, otherwise POST.
 
     Attributes:
-        after: what has to follow in any case once this was asked, after all calls that come later.
-        changes: whether the drafter may be another one from here on.
+        after: call that must follow once this one was sent, even after a failure. It comes after all later calls.
+        changes: whether the server may have a different drafter after this call.
     """
 
     path: str
     body: dict[str, Any] | None = None
-    after: Call | None = None
+    after: AdminCall | None = None
     changes: bool = False
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedDrafter:
     """A drafter as `specctl export` wrote it, to be published.
 
     Attributes:
-        fingerprint: of its files.
-        tensors: its weights; empty for engines that read them themselves.
+        fingerprint: hash of its files.
+        tensors: its weights; empty for engines that read the directory themselves.
     """
 
     directory: Path
     fingerprint: str
-    outline: DrafterForm
+    outline: DrafterLayout
     tensors: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """The drafter that a server drafts with, as far as it says.
+class LoadedDrafter:
+    """The drafter that a server uses, as far as the server tells.
 
     Attributes:
-        version: None of the one that it was started with.
-        directory: that it came from, None where that is not known; `started`: of the one that it was started with.
-        fingerprint: of its files, where the engine says so.
-        method: what the engine calls its kind; empty where it does not say.
-        ranks: processes that share its weights.
+        version: name given at publication, or None for the drafter that the server was started with.
+        directory: path of the drafter in use, or None if unknown.
+        started: path of the drafter that the server was started with.
+        fingerprint: hash of the drafter's files, if the engine reports it.
+        method: the engine's name for this kind of drafter; empty if the engine does not say.
+        ranks: number of processes that share the weights.
     """
 
     version: str | None
@@ -271,25 +281,36 @@ class Loaded:
     ranks: int = 1
 
 
-class PublishingDialect(Protocol):
-    """How an engine that runs is given other draft weights. Every function is pure."""
+class WeightUpdateDialect(Protocol):
+    """The calls that give a running engine other draft weights. Every function is pure."""
 
-    SENDS: bool  # whether weights go over the wire; otherwise the engine reads the directory itself
-    LOADED: tuple[Call, ...]  # what tells which drafter is loaded
+    SENDS_WEIGHTS: bool  # whether weights are sent over the wire; otherwise the engine reads the directory itself
+    LOADED_CALLS: tuple[AdminCall, ...]  # calls that ask for the loaded drafter
 
-    def loaded(self, documents: list[Any]) -> Loaded:
-        """The drafter in the answers to `LOADED`. EngineError where the engine cannot be given another; Malformed."""
+    def parse_loaded(self, documents: list[Any]) -> LoadedDrafter:
+        """Parse the loaded drafter from the answers to `LOADED_CALLS`.
 
-    def fits(self, drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
-        """Calls that ask before anything changes, whose refusals `taken` raises. Untouched where it is known already
-        that the drafter does not fit. `first` is the one that the engine was started with, if it is here, too."""
+        Raises EngineError if this engine's drafter cannot be replaced; MalformedResponse.
+        """
 
-    def swap(self, drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
-        """The calls that replace the weights; version None means those of the start."""
+    def compatibility_calls(
+        self, drafter: ExportedDrafter, first: ExportedDrafter | None, now: LoadedDrafter
+    ) -> list[AdminCall]:
+        """Calls that ask whether the drafter fits, before anything changes.
 
-    def taken(self, call: Call, document: Any) -> float | None:
-        """Seconds that the engine stood still for a call of `fits` or `swap`, where it says so. Untouched or
-        EngineError where it refused; Malformed."""
+        `check_response` raises the refusals in their answers. `first` is the drafter that the engine was started with,
+        if it is on this machine. Raises DrafterRejected if the drafter is already known not to fit.
+        """
 
-    def unable(self, call: Call, status: int, said: str) -> EngineError:
+    def swap_calls(self, drafter: ExportedDrafter, version: str | None, now: LoadedDrafter) -> list[AdminCall]:
+        """Calls that replace the weights. Version None means the drafter that the engine was started with."""
+
+    def check_response(self, call: AdminCall, document: Any) -> float | None:
+        """Check the answer to a call of `compatibility_calls` or `swap_calls`.
+
+        Returns the seconds that the engine stood still, or None if it does not report them. Raises DrafterRejected or
+        EngineError if the engine refused; MalformedResponse.
+        """
+
+    def error_for_status(self, call: AdminCall, status: int, said: str) -> EngineError:
         """The error that a status other than 200 means."""

@@ -1,4 +1,4 @@
-"""The engines that can be talked to, and a look at which one is behind an address."""
+"""The supported engines, and detection of the engine that runs at an address."""
 
 from __future__ import annotations
 
@@ -7,26 +7,32 @@ from typing import Any, cast
 import httpx
 
 from specctl.engines import sglang, vllm
-from specctl.engines.records import Dialect, EndpointFacts, EngineError, PublishingDialect
+from specctl.engines.records import Dialect, EndpointFacts, EngineError, WeightUpdateDialect
 
 DIALECTS: dict[str, Dialect] = {one.NAME: cast(Dialect, one) for one in (vllm, sglang)}
-PUBLISHERS: dict[str, PublishingDialect] = {one.NAME: cast(PublishingDialect, one) for one in (vllm, sglang)}
+PUBLISHERS: dict[str, WeightUpdateDialect] = {one.NAME: cast(WeightUpdateDialect, one) for one in (vllm, sglang)}
 SAYS_VERSION = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
 
 
 async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> EndpointFacts:
-    """The engine at `url`, its version and its models. Raises EngineError, and httpx.TransportError where nobody is."""
+    """Detect the engine at `url`, its version and its models.
+
+    Raises EngineError if it is no engine, and httpx.TransportError if no server answers.
+    """
     served = await _json(http, f"{url}/v1/models")
     if isinstance(served, httpx.Response):
         raise EngineError(
-            f"{url} is no engine's address: {_words(served)}", "such as http://host:8000, of vLLM or SGLang"
+            f"{url} is not the URL of an engine: {_words(served)}",
+            "give the URL of vLLM or SGLang, such as http://host:8000",
         )
     try:
         models = [entry["id"] for entry in served["data"] if not entry.get("parent")]
         adapters = [entry["id"] for entry in served["data"] if entry.get("parent")]
         longest = served["data"][0].get("max_model_len")
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise EngineError(f"{url}/v1/models lists no models", "such as http://host:8000, of vLLM or SGLang") from error
+        raise EngineError(
+            f"{url}/v1/models lists no models", "give the URL of vLLM or SGLang, such as http://host:8000"
+        ) from error
     for name, paths in SAYS_VERSION.items():
         for path in paths if engine in ("auto", name) else ():
             about = await _json(http, url + path)
@@ -36,12 +42,12 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
         return EndpointFacts(engine, "unknown", models + adapters, longest)
     raise EngineError(
         f"{url} serves {', '.join(models)}, but is neither vLLM nor SGLang",
-        "server.engine=vllm (or sglang) treats it as one",
+        "set server.engine=vllm (or sglang) to treat it as one",
     )
 
 
 async def _json(http: httpx.AsyncClient, address: str) -> Any:
-    """The JSON at an address; the response itself where there is none."""
+    """The JSON at an address; the response itself if its status is not 200 or it is not JSON."""
     response = await http.get(address)
     try:
         return response.json() if response.status_code == 200 else response
@@ -52,5 +58,5 @@ async def _json(http: httpx.AsyncClient, address: str) -> Any:
 def _words(response: httpx.Response) -> str:
     kind = response.headers.get("content-type", "").split(";")[0]
     if response.status_code in (401, 403):
-        return f"it asks for a key (status {response.status_code})"
+        return f"it requires an API key (status {response.status_code})"
     return f"status {response.status_code}" if response.status_code != 200 else f"{kind or 'something'} instead of JSON"

@@ -1,4 +1,4 @@
-"""Responses of servers, read: JSON, pieces of streams, errors in their own words."""
+"""Read the responses of servers: JSON, pieces of streams, error messages."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from typing import Any
 
 import httpx
 
-from specctl.engines.records import Malformed
+from specctl.engines.records import MalformedResponse
 from specctl.errors import brief
 from specctl.redaction import redacted
 
 
-def document(response: httpx.Response) -> Any:
-    """A response's JSON. Raises Malformed."""
+def parse_json(response: httpx.Response) -> Any:
+    """The JSON of a response. Raises MalformedResponse."""
     try:
         return response.json()
     except ValueError as error:
-        what = "a web page" if "html" in response.headers.get("content-type", "") else "no JSON, or half of it"
-        raise Malformed(f"{what} came back: {brief(response.text, 80)!r}") from error
+        what = "a web page" if "html" in response.headers.get("content-type", "") else "invalid or incomplete JSON"
+        raise MalformedResponse(f"it returned {what}: {brief(response.text, 80)!r}") from error
 
 
-def piece(line: str) -> Any:
-    """A piece of a stream. Raises Malformed."""
+def parse_piece(line: str) -> Any:
+    """Parse a piece of a stream. Raises MalformedResponse."""
     try:
         found = json.loads(line)
     except ValueError as error:
-        raise Malformed(f"half a piece of a stream: {brief(line, 80)!r}") from error
+        raise MalformedResponse(f"incomplete piece of a stream: {brief(line, 80)!r}") from error
     if not isinstance(found, dict) or "error" in found:
-        raise Malformed(f"its stream broke off: {brief(line, 200)}")
+        raise MalformedResponse(f"its stream ended with an error: {brief(line, 200)}")
     return found
 
 
-def said(response: httpx.Response) -> str:
-    """The message of an error, in the server's words."""
+def error_message(response: httpx.Response) -> str:
+    """The message of an error response, in the server's words."""
     try:
         found = response.json()
     except ValueError:
@@ -46,9 +46,9 @@ def said(response: httpx.Response) -> str:
     return redacted(brief(found if isinstance(found, str) else str(found), 300))
 
 
-def transport(error: Exception) -> str:
-    """A failure between here and the server, in words."""
-    kind = "no answer in time" if isinstance(error, httpx.TimeoutException) else type(error).__name__
+def describe_transport_error(error: Exception) -> str:
+    """Describe a failure of the connection to the server."""
+    kind = "timeout" if isinstance(error, httpx.TimeoutException) else type(error).__name__
     return redacted(f"{kind}: {error}" if str(error) else kind)
 
 

@@ -1,5 +1,8 @@
-"""SGLang's server: its own `/generate`, which takes and gives token ids, and its updates of draft weights. No SGLang
-runs on a CPU: this is written after its schemas, and tested against a server that answers by them."""
+"""Dialect of SGLang's server: `/generate`, which takes and returns token ids, and the calls that update draft weights.
+
+SGLang does not run on a CPU. The module is written from SGLang's schemas, and tested against a mock server that follows
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,16 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from specctl.engines.records import (
-    Answer,
-    Ask,
-    Call,
-    Drafting,
+    AdminCall,
+    DraftCounters,
+    DrafterRejected,
     EngineError,
-    Exported,
-    Loaded,
-    Malformed,
-    Untouched,
-    Wanted,
+    ExportedDrafter,
+    GenerationRequest,
+    GenerationResult,
+    HiddenStatesSpec,
+    LoadedDrafter,
+    MalformedResponse,
 )
 from specctl.engines.vllm_worker import differences
 
@@ -28,20 +31,20 @@ if TYPE_CHECKING:
 NAME = "sglang"
 VERSION = "SGLang 0.5.23"
 GENERATE = "/generate"
-NORMED = True
-UNCACHED = "--disable-radix-cache"
+HIDDEN_STATES_NORMED = True
+NO_PREFIX_CACHE_FLAG = "--disable-radix-cache"
 STOPS = {"stop": "eos", "length": "length"}
-SENDS = True
-LOADED = (Call("/server_info"), Call("/model_info"))
+SENDS_WEIGHTS = True
+LOADED_CALLS = (AdminCall("/server_info"), AdminCall("/model_info"))
 METHODS = ("EAGLE", "EAGLE3")
-UNNAMED = "default"  # the version of weights that were never replaced
+UNNAMED = "default"  # version of weights that were never replaced
 MOST_BYTES = 2**28  # of tensors in one request
-RESUMED = Call("/continue_generation", {})
-CLOSED = Call("/end_weight_update", {})
+RESUME = AdminCall("/continue_generation", {})
+END_UPDATE = AdminCall("/end_weight_update", {})
 
 
-def body(ask: Ask, model: str) -> dict[str, Any]:
-    """`sampling_seed` counts under --enable-deterministic-inference only; elsewhere the engine draws as it likes."""
+def request_body(ask: GenerationRequest, model: str) -> dict[str, Any]:
+    """Body of a generate request. `sampling_seed` has an effect only under --enable-deterministic-inference."""
     return {
         "input_ids": ask.prompt_ids,
         "sampling_params": {
@@ -54,59 +57,62 @@ def body(ask: Ask, model: str) -> dict[str, Any]:
     }
 
 
-def answer(document: Any, ask: Ask) -> Answer:
-    """The text's ids, and what is said of its drafts. Raises Malformed."""
+def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
+    """Parse the text's token ids and draft counters. Raises MalformedResponse."""
     try:
         about, ids = document["meta_info"], document["output_ids"]
         reason, read = about["finish_reason"]["type"], about["prompt_tokens"]
         matched, written = about["finish_reason"].get("matched"), about["completion_tokens"]
     except (KeyError, TypeError) as error:
-        raise Malformed(f"no output_ids in its answer ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no output_ids in its answer ({type(error).__name__}: {error})") from error
     if read != len(ask.prompt_ids):
-        raise Malformed(f"it read {read} prompt tokens, {len(ask.prompt_ids)} were sent")
+        raise MalformedResponse(f"it read {read} prompt tokens, but {len(ask.prompt_ids)} were sent")
     if reason not in STOPS:
-        raise Malformed(f"the text ended with {reason!r}")
+        raise MalformedResponse(f"unexpected finish reason {reason!r}")
     if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
-        ids = [*ids, matched]  # the token that ended the text, where it is cut off with it
-    return Answer(ids, STOPS[reason], own_drafting(about))
+        ids = [*ids, matched]  # SGLang strips the token that ended the text: restore it
+    return GenerationResult(ids, STOPS[reason], own_drafting(about))
 
 
-def own_drafting(about: Mapping[str, Any]) -> Drafting | None:
-    """The counters of a text, which its meta_info has."""
+def own_drafting(about: Mapping[str, Any]) -> DraftCounters | None:
+    """The draft counters of one text, from its meta_info."""
     histogram = about.get("spec_correct_drafts_histogram")
     if not about.get("spec_verify_ct"):
         return None
-    return Drafting.of_histogram(histogram, about.get("spec_num_proposed_drafts") or 0)
+    return DraftCounters.of_histogram(histogram, about.get("spec_num_proposed_drafts") or 0)
 
 
-def streamed(body: dict[str, Any]) -> dict[str, Any]:
-    """The same request, to be answered piece by piece."""
+def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
+    """Make a request's body ask for a streamed answer."""
     return body | {"stream": True}
 
 
-def begun(piece: Any) -> bool:
-    """Whether there is a token in a piece."""
+def has_token(piece: Any) -> bool:
+    """Whether a piece of a stream holds a token."""
     return bool(piece.get("output_ids"))
 
 
-def joined(pieces: list[Any]) -> Any:
-    """Pieces hold all there is so far, or (--incremental-streaming-output) what is new. Raises Malformed."""
+def join_stream(pieces: list[Any]) -> Any:
+    """Join pieces, which hold the whole output up to now, or only new tokens (--incremental-streaming-output).
+
+    Raises MalformedResponse.
+    """
     try:
         last, written = pieces[-1], pieces[-1]["meta_info"]["completion_tokens"]
         if len(last["output_ids"]) >= written - 1:
             return last
         return last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
     except (KeyError, TypeError, IndexError) as error:
-        raise Malformed(f"no output_ids in its stream ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no output_ids in its stream ({type(error).__name__}: {error})") from error
 
 
-def drafting(page: str) -> Drafting | None:
-    """Its metrics hold means, no counters: acceptance comes with the answers."""
+def parse_draft_counters(page: str) -> DraftCounters | None:
+    """Return None: SGLang's metrics page has means, not counters. Each answer carries its own counters instead."""
     return None
 
 
-def probe(ids: list[int], model: str) -> dict[str, Any]:
-    """The request of log probabilities of a prompt's own tokens."""
+def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
+    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -115,24 +121,30 @@ def probe(ids: list[int], model: str) -> dict[str, Any]:
     }
 
 
-def logprobs(document: Any) -> list[float]:
-    """Log probabilities of the prompt's tokens, but for the first. Raises Malformed."""
+def parse_logprobs(document: Any) -> list[float]:
+    """Log probabilities of the prompt's tokens except the first. Raises MalformedResponse."""
     try:
         return [float(row[0]) for row in document["meta_info"]["input_token_logprobs"][1:]]
     except (KeyError, TypeError, IndexError) as error:
-        raise Malformed("no input_token_logprobs in its answer") from error
+        raise MalformedResponse("no input_token_logprobs in its answer") from error
 
 
-def capturing(wanted: Wanted) -> str | None:
-    """States of the last layer alone: those of others (--enable-return-aux-hidden-states) come in their place, and a
-    head that reads others needs both."""
+def capture_command(wanted: HiddenStatesSpec) -> str | None:
+    """Command that starts a server which returns hidden states of the last layer, or None if other layers are wanted.
+
+    With --enable-return-aux-hidden-states, states of other layers replace the last layer's states. A head that reads
+    other layers needs both.
+    """
     if len(wanted.ids) > 1:
         return None
-    return f"python -m sglang.launch_server --model-path {wanted.place} --enable-return-hidden-states {UNCACHED}"
+    return (
+        f"python -m sglang.launch_server --model-path {wanted.target_arguments} --enable-return-hidden-states "
+        f"{NO_PREFIX_CACHE_FLAG}"
+    )
 
 
-def capture(ids: list[int], model: str) -> dict[str, Any]:
-    """One token more than the text is the least that it writes."""
+def hidden_states_request(ids: list[int], model: str) -> dict[str, Any]:
+    """Body of a request for a text's hidden states. One new token is the minimum that SGLang generates."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -140,20 +152,23 @@ def capture(ids: list[int], model: str) -> dict[str, Any]:
     }
 
 
-def captured(document: Any, sent: int) -> list[Any] | None:
-    """Rows of numbers: a list of them for every part of the prompt that was read at once, single ones for what was
-    written. Raises Malformed, and EngineError where a part of the prompt was not read, but found in the cache."""
+def parse_hidden_states(document: Any, sent: int) -> list[Any] | None:
+    """Rows of numbers, flattened: SGLang sends a list of rows per prefill chunk, and single rows for generated tokens.
+
+    Raises MalformedResponse, and EngineError if a part of the prompt came from the prefix cache, for which there are no
+    states.
+    """
     try:
         about = document["meta_info"]
         read, known = about["prompt_tokens"], about.get("cached_tokens")
     except (KeyError, TypeError, AttributeError) as error:
-        raise Malformed(f"no meta_info in its answer ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no meta_info in its answer ({type(error).__name__}: {error})") from error
     if read != sent:
-        raise Malformed(f"it read {read} prompt tokens, {sent} were sent")
+        raise MalformedResponse(f"it read {read} prompt tokens, but {sent} were sent")
     if known:
         raise EngineError(
-            f"the server took {known} of {sent} tokens from its prefix cache, and has no states of them",
-            f"start it with {UNCACHED}",
+            f"the server took {known} of {sent} tokens from its prefix cache and has no states of them",
+            f"start it with {NO_PREFIX_CACHE_FLAG}",
         )
     parts = about.get("hidden_states")
     if not isinstance(parts, list) or not parts:
@@ -164,71 +179,82 @@ def captured(document: Any, sent: int) -> list[Any] | None:
     return rows
 
 
-def keeps_prefixes(page: str) -> bool:
-    """Its metrics do not say; every answer does."""
+def has_prefix_cache(page: str) -> bool:
+    """Return False: SGLang's metrics do not tell. `parse_hidden_states` checks every answer instead."""
     return False
 
 
-def loaded(documents: list[Any]) -> Loaded:
-    """The drafter, as far as it is told: versions have no directories. Raises EngineError, Malformed."""
+def parse_loaded(documents: list[Any]) -> LoadedDrafter:
+    """The drafter in use, as far as SGLang tells. A published version has no directory.
+
+    Raises EngineError, MalformedResponse.
+    """
     try:
         started, version = documents[0], documents[1]["weight_version"]
         method, first = started["speculative_algorithm"], started["speculative_draft_model_path"]
         ranks = started["tp_size"]
     except (KeyError, TypeError) as error:
-        raise Malformed(f"no {error} in what it says of itself") from error
+        raise MalformedResponse(f"no {error} in its server info") from error
     if method is None:
         raise EngineError("this engine does not draft: it was started without --speculative-algorithm")
     if method not in METHODS:
-        raise EngineError(f"this engine drafts by {method}; heads of {', '.join(METHODS)} can be replaced")
+        raise EngineError(f"this engine drafts by {method}; only heads of {', '.join(METHODS)} can be replaced")
     version = None if version == UNNAMED else version
-    return Loaded(version, first if version is None else None, first, method=method, ranks=ranks)
+    return LoadedDrafter(version, first if version is None else None, first, method=method, ranks=ranks)
 
 
-def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
-    """Nothing is asked: SGLang does not compare what it loads. Raises Untouched."""
+def compatibility_calls(drafter: ExportedDrafter, first: ExportedDrafter | None, now: LoadedDrafter) -> list[AdminCall]:
+    """Compare the drafter with `first` here: SGLang does not check the weights it gets.
+
+    Returns no calls. Raises DrafterRejected.
+    """
     if first is None:
-        raise Untouched(
-            f"what fits is not known: {now.started}, which SGLang was started with, cannot be read here",
-            "publish from a machine that sees this directory",
+        raise DrafterRejected(
+            f"the form of the running drafter is unknown: {now.started}, which SGLang was started with, cannot "
+            "be read here",
+            "publish from a machine that can read this directory",
         )
     wrong = differences(drafter.outline, first.outline)
     if wrong:
-        raise Untouched(f"{drafter.directory} has another form than {now.started}: {'; '.join(wrong[:3])}")
+        raise DrafterRejected(f"{drafter.directory} differs in form from {now.started}: {'; '.join(wrong[:3])}")
     if "d2t" in drafter.tensors and not bool((drafter.tensors["d2t"] == first.tensors["d2t"]).all()):
-        raise Untouched(
-            f"{drafter.directory} drafts other tokens than {now.started} (d2t), which SGLang reads at its start only",
-            "train it with --init from the drafter that SGLang was started with, which keeps its tokens",
+        raise DrafterRejected(
+            f"{drafter.directory} has a different draft vocabulary (d2t) from {now.started}, and SGLang reads "
+            "it only when it starts",
+            "train it with --init from the drafter that SGLang was started with, to keep its draft vocabulary",
         )
     return []
 
 
-def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
-    """Requests stay where they are, and go on whatever happens. Every rank is sent all tensors but the target's."""
-    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if _heads(drafter, now) else set())
+def swap_calls(drafter: ExportedDrafter, version: str | None, now: LoadedDrafter) -> list[AdminCall]:
+    """Calls that pause generation in place, send the weights to every rank, and resume.
+
+    Running requests keep their place, and resume even after a failure. Tensors shared with the target are not sent.
+    """
+    shared = {"embed_tokens.weight"} | ({"lm_head.weight"} if _shares_lm_head(drafter, now) else set())
     own = {name: tensor for name, tensor in drafter.tensors.items() if name not in shared}
     options = {"selector": "draft", "flush_cache": False, "weight_version": version or UNNAMED}
     return [
-        Call("/pause_generation", {"mode": "in_place"}, after=RESUMED),
-        Call("/begin_weight_update", {"selector": "draft"}, after=CLOSED),
+        AdminCall("/pause_generation", {"mode": "in_place"}, after=RESUME),
+        AdminCall("/begin_weight_update", {"selector": "draft"}, after=END_UPDATE),
         *(
-            Call(
+            AdminCall(
                 "/update_weights_from_tensor",
                 options | {"serialized_named_tensors": [serialized(part)] * now.ranks},
                 changes=True,
             )
-            for part in parts(own, MOST_BYTES)
+            for part in grouped_by_size(own, MOST_BYTES)
         ),
     ]
 
 
-def _heads(drafter: Exported, now: Loaded) -> bool:
-    """Whether SGLang drafts with the target's lm_head: what is loaded into it changes the target."""
+def _shares_lm_head(drafter: ExportedDrafter, now: LoadedDrafter) -> bool:
+    """Whether SGLang drafts with the target's lm_head. Loading a head's lm_head would then change the target."""
     return now.method == "EAGLE" or drafter.outline.config.get("draft_vocab_size") is None
 
 
-def parts(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in their order, in groups of at most so many bytes, or of one that is larger."""
+def grouped_by_size(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Group tensors, in order, by at most `most` bytes. A larger tensor forms a group alone."""
     group: list[tuple[str, Tensor]] = []
     for name, tensor in tensors.items():
         if group and sum(one.nbytes for _, one in group) + tensor.nbytes > most:
@@ -240,29 +266,31 @@ def parts(tensors: dict[str, Tensor], most: int) -> Iterator[list[tuple[str, Ten
 
 
 def serialized(named: list[tuple[str, Tensor]]) -> str:
-    """Tensors as SGLang's `MultiprocessingSerializer` reads them: a pickle in base64. It holds their values, where that
-    of `ForkingPickler` would name memory of this machine."""
+    """Serialize tensors for SGLang's `MultiprocessingSerializer`: a pickle in base64.
+
+    The pickle holds the values themselves. A `ForkingPickler` would refer to shared memory of this machine instead.
+    """
     return base64.b64encode(pickle.dumps([(name, tensor.contiguous().clone()) for name, tensor in named])).decode()
 
 
-def taken(call: Call, document: Any) -> float | None:
-    """Nothing is said of times. Raises EngineError where it did not do what it was asked, Malformed."""
+def check_response(call: AdminCall, document: Any) -> float | None:
+    """Return None: SGLang reports no times. Raises EngineError if the call failed; MalformedResponse."""
     if call.path in ("/pause_generation", "/continue_generation"):
-        return None  # whatever they answer
+        return None  # their answers say nothing about success
     if not isinstance(document, dict) or not isinstance(document.get("success"), bool):
-        raise Malformed(f"{call.path} does not say whether it succeeded")
+        raise MalformedResponse(f"{call.path} does not say whether it succeeded")
     if not document["success"]:
-        raise unable(call, 200, str(document.get("message")))
+        raise error_for_status(call, 200, str(document.get("message")))
     return None
 
 
-def unable(call: Call, status: int, said: str) -> EngineError:
-    """The error that a status other than 200, or a failure, means."""
+def error_for_status(call: AdminCall, status: int, said: str) -> EngineError:
+    """The error for a status other than 200, or for a reported failure."""
     if status == 404:
-        return EngineError(f"it has no {call.path}", f"{VERSION} has it")
+        return EngineError(f"it does not have {call.path}", f"{VERSION} has it")
     if "already open" in said:
         return EngineError(
-            "an update of its weights is under way already",
-            f"if whoever began it has died: POST {CLOSED.path}, then {RESUMED.path}",
+            "another update of its weights is in progress",
+            f"if the process that began it has died: POST {END_UPDATE.path}, then {RESUME.path}",
         )
     return EngineError(f"{call.path} failed (status {status}): {said}")

@@ -1,5 +1,7 @@
-"""vLLM's server: `/v1/completions` with token ids in both directions, its counters, and other draft weights through the
-worker extension of `vllm_worker.py`."""
+"""Dialect of vLLM's server: completions with token ids in both directions, draft counters, and weight updates.
+
+Draft weights are replaced through the worker extension in `vllm_worker.py`.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +13,34 @@ from typing import Any
 
 from specctl.engines import metrics
 from specctl.engines.records import (
-    Answer,
-    Ask,
-    Call,
-    Drafting,
+    AdminCall,
+    DraftCounters,
+    DrafterRejected,
     EngineError,
-    Exported,
-    Loaded,
-    Malformed,
-    Untouched,
-    Wanted,
+    ExportedDrafter,
+    GenerationRequest,
+    GenerationResult,
+    HiddenStatesSpec,
+    LoadedDrafter,
+    MalformedResponse,
 )
 
 NAME = "vllm"
 GENERATE = "/v1/completions"
-NORMED = False
-UNCACHED = "--no-enable-prefix-caching"
+HIDDEN_STATES_NORMED = False
+NO_PREFIX_CACHE_FLAG = "--no-enable-prefix-caching"
 STOPS = {"stop": "eos", "length": "length"}
 STORAGE = '"$(mktemp -d -p /dev/shm)"'
-"""A directory in memory for a shell to make: under a fixed name, any local user could make it first."""
+"""A directory in memory that the shell creates. Any local user could create a fixed name first."""
 RPC = "/collective_rpc"
-PLACE = re.compile(r"[0-9]{1,3}")  # of a token in a draft
+PLACE = re.compile(r"[0-9]{1,3}")  # position of a token in a draft
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
-SENDS = False
-LOADED = (Call(RPC, {"method": "drafter_loaded"}),)
+SENDS_WEIGHTS = False
+LOADED_CALLS = (AdminCall(RPC, {"method": "drafter_loaded"}),)
 
 
-def body(ask: Ask, model: str) -> dict[str, Any]:
-    """Nothing but the end-of-sequence token and the length ends a text."""
+def request_body(ask: GenerationRequest, model: str) -> dict[str, Any]:
+    """Body of a completion request. Only the end-of-sequence token or the length ends the text."""
     return {
         "model": model,
         "prompt": ask.prompt_ids,
@@ -51,42 +53,44 @@ def body(ask: Ask, model: str) -> dict[str, Any]:
     }
 
 
-def answer(document: Any, ask: Ask) -> Answer:
-    """The only choice. Raises Malformed."""
+def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
+    """Parse the only choice. Raises MalformedResponse."""
     try:
         (choice,) = document["choices"]
         ids, reason = choice["token_ids"], choice["finish_reason"]
         given = choice.get("prompt_token_ids", document.get("prompt_token_ids"))
     except (KeyError, TypeError, ValueError) as error:
-        raise Malformed(f"no token ids in its answer ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no token ids in its answer ({type(error).__name__}: {error})") from error
     if given is not None and given != ask.prompt_ids:
-        raise Malformed(f"it read {len(given)} other prompt tokens than the {len(ask.prompt_ids)} that were sent")
+        raise MalformedResponse(
+            f"it read {len(given)} prompt tokens that differ from the {len(ask.prompt_ids)} tokens sent"
+        )
     if reason not in STOPS:
-        raise Malformed(f"the text ended with {reason!r}")
-    return Answer(ids, STOPS[reason], own_drafting(document))
+        raise MalformedResponse(f"unexpected finish reason {reason!r}")
+    return GenerationResult(ids, STOPS[reason], own_drafting(document))
 
 
-def own_drafting(document: Mapping[str, Any]) -> Drafting | None:
-    """The counters that --per-request-spec-decode-metrics adds to a response."""
+def own_drafting(document: Mapping[str, Any]) -> DraftCounters | None:
+    """The draft counters that --per-request-spec-decode-metrics adds to a response."""
     try:
         said = document["metrics"]["speculative_decoding"]
-        return Drafting.of_histogram(said["acceptance_histogram"], said["num_draft_tokens"])
+        return DraftCounters.of_histogram(said["acceptance_histogram"], said["num_draft_tokens"])
     except (KeyError, TypeError):
         return None
 
 
-def streamed(body: dict[str, Any]) -> dict[str, Any]:
-    """The last piece has the metrics, if any."""
+def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
+    """Make a request's body ask for a streamed answer. The last piece has the metrics, if any."""
     return body | {"stream": True, "stream_options": {"include_usage": True}}
 
 
-def begun(piece: Any) -> bool:
-    """Whether there is a token in a piece."""
+def has_token(piece: Any) -> bool:
+    """Whether a piece of a stream holds a token."""
     return bool(piece.get("choices") and piece["choices"][0].get("token_ids"))
 
 
-def joined(pieces: list[Any]) -> Any:
-    """Pieces hold what is new. Raises Malformed."""
+def join_stream(pieces: list[Any]) -> Any:
+    """Join pieces, which hold only new tokens. Raises MalformedResponse."""
     try:
         choices = [choice for piece in pieces for choice in piece["choices"]]
         whole = {
@@ -95,12 +99,12 @@ def joined(pieces: list[Any]) -> Any:
             "prompt_token_ids": next((one["prompt_token_ids"] for one in choices if one.get("prompt_token_ids")), None),
         }
     except (KeyError, TypeError) as error:
-        raise Malformed(f"no token ids in its stream ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no token ids in its stream ({type(error).__name__}: {error})") from error
     return {"choices": [whole], "metrics": next((one["metrics"] for one in pieces if one.get("metrics")), None)}
 
 
-def drafting(page: str) -> Drafting | None:
-    """Counters of all engines behind the port."""
+def parse_draft_counters(page: str) -> DraftCounters | None:
+    """Sum of the draft counters of all engines that share the port, or None if they do not draft."""
     prefix = "vllm:spec_decode_num_"
     rounds = metrics.total(page, f"{prefix}drafts_total")
     if rounds is None:
@@ -110,7 +114,7 @@ def drafting(page: str) -> Drafting | None:
         if PLACE.fullmatch(labels.get("position", "")):
             place = int(labels["position"])
             places[place] = places.get(place, 0) + value
-    return Drafting(
+    return DraftCounters(
         rounds=int(rounds),
         drafted=int(metrics.total(page, f"{prefix}draft_tokens_total") or 0),
         accepted=int(metrics.total(page, f"{prefix}accepted_tokens_total") or 0),
@@ -118,22 +122,25 @@ def drafting(page: str) -> Drafting | None:
     )
 
 
-def probe(ids: list[int], model: str) -> dict[str, Any]:
-    """The request of log probabilities of a prompt's own tokens."""
+def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
+    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
 
 
-def logprobs(document: Any) -> list[float]:
-    """Log probabilities of the prompt's tokens, but for the first. Raises Malformed."""
+def parse_logprobs(document: Any) -> list[float]:
+    """Log probabilities of the prompt's tokens except the first. Raises MalformedResponse."""
     try:
         rows = document["choices"][0]["prompt_logprobs"][1:]
         return [float(next(iter(row.values()))["logprob"]) for row in rows]
     except (KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
-        raise Malformed("no prompt_logprobs in its answer") from error
+        raise MalformedResponse("no prompt_logprobs in its answer") from error
 
 
-def capturing(wanted: Wanted) -> str:
-    """Its method `extract_hidden_states`, whose connector writes a file for every text. The ids are `transformers`'."""
+def capture_command(wanted: HiddenStatesSpec) -> str:
+    """Command that starts vLLM with its method `extract_hidden_states`, which writes a file per text.
+
+    The layer ids are indices into `transformers`' hidden_states.
+    """
     layers = {"eagle_aux_hidden_state_layer_ids": list(wanted.ids)}
     method = {
         "method": "extract_hidden_states",
@@ -145,68 +152,69 @@ def capturing(wanted: Wanted) -> str:
         "kv_role": "kv_producer",
         "kv_connector_extra_config": {"shared_storage_path": "DIRECTORY"},
     }
-    beside = shlex.quote(json.dumps(connector)).replace("DIRECTORY", f"'{STORAGE}'")  # out of the single quotes
+    beside = shlex.quote(json.dumps(connector)).replace("DIRECTORY", f"'{STORAGE}'")  # a shell must expand it
     return (
-        f"vllm serve {wanted.place} {UNCACHED} --speculative-config {shlex.quote(json.dumps(method))} "
-        f"--kv-transfer-config {beside}"
+        f"vllm serve {wanted.target_arguments} {NO_PREFIX_CACHE_FLAG} "
+        f"--speculative-config {shlex.quote(json.dumps(method))} --kv-transfer-config {beside}"
     )
 
 
-def capture(ids: list[int], model: str) -> dict[str, Any]:
-    """One token more than the text is what it takes."""
+def hidden_states_request(ids: list[int], model: str) -> dict[str, Any]:
+    """Body of a request for a text's hidden states. One new token is the minimum that vLLM generates."""
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0}
 
 
-def captured(document: Any, sent: int) -> str | None:
-    """The file's path. Raises Malformed."""
+def parse_hidden_states(document: Any, sent: int) -> str | None:
+    """Path of the file with the hidden states. Raises MalformedResponse."""
     if not isinstance(document, dict) or not document.get("choices"):
-        raise Malformed("no choices in its answer")
+        raise MalformedResponse("no choices in its answer")
     about = document.get("kv_transfer_params")
     path = about.get("hidden_states_path") if isinstance(about, dict) else None
     return path if isinstance(path, str) else None
 
 
-def keeps_prefixes(page: str) -> bool:
-    """As its configuration says."""
+def has_prefix_cache(page: str) -> bool:
+    """Whether the cache configuration in the metrics enables the prefix cache."""
     return any(
         labels.get("enable_prefix_caching") == "True" for labels, _ in metrics.samples(page, "vllm:cache_config_info")
     )
 
 
-def loaded(documents: list[Any]) -> Loaded:
-    """The drafter that all ranks draft with. Raises EngineError, Malformed."""
+def parse_loaded(documents: list[Any]) -> LoadedDrafter:
+    """The drafter that all ranks use. Raises EngineError, MalformedResponse."""
     drafting = _ranks(documents[0])
     first = drafting[0]
     if any(rank != first for rank in drafting):
-        raise EngineError("its ranks draft with different weights", "restart it")
+        raise EngineError("its ranks draft with different weights", "restart the server")
     try:
-        return Loaded(first["version"], first["directory"], fingerprint=first["fingerprint"])
+        return LoadedDrafter(first["version"], first["directory"], fingerprint=first["fingerprint"])
     except KeyError as error:
-        raise Malformed(f"no {error} of its drafter") from error
+        raise MalformedResponse(f"no {error} in the report on its drafter") from error
 
 
-def fits(drafter: Exported, first: Exported | None, now: Loaded) -> list[Call]:
-    """The question to every rank whether the directory has the form of what runs."""
+def compatibility_calls(drafter: ExportedDrafter, first: ExportedDrafter | None, now: LoadedDrafter) -> list[AdminCall]:
+    """Call that asks every rank whether the directory has the form of the running drafter."""
     return [_call("drafter_fits", str(drafter.directory))]
 
 
-def swap(drafter: Exported, version: str | None, now: Loaded) -> list[Call]:
-    """One call: every rank reads the directory."""
+def swap_calls(drafter: ExportedDrafter, version: str | None, now: LoadedDrafter) -> list[AdminCall]:
+    """One call that makes every rank read the directory."""
     return [_call("drafter_swap", str(drafter.directory), version, drafter.fingerprint, changes=True)]
 
 
-def taken(call: Call, document: Any) -> float | None:
-    """Seconds of the slowest rank. Raises Untouched where all refused, EngineError where only some did; Malformed."""
+def check_response(call: AdminCall, document: Any) -> float | None:
+    """Seconds of the slowest rank. Raises DrafterRejected if all ranks refused, EngineError if only some did;
+    MalformedResponse."""
     times = [rank.get("seconds") for rank in _ranks(document)]
     return max((time for time in times if isinstance(time, float)), default=None)
 
 
-def unable(call: Call, status: int, said: str) -> EngineError:
+def error_for_status(call: AdminCall, status: int, said: str) -> EngineError:
     """The error that a status other than 200 means."""
     if status == 404:
         return EngineError(
-            f"it has no {RPC}",
-            "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, which belongs behind a private port",
+            f"it does not have {RPC}",
+            "start vLLM with VLLM_SERVER_DEV_MODE=1 in its environment, on a private port only",
         )
     if "drafter_" in said and ("no attribute" in said or "not implemented" in said):
         return EngineError(
@@ -215,24 +223,25 @@ def unable(call: Call, status: int, said: str) -> EngineError:
     return EngineError(f"status {status}: {said}")
 
 
-def _call(method: str, *arguments: str | None, changes: bool = False) -> Call:
-    return Call(RPC, {"method": method, "args": list(arguments)}, changes=changes)
+def _call(method: str, *arguments: str | None, changes: bool = False) -> AdminCall:
+    return AdminCall(RPC, {"method": method, "args": list(arguments)}, changes=changes)
 
 
 def _ranks(document: Any) -> list[dict[str, Any]]:
-    """The answers of the ranks that draft. Raises Untouched where all refuse, EngineError where only some do."""
+    """The answers of the ranks that have a drafter. Raises DrafterRejected if all refuse, EngineError if only some
+    do."""
     try:
         ranks = [rank for rank in document["results"] if rank.get("drafts", True)]
         refusals = [rank["refused"] for rank in ranks if "refused" in rank]
     except (KeyError, TypeError, AttributeError) as error:
-        raise Malformed(f"no answers of workers ({type(error).__name__}: {error})") from error
+        raise MalformedResponse(f"no answers from its workers ({type(error).__name__}: {error})") from error
     if not ranks:
-        raise Malformed("none of its workers drafts")
+        raise MalformedResponse("no worker of it drafts")
     if refusals:
         unread = (
-            "the directory has to be on a file system that the server sees, too, under the same path, and its user has "
-            "to read it; publication.dir names another, where that of the run is its owner's alone"
+            "the server needs to see the directory under the same path, and its user needs permission to read it; set "
+            "publication.dir to another directory if only you can read the run directory"
         )
-        kind = Untouched if len(refusals) == len(ranks) else EngineError
+        kind = DrafterRejected if len(refusals) == len(ranks) else EngineError
         raise kind(refusals[0], unread if "cannot be read" in refusals[0] else None)
     return ranks

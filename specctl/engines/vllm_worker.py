@@ -1,11 +1,14 @@
-"""A worker extension of vLLM that puts other draft weights into the engine that runs: `vllm serve …
---worker-extension-cls specctl.engines.vllm_worker.DrafterSwap`, called through `/collective_rpc`.
+"""Worker extension for vLLM that replaces the draft weights of a running engine.
 
-vLLM loads this file in its own environment (`pip install --no-deps specctl`): at the top it imports the standard
-library alone, and so do the two modules of specctl that it uses. A swap happens between two steps of the engine. It is
-refused before anything is changed where the directory does not look like the drafter that runs, and undone where vLLM
-fails to load it. Texts that are under way and cached prefixes keep the keys and values of the drafter before: no text
-changes, but their drafts may be worse.
+Start it with `vllm serve … --worker-extension-cls specctl.engines.vllm_worker.DrafterSwap`, and call it through
+`/collective_rpc`.
+
+vLLM loads this file in its own environment (`pip install --no-deps specctl`). So the file imports only the standard
+library at the top, and so do its two specctl imports.
+
+A swap happens between two steps of the engine. It is refused before anything changes if the directory does not have the
+form of the running drafter. It is undone if vLLM fails to load the weights. Running texts and cached prefixes keep the
+keys and values of the previous drafter: their drafts may get worse, but the texts stay the same.
 """
 
 from __future__ import annotations
@@ -22,42 +25,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
-from specctl.engines.drafter_form import DrafterForm
+from specctl import regular_files
+from specctl.engines.drafter_layout import DrafterLayout
 
 METHODS = ("eagle3", "eagle", "medusa", "dflash", "dspark")
-"""Methods of vLLM whose heads are swapped."""
+"""vLLM's speculative methods with heads that can be swapped."""
 MASK = "mask_embedding.pt"
-"""The file of a DFlash head with an embedding of its own for the masks."""
-NOTES = frozenset({"torch_dtype", "dtype", "transformers_version", "_name_or_path"})  # of config.json: shape no module
-SHAPES = (
+"""File of a DFlash head that has a separate embedding for mask tokens."""
+IGNORED_CONFIG_KEYS = frozenset(
+    {"torch_dtype", "dtype", "transformers_version", "_name_or_path"}
+)  # keys that modules ignore
+SHAPE_KEYS = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "draft_vocab_size", "num_heads"),
 )
-"""Keys of config.json that have to be those of the model in memory, too."""
-MOST = 3  # differences that are named
-LONGEST_CONFIG, LONGEST_HEADER, LONGEST_MASK = 2**24, 10**8, 2**26  # bytes; of a header it is what safetensors takes
-WIDEST = 8  # bytes of a number in a tensor
+"""Keys of config.json that must match the model in memory too."""
+MAX_NAMED_DIFFERENCES = 3  # number of differences that a message names
+LONGEST_CONFIG, LONGEST_HEADER, LONGEST_MASK = 2**24, 10**8, 2**26  # bytes; LONGEST_HEADER is the limit of safetensors
+WIDEST = 8  # bytes per number in a tensor
 
-log = logging.getLogger("vllm.specctl")  # below vLLM's own: its handlers write it
+log = logging.getLogger("vllm.specctl")  # a child of vLLM's logger, so vLLM's handlers write it
 
 
-class Unfit(Exception):
-    """A directory that cannot take the place of the drafter that runs, in words. Nothing was changed."""
+class DrafterMismatch(Exception):
+    """A directory that cannot replace the running drafter, with the reason. The running drafter is unchanged."""
 
 
 @dataclass(frozen=True)
-class Running:
-    """The drafter in memory; `version` is None of the one that vLLM was started with."""
+class RunningDrafter:
+    """The drafter in memory. `version` is None for the drafter that vLLM was started with."""
 
     version: str | None
     directory: str
     fingerprint: str
-    outline: DrafterForm
+    outline: DrafterLayout
 
 
 def fingerprint(contents: Mapping[str, bytes]) -> str:
-    """SHA-256 over names and contents of a drafter's files."""
+    """SHA-256 over the names and contents of a drafter's files."""
     digest = hashlib.sha256()
     for name in sorted(contents):
         digest.update(f"{name}\0{len(contents[name])}\0".encode())
@@ -66,79 +71,84 @@ def fingerprint(contents: Mapping[str, bytes]) -> str:
 
 
 def contents(directory: Path) -> dict[str, bytes]:
-    """The files of an exported drafter, config.json and weights. Raises Unfit where they cannot be read."""
+    """The files of an exported drafter: config.json, weights, and the mask embedding if any.
+
+    Raises DrafterMismatch if they cannot be read.
+    """
     try:
         weights = sorted(directory.glob("*.safetensors"))
         most = {directory / "config.json": LONGEST_CONFIG, **dict.fromkeys(directory.glob(MASK), LONGEST_MASK)}
-        found = {file.name: regular.content(file, most.get(file)) for file in [*most, *weights]}
+        found = {file.name: regular_files.read_bytes(file, most.get(file)) for file in [*most, *weights]}
     except OSError as error:
-        raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
+        raise DrafterMismatch(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
     if not weights:
-        raise Unfit(f"{directory} holds no *.safetensors")
+        raise DrafterMismatch(f"{directory} contains no *.safetensors")
     return found
 
 
-def outline(directory: Path) -> DrafterForm:
-    """The form of a drafter, from its config.json and the heads of its weights. Raises Unfit."""
+def read_layout(directory: Path) -> DrafterLayout:
+    """The form of a drafter, read from its config.json and the headers of its weight files. Raises DrafterMismatch."""
     tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
-        config = regular.parsed(regular.content(directory / "config.json", LONGEST_CONFIG))
+        config = regular_files.parse_json(regular_files.read_bytes(directory / "config.json", LONGEST_CONFIG))
         for file in sorted(directory.glob("*.safetensors")):
             tensors |= _in_header(file)
         if (directory / MASK).exists():
-            regular.check(directory / MASK)
-            tensors[MASK] = ("real", ())  # its shape is that of what it stands for
+            regular_files.check(directory / MASK)
+            tensors[MASK] = ("real", ())  # its shape is not read: the embedding in the model defines it
     except OSError as error:
-        raise Unfit(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # which may quote what is in the files
-        raise Unfit(f"{directory} holds no exported drafter: config.json or a *.safetensors is damaged") from error
+        raise DrafterMismatch(f"{directory} cannot be read: {error.strerror or type(error).__name__}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not quoted: it may hold file content
+        raise DrafterMismatch(
+            f"{directory} is not an exported drafter: config.json or a *.safetensors is damaged"
+        ) from error
     if not tensors or not isinstance(config, dict):
-        raise Unfit(f"{directory} holds no exported drafter: config.json and *.safetensors")
-    return DrafterForm(config, tensors)
+        raise DrafterMismatch(f"{directory} is not an exported drafter: it needs config.json and *.safetensors")
+    return DrafterLayout(config, tensors)
 
 
 def _in_header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Kind and shape of every tensor in a safetensors file, which has no more bytes than these take.
+    """Kind and shape of every tensor in a safetensors file. The file may not be larger than its tensors need.
 
-    Raises OSError; ValueError, KeyError, TypeError, AttributeError where it is no such file.
+    Raises OSError; ValueError, KeyError, TypeError, AttributeError if it is not a safetensors file.
     """
-    with regular.opened(file) as opened:
+    with regular_files.open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(opened.read(8), "little")
         if length > min(size, LONGEST_HEADER):
-            raise ValueError("no header of a safetensors file")
-        header = regular.parsed(opened.read(length))
+            raise ValueError("not the header of a safetensors file")
+        header = regular_files.parse_json(opened.read(length))
     found = {}
     for name, about in header.items():
         if name != "__metadata__":
-            real = about["dtype"].startswith(("F", "BF"))  # of any precision: loading converts them
+            real = about["dtype"].startswith(("F", "BF"))  # any precision counts as "real": loading converts it
             found[name] = ("real" if real else about["dtype"], tuple(about["shape"]))
     if size > 8 + length + WIDEST * sum(math.prod(shape) for _, shape in found.values()):
         raise ValueError("more bytes than its tensors have")  # a sparse file would fill the memory
     return found
 
 
-def differences(new: DrafterForm, running: DrafterForm) -> list[str]:
-    """Everything in which a drafter has another form than the one that runs, as phrases."""
+def differences(new: DrafterLayout, running: DrafterLayout) -> list[str]:
+    """All differences in form between a drafter and the running one, as phrases."""
     wrong = [
-        f"{key} is {_shown(new.config.get(key))} in its config.json, and {running.config.get(key)!s:.200} of the "
-        "drafter that runs"
-        for key in sorted((new.config.keys() | running.config.keys()) - NOTES)
+        f"{key} is {_shown(new.config.get(key))} in its config.json, but {running.config.get(key)!s:.200} in the "
+        "running drafter"
+        for key in sorted((new.config.keys() | running.config.keys()) - IGNORED_CONFIG_KEYS)
         if new.config.get(key) != running.config.get(key)
     ]
     for name in sorted(new.tensors.keys() | running.tensors.keys()):
         one, other = new.tensors.get(name), running.tensors.get(name)
         if one is None or other is None:
-            wrong.append(f"the tensor {name} is in {'the drafter that runs' if one is None else 'it'} only")
+            wrong.append(f"the tensor {name} is only in {'the running drafter' if one is None else 'the new drafter'}")
         elif one[1] != other[1]:
-            wrong.append(f"{name} is {list(one[1])}, and {list(other[1])} of the drafter that runs")
+            wrong.append(f"{name} has shape {list(one[1])}, but {list(other[1])} in the running drafter")
         elif one[0] != other[0]:
-            wrong.append(f"{name} holds numbers of another kind")
+            wrong.append(f"{name} has a different dtype")
     return wrong
 
 
 def _shown(value: Any) -> str:
-    """A value of a config.json in words. Whoever asks names the directory: only numbers are quoted from its files."""
+    """A value of a config.json for a message. Clients choose the directory, so only numbers are quoted."""
     plain = value is None or isinstance(value, bool | float) or (isinstance(value, int) and abs(value) < 2**63)
     return str(value) if plain else "something else"
 
@@ -149,68 +159,76 @@ def refused(why: str) -> dict[str, Any]:
 
 
 class DrafterSwap:
-    """Methods that vLLM adds to its workers. Every rank runs them, and answers with a dictionary: what it drafts with
-    (`version`, None before the first publication, `directory`, `fingerprint`), or `refused` with the reason."""
+    """Methods that vLLM adds to its workers. Every rank runs them and answers with a dictionary.
+
+    The dictionary holds the drafter in use (`version`, None before the first publication, `directory`, `fingerprint`),
+    or `refused` with the reason.
+    """
 
     vllm_config: Any
     get_model: Any
     get_draft_model: Any
 
     def drafter_loaded(self) -> dict[str, Any]:
-        """The drafter in memory; `drafts` is False on a rank without one, such as an earlier stage of a pipeline."""
+        """The drafter in memory. `drafts` is False on a rank without one, such as an earlier pipeline stage."""
         try:
             _drafts(self)
             if self.get_draft_model() is None:
                 return {"drafts": False}
             running = _running(self)
-        except Unfit as error:
+        except DrafterMismatch as error:
             return refused(str(error))
         return {"version": running.version, "directory": running.directory, "fingerprint": running.fingerprint}
 
     def drafter_fits(self, directory: str) -> dict[str, Any]:
-        """Whether the drafter in `directory` has the form of the one that runs. Reads no weights."""
+        """Check whether the drafter in `directory` has the form of the running drafter. Reads no weights."""
         if self.get_draft_model() is None:
             return self.drafter_loaded()
         try:
             _fitting(self, Path(directory))
-        except Unfit as error:
+        except DrafterMismatch as error:
             return refused(str(error))
         return self.drafter_loaded()
 
     def drafter_swap(self, directory: str, version: str | None, expected: str) -> dict[str, Any]:
-        """Put the drafter in `directory`, whose fingerprint has to be `expected`, into the place of the one that runs.
-        The answer has the `seconds` that the engine stood still for it."""
+        """Replace the running drafter by the drafter in `directory`, if its fingerprint is `expected`.
+
+        The answer includes the `seconds` that the engine stood still.
+        """
         started = time.perf_counter()
         if self.get_draft_model() is None:
             return self.drafter_loaded()
         try:
             form, files = _fitting(self, Path(directory)), contents(Path(directory))
             if fingerprint(files) != expected:
-                raise Unfit(f"{directory} holds other files than those that were published, or was changed since")
+                raise DrafterMismatch(f"{directory} differs from the published files, or has changed since then")
             _load(self, _tensors(files, self.vllm_config.model_config.get_vocab_size()))
-        except Unfit as error:
+        except DrafterMismatch as error:
             return refused(str(error))
-        except Exception as error:  # whatever a model's loader fails with, the old weights are back
-            log.exception("the drafter in %s was not loaded, the one before it drafts on", directory)
+        except Exception as error:  # a model's loader may raise anything; the old weights are back by now
+            log.exception("the drafter in %s was not loaded; the previous drafter stays active", directory)
             return refused(
-                f"vLLM failed to load {directory} ({type(error).__name__}: {str(error)[:300]}); what ran is back"
+                f"vLLM failed to load {directory} ({type(error).__name__}: {str(error)[:300]}); the previous "
+                "drafter is active again"
             )
-        _remember(self, Running(version, directory, expected, form))
+        _remember(self, RunningDrafter(version, directory, expected, form))
         seconds = time.perf_counter() - started
         log.info("drafting with %s, version %s, after %.2f s", directory, version, seconds)
         return self.drafter_loaded() | {"seconds": seconds}
 
 
 def _drafts(worker: Any) -> None:
-    """Raises Unfit where the engine does not draft, or with a head of which it is not known how to swap it."""
+    """Raise DrafterMismatch if the engine does not draft, or drafts with a head that cannot be swapped."""
     speculative = worker.vllm_config.speculative_config
     if speculative is None:
-        raise Unfit("this engine does not draft: it was started without --speculative-config")
+        raise DrafterMismatch("this engine does not draft: it was started without --speculative-config")
     if speculative.method not in METHODS:
-        raise Unfit(f"this engine drafts by {speculative.method!r}; heads of {', '.join(METHODS)} can be swapped")
+        raise DrafterMismatch(
+            f"this engine drafts by {speculative.method!r}; only heads of {', '.join(METHODS)} can be swapped"
+        )
 
 
-def _running(worker: Any) -> Running:
+def _running(worker: Any) -> RunningDrafter:
     found = getattr(worker, "_specctl_running", None)
     if found is None:
         config = worker.vllm_config.speculative_config.draft_model_config
@@ -221,34 +239,37 @@ def _running(worker: Any) -> Running:
             try:
                 place = Path(snapshot_download(config.model, revision=config.revision, local_files_only=True))
             except Exception as error:
-                raise Unfit(f"{config.model}, which vLLM was started with, is gone: what fits is not known") from error
-        found = Running(None, str(place), fingerprint(contents(place)), outline(place))
+                raise DrafterMismatch(
+                    f"{config.model}, which vLLM was started with, is gone: the form of the running drafter is unknown"
+                ) from error
+        found = RunningDrafter(None, str(place), fingerprint(contents(place)), read_layout(place))
         _remember(worker, found)
     return found
 
 
-def _remember(worker: Any, running: Running) -> None:
+def _remember(worker: Any, running: RunningDrafter) -> None:
     worker._specctl_running = running
 
 
-def _fitting(worker: Any, directory: Path) -> DrafterForm:
-    """The form of a drafter that may be swapped in. Raises Unfit."""
+def _fitting(worker: Any, directory: Path) -> DrafterLayout:
+    """The form of a drafter that may be swapped in. Raises DrafterMismatch."""
     _drafts(worker)
-    form = outline(directory)
+    form = read_layout(directory)
     wrong = differences(form, _running(worker).outline)
     config = worker.vllm_config.speculative_config.draft_model_config.hf_config
-    for key in SHAPES:
+    for key in SHAPE_KEYS:
         there, here = getattr(config, key, None), form.config.get(key)
         if there is not None and here is not None and there != here and not any(key in one for one in wrong):
-            wrong.append(f"{key} is {_shown(here)} in its config.json, and {there} of the model in memory")
+            wrong.append(f"{key} is {_shown(here)} in its config.json, but {there} in the loaded model")
     if wrong:
-        more = f" (and {len(wrong) - MOST} more)" if len(wrong) > MOST else ""
-        raise Unfit(f"{directory} has another form: {'; '.join(wrong[:MOST])}{more}")
+        more = f" (and {len(wrong) - MAX_NAMED_DIFFERENCES} more)" if len(wrong) > MAX_NAMED_DIFFERENCES else ""
+        raise DrafterMismatch(f"{directory} differs in form: {'; '.join(wrong[:MAX_NAMED_DIFFERENCES])}{more}")
     return form
 
 
 def _tensors(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
-    """The tensors of a drafter. Raises Unfit where a value is not finite or a draft token is none of the target's."""
+    """The tensors of a drafter. Raises DrafterMismatch if a value is not finite or a draft token exceeds the
+    vocabulary."""
     import torch
     from safetensors.torch import load
 
@@ -262,57 +283,60 @@ def _tensors(files: Mapping[str, bytes], vocab_size: int) -> dict[str, Any]:
         found[MASK] = _mask(files[MASK])
     for name, tensor in found.items():
         if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            raise Unfit(f"{name} holds values that are not finite")
+            raise DrafterMismatch(f"{name} contains values that are not finite")
     if "d2t" in found:
         ids = found["d2t"] + torch.arange(len(found["d2t"]))
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab_size:
-            raise Unfit(f"d2t names tokens beyond the target's {vocab_size}")
+            raise DrafterMismatch(f"d2t contains tokens outside the target's vocabulary of {vocab_size}")
     return found
 
 
 def _mask(data: bytes) -> Any:
-    """The embedding in the file of a DFlash head's masks. Raises Unfit."""
+    """The mask embedding of a DFlash head, from its file. Raises DrafterMismatch."""
     import torch
 
     try:
         held = torch.load(io.BytesIO(data), weights_only=True)
         return (held["embedding"] if isinstance(held, dict) else held).reshape(-1)
-    except Exception as error:  # whatever a file that is no such thing makes it fail with
-        raise Unfit(f"{MASK} holds no embedding ({type(error).__name__})") from error
+    except Exception as error:  # torch.load may raise anything for an invalid file
+        raise DrafterMismatch(f"{MASK} does not contain an embedding ({type(error).__name__})") from error
 
 
 def _load(worker: Any, tensors: dict[str, Any]) -> None:
-    """Load the tensors of a checkpoint into the draft model, or leave it as it was and raise what was in the way."""
+    """Load a checkpoint's tensors into the draft model. After an error the model is restored and the error raised."""
     import torch
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader import reload
 
     model = worker.get_draft_model()
     config = worker.vllm_config.speculative_config.draft_model_config
-    with set_current_vllm_config(worker.vllm_config), _apart(model, worker.get_model()) as shared:
+    with set_current_vllm_config(worker.vllm_config), _without_shared_modules(model, worker.get_model()) as shared:
         mask = tensors.pop(MASK, None)
         own = {name: tensor for name, tensor in tensors.items() if not _of_target(name, tensor, shared)}
-        kept = _kept(model)
+        kept = _snapshot(model)
         try:
             reload.initialize_layerwise_reload(model)
-            with _blockwise(model, mask):
+            with _dflash_loading(model, mask):
                 model.load_weights(iter(own.items()))
             reload.finalize_layerwise_reload(model, config)
-            _stack(model, own)
+            _rebuild_fused_buffers(model, own)
             if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # errors of copies come here, and not in the next step
+                torch.accelerator.synchronize()  # raise errors of asynchronous copies here, not in the next step
         except BaseException:
-            _put_back(kept)
+            _restore(kept)
             raise
 
 
-STACK, READ_MASK = "_build_fused_kv_buffers", "_read_mask_embedding"  # of vLLM's DFlash models
+STACK, READ_MASK = "_build_fused_kv_buffers", "_read_mask_embedding"  # methods of vLLM's DFlash models
 
 
 @contextmanager
-def _blockwise(model: Any, mask: Any) -> Iterator[None]:
-    """While weights are loaded that may be a DFlash head's: vLLM stacks them at once, when they are not there yet, and
-    reads the masks' embedding where it was started with one."""
+def _dflash_loading(model: Any, mask: Any) -> Iterator[None]:
+    """Disable two methods of vLLM's DFlash models while their weights are loaded.
+
+    vLLM would fuse the key and value weights at once, before they are in memory. It would also read the mask embedding
+    from the directory of its start; `mask` replaces that embedding.
+    """
     inner = getattr(model, "model", None)
     if hasattr(inner, STACK):
         vars(inner)[STACK] = lambda: None
@@ -324,9 +348,11 @@ def _blockwise(model: Any, mask: Any) -> Iterator[None]:
             del vars(inner)[STACK], vars(model)[READ_MASK]
 
 
-def _stack(model: Any, tensors: Mapping[str, Any]) -> None:
-    """Make of a DFlash head's tensors what vLLM reads the context with, where that was: keys, values and key norms of
-    all layers in one."""
+def _rebuild_fused_buffers(model: Any, tensors: Mapping[str, Any]) -> None:
+    """Rebuild the fused weights that vLLM's DFlash models read the context with, in place.
+
+    They stack the keys, values and key norms of all layers.
+    """
     import torch
 
     inner: Any = getattr(model, "model", None)
@@ -347,8 +373,11 @@ def _stack(model: Any, tensors: Mapping[str, Any]) -> None:
 
 
 @contextmanager
-def _apart(model: Any, target: Any) -> Iterator[dict[str, Any]]:
-    """The draft model without the modules that it shares with the target, by name: nothing may be loaded into these."""
+def _without_shared_modules(model: Any, target: Any) -> Iterator[dict[str, Any]]:
+    """Detach the modules that the draft model shares with the target, so that nothing is loaded into them.
+
+    Yields the detached modules by name.
+    """
     known = {id(module) for module in target.modules()}
     places = [
         (parent, name, child)
@@ -367,20 +396,28 @@ def _apart(model: Any, target: Any) -> Iterator[dict[str, Any]]:
 
 
 def _of_target(name: str, tensor: Any, shared: Mapping[str, Any]) -> bool:
-    """Whether a tensor is one that the engine took from its target. Raises Unfit where it is another than there."""
+    """Whether a tensor belongs to a module shared with the target.
+
+    Raises DrafterMismatch if its values differ from the target's.
+    """
     part = next((part for part in name.split(".") if part in shared), None)
     if part is None:
         return False
     there = shared[part].weight
     rows = there[: len(tensor)].cpu()  # engines pad vocabularies
     if rows.shape != tensor.shape or not bool((rows == tensor.to(rows.dtype)).all()):
-        raise Unfit(f"it brings {name}, and this engine drafts with its target's: export it without")
+        raise DrafterMismatch(
+            f"it contains a different {name}, but this engine drafts with the target's: export it without {name}"
+        )
     return True
 
 
-def _kept(model: Any) -> list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]:
-    """Attributes of each module and, on the host, copies of its tensors: on a CPU attributes do the multiplying, and a
-    captured CUDA graph knows tensors by their addresses."""
+def _snapshot(model: Any) -> list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]:
+    """Attributes of each module, and copies of its tensors on the host.
+
+    Attributes matter because on a CPU they do the multiplication. Tensors are copied because a captured CUDA graph
+    knows them by address, so a restore has to write into them in place.
+    """
     parts = []
     for module in model.modules():
         attributes = {
@@ -394,7 +431,7 @@ def _kept(model: Any) -> list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]
     return parts
 
 
-def _put_back(kept: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]) -> None:
+def _restore(kept: list[tuple[Any, dict[str, Any], list[tuple[Any, Any]]]]) -> None:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for module, attributes, tensors in kept:

@@ -1,1 +1,1 @@
-"""Formats of engines and other repositories: their directories of draft heads, read and written."""
+"""Readers and writers for the draft-head directories of engines and other repositories."""

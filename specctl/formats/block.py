@@ -1,7 +1,8 @@
-"""Parts of block-parallel heads that their formats share: the names of tensors, and how a head is read from them.
+"""Code that the formats of block-parallel heads share: the names of tensors, and the reader of a head.
 
-The mask. All read the target's row of `mask_token_id`. A head with an embedding of its own brings it to DFlash in both
-engines as `mask_embedding.pt`, to vLLM's DSpark as that row of its own `embed_tokens`; SGLang's takes neither.
+Mask embedding. By default every reader uses the target's row of `mask_token_id`. A head with a trained mask embedding
+ships it for DFlash as `mask_embedding.pt` (both engines), and for vLLM's DSpark as that row in a full `embed_tokens`.
+SGLang's DSpark reads neither.
 """
 
 from __future__ import annotations
@@ -12,26 +13,26 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specctl.formats import eagle3_raw, foreign, llama
-from specctl.formats.foreign import Foreign
+from specctl.formats import eagle3, head_directory, llama
 from specctl.formats.head import Head, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 MASK_FILE, EMBEDDING, LM_HEAD = "mask_embedding.pt", "embed_tokens.weight", "lm_head.weight"
 MARKOV = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight"
 CONFIDENCE = "confidence_head.proj.weight", "confidence_head.proj.bias"
 SELECTOR = tuple(f"candidate_selector.{n}" for n in ("predecessor_codebook", "successor_codebook"))
-STEER = "candidate_selector.hidden_projection.weight"
-LOCAL = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-"""Keys of what DFlash 2 has and the others have not."""
+SELECTOR_PROJECTION = "candidate_selector.hidden_projection.weight"
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Config keys that only DFlash 2 has."""
 LAYERS = "target_layer_ids"
-THETA = 1_000_000.0  # where none is named, in vLLM
+THETA = 1_000_000.0  # vLLM's default
 OTHER_NAMES = {
     "model.": "",
     "midlayer.": "layers.0.",
     "encoder.fc.": "fc.",
     "encoder.output_norm_enc.": "hidden_norm.",
 }
-"""Beginnings of names that engines read as others."""
+"""Prefixes of tensor names, and the prefixes that engines replace them by."""
 
 MUST_BE: dict[str, tuple[Any, ...]] = {
     "is_causal": (None, False),
@@ -52,12 +53,14 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (None, 0),
     "noise_embed_scale": (None, 1.0),
 }
-"""Keys beside those of Llama that change what a head computes, and their values where it computes what ours does."""
+"""Further keys that change what a head computes, and the values with which it computes the same as our head."""
 
 
 class Block(NamedTuple):
-    """The keys that the formats call by different names, as our fields are called; `mask`: the embedding of the masks,
-    where the head has one of its own."""
+    """Keys that the formats name differently, under our names.
+
+    `mask`: the head's trained mask embedding, if it has one.
+    """
 
     taps: tuple[int, ...]
     block_size: int
@@ -72,7 +75,7 @@ class Block(NamedTuple):
 
 
 def read_block(
-    found: Foreign,
+    found: HeadDirectory,
     facts: TargetFacts,
     *,
     taps: tuple[int, ...],
@@ -82,50 +85,55 @@ def read_block(
     markov_rank: Any,
     local: Mapping[str, Any],
 ) -> Block:
-    """The block of a head of a configuration's values; `local`: where its convolutions and candidate selector are
-    described, if it has them. CheckpointError where they are none that a head can have."""
+    """Check a configuration's values and return the block they describe.
+
+    `local`: mapping with the sizes of convolutions and candidate selector, if the head has them. Raises CheckpointError
+    for invalid values.
+    """
     if list(taps) != sorted(set(taps)) or not taps or not all(0 <= tap < facts.num_layers for tap in taps):
-        right = f"ascending layers, as outputs (from 0) below {facts.num_layers - 1}: target {facts.name}"
-        raise found.refuse(LAYERS, [tap - 1 for tap in taps], right)
+        right = f"must be ascending layers of target {facts.name}, counted from 0 and below {facts.num_layers - 1}"
+        raise found.invalid(LAYERS, [tap - 1 for tap in taps], right)
     if type(block_size) is not int or block_size < 2:
-        raise found.refuse("block_size", block_size, "the slots of a block, two or more")
+        raise found.invalid("block_size", block_size, "must be the number of slots of a block, at least 2")
     if type(sample_from_anchor) is not bool:
-        raise found.refuse("sample_from_anchor", sample_from_anchor, "true or false")
+        raise found.invalid("sample_from_anchor", sample_from_anchor, "must be true or false")
     if type(mask_token_id) is not int or not 0 <= mask_token_id < facts.vocab_size:
-        right = f"a token of the target's vocabulary, 0 … {facts.vocab_size - 1}, which stands in the masked slots"
-        raise found.refuse("mask_token_id", mask_token_id, right)
+        right = f"must be the token of the masked slots, in 0 … {facts.vocab_size - 1} (the target's vocabulary)"
+        raise found.invalid("mask_token_id", mask_token_id, right)
     if type(markov_rank) is not int or markov_rank < 0 or bool(markov_rank) != (MARKOV[0] in found.tensors):
-        right = f"the columns of {MARKOV[0]}, 0 without that tensor"
-        raise found.refuse("markov_rank", markov_rank, right)
+        right = f"must be the number of columns of {MARKOV[0]}, or 0 without that tensor"
+        raise found.invalid("markov_rank", markov_rank, right)
     sizes: dict[str, int] = {}
-    for key in LOCAL if local else ():
+    for key in DFLASH2_KEYS if local else ():
         value = local.get(key)
         if type(value) is not int or value < 1:
-            raise found.refuse(key, value, "written out, 1 or more: a head of DFlash 2 has it")
+            raise found.invalid(key, value, "must be given and at least 1 for a DFlash 2 head")
         sizes[key] = value
     mask = _shipped_mask(found, mask_token_id)
     return Block(taps, block_size, sample_from_anchor, mask_token_id, markov_rank, mask, **sizes)
 
 
-def _shipped_mask(found: Foreign, token: int) -> Tensor | None:
-    """The embedding in the file beside the weights, which vLLM's DSpark and SGLang's do not open."""
+def _shipped_mask(found: HeadDirectory, token: int) -> Tensor | None:
+    """The mask embedding in a file next to the weights. DSpark heads have none: engines do not open it for them."""
     file = found.file.parent / MASK_FILE
     if MARKOV[0] in found.tensors or not file.exists():
         return None
-    content = foreign.unpickled(file)
+    content = head_directory.unpickled(file)
     if isinstance(content, dict) and content.get("mask_token_id", token) != token:
-        right = f"{token}, the mask_token_id of config.json"
-        raise found.refuse("mask_token_id", content["mask_token_id"], right, where=file)
+        right = f"must be {token}, the mask_token_id of config.json"
+        raise found.invalid("mask_token_id", content["mask_token_id"], right, where=file)
     if isinstance(content, dict) and content.get("per_position"):
-        raise found.refuse("per_position", True, "one embedding for all slots", where=file)
+        raise found.invalid(
+            "per_position", True, "must be false: only one embedding for all slots is supported", where=file
+        )
     mask = content.get("embedding") if isinstance(content, dict) else content
     if not isinstance(mask, Tensor) or not mask.is_floating_point() or not mask.isfinite().all():
-        raise found.refuse("embedding", f"{mask!r:.60}", "a tensor of finite numbers", where=file)
+        raise found.invalid("embedding", f"{mask!r:.60}", "must be a tensor of finite numbers", where=file)
     return mask.reshape(-1)
 
 
-def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: TargetFacts) -> Head:
-    """A head whose keys of layers are in `config`. CheckpointError as for `read`."""
+def read_parts(found: HeadDirectory, config: Mapping[str, Any], block: Block, facts: TargetFacts) -> Head:
+    """Read a head with its layer keys in `config`. Raises CheckpointError as `read` does."""
     layers, shape = _read_layers(found, config, facts)
     vocab = config["vocab_size"]
     notes = llama.check_vocabulary(found, vocab, facts)
@@ -133,7 +141,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
     found, mask = _without_embedding(found, block, facts)
     found, ids, more = _vocabulary(found, config, vocab, facts)
     size, rank = shape["hidden_size"], block.markov_rank
-    rows = llama.rows(found, LM_HEAD)
+    rows = llama.row_count(found, LM_HEAD)
     drafted = vocab if rows is None else rows
     local = _local_shapes(found, block, shape, layers, vocab) if block.selector_rank else {}
     layer = llama.layer_shapes(shape, size) | {
@@ -141,7 +149,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
         "self_attn.q_norm.weight": (shape["head_dim"],),
         "self_attn.k_norm.weight": (shape["head_dim"],),
     }
-    tensors = llama.take(
+    tensors = llama.take_exactly(
         found,
         {
             "fc.weight": (size, len(block.taps) * size),
@@ -156,7 +164,9 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
     )
     if mask is not None:
         if mask.shape != (size,):
-            raise found.refuse("embedding", f"of shape {list(mask.shape)}", f"[{size}]", where=found.file)
+            raise found.invalid(
+                "embedding", f"of shape {list(mask.shape)}", f"must have shape [{size}]", where=found.file
+            )
         tensors["mask_embedding"] = mask.to(tensors["fc.weight"].dtype)
     for name in (MARKOV[0], *SELECTOR):
         if name in tensors:
@@ -165,7 +175,7 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
         if rank:
             tensors[MARKOV[1]] = _rows(tensors[MARKOV[1]], facts.vocab_size)
     else:
-        kept = ids < facts.vocab_size  # rows beyond it are padding, which is never drafted
+        kept = ids < facts.vocab_size  # further rows are padding, which is never drafted
         for name in (LM_HEAD, MARKOV[1]):
             if name in tensors:
                 tensors[name] = tensors[name][kept]
@@ -185,17 +195,21 @@ def read_parts(found: Foreign, config: Mapping[str, Any], block: Block, facts: T
 
 
 def _local_shapes(
-    found: Foreign, block: Block, shape: Mapping[str, Any], layers: int, vocab: int
+    found: HeadDirectory, block: Block, shape: Mapping[str, Any], layers: int, vocab: int
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of what DFlash 2 has and the others have not, by tensor. CheckpointError where sizes do not fit."""
+    """Shapes of the tensors that only DFlash 2 has, by name. Raises CheckpointError if sizes do not fit."""
     size, taps, rank = shape["hidden_size"], block.conv_kernel_size, block.selector_rank
     if size % block.conv_group_size:
-        raise found.refuse("conv_group_size", block.conv_group_size, f"a divisor of hidden_size, {size}")
+        raise found.invalid("conv_group_size", block.conv_group_size, f"must divide hidden_size, {size}")
     if taps > block.block_size:
-        raise found.refuse("conv_kernel_size", taps, f"at most the slots of a block, {block.block_size}")
-    rows = llama.rows(found, LM_HEAD)
+        raise found.invalid(
+            "conv_kernel_size", taps, f"must not exceed the number of slots of a block, {block.block_size}"
+        )
+    rows = llama.row_count(found, LM_HEAD)
     if rows is not None and rows != vocab:
-        raise found.refuse("draft_vocab_size", rows, f"{vocab}, the whole vocabulary, as engines run DFlash 2")
+        raise found.invalid(
+            "draft_vocab_size", rows, f"must be {vocab}: engines run DFlash 2 with the whole vocabulary"
+        )
     convs = {
         "base_kernel": (2, taps, size),
         "kernel_projection.weight": (2 * taps * size // block.conv_group_size, size),
@@ -208,95 +222,104 @@ def _local_shapes(
             for n, s in convs.items()
         },
         **dict.fromkeys(SELECTOR, (vocab, rank)),
-        STEER: (rank, size),
+        SELECTOR_PROJECTION: (rank, size),
     }
 
 
-def _read_layers(found: Foreign, config: Mapping[str, Any], facts: TargetFacts) -> tuple[int, dict[str, Any]]:
-    """The number of layers, and the fields of each."""
+def _read_layers(found: HeadDirectory, config: Mapping[str, Any], facts: TargetFacts) -> tuple[int, dict[str, Any]]:
+    """The number of layers, and the fields of each layer."""
     for key, allowed in MUST_BE.items():
         if config.get(key) not in allowed:
             right = " or ".join(str(value) for value in allowed if value is not None) or "missing"
-            raise found.refuse(key, config[key], f"{right}: our head computes nothing else")
+            raise found.invalid(key, config[key], f"must be {right}: specctl's head supports nothing else")
     layers, types = config.get("num_hidden_layers"), config.get("layer_types")
     if type(layers) is not int or layers < 1:
-        raise found.refuse("num_hidden_layers", layers, "the number of decoder layers")
+        raise found.invalid("num_hidden_layers", layers, "must be the number of decoder layers")
     if types is not None and (not isinstance(types, list) or set(types) != {"full_attention"}):
-        raise found.refuse("layer_types", types, "full_attention alone: our head's layers see the whole context")
+        raise found.invalid(
+            "layer_types", types, "must contain only full_attention: the layers of specctl's head see the whole context"
+        )
     for key in ("head_dim", "num_key_value_heads"):
         if config.get(key) is None:
-            raise found.refuse(key, "missing", "written out: Qwen3's default is not that of other families")
-    # A window is of no effect under these layer types, a tie to the target's own matrices none at all.
+            raise found.invalid(key, "missing", "must be given: the default differs between Qwen3 and other families")
+    # Ignore keys without effect: a window under full attention, and tied embeddings, as the head uses the target's
+    # matrices.
     same = {"num_hidden_layers": 1, "sliding_window": None, "layer_types": None, "tie_word_embeddings": False}
     return layers, llama.read_config(found, {"rope_theta": THETA, **config, **same}, facts)
 
 
-def _renamed(found: Foreign) -> Foreign:
-    """Tensors by the names that engines give them."""
+def _renamed(found: HeadDirectory) -> HeadDirectory:
+    """Tensors under the names that engines give them."""
     renamed = {}
     for name, tensor in found.tensors.items():
         for start, other in OTHER_NAMES.items():
             name = other + name[len(start) :] if name.startswith(start) else name
         renamed[name] = tensor
-    return found.renamed(renamed)
+    return found.with_tensors(renamed)
 
 
-def _confidence(found: Foreign, config: Mapping[str, Any], block: Block) -> tuple[Foreign, bool, list[str]]:
-    """Whether `found` has a confidence head such as ours; `found` without another one, on which drafts do not depend
-    either, and a note of that."""
+def _confidence(found: HeadDirectory, config: Mapping[str, Any], block: Block) -> tuple[HeadDirectory, bool, list[str]]:
+    """Whether `found` has a confidence head like ours.
+
+    Any other confidence head is removed from `found`, with a note. Drafts do not depend on it.
+    """
     parts = {name for name in found.tensors if name.startswith("confidence_head.")}
     off = config.get("enable_confidence_head") is False
     with_markov = config.get("confidence_head_with_markov") is True
     if not parts or (block.markov_rank and with_markov and not off):
         return found, bool(parts), []
-    why = "config.json turns it off" if off else "ours reads a Markov head"
+    why = "config.json turns it off" if off else "specctl's confidence head needs a Markov head"
     kept = {name: tensor for name, tensor in found.tensors.items() if name not in parts}
-    return found.renamed(kept), False, [f"its confidence head is left out: {why}; drafts do not depend on it"]
+    return found.with_tensors(kept), False, [f"its confidence head is not imported: {why}. Drafts do not depend on it"]
 
 
-def _without_embedding(found: Foreign, block: Block, facts: TargetFacts) -> tuple[Foreign, Tensor | None]:
-    """`found` without the copy of the target's embedding, and the mask's, where it is not the target's row."""
+def _without_embedding(found: HeadDirectory, block: Block, facts: TargetFacts) -> tuple[HeadDirectory, Tensor | None]:
+    """Remove the copy of the target's embedding. Returns the mask embedding if it is not the target's row."""
     shipped, ours = found.tensors.get(EMBEDDING), facts.embedding
     if shipped is None:
         return found, block.mask
     token, mask = block.mask_token_id, block.mask
     if shipped.dim() != 2 or token >= len(shipped):
-        right = f"[{facts.vocab_size}, {facts.hidden_size}]"
-        raise found.refuse(EMBEDDING, f"of shape {list(shipped.shape)}", right, where=found.file)
+        right = f"must have shape [{facts.vocab_size}, {facts.hidden_size}]"
+        raise found.invalid(EMBEDDING, f"of shape {list(shipped.shape)}", right, where=found.file)
     row = shipped[token]
     if mask is None and (ours is None or not torch.equal(row.float(), ours[token].to(row).float())):
         mask = row.clone()
     if ours is not None and shipped.shape[1:] == ours.shape[1:]:
         shipped = shipped.clone()
         shipped[token] = ours[token].to(shipped)
-    without = llama.without_copies(found.renamed({**found.tensors, EMBEDDING: shipped}), facts, {EMBEDDING: ours})
+    without = llama.without_copies(found.with_tensors({**found.tensors, EMBEDDING: shipped}), facts, {EMBEDDING: ours})
     return without, mask
 
 
 def _vocabulary(
-    found: Foreign, config: Mapping[str, Any], vocab: int, facts: TargetFacts
-) -> tuple[Foreign, Tensor | None, list[str]]:
-    """`found` without mappings and copies of the target's head, the target ids of a smaller draft vocabulary (None: it
-    is the target's), and notes."""
-    rows, mapping = llama.rows(found, LM_HEAD), ("d2t", "t2d")
+    found: HeadDirectory, config: Mapping[str, Any], vocab: int, facts: TargetFacts
+) -> tuple[HeadDirectory, Tensor | None, list[str]]:
+    """Return `found` without mappings and copies of the target's head, the draft ids, and notes.
+
+    The draft ids are target ids of a smaller draft vocabulary, or None if the head drafts the target's vocabulary.
+    """
+    rows, mapping = llama.row_count(found, LM_HEAD), ("d2t", "t2d")
     drafted = config.get("draft_vocab_size") or rows or vocab
     if rows is None and drafted != vocab:
-        right = f"[{drafted}, {facts.hidden_size}]: the head drafts {drafted} of {vocab} tokens"
-        raise found.refuse(LM_HEAD, "missing", right, where=found.file)
+        right = f"must have shape [{drafted}, {facts.hidden_size}]: the head drafts {drafted} of {vocab} tokens"
+        raise found.invalid(LM_HEAD, "missing", right, where=found.file)
     ids: Tensor | None = None
     notes: list[str] = []
     if rows is not None:
-        ids, notes = eagle3_raw.draft_ids(found, rows, vocab)
+        ids, notes = eagle3.draft_ids(found, rows, vocab)
         if rows == vocab and torch.equal(ids, torch.arange(rows)):
             ids = None
-    without = found.renamed({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
+    without = found.with_tensors({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
     if ids is None:
         without = llama.without_copies(without, facts, {LM_HEAD: facts.head_weight})
     elif int((ids < facts.vocab_size).sum()) >= facts.vocab_size:
-        raise found.refuse("d2t", "a mapping of all tokens", "none: the order of the target's vocabulary")
+        raise found.invalid(
+            "d2t", "a mapping of all tokens", "must be missing if the head drafts the target's whole vocabulary"
+        )
     return without, ids, notes
 
 
 def _rows(tensor: Tensor, rows: int) -> Tensor:
-    """The first `rows` of a matrix, zeros for those that it lacks: no token stands there."""
+    """The first `row_count` of a matrix, padded with zeros. The added rows belong to no token."""
     return torch.cat((tensor[:rows], tensor.new_zeros(max(rows - len(tensor), 0), tensor.shape[1])))

@@ -1,7 +1,7 @@
-"""A datastore as engines draft from it: vLLM from its directory, SGLang from its documents as texts.
+"""Export a datastore for engines: vLLM reads its directory, SGLang its documents as texts.
 
-SGLang's method NGRAM drafts from external corpora, too, behind suffix automata. It reads one from a file at its start,
-or takes one while it runs (`engines.corpora`), in both cases as texts, which it tokenizes itself (0.5.23).
+SGLang's method NGRAM drafts from external corpora too, with suffix automata. It reads a corpus from a file at its
+start, or takes one while it runs (`engines.corpora`). In both cases it gets texts and tokenizes them itself (0.5.23).
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from specctl.drafters.retrieval.datastore import LONGEST, Datastore
 from specctl.formats.head import Serving, TargetFacts
 
 FILE = "corpus.jsonl"
-"""A text a line, as a JSON string: what --speculative-ngram-external-corpus-path names."""
+"""File for --speculative-ngram-external-corpus-path: one text per line, as a JSON string."""
 PROPOSER = "specctl.engines.vllm_proposer.TextProposer"
-DRAFTED = {"vllm": 7, "sglang": 15}
-"""Tokens of a round where none are asked for: of a chain, and of a tree."""
+DEFAULT_DRAFT_TOKENS = {"vllm": 7, "sglang": 15}
+"""Default number of draft tokens per round: of a chain for vLLM, of a tree for SGLang."""
 MOST_TOKENS = 10_000_000  # of all corpora, unless --speculative-ngram-external-corpus-max-tokens says otherwise
 OWN_TEXT = (
-    "half of the tokens of a draft are for the corpus (--speculative-ngram-external-sam-budget), half for what the "
-    "server has written"
+    "half of the draft tokens come from the corpus (--speculative-ngram-external-sam-budget), the other half from text "
+    "that the server has generated"
 )
 
 
@@ -32,8 +32,9 @@ class CorpusTexts:
     """The documents of a datastore as texts.
 
     Attributes:
-        tokens: of the texts, as the target's tokenizer reads them, and one between two of them.
-        changed: documents whose response is read as other tokens than those that the target wrote.
+        tokens: number of tokens by the target's tokenizer, plus one separator between texts.
+        changed: number of documents with a response that is tokenized differently from the tokens that the target
+            wrote.
     """
 
     texts: list[str]
@@ -42,22 +43,22 @@ class CorpusTexts:
 
     @property
     def lines(self) -> str:
-        """The file's content."""
+        """Content of the file."""
         return "".join(f"{json.dumps(text, ensure_ascii=False)}\n" for text in self.texts)
 
     @property
     def notes(self) -> list[str]:
-        """Lines that people should read."""
+        """Notes for the user."""
         if not self.changed:
             return []
         return [
-            f"{self.changed} of {len(self.texts)} responses are other tokens once their text is tokenized anew, as "
-            "SGLang does, and less use there"
+            f"{self.changed} of {len(self.texts)} responses get different tokens when SGLang tokenizes their "
+            "text again, so they are less useful there"
         ]
 
 
 def corpus_of(store: Datastore, tokenizer: Any) -> CorpusTexts:
-    """The texts of a store. Of each the first `LONGEST` tokens are context, which may begin within a word."""
+    """The texts of a store. The first `LONGEST` tokens of each are context, which may begin within a word."""
     texts, total, changed = [], 0, 0
     for document in store.documents():
         text = tokenizer.decode(document, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -72,8 +73,10 @@ def corpus_of(store: Datastore, tokenizer: Any) -> CorpusTexts:
 
 
 def serving(to: str, place: Path, facts: TargetFacts, tokens: int, corpus: CorpusTexts | None = None) -> Serving:
-    """The command line of an engine: vLLM's with the drafter's directory `place`, SGLang's with `place` / `FILE`, which
-    holds `corpus`."""
+    """The command line of an engine: for vLLM with the directory `place`, for SGLang with `place` / `FILE`.
+
+    The file holds `corpus`.
+    """
     target = shlex.quote(facts.name) + (f" --revision {shlex.quote(facts.revision)}" if facts.revision else "")
     if to == "vllm":
         named = json.dumps({"specctl_drafters": [str(place)]})
@@ -81,9 +84,9 @@ def serving(to: str, place: Path, facts: TargetFacts, tokens: int, corpus: Corpu
         command = (
             f"vllm serve {target} --additional-config {shlex.quote(named)} --speculative-config {shlex.quote(method)}"
         )
-        return Serving([command], ["vLLM needs specctl's files in its environment: pip install --no-deps specctl"])
+        return Serving([command], ["vLLM needs specctl in its environment: pip install --no-deps specctl"])
     assert corpus is not None
-    nodes = tokens + 1  # with the root
+    nodes = tokens + 1  # including the root
     most = f" --speculative-ngram-external-corpus-max-tokens {corpus.tokens}" if corpus.tokens > MOST_TOKENS else ""
     command = (
         f"python -m sglang.launch_server --model-path {target} --speculative-algorithm NGRAM "

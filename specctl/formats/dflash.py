@@ -1,13 +1,13 @@
-"""Block-parallel heads as published: DFlash, DSpark and DFlash 2, as vLLM and SGLang read them.
+"""Block-parallel heads as published: DFlash, DSpark and DFlash 2, in the form that vLLM and SGLang read.
 
-Tensors: fc, hidden_norm, layers.*, norm, for DSpark markov_head.* and confidence_head.proj, by which both engines can
-verify less where little will be kept; for DFlash 2 layers.*.{attention,mlp}_conv.* and candidate_selector.*; a smaller
-draft vocabulary adds lm_head and d2t (int64 [Vd], offsets). `target_layer_ids` name outputs of layers, one less than
-indices of hidden_states.
+Tensors: fc, hidden_norm, layers.*, norm. DSpark adds markov_head.* and confidence_head.proj; with the latter both
+engines can verify fewer tokens if few are likely to be accepted. DFlash 2 adds layers.*.{attention,mlp}_conv.* and
+candidate_selector.*. A smaller draft vocabulary adds lm_head and d2t (int64 [Vd], offsets). `target_layer_ids` are
+indices of layer outputs, which are one less than indices into hidden_states.
 
-A block. DFlash's `block_size` counts the anchor, which drafts nothing, and so does DFlash 2's; DSpark's slots all
-draft. Engines feed as many masks as they are told to draft tokens, and every slot sees every other: a shorter block is
-another head.
+Blocks. In DFlash and DFlash 2, `block_size` includes the anchor, which drafts no token. In DSpark all slots draft.
+Engines feed one mask per draft token, and all slots see each other: with another number of tokens, the head computes
+something else.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from specctl.errors import CheckpointError
-from specctl.formats import eagle3_raw, engines, llama
-from specctl.formats.block import EMBEDDING, LAYERS, LM_HEAD, LOCAL, MARKOV, MASK_FILE, read_block, read_parts
-from specctl.formats.foreign import Foreign
+from specctl.formats import eagle3, llama, serving_commands
+from specctl.formats.block import DFLASH2_KEYS, EMBEDDING, LAYERS, LM_HEAD, MARKOV, MASK_FILE, read_block, read_parts
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 DFLASH, DSPARK, DFLASH2 = "dflash", "dspark", "dflash2"
 ARCHITECTURES = {DFLASH: "DFlashDraftModel", DSPARK: "Qwen3DSparkModel", DFLASH2: "DFlash2DraftModel"}
 """Kind of head → its name in config.json."""
 READ = {name: kind for kind, name in ARCHITECTURES.items()} | {"DSparkDraftModel": DSPARK, "LingDSparkModel": DSPARK}
-"""Architecture → kind; the last two name what Qwen3DSparkModel is."""
+"""Architecture → kind; the last two are other names of Qwen3DSparkModel."""
 METHODS = {
     ("vllm", DFLASH): "dflash",
     ("vllm", DSPARK): "dspark",
@@ -35,32 +35,32 @@ METHODS = {
     ("sglang", DSPARK): "DSPARK",
     ("sglang", DFLASH2): "DFLASH",
 }
-"""Reader, kind → what it calls the method."""
-V2_RUNNER = (DSPARK, DFLASH2)  # kinds that vLLM drafts with in its V2 model runner alone
-ROW = (
-    "SGLang puts the head's mask embedding in the place of the target's row of token {}: texts with that token are "
-    "answered otherwise than by the target alone"
+"""(Reader, kind) → the reader's name of the method."""
+V2_RUNNER = (DSPARK, DFLASH2)  # kinds that vLLM drafts with only in its V2 model runner
+MASK_ROW_NOTE = (
+    "SGLang overwrites the target's embedding of token {} with the head's mask embedding: sequences with that token "
+    "get output that differs from the target's own"
 )
 TARGET_SCALES = "logit_scale", "logits_scaling", "lm_head_multiplier"
-"""Keys of targets that do not draw from their vocabulary head's products as they are."""
+"""Config keys of targets that scale the logits of their vocabulary head."""
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The directory of a head. CheckpointError where its reader could not feed it, or would draft otherwise."""
+    """The directory of a head. Raises CheckpointError if its reader could not run it, or would draft differently."""
     shape, kind = head.architecture, kind_of(head)
     if shape["sample_from_anchor"] != (kind == DSPARK):
         markov = kind == DSPARK
         raise CheckpointError(
             f"the head has {'a' if markov else 'no'} Markov head and drafts from its {'second' if markov else 'first'} "
-            f"slot on: engines know the opposite only",
-            hint="--to speculators can say so"
+            f"slot on: engines support only the opposite",
+            hint="use --to speculators, which supports it"
             if markov
-            else "train it with drafter.markov_rank, or drafting otherwise",
+            else "train it with drafter.markov_rank, or so that it drafts from the second slot on",
         )
     if to == "sglang":
         _check_sglang(head)
     check_logits(head, facts)
-    eagle3_raw.check_taps(head, facts)
+    eagle3.check_taps(head, facts)
     layers = [tap - 1 for tap in shape["taps"]]
     config = {
         **layer_config(head, facts),
@@ -71,20 +71,20 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         "mask_token_id": shape["mask_token_id"],
     }
     if kind == DSPARK:
-        # vLLM finds these at the top alone, SGLang in both places.
+        # vLLM reads these keys only at the top level, SGLang in both places.
         config |= {LAYERS: layers, "sample_from_anchor": True, **markov_keys(head)}
     else:
         config["dflash_config"] = {
             LAYERS: layers,
             "mask_token_id": shape["mask_token_id"],
             "causal": False,
-            **local_keys(head),
+            **dflash2_keys(head),
         }
     return files(head, facts, config)
 
 
 def layer_config(head: Head, facts: TargetFacts) -> dict[str, Any]:
-    """The keys of the decoder layers, those of Qwen3."""
+    """The config keys of the decoder layers, which are Qwen3 layers."""
     layers = head.architecture["num_layers"]
     return {
         **llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype),
@@ -97,8 +97,8 @@ def layer_config(head: Head, facts: TargetFacts) -> dict[str, Any]:
 
 
 def files(head: Head, facts: TargetFacts, config: dict[str, Any]) -> Files:
-    """The directory with `config`, and the mask's embedding where vLLM looks for it."""
-    tensors = eagle3_raw.without_mapping_of_all(head)
+    """The directory with `config`, and the mask embedding in the place where vLLM looks for it."""
+    tensors = eagle3.without_full_mapping(head)
     mask = tensors.pop("mask_embedding", None)
     if mask is None:
         return Files(config, tensors)
@@ -111,26 +111,27 @@ def files(head: Head, facts: TargetFacts, config: dict[str, Any]) -> Files:
 
 
 def kind_of(head: Head) -> str:
-    """`DFLASH`, `DSPARK` or `DFLASH2`. CheckpointError for a head that is none of them."""
+    """`DFLASH`, `DSPARK` or `DFLASH2`. Raises CheckpointError if the head is of another kind."""
     shape = head.architecture
     convolved, selects = bool(shape.get("conv_kernel_size")), bool(shape.get("selector_rank"))
     if convolved != selects:
         raise CheckpointError(
-            f"the head has {'convolutions' if convolved else 'a candidate selector'} and no "
+            f"the head has {'convolutions' if convolved else 'a candidate selector'} but no "
             f"{'candidate selector' if convolved else 'convolutions'}: engines run both (DFlash 2) or neither",
             hint="train it with drafter.conv_kernel_size=4 drafter.selector_rank=32, or without both",
         )
     if selects and shape["draft_vocab_size"] != shape["vocab_size"]:
         raise CheckpointError(
-            f"the head has a draft vocabulary of {shape['draft_vocab_size']}, engines run DFlash 2 with the whole one",
+            f"the head has a draft vocabulary of {shape['draft_vocab_size']}, but engines run DFlash 2 with "
+            "the whole vocabulary",
             hint="train it without drafter.vocab_size",
         )
     return DFLASH2 if selects else DSPARK if shape["markov_rank"] else DFLASH
 
 
-def local_keys(head: Head) -> dict[str, Any]:
-    """The keys of convolutions and candidate selector, where a head has them."""
-    return {key: head.architecture[key] for key in LOCAL} if kind_of(head) == DFLASH2 else {}
+def dflash2_keys(head: Head) -> dict[str, Any]:
+    """The keys of convolutions and candidate selector, if a head has them."""
+    return {key: head.architecture[key] for key in DFLASH2_KEYS} if kind_of(head) == DFLASH2 else {}
 
 
 def markov_keys(head: Head) -> dict[str, Any]:
@@ -142,55 +143,62 @@ def markov_keys(head: Head) -> dict[str, Any]:
 
 
 def check_logits(head: Head, facts: TargetFacts) -> None:
-    """CheckpointError where engines would add to a multiple of them."""
+    """Raise CheckpointError if the target scales its logits: engines would add the head's terms to unscaled logits."""
     scaled = {key: value for key in TARGET_SCALES if (value := getattr(facts.text_config, key, None)) not in (None, 1)}
     if scaled and kind_of(head) != DFLASH and LM_HEAD not in head.tensors:
         raise CheckpointError(
-            f"target {facts.name} scales its logits ({scaled}), engines do not scale those of a draft",
-            hint="train with drafter.vocab_size: the head then has a vocabulary matrix of its own",
+            f"target {facts.name} scales its logits ({scaled}), but engines do not scale draft logits",
+            hint="train with drafter.vocab_size: the head then has a separate vocabulary matrix",
         )
 
 
 def _check_sglang(head: Head) -> None:
-    """SGLang takes the target's vocabulary head, whatever is shipped, and with DSpark its embedding, too."""
+    """Raise CheckpointError for heads that SGLang would run with other matrices.
+
+    SGLang always uses the target's vocabulary head, even if the directory holds one. With DSpark it also uses the
+    target's embedding.
+    """
     shape = head.architecture
     if shape["draft_vocab_size"] != shape["vocab_size"]:
         raise CheckpointError(
-            f"the head has a draft vocabulary of {shape['draft_vocab_size']}, SGLang drafts with the whole one",
-            hint="train without drafter.vocab_size, or --to vllm",
+            f"the head has a draft vocabulary of {shape['draft_vocab_size']}, but SGLang drafts with the whole "
+            "vocabulary",
+            hint="train without drafter.vocab_size, or use --to vllm",
         )
     if kind_of(head) == DSPARK and shape["own_mask"]:
         raise CheckpointError(
-            "the head has learnt the embedding of its masks; SGLang's DSPARK reads the target's row of mask_token_id",
-            hint="--to vllm takes it; SGLang takes such heads without a Markov head: drafter.markov_rank=0",
+            "the head has a learned mask embedding, but SGLang's DSPARK uses the target's embedding of mask_token_id",
+            hint="use --to vllm; or train without a Markov head for SGLang: drafter.markov_rank=0",
         )
 
 
-def claims(found: Foreign) -> bool:
-    """Whether a directory looks like a block-parallel head, also one that cannot be read."""
+def claims(found: HeadDirectory) -> bool:
+    """Whether a directory looks like a block-parallel head, even if it cannot be read."""
     names = found.config.get("architectures")
     blocks = isinstance(names, list) and any("DFlash" in str(name) or "DSpark" in str(name) for name in names)
     return blocks or "dflash_config" in found.config or MARKOV[0] in found.tensors
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
+    """Read a published head. Raises CheckpointError if our head cannot represent it, or it does not fit the target."""
     config = found.config
     nested = config.get("dflash_config") or {}
     if not isinstance(nested, dict):
-        raise found.refuse("dflash_config", nested, "an object with target_layer_ids and mask_token_id")
+        raise found.invalid("dflash_config", nested, "must be an object with target_layer_ids and mask_token_id")
     known = [READ[name] for name in config.get("architectures") or [] if name in READ]
     if len(known) != 1:
-        raise found.refuse("architectures", config.get("architectures"), f"one of {', '.join(READ)}")
-    said = {**config, **nested}  # in this order in both engines
+        raise found.invalid("architectures", config.get("architectures"), f"must be one of {', '.join(READ)}")
+    said = {**config, **nested}  # both engines let dflash_config override the top level
     layers = said.get(LAYERS) or said.get("dspark_target_layer_ids")
     if not isinstance(layers, list) or not all(type(layer) is int for layer in layers):
-        raise found.refuse(LAYERS, layers, "a list of the layers whose outputs the head reads, from 0")
+        raise found.invalid(
+            LAYERS, layers, "must be the list of layers with the outputs that the head reads, counted from 0"
+        )
     mask = next((said[key] for key in ("mask_token_id", "dspark_noise_token_id") if said.get(key) is not None), None)
     spark = known[0] == DSPARK
     anchor = said.get("sample_from_anchor", spark)
     if anchor is not spark or config.get("dspark_bonus_anchor") not in (None, not anchor):
-        raise found.refuse("sample_from_anchor", anchor, f"{spark}: the layout of a {config['architectures'][0]}")
+        raise found.invalid("sample_from_anchor", anchor, f"must be {spark} for a {config['architectures'][0]}")
     block = read_block(
         found,
         facts,
@@ -203,7 +211,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
     )
     for key in ("conv_kernel_size", "selector_rank") if known[0] != DFLASH2 else ():
         if said.get(key):
-            raise found.refuse(key, said[key], f"missing: this belongs to a {ARCHITECTURES[DFLASH2]}")
+            raise found.invalid(key, said[key], f"must be missing: only a {ARCHITECTURES[DFLASH2]} has it")
     return read_parts(found, said, block, facts)
 
 
@@ -212,7 +220,7 @@ def serving(
 ) -> Serving:
     """The command line of an engine."""
     kind = kind_of(head)
-    found = engines.serving(to, METHODS[to, kind], place, facts, tokens, schedule, v2_runner=kind in V2_RUNNER)
+    found = serving_commands.serving(to, METHODS[to, kind], place, facts, tokens, schedule, v2_runner=kind in V2_RUNNER)
     if to == "sglang" and head.architecture["own_mask"]:
-        found.notes.append(ROW.format(head.architecture["mask_token_id"]))
+        found.notes.append(MASK_ROW_NOTE.format(head.architecture["mask_token_id"]))
     return found

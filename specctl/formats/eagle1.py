@@ -1,7 +1,7 @@
-"""EAGLE-1 heads: fc [H, 2H] on cat(embedding, feature), layers.0.* without an input norm, no final norm, no head.
+"""EAGLE-1 heads: fc [H, 2H] on cat(embedding, feature), layers.0.* without an input norm, no final norm, no lm_head.
 
-vLLM wants the architecture LlamaForCausalLM and knows no fc.bias, SGLang LlamaForCausalLMEagle with one (of zeros); the
-reference code (SafeAILab/EAGLE) has one unless config.json says `bias: false`.
+vLLM wants the architecture LlamaForCausalLM and does not know fc.bias. SGLang wants LlamaForCausalLMEagle with an
+fc.bias (of zeros). The reference code (SafeAILab/EAGLE) has the bias unless config.json says `bias: false`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
-from specctl.formats import engines, llama
-from specctl.formats.foreign import Foreign
+from specctl.formats import llama, serving_commands
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 METHODS = {"vllm": "eagle", "sglang": "EAGLE"}
 
@@ -25,26 +25,28 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         "architectures": ["LlamaForCausalLMEagle" if sglang else "LlamaForCausalLM"],
         **llama.write_config(head.architecture, facts, weight.dtype),
     }
-    # SGLang makes an fc.bias in any case and would leave it as its memory was.
+    # SGLang always creates an fc.bias. A bias missing in the file would stay uninitialized memory.
     bias = {"fc.bias": torch.zeros(len(weight), dtype=weight.dtype)} if sglang else {}
     return Files(config, head.tensors | bias)
 
 
-def claims(found: Foreign) -> bool:
+def claims(found: HeadDirectory) -> bool:
     fc = found.tensors.get("fc.weight")
     return fc is not None and fc.dim() == 2 and fc.shape[1] == 2 * fc.shape[0]
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A published head. CheckpointError where ours cannot represent it, such as a bias that is not zero."""
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
+    """A published head. Raises CheckpointError if ours cannot represent it, for example a bias that is not zero."""
     shape = llama.read_config(found, found.config, facts)
     notes = llama.check_vocabulary(found, found.config["vocab_size"], facts)
     stripped = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
     copies = {"embed_tokens.weight": facts.embedding, "lm_head.weight": facts.head_weight}
-    found = llama.without_copies(found.renamed(stripped), facts, copies)
+    found = llama.without_copies(found.with_tensors(stripped), facts, copies)
     size = shape["hidden_size"]
     layer = llama.layer_shapes(shape, size)
-    tensors = llama.take(found, {"fc.weight": (size, 2 * size), **{f"layers.0.{name}": s for name, s in layer.items()}})
+    tensors = llama.take_exactly(
+        found, {"fc.weight": (size, 2 * size), **{f"layers.0.{name}": s for name, s in layer.items()}}
+    )
     whole = {"draft_vocab_size": facts.vocab_size, "taps": [facts.num_layers]}
     return Head("eagle", shape | whole, tensors, tuple(notes))
 
@@ -52,7 +54,7 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The command line of an engine, or the line of Python of the repository."""
+    """The command line of an engine, or the line of Python for the reference repository."""
     if to == "eagle":
-        return engines.eagle_repository(place, facts, eagle3=False)
-    return engines.serving(to, METHODS[to], place, facts, tokens, schedule)
+        return serving_commands.eagle_repository(place, facts, eagle3=False)
+    return serving_commands.serving(to, METHODS[to], place, facts, tokens, schedule)

@@ -1,4 +1,4 @@
-"""The records between our drafters and other people's files, and the numbers of a target that both must agree with."""
+"""Records that connect our drafters with other repositories' files, and the target's facts that both must fit."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any, cast
 from safetensors import safe_open
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models.gguf_target import is_gguf
-from specctl.decoding.models.loading import builtin_path, load_config, reading
+from specctl.decoding.models.loading import builtin_path, load_config, load_errors
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
 
 EMBEDDING = "embed_tokens.weight"
-"""The end of its name in a target's files."""
+"""Suffix of the embedding's name in a target's files."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A drafter as our own directory holds it: `architecture` and `tensors` are those of its family.
+    """A drafter as our own directory stores it: `architecture` and `tensors` follow its family.
 
-    `notes` are what a reader had to take for granted or to change; a user should see them.
+    `notes`: assumptions and changes that a reader made, for the user.
     """
 
     family: str
@@ -32,8 +32,11 @@ class Head:
     tensors: dict[str, Tensor]
     notes: tuple[str, ...] = ()
 
-    def drafted(self, wanted: int) -> int:
-        """Tokens that it drafts a round where `wanted` are asked for: one a head or depth at most; a block is whole."""
+    def draft_length(self, wanted: int) -> int:
+        """Number of tokens drafted per round if `needed_states` are requested.
+
+        A family drafts at most one token per head or depth. A block has a fixed length.
+        """
         shape = self.architecture
         if "block_size" in shape:
             return int(shape["block_size"]) - (not shape["sample_from_anchor"])
@@ -42,11 +45,10 @@ class Head:
 
 @dataclass(frozen=True)
 class Files:
-    """A directory to be written: config.json, one file of weights, the target's tokenizer where it needs one, and what
-    engines look for in further files, by their names.
+    """A directory to be written: config.json, one file of weights, an optional tokenizer, and further files by name.
 
-    With `base` it is that directory of a model, in which `tensors` take the place of its own, and `config` the place of
-    some keys.
+    With `base`, the directory is a copy of that model's directory. Then `tensors` replace its tensors of the same
+    names, and `config` replaces some keys.
     """
 
     config: dict[str, Any]
@@ -59,7 +61,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Serving:
-    """How a written directory is put to use: lines for a shell or for Python, and what people should know before."""
+    """Commands that use a written directory, for a shell or for Python, and notes to read before."""
 
     commands: list[str]
     notes: list[str] = field(default_factory=list)
@@ -70,8 +72,8 @@ class LengthRange:
     """Draft lengths of an engine while it decodes `first` to `last` texts at once.
 
     Attributes:
-        tokens: of a draft; 0 = none are drafted.
-        near: lengths that are about as fast, `tokens` among them.
+        tokens: draft length; 0 = no drafts.
+        near: lengths that are about as fast, including `tokens`.
     """
 
     first: int
@@ -85,10 +87,10 @@ class TargetFacts:
     """Facts of a target that a head has to fit.
 
     Attributes:
-        name, revision: as the engine finds the target: a hub id or a directory.
-        num_tokens: ids that the tokenizer uses; the vocabulary's rows beyond them are padding.
+        name, revision: hub id or directory under which the engine finds the target.
+        num_tokens: number of ids that the tokenizer uses; further rows of the vocabulary are padding.
         embedding: [V, H] of a loaded target, to compare a shipped copy with.
-        text_config: the target's configuration; heads that store no shapes are shaped by it.
+        text_config: the target's configuration. Heads that store no shapes take them from here.
     """
 
     name: str
@@ -105,7 +107,7 @@ class TargetFacts:
 
     @classmethod
     def of_target(cls, target: Target) -> TargetFacts:
-        """Everything, of a loaded target."""
+        """All facts, from a loaded target."""
         return cls(
             name=served_name(target.name),
             revision=target.identity["revision"],
@@ -122,9 +124,10 @@ class TargetFacts:
 
     @classmethod
     def of_identity(cls, identity: dict[str, Any], name: str | None = None, **options: Any) -> TargetFacts:
-        """Facts of the target a drafter was made for, found under `name` today; reads its configuration, no weights.
+        """Facts of the target that a drafter was made for, found under `name` today.
 
-        Raises CheckpointError: there is no such target, it is another model, or `identity` is incomplete.
+        Reads its configuration, no weights. Raises CheckpointError if there is no such target, it is another model, or
+        `identity` is incomplete.
         """
         for key, kind in (("name", str), ("hidden_size", int), ("num_layers", int), ("vocab_size", int)):
             if not isinstance(said := identity.get(key), kind):
@@ -138,8 +141,8 @@ class TargetFacts:
         for key, found in (("hidden_size", text.hidden_size), ("num_layers", text.num_hidden_layers)):
             if identity[key] != found:
                 raise CheckpointError(
-                    f"the drafter was made for a target of {key} {identity[key]}, {name} has {found}",
-                    hint="name the target it was made for: --target",
+                    f"the drafter was made for a target with {key} {identity[key]}, but {name} has {found}",
+                    hint="name the target that it was made for with --target",
                 )
         return cls(
             name=served_name(name),
@@ -153,7 +156,10 @@ class TargetFacts:
         )
 
     def token_embedding(self) -> Tensor:
-        """[V, H] the target's, from its files where it is not loaded. CheckpointError where these do not have it."""
+        """[V, H] embedding of the target, read from its files if it is not loaded.
+
+        Raises CheckpointError if they lack it.
+        """
         if self.embedding is not None:
             return self.embedding
         from transformers.utils import cached_file
@@ -162,34 +168,34 @@ class TargetFacts:
             options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": self.revision}
             return cached_file(self.name, name, **options)
 
-        with reading(self.name):
+        with load_errors(self.name):
             index = place("model.safetensors.index.json")
-            parts = regular.document(index)["weight_map"] if index else {}
+            parts = regular_files.read_json(index)["weight_map"] if index else {}
             one = next((part for name, part in parts.items() if name.endswith(EMBEDDING)), "model.safetensors")
             if (file := place(one)) is not None:
-                regular.check(file)
+                regular_files.check(file)
                 with safe_open(file, framework="pt") as weights:
                     names = [name for name in weights.keys() if name.endswith(EMBEDDING)]  # noqa: SIM118  # no dict
                     if names:
                         return cast(Tensor, weights.get_tensor(names[0]))
         raise CheckpointError(
-            f"target {self.name} has no {EMBEDDING} in safetensors, of which the head's files need a copy",
-            hint="name a copy of the target that has: --target",
+            f"target {self.name} has no {EMBEDDING} in its safetensors files, and the head's files need a copy of it",
+            hint="name a copy of the target that has it with --target",
         )
 
     @property
     def config(self) -> Any:
-        """`text_config` under the name that a `Target` has it by: families shape heads by either."""
+        """`text_config` under the attribute name of a `Target`: families take shapes from either class."""
         return self.text_config
 
     @property
     def default_taps(self) -> tuple[int, ...]:
-        """The layers vLLM, SGLang and the reference code tap where a head names no layers (hidden_states indices)."""
+        """The layers that vLLM, SGLang and the reference code tap by default (indices into hidden_states)."""
         return (2, self.num_layers // 2, self.num_layers - 3)
 
 
 def served_name(target: str) -> str:
-    """A target as another program finds it: our built-in one by its directory, directories and files absolutely."""
+    """Name by which another program finds a target: absolute paths, and the built-in target's directory."""
     if target == "builtin":
         return str(builtin_path())
     path = Path(target).expanduser()

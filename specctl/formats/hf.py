@@ -1,4 +1,4 @@
-"""An independent drafter as a plain `transformers` directory with the target's tokenizer."""
+"""Export an independent drafter as a plain `transformers` directory with the target's tokenizer."""
 
 from __future__ import annotations
 
@@ -8,40 +8,43 @@ from pathlib import Path
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from specctl.drafters.blueprint import guarded, located
+from specctl.drafters.blueprint import build_or_raise, prefix_errors
 from specctl.drafters.lm.config import check_plain, configuration, stored
-from specctl.formats import engines
-from specctl.formats.foreign import Foreign
+from specctl.formats import serving_commands
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map")
-"""Keys that are about the file, not about the model."""
+"""Keys that describe the file, not the model."""
 METHODS = {"vllm": "draft_model", "sglang": "STANDALONE"}
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """Loads with AutoModelForCausalLM and AutoTokenizer."""
+    """Files that load with AutoModelForCausalLM and AutoTokenizer."""
     config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
     return Files(config.to_dict(), head.tensors, tokenizer=True)
 
 
-def claims(found: Foreign) -> bool:
+def claims(found: HeadDirectory) -> bool:
     kind = found.config.get("model_type")
     return isinstance(kind, str) and kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and "fc.weight" not in found.tensors
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A causal LM with the target's vocabulary. CheckpointError for another vocabulary, or no causal LM."""
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
+    """A causal LM with the target's vocabulary.
+
+    Raises CheckpointError for another vocabulary, or if it is no causal LM.
+    """
     kind, rows = found.config.get("model_type"), found.config.get("vocab_size")
     if not isinstance(kind, str) or kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        raise found.refuse("model_type", repr(kind), "a causal LM that transformers knows")
+        raise found.invalid("model_type", repr(kind), "must be a causal LM in transformers")
     if rows != facts.vocab_size:
-        raise found.refuse("vocab_size", rows, f"the target's, {facts.vocab_size}: engines compare them, too")
+        raise found.invalid("vocab_size", rows, f"must be the target's, {facts.vocab_size}: engines compare them too")
     kept = {key: value for key, value in found.config.items() if key not in FILE_KEYS and key[:1] != "_"}
-    with located(found.file.parent):
+    with prefix_errors(found.file.parent):
         check_plain(kept)
-        config = guarded(lambda: AutoConfig.for_model(**kept))
+        config = build_or_raise(lambda: AutoConfig.for_model(**kept))
     tensors = dict(found.tensors)
     embedding = tensors.get("model.embed_tokens.weight")
     if config.tie_word_embeddings and embedding is not None:  # files have one of the two names, modules both
@@ -52,9 +55,9 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The command line of an engine; of `hf`, those of both which read it. They draft so for every target."""
+    """The command line of an engine; for `hf`, of both engines. They draft so for every target."""
     found = [
-        engines.serving(name, METHODS[name], place, facts, tokens, schedule)
+        serving_commands.serving(name, METHODS[name], place, facts, tokens, schedule)
         for name in (METHODS if to == "hf" else [to])
     ]
     return Serving([line for one in found for line in one.commands], [note for one in found for note in one.notes])

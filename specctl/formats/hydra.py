@@ -1,4 +1,4 @@
-"""Hydra heads as their own repository (zankner/Hydra) reads them: one pickle, `hydra_lm_head.pt`."""
+"""Hydra heads for their own repository (zankner/Hydra): one pickle, `hydra_lm_head.pt`."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 from typing import Any
 
 from specctl.errors import CheckpointError
-from specctl.formats import head_lists, llama
-from specctl.formats.foreign import Foreign
+from specctl.formats import llama, medusa_hydra
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The prefix-attention heads. Their layers 2 … n are one module, which the file repeats as K.3, K.5, …
+    """Files of the prefix-attention heads. Layers 2 … n are one module, which the file repeats as K.3, K.5, …
 
-    CheckpointError where the prefix layer is not shaped as the target's: the loader makes it from the target's config.
+    Raises CheckpointError if the prefix layer's shape differs from the target's layers: the loader builds it from the
+    target's config.
     """
-    head_lists.check_whole(head)
+    medusa_hydra.check_full_vocabulary(head)
     for key, value in _prefix_shape(facts).items():
         if head.architecture[key] != value:
             raise CheckpointError(
-                f"the prefix layer has {key} {head.architecture[key]}, the target's layers {value}",
-                hint="Hydra's loader shapes it as the target's layers: train without overriding it",
+                f"the prefix layer has {key} {head.architecture[key]}, but the target's layers have {value}",
+                hint="Hydra's loader gives it the shape of the target's layers: train without overriding it",
             )
     layers = head.architecture["num_layers"]
     tensors = {}
@@ -44,12 +45,12 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     return Files(config, tensors, "hydra_lm_head.pt")
 
 
-def claims(found: Foreign) -> bool:
+def claims(found: HeadDirectory) -> bool:
     return "hydra_num_heads" in found.config or any(name.startswith("hydra_mlp.") for name in found.tensors)
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
-    """Grounded prefix-MLP heads (Hydra++). CheckpointError for the other architectures of that repository."""
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
+    """Read grounded prefix-MLP heads (Hydra++). Raises CheckpointError for other architectures of the repository."""
     config = found.config
     for key, wanted, default in (
         ("hydra_head_arch", "prefix-mlp", "mlp"),
@@ -57,17 +58,19 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
         ("hidden_state_offset", 0, 0),
     ):
         if config.get(key, default) != wanted:
-            raise found.refuse(key, config.get(key, default), f"{wanted}: no other Hydra heads can be imported")
-    heads, layers = head_lists.count(found.tensors, r"hydra_mlp\.(\d+)\."), config.get("hydra_num_layers", 1)
+            raise found.invalid(
+                key, config.get(key, default), f"must be {wanted}: no other Hydra heads can be imported"
+            )
+    heads, layers = medusa_hydra.count(found.tensors, r"hydra_mlp\.(\d+)\."), config.get("hydra_num_layers", 1)
     if type(layers) is not int or layers < 2:
-        raise found.refuse("hydra_num_layers", layers, "2 or more: our heads have a layer that is repeated")
+        raise found.invalid("hydra_num_layers", layers, "must be 2 or more: specctl's heads have a repeated layer")
     unused = re.compile(
         r"hydra_mlp\.\d+\.(?:[5-9]|\d\d+)\..*|.*\.inv_freq|(?:input_embed_fn|prefix_embeding_layer\.embed_tokens)\..*"
     )
-    found = found.renamed({name: tensor for name, tensor in found.tensors.items() if not unused.fullmatch(name)})
+    found = found.with_tensors({name: tensor for name, tensor in found.tensors.items() if not unused.fullmatch(name)})
     size, vocab, prefix = (
         facts.hidden_size,
-        head_lists.rows(found, "hydra_lm_head.0.1.weight", facts),
+        medusa_hydra.rows(found, "hydra_lm_head.0.1.weight", facts),
         _prefix_shape(facts),
     )
     layer = llama.layer_shapes(prefix | {"hidden_size": size}, size) | {"input_layernorm.weight": (size,)}
@@ -80,23 +83,24 @@ def read(found: Foreign, facts: TargetFacts) -> Head:
             shapes |= {f"hydra_mlp.{k}.{part}.weight": (size, columns), f"hydra_mlp.{k}.{part}.bias": (size,)}
         shapes |= {f"hydra_lm_head.{k}.1.weight": (vocab, size), f"hydra_lm_head.{k}.1.bias": (vocab,)}
     notes = llama.check_vocabulary(found, vocab, facts)
-    tensors = llama.take(found, shapes)
+    tensors = llama.take_exactly(found, shapes)
     fitted = {
-        name: head_lists.fit(t, vocab, facts) if name.startswith("hydra_lm_head.") else t for name, t in tensors.items()
+        name: medusa_hydra.without_padding_rows(t, vocab, facts) if name.startswith("hydra_lm_head.") else t
+        for name, t in tensors.items()
     }
-    return Head("hydra", head_lists.shape(facts, heads, layers) | prefix, fitted, tuple(notes))
+    return Head("hydra", medusa_hydra.shape(facts, heads, layers) | prefix, fitted, tuple(notes))
 
 
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The line of Python of the repository, which alone reads them."""
+    """The line of Python for the repository, the only reader of these heads."""
     line = f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"
-    return Serving([line], [head_lists.NOT_SERVED])
+    return Serving([line], [medusa_hydra.NOT_SERVED])
 
 
 def _prefix_shape(facts: TargetFacts) -> dict[str, Any]:
-    """The prefix layer: one of the target's."""
+    """Shape of the prefix layer, which is the shape of the target's layers."""
     text = facts.text_config
     heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}

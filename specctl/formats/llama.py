@@ -1,4 +1,4 @@
-"""The common part of EAGLE heads' formats: the keys of a Llama configuration, and one decoder layer's tensors."""
+"""Code that the EAGLE formats share: the keys of a Llama configuration, and one decoder layer's tensors."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from torch import Tensor
 
-from specctl.drafters.blueprint import Length, Place, Size
-from specctl.formats.foreign import Foreign
+from specctl.drafters.blueprint import LayerIndex, Length, Size
 from specctl.formats.head import TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 NAMES = {
     "hidden_size": "hidden_size",
@@ -41,10 +41,10 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
     "logit_scale": (1.0,),
     "partial_rotary_factor": (1.0,),
 }
-"""Keys that change what a head computes, and the values under which it computes what ours does.
+"""Keys that change what a head computes, and the values with which it computes the same as our head.
 
-`num_hidden_layers` is none of them: published heads of one layer name the target's number there. `take` finds the
-tensors of any further layer.
+`num_hidden_layers` is not checked: published heads of one layer give the target's number there. `take_exactly` refuses
+the tensors of any further layer.
 """
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -59,7 +59,7 @@ class RopeKeys(BaseModel):
 
 
 class Keys(BaseModel):
-    """Types of keys of config.json that may be missing; other keys may hold anything."""
+    """Types of keys of config.json that may be missing. Other keys may hold anything."""
 
     hidden_size: Size = 1
     target_hidden_size: Size | None = None
@@ -75,21 +75,24 @@ class Keys(BaseModel):
     rope_scaling: RopeKeys | None = None
     rope_parameters: RopeKeys | None = None
     eagle_config: dict[str, Any] | None = None
-    eagle_aux_hidden_state_layer_ids: list[Place] | None = None
+    eagle_aux_hidden_state_layer_ids: list[LayerIndex] | None = None
 
 
-PADDING = 1024  # vocabularies are padded to multiples of up to this
+PADDING = 1024  # vocabularies are padded to multiples of at most this number
 
 
 def write_config(architecture: Mapping[str, Any], facts: TargetFacts, dtype: torch.dtype) -> dict[str, Any]:
-    """The Llama keys of config.json. `bias` says the same as the other two to the readers that look there only."""
+    """The Llama keys of config.json.
+
+    `bias` repeats `attention_bias` and `mlp_bias` for readers that check only this key.
+    """
     return {
         "model_type": "llama",
         **{key: architecture[name] for name, key in NAMES.items()},
         "rope_scaling": None,
         "num_hidden_layers": 1,
         "hidden_act": "silu",
-        # vLLM shortens the context of the *target* to what the drafter's configuration admits.
+        # vLLM limits the context of the *target* to the context length in the drafter's configuration.
         "max_position_embeddings": max(architecture["max_position_embeddings"], facts.context_length),
         "attention_bias": False,
         "mlp_bias": False,
@@ -100,27 +103,31 @@ def write_config(architecture: Mapping[str, Any], facts: TargetFacts, dtype: tor
 
 
 def read_config(
-    found: Foreign, config: Mapping[str, Any], facts: TargetFacts, own: Collection[str] = ()
+    found: HeadDirectory, config: Mapping[str, Any], facts: TargetFacts, own: Collection[str] = ()
 ) -> dict[str, Any]:
     """The fields of a one-layer head from the Llama keys in `config` (all or a part of `found.config`).
 
     `own` are keys of `MUST_BE` that the family reads itself.
 
-    Raises CheckpointError: a key is missing, of another type, does not fit the target, or asks for what our head does
-    not compute.
+    Raises CheckpointError if a key is missing, has another type, does not fit the target, or asks for a computation
+    that our head does not have.
     """
     check_types(found, config)
     config = without_unused_window(found, config)
     for key, allowed in MUST_BE.items():
         value = config.get(key, allowed[0])
         if key not in own and value not in allowed and not (value is None and not allowed[0]):
-            raise found.refuse(key, value, f"our head has {key} {allowed[0]}: no exact conversion exists")
+            raise found.invalid(
+                key, value, f"must be {allowed[0]}, the {key} of specctl's head: no exact conversion exists"
+            )
     for key in ("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"):
         if not isinstance(config.get(key), int):
-            raise found.refuse(key, config.get(key), "a head's config.json has the keys of a Llama configuration")
+            raise found.invalid(
+                key, config.get(key), "a head's config.json must have the keys of a Llama configuration"
+            )
     for key in ("hidden_size", "target_hidden_size"):
         if config.get(key, facts.hidden_size) not in (facts.hidden_size, None):
-            raise found.refuse(key, config[key], f"target {facts.name} has hidden size {facts.hidden_size}")
+            raise found.invalid(key, config[key], f"target {facts.name} has hidden size {facts.hidden_size}")
     heads = config["num_attention_heads"]
     return {
         "hidden_size": config["hidden_size"],
@@ -135,55 +142,57 @@ def read_config(
     }
 
 
-def without_unused_window(found: Foreign, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`config` without the size of a window that no layer has: `use_sliding_window` is false, or `layer_types` name
-    full attention alone (of as many layers as the target has, in some files).
+def without_unused_window(found: HeadDirectory, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`config` without the size of a window that no layer uses.
 
-    Raises CheckpointError where `layer_types` name a window and `use_sliding_window` says that there is none.
+    A window is unused if `use_sliding_window` is false, or `layer_types` names only full attention. Some files list as
+    many types as the target has layers.
+
+    Raises CheckpointError if `layer_types` names a window while `use_sliding_window` is false.
     """
     kinds, off = config.get("layer_types"), config.get("use_sliding_window") is False
     named = {str(kind) for kind in kinds} if isinstance(kinds, list) else set()
     if off and SLIDING in named:
-        raise found.refuse("use_sliding_window", False, f"true, or without the {SLIDING} of layer_types")
+        raise found.invalid("use_sliding_window", False, f"must be true, or remove {SLIDING} from layer_types")
     if off or named == {FULL}:
         config = {**config, "sliding_window": None}
     return {**config, "layer_types": None} if named == {FULL} else config
 
 
-def check_types(found: Foreign, config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for the first of the `Keys` that holds something else."""
+def check_types(found: HeadDirectory, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for the first of the `Keys` with a value of another type."""
     try:
         Keys.model_validate(dict(config))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise found.refuse(".".join(map(str, first["loc"])), first["input"], first["msg"]) from error
+        raise found.invalid(".".join(map(str, first["loc"])), first["input"], first["msg"]) from error
 
 
-def _rope_theta(found: Foreign, config: Mapping[str, Any]) -> float:
+def _rope_theta(found: HeadDirectory, config: Mapping[str, Any]) -> float:
     """Base of plain rotary embeddings: keys of `transformers` 4 (rope_theta, rope_scaling) or 5 (rope_parameters)."""
     key = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope = config.get(key) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default" or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise found.refuse(key, rope, "our head rotates by plain RoPE (rope_type default) of any rope_theta")
+        raise found.invalid(key, rope, "must be plain RoPE (rope_type default), with any rope_theta")
     return float(rope.get("rope_theta", config.get("rope_theta", 10_000.0)))
 
 
-def check_vocabulary(found: Foreign, vocab_size: int, facts: TargetFacts) -> list[str]:
-    """The head's vocabulary is the target's, up to rows of padding, about which it returns a note.
+def check_vocabulary(found: HeadDirectory, vocab_size: int, facts: TargetFacts) -> list[str]:
+    """Check that the head's vocabulary is the target's, up to padding rows. Returns a note about padding.
 
-    Raises CheckpointError where it is another one.
+    Raises CheckpointError if the vocabulary differs.
     """
     if vocab_size == facts.vocab_size:
         return []
     least = min(vocab_size, facts.vocab_size)
     if abs(vocab_size - facts.vocab_size) > PADDING or (facts.num_tokens or facts.vocab_size) > least:
-        raise found.refuse("vocab_size", vocab_size, f"target {facts.name} has a vocabulary of {facts.vocab_size}")
-    return [f"vocab_size is {vocab_size}, the target's {facts.vocab_size}: the difference is taken for padding"]
+        raise found.invalid("vocab_size", vocab_size, f"target {facts.name} has a vocabulary of {facts.vocab_size}")
+    return [f"vocab_size is {vocab_size}, but the target's is {facts.vocab_size}: the difference is treated as padding"]
 
 
 def layer_shapes(shape: Mapping[str, Any], width: int) -> dict[str, tuple[int, ...]]:
-    """Names and shapes below the decoder layer whose attention reads `width` columns."""
+    """Names and shapes of the tensors in a decoder layer with an attention that reads `width` columns."""
     size, inner, dim = shape["hidden_size"], shape["intermediate_size"], shape["head_dim"]
     query, key = shape["num_heads"] * dim, shape["num_kv_heads"] * dim
     return {
@@ -198,39 +207,41 @@ def layer_shapes(shape: Mapping[str, Any], width: int) -> dict[str, tuple[int, .
     }
 
 
-def rows(found: Foreign, name: str) -> int | None:
-    """Number of rows of a matrix, None where there is no such tensor. CheckpointError where it is no matrix."""
+def row_count(found: HeadDirectory, name: str) -> int | None:
+    """Number of rows of a matrix, or None if there is no such tensor. Raises CheckpointError if it is not a matrix."""
     tensor = found.tensors.get(name)
     if tensor is not None and tensor.dim() != 2:
-        raise found.refuse(name, f"of shape {list(tensor.shape)}", "a matrix", where=found.file)
+        raise found.invalid(name, f"of shape {list(tensor.shape)}", "must be a matrix", where=found.file)
     return None if tensor is None else len(tensor)
 
 
-def take(found: Foreign, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
-    """The tensors called for by `shapes`, all of them and nothing else but biases of zero.
+def take_exactly(found: HeadDirectory, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Tensor]:
+    """Return the tensors in `shapes`. All must be present, and only biases of zero may be left over.
 
-    Raises CheckpointError naming the first that is missing, of another shape, or has no place in our head.
+    Raises CheckpointError that names the first tensor that is missing, has another shape, or has no place in our head.
     """
     for name, shape in shapes.items():
         if name not in found.tensors:
-            raise found.refuse(name, "missing", f"expected a tensor {list(shape)}", where=found.file)
+            raise found.invalid(name, "missing", f"expected a tensor {list(shape)}", where=found.file)
         if tuple(found.tensors[name].shape) != shape:
             got = list(found.tensors[name].shape)
-            raise found.refuse(
-                name, f"of shape {got}", f"config.json and target call for {list(shape)}", where=found.file
+            raise found.invalid(
+                name, f"of shape {got}", f"config.json and target require {list(shape)}", where=found.file
             )
     for name, tensor in found.tensors.items():
         if name in shapes or (name.endswith(".bias") and not tensor.any()):
             continue
         what = "a bias that is not zero" if name.endswith(".bias") else f"a tensor {list(tensor.shape)}"
-        raise found.refuse(name, what, "our head has no place for it: no exact conversion exists", where=found.file)
+        raise found.invalid(
+            name, what, "specctl's head does not have this tensor: no exact conversion exists", where=found.file
+        )
     return {name: found.tensors[name] for name in shapes}
 
 
-def without_copies(found: Foreign, facts: TargetFacts, copies: Mapping[str, Tensor | None]) -> Foreign:
-    """`found` without the copies of the target's matrices that some heads ship; ours read the target's own.
+def without_copies(found: HeadDirectory, facts: TargetFacts, copies: Mapping[str, Tensor | None]) -> HeadDirectory:
+    """`found` without shipped copies of the target's matrices. Our heads read the target's matrices themselves.
 
-    Raises CheckpointError where one differs from the target's by more than rounding to bf16.
+    Raises CheckpointError if a copy differs from the target's matrix by more than rounding to bf16.
     """
     for name, original in copies.items():
         shipped = found.tensors.get(name)
@@ -242,8 +253,9 @@ def without_copies(found: Foreign, facts: TargetFacts, copies: Mapping[str, Tens
             theirs, ours = shipped[:common].float(), original[:common].float().to(shipped.device)
             same = bool((theirs - ours).abs().max() <= 2**-7 * ours.abs().max())
         if not same:
-            raise found.refuse(
-                name, "not the target's", f"our head reads that of {facts.name}, with which this one was not trained",
+            raise found.invalid(
+                name, "not the target's",
+                f"specctl's head uses the tensor of {facts.name}, but this head was trained with another",
                 where=found.file,
             )  # fmt: skip
-    return found.renamed({name: tensor for name, tensor in found.tensors.items() if name not in copies})
+    return found.with_tensors({name: tensor for name, tensor in found.tensors.items() if name not in copies})

@@ -1,8 +1,8 @@
-"""A target with a fine-tuned MTP layer of its own: the target's whole directory, as vLLM and SGLang load it.
+"""Export a fine-tuned MTP layer inside its target's directory, as vLLM and SGLang load it.
 
-The layer's tensors stand in the target's files under the target's names, so an engine is given that directory as the
-target, and drafts with what is in it. Both feed MiMo's layer the target's last state, vLLM before the final norm and
-SGLang behind it; a layer that was trained for the other side is refused.
+The layer's tensors stand in the target's files, under the target's names. An engine is given this directory as the
+target, and drafts with its MTP layer. Both engines feed MiMo's layer the target's last state: vLLM before the
+final norm, SGLang after it. A layer that was trained for the other side is refused.
 """
 
 from __future__ import annotations
@@ -20,52 +20,56 @@ from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.drafter import architecture
 from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
 from specctl.errors import CheckpointError
-from specctl.formats import engines
-from specctl.formats.foreign import Foreign
+from specctl.formats import serving_commands
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 from specctl.recipe import DrafterRecipe
 
 METHODS = {"vllm": "mtp", "sglang": "NEXTN"}
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The target's directory with the head's tensors in it. CheckpointError where an engine would compute otherwise."""
+    """The target's directory with the head's tensors.
+
+    Raises CheckpointError if an engine would compute something else.
+    """
     shape, layout = head.architecture, LAYOUTS[head.architecture["layout"]]
     if shape["layout"] == "mimo":
         if not shape["qkv_bias"] or shape["qk_norm"]:
             raise CheckpointError(
-                f"{engines.VERSIONS[to]} runs MiMo's MTP layer as Qwen2's: with biases, without q_norm"
+                f"{serving_commands.VERSIONS[to]} supports MiMo's MTP layer only as Qwen2's: with biases, without "
+                "q_norm"
             )
         if shape["normed_features"] != (to == "sglang"):
-            side, other = ("behind", "true") if to == "sglang" else ("before", "false")
+            side, other = ("after", "true") if to == "sglang" else ("before", "false")
             raise CheckpointError(
-                f"{engines.VERSIONS[to]} feeds MiMo's MTP layer the target's state {side} the final norm; this one was "
-                f"trained on the other",
+                f"{serving_commands.VERSIONS[to]} feeds MiMo's MTP layer the target's state {side} the final norm; "
+                "this layer was trained on the other state",
                 hint=f"train it with drafter.normed_features={other}",
             )
     base = model_directory(facts.name, facts.revision)
     if base is None:
-        raise CheckpointError(f"target {facts.name} is not on this machine", f"hf download {facts.name}")
-    return Files({layouts.NORMED: shape["normed_features"]}, layouts.theirs(layout, head.tensors), base=base)
+        raise CheckpointError(f"target {facts.name} is not on this machine", f"run `hf download {facts.name}`")
+    return Files({layouts.NORMED: shape["normed_features"]}, layouts.to_target_names(layout, head.tensors), base=base)
 
 
-def claims(found: Foreign) -> bool:
+def claims(found: HeadDirectory) -> bool:
     return layouts.kind_of(found.tensors) is not None
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
-    """The layer in a target's directory. CheckpointError where ours cannot be it."""
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
+    """Read the MTP layer of a target's directory. Raises CheckpointError if our head cannot represent it."""
     kind = layouts.kind_of(found.tensors)
     if kind is None:
-        raise found.refuse("tensors", ", ".join(sorted(found.tensors)[:3]), layouts.WHICH, where=found.file)
+        raise found.invalid("tensors", ", ".join(sorted(found.tensors)[:3]), layouts.WHICH, where=found.file)
     place, normed = str(found.file.parent), found.config.get(layouts.NORMED, LAYOUTS[kind].normed)
     if not isinstance(normed, bool):
-        raise found.refuse(layouts.NORMED, normed, "true or false")
-    return read_layer(found, kind, layouts.ours(LAYOUTS[kind], found.tensors, place), normed, facts)
+        raise found.invalid(layouts.NORMED, normed, "must be true or false")
+    return read_layer(found, kind, layouts.to_our_names(LAYOUTS[kind], found.tensors, place), normed, facts)
 
 
-def read_layer(found: Foreign, kind: str, tensors: dict, normed: bool, facts: TargetFacts) -> Head:
-    """A head of a layout from the layer's `tensors`, which have our names. CheckpointError where ours cannot be it."""
+def read_layer(found: HeadDirectory, kind: str, tensors: dict, normed: bool, facts: TargetFacts) -> Head:
+    """A head of a layout from the layer's `tensors`, under our names. Raises CheckpointError if it cannot be ours."""
     native = NativeLayer(str(found.file.parent), kind, {}, {name: tuple(t.shape) for name, t in tensors.items()})
     layouts.check_computable(native, facts.text_config)
     shape = architecture(native, DrafterRecipe(normed_features=normed), cast(Target, facts))
@@ -73,7 +77,9 @@ def read_layer(found: Foreign, kind: str, tensors: dict, normed: bool, facts: Ta
         norm = found.tensors.get(layouts.FINAL_NORM)
         if norm is None or tuple(norm.shape) != (facts.hidden_size,):
             what = "missing" if norm is None else f"of shape {list(norm.shape)}"
-            raise found.refuse(layouts.FINAL_NORM, what, "the directory of a whole target", where=found.file)
+            raise found.invalid(
+                layouts.FINAL_NORM, what, "import from the directory of a whole target", where=found.file
+            )
         tensors = tensors | {"target_norm": norm}
     return Head("mtp", shape.to_dict(), tensors)
 
@@ -81,14 +87,16 @@ def read_layer(found: Foreign, kind: str, tensors: dict, normed: bool, facts: Ta
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """The command line of an engine, whose target is the directory itself."""
-    note = engines.refusal(to, METHODS[to], facts)
+    """The command line of an engine, with the directory itself as the target."""
+    note = serving_commands.refusal(to, METHODS[to], facts)
     if note is not None:
         return Serving([], [note])
     code = " --trust-remote-code" if getattr(facts.text_config, "auto_map", None) else ""
-    found = engines.serving(to, METHODS[to], place, replace(facts, name=str(place), revision=None), tokens, schedule)
+    found = serving_commands.serving(
+        to, METHODS[to], place, replace(facts, name=str(place), revision=None), tokens, schedule
+    )
     if to == "vllm":
-        spec = json.dumps(engines.speculative({"method": METHODS[to]}, tokens, schedule))
+        spec = json.dumps(serving_commands.speculative({"method": METHODS[to]}, tokens, schedule))
         commands = [f"vllm serve {shlex.quote(str(place))}{code} --speculative-config {shlex.quote(spec)}"]
         return Serving(commands, found.notes)
     return Serving([command + code for command in found.commands], found.notes)

@@ -1,9 +1,11 @@
 """P-EAGLE heads as published, which vLLM reads as EAGLE-3 heads under `parallel_drafting`.
 
-Tensors: those of EAGLE-3, `layers.0.*` for its layer, `layers.1.*` and so on for those above it, `mask_hidden`
-[1, 1, taps·H], and often `embed_tokens`, as embeddings are trained. vLLM takes the mask token from `mask_token_id` or
-`pard_token`, and feeds as many rows as it is told to draft tokens: fewer than were trained are the same drafts cut. The
-architecture is EAGLE-3's: under that method vLLM 0.32 writes "Eagle3" before any other name, its own for P-EAGLE too.
+The tensors are EAGLE-3's, with the names `layers.0.*` for its layer and `layers.1.*` and so on for further layers.
+P-EAGLE adds `mask_hidden` [1, 1, taps·H], and often `embed_tokens`, since embeddings are trained.
+
+vLLM takes the mask token from `mask_token_id` or `pard_token`, and feeds one row per draft token. With fewer tokens
+than trained depths, drafts are the same, only shorter. The architecture is written as EAGLE-3's: under the method
+eagle3, vLLM 0.32 puts "Eagle3" before any other architecture name, even before its own name for P-EAGLE.
 """
 
 from __future__ import annotations
@@ -14,75 +16,75 @@ from typing import Any
 
 from torch import Tensor
 
-from specctl.formats import eagle3_raw, engines, llama
-from specctl.formats.foreign import Foreign
+from specctl.formats import eagle3, llama, serving_commands
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
 MASK, EMBEDDING = "mask_hidden", "embed_tokens.weight"
 TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
-"""Keys of the mask token, in the order in which vLLM asks for them."""
+"""Keys of the mask token, in the order in which vLLM looks for them."""
 DEPTHS = 8
-"""Depths of a head whose files do not say how many were trained: what the package `speculators` trains."""
+"""Default number of depths if the files do not say how many were trained, from the package `speculators`."""
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The directory of a head for vLLM. CheckpointError where it could not be fed."""
-    files = eagle3_raw.write(head, facts, tokens, to)
+    """The directory of a head for vLLM. Raises CheckpointError if vLLM could not run it."""
+    files = eagle3.write(head, facts, tokens, to)
     more = {**layer_keys(head), "mask_token_id": head.architecture["mask_token_id"]}
     return Files(files.config | more, tensors(head))
 
 
 def layer_keys(head: Head) -> dict[str, Any]:
-    """The keys of several layers, and how many depths were trained."""
+    """The config keys for several layers and for the number of trained depths."""
     count = head.architecture["num_layers"]
-    kinds = {"layer_types": [eagle3_raw.SLIDING] * count} if head.architecture.get(eagle3_raw.WINDOW) else {}
+    kinds = {"layer_types": [eagle3.SLIDING] * count} if head.architecture.get(eagle3.WINDOW) else {}
     return {"num_hidden_layers": count, **kinds, "num_depths": head.architecture["depths"]}
 
 
 def tensors(head: Head) -> dict[str, Tensor]:
     """The head's tensors by their published names."""
-    kept = eagle3_raw.without_mapping_of_all(head)
+    kept = eagle3.without_full_mapping(head)
     return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in kept.items()}
 
 
-def claims(found: Foreign) -> bool:
+def claims(found: HeadDirectory) -> bool:
     return MASK in found.tensors
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A published head. CheckpointError says what our head cannot represent, or what does not fit the target."""
-    return read_parts(found, found.config, eagle3_raw.taps(found, facts), facts)
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
+    """Read a published head. Raises CheckpointError if our head cannot represent it, or it does not fit the target."""
+    return read_parts(found, found.config, eagle3.taps(found, facts), facts)
 
 
-def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
-    """A head whose Llama keys are in `config` and which taps hidden_states `taps`."""
+def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
+    """Read a head with its Llama keys in `config`, which taps hidden_states `taps`."""
     mask = next((config[key] for key in TOKEN_KEYS if config.get(key) is not None), None)
     if type(mask) is not int or not 0 <= mask < facts.vocab_size:
-        right = f"a token of target {facts.name}, below {facts.vocab_size}"
-        raise found.refuse(TOKEN_KEYS[0], "missing" if mask is None else mask, right)
+        right = f"must be a token of target {facts.name}, below {facts.vocab_size}"
+        raise found.invalid(TOKEN_KEYS[0], "missing" if mask is None else mask, right)
     config = llama.without_unused_window(found, config)
     count = config.get("num_hidden_layers", 1)
     if type(count) is not int or count < 1:
-        raise found.refuse("num_hidden_layers", count, "a number of layers")
+        raise found.invalid("num_hidden_layers", count, "must be a number of layers")
     kinds = config.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count or len(set(map(str, kinds))) != 1):
-        raise found.refuse(
-            "layer_types", kinds, f"{count} equal kinds: all layers of our head have one window, or none"
+        raise found.invalid(
+            "layer_types", kinds, f"must be {count} equal kinds: all layers of specctl's head have one window, or none"
         )
-    # What is behind the final norm is fed back by EAGLE-3 alone.
+    # Only EAGLE-3 feeds the output of the final norm back.
     single = {"num_hidden_layers": 1, "layer_types": kinds and kinds[:1], "norm_output": False}
     renamed = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
     above = tuple(f"layers.{place}." for place in range(1, count))
     own = {EMBEDDING: renamed[EMBEDDING]} if _is_its_own(renamed.get(EMBEDDING), facts) else {}
     parts = {name: tensor for name, tensor in renamed.items() if name.startswith(above) or name == MASK} | own
-    rest = found.renamed({name: tensor for name, tensor in renamed.items() if name not in parts})
-    head = eagle3_raw.read_parts(rest, {**config, **single}, taps, facts)
+    rest = found.with_tensors({name: tensor for name, tensor in renamed.items() if name not in parts})
+    head = eagle3.read_parts(rest, {**config, **single}, taps, facts)
     shape = head.architecture
     size = shape["hidden_size"]
     layer = llama.layer_shapes(shape, size) | {"input_layernorm.weight": (size,)}
-    more = llama.take(
-        # Engines give every layer a norm of features, which the first alone uses.
-        found.renamed({name: part for name, part in parts.items() if not name.endswith("hidden_norm.weight")}),
+    more = llama.take_exactly(
+        # Drop hidden_norm of further layers: engines create one per layer, but only the first layer uses it.
+        found.with_tensors({name: part for name, part in parts.items() if not name.endswith("hidden_norm.weight")}),
         {
             MASK: tuple(parts[MASK].shape) if MASK in parts else (1, 1, len(taps) * size),
             **{f"{name}{part}": shapes for name in above for part, shapes in layer.items()},
@@ -90,21 +92,23 @@ def read_parts(found: Foreign, config: Mapping[str, Any], taps: tuple[int, ...],
         },
     )
     if more[MASK].numel() != len(taps) * size:
-        raise found.refuse(MASK, f"of shape {list(more[MASK].shape)}", f"{len(taps) * size} numbers", where=found.file)
+        raise found.invalid(
+            MASK, f"of shape {list(more[MASK].shape)}", f"must have {len(taps) * size} elements", where=found.file
+        )
     more[MASK] = more[MASK].reshape(1, 1, -1)
     ours = {"num_layers": count, "depths": depths(config), "mask_token_id": mask}
     return Head("peagle", shape | ours | ({"own_embedding": True} if own else {}), head.tensors | more, head.notes)
 
 
 def depths(config: Mapping[str, Any]) -> int:
-    """Tokens that a head drafts in one pass, where the files say so."""
+    """Number of tokens that a head drafts in one pass, from its files or the default."""
     proposals = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     said = config.get("num_depths") or proposals[0].get("speculative_tokens") or DEPTHS
     return min(max(int(said), 2), 64)
 
 
 def _is_its_own(embedding: Tensor | None, facts: TargetFacts) -> bool:
-    """Whether a shipped embedding differs from the target's by more than rounding, or nobody knows the target's."""
+    """Whether a shipped embedding differs from the target's by more than rounding, or the target's is not loaded."""
     if embedding is None or facts.embedding is None:
         return embedding is not None
     if embedding.shape != facts.embedding.shape:
@@ -118,4 +122,4 @@ def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
     """The command line of vLLM."""
-    return engines.serving(to, "eagle3", place, facts, tokens, schedule, {"parallel_drafting": True})
+    return serving_commands.serving(to, "eagle3", place, facts, tokens, schedule, {"parallel_drafting": True})

@@ -1,6 +1,6 @@
-"""The table of foreign formats: who reads each, and of which families it holds drafters. All else is in its module.
+"""The table of foreign formats: their modules, drafter families and readers.
 
-Nothing heavy is imported here, as help texts and recipes read the table, too.
+It imports nothing heavy, since help texts and recipes read the table too.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Protocol, cast
 from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from specctl.formats.foreign import Foreign
     from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+    from specctl.formats.head_directory import HeadDirectory
 
 
 @dataclass(frozen=True)
 class Format:
-    """Directories of one kind.
+    """A format of head directories.
 
     Attributes:
         module: a `FormatModule`, imported when a directory is read or written.
-        families: of the drafters that it holds.
-        readers: engines and repositories that read it, `--to` of `specctl export`.
+        families: drafter families that the format can hold.
+        readers: engines and repositories that read it, for `--to` of `specctl export`.
     """
 
     module: str
@@ -34,25 +34,34 @@ class Format:
 
 
 class FormatModule(Protocol):
-    """The functions of a format's file."""
+    """The functions of a format's module."""
 
-    def claims(self, found: Foreign) -> bool:
-        """Whether a directory is of this format."""
+    def claims(self, found: HeadDirectory) -> bool:
+        """Whether a directory has this format."""
         ...
 
-    def read(self, found: Foreign, facts: TargetFacts) -> Head:
-        """The head of a directory. CheckpointError for what our head cannot represent or does not fit the target."""
+    def read(self, found: HeadDirectory, facts: TargetFacts) -> Head:
+        """Read the head of a directory.
+
+        Raises CheckpointError if our head cannot represent it, or it does not fit the target.
+        """
         ...
 
     def write(self, head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-        """The files of a head for the reader `to`, drafting `tokens` a round. CheckpointError: it could not feed it."""
+        """Files of a head for the reader `to`, drafting `tokens` per round.
+
+        Raises CheckpointError if `to` cannot run it.
+        """
         ...
 
     def serving(
         self, head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
     ) -> Serving:
-        """How the directory of a head at `place` is put to use: no command, and the reason, where `to` refuses it.
-        `schedule`: draft lengths by load, of those that an engine can change while it runs."""
+        """Commands that serve the head's directory at `place`.
+
+        If `to` refuses it, there is no command, and a note with the reason. `schedule`: draft lengths by load, for
+        engines that can change the length while they run.
+        """
         ...
 
 
@@ -63,16 +72,16 @@ FORMATS: dict[str, Format] = {
     "hydra": Format("specctl.formats.hydra", ("hydra",), ("hydra",)),
     "medusa": Format("specctl.formats.medusa", ("medusa",), ("vllm", "medusa")),
     "peagle": Format("specctl.formats.peagle", ("peagle",), ("vllm",)),
-    "eagle3": Format("specctl.formats.eagle3_raw", ("eagle3",), ("vllm", "sglang", "eagle")),
+    "eagle3": Format("specctl.formats.eagle3", ("eagle3",), ("vllm", "sglang", "eagle")),
     "eagle": Format("specctl.formats.eagle1", ("eagle",), ("vllm", "sglang", "eagle")),
     "hf": Format("specctl.formats.hf", ("lm",), ("vllm", "sglang", "hf")),
 }
-"""In the order in which a directory is offered to them."""
-ENGINES = ("vllm", "sglang", "speculators", "hf")  # what most people export for
+"""Formats in the order in which a directory is offered to them."""
+ENGINES = ("vllm", "sglang", "speculators", "hf")  # the most common export targets
 
 
 def readers() -> list[str]:
-    """Engines and repositories that drafters are written for, engines first."""
+    """Engines and repositories that drafters can be written for, engines first."""
     return list(dict.fromkeys([*ENGINES, *sorted(to for row in FORMATS.values() for to in row.readers)]))
 
 
@@ -81,20 +90,23 @@ def load(name: str) -> FormatModule:
     return cast(FormatModule, importlib.import_module(FORMATS[name].module))
 
 
-def detect(found: Foreign) -> str:
-    """The name of the format of a directory. CheckpointError where it is none."""
+def detect(found: HeadDirectory) -> str:
+    """Name of a directory's format. Raises CheckpointError if no format claims it."""
     for name in FORMATS:
         if load(name).claims(found):
             return name
     some = ", ".join(sorted(found.tensors)[:5])
     raise CheckpointError(
-        f"{found.file}: no known format of draft heads (tensors {some}, …)",
+        f"{found.file}: unknown format of draft heads (tensors {some}, …)",
         hint=f"formats: {', '.join(FORMATS)}; --format overrides the detection",
     )
 
 
 def writer(family: str, to: str) -> FormatModule:
-    """The format in which drafters of a family are written for `to`. UsageError: it has no use for the family."""
+    """The format in which drafters of a family are written for `to`.
+
+    Raises UsageError if `to` cannot use the family.
+    """
     names = {reader: name for name, row in FORMATS.items() if family in row.families for reader in row.readers}
     if to not in names:
         those = f"--to {', '.join(sorted(names))}" if names else "no engine reads its files"

@@ -1,4 +1,4 @@
-"""Whether two copies of a drafter compute the same: their modules on one random batch, in fp32."""
+"""Check that two copies of a drafter compute the same: run their modules on one random batch, in fp32."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from specctl.formats.head import Head
 
 TOLERANCE = 1e-4
 SLOTS, QUERIES = 24, 12  # of the random document
-KNOWN = 1000  # different tokens in it: a whole random embedding would be gigabytes
+KNOWN = 1000  # distinct tokens in it: a full random embedding would take gigabytes
 
 
 def difference(one: Head, other: Head, steps: int) -> float:
-    """Largest absolute difference between what the parts of two modules put out, logits of steps 1 … `steps` included.
+    """Largest absolute difference between the outputs of two modules' parts, including logits of steps 1 … `steps`.
 
-    Infinite where they are not even shaped alike.
+    Infinite if even their shapes differ.
     """
     if one.family != other.family:
         return float("inf")
@@ -34,29 +34,30 @@ def difference(one: Head, other: Head, steps: int) -> float:
 
 
 def check(head: Head, back: Head, steps: int) -> float:
-    """The difference, when it is small enough. CheckpointError when it is not."""
+    """Return the difference if it is small enough. Raises CheckpointError otherwise."""
     found = difference(head, back, steps)
     if not found < TOLERANCE:
         raise CheckpointError(
-            f"read back, the drafter differs by {found:.3g} at draft steps 1 … {steps} (allowed: {TOLERANCE:g})",
-            hint="nothing was written; this is an error of specctl: report it with the drafter's config.json",
+            f"the exported drafter, read back, differs by {found:.3g} at draft steps 1 … {steps} (allowed: "
+            f"{TOLERANCE:g})",
+            hint="nothing was written; this is a bug in specctl: report it with the drafter's config.json",
         )
     return found
 
 
-def restore(head: Head) -> nn.Module:
-    """The module of a head. CheckpointError for an unknown family, or weights that do not fit."""
+def build_module(head: Head) -> nn.Module:
+    """The module of a head. Raises CheckpointError for an unknown family, or weights that do not fit."""
     if head.family not in FAMILIES:
         raise CheckpointError(
             f"a head of family {head.family!r} cannot draft here", hint=f"known families: {', '.join(FAMILIES)}"
         )
-    return pool.family(head.family).restore({"architecture": head.architecture}, head.tensors)
+    return pool.family_module(head.family).restore({"architecture": head.architecture}, head.tensors)
 
 
 @torch.no_grad()
 def _outputs(head: Head, steps: int) -> list[Tensor]:
-    """The output of every leaf of the module, in the order of their calls."""
-    module: Any = restore(head).float().eval()
+    """The output of every leaf of the module, in the order of their calls, followed by the module's results."""
+    module: Any = build_module(head).float().eval()
     found: list[Tensor] = []
 
     def keep(part: nn.Module, inputs: Any, output: Any) -> None:
@@ -67,21 +68,21 @@ def _outputs(head: Head, steps: int) -> list[Tensor]:
         if not list(part.children()):
             part.register_forward_hook(keep)
     result = _run(head, module, steps)
-    return found + list(result)  # the losses: a head without a vocabulary matrix has its logits in them alone
+    return found + list(result)  # the losses: without a vocabulary matrix in the head, only they depend on its logits
 
 
 def _run(head: Head, module: Any, steps: int) -> tuple[Tensor, ...]:
-    """The module's forward on a random batch, the same for equal architectures; its losses where it has them."""
+    """Run the module on a random batch, which is the same for equal architectures. Returns losses, if it has them."""
     random = torch.Generator().manual_seed(0)
     vocab, size = head.architecture["vocab_size"], head.architecture["hidden_size"]
     known = min(vocab, KNOWN)
-    if "mask_token_id" in head.architecture:  # the one token beside those of the document whose embedding is read
+    if "mask_token_id" in head.architecture:  # the only other token with an embedding that is read
         module.config = replace(module.config, mask_token_id=head.architecture["mask_token_id"] % known)
     tokens = torch.randint(known, (SLOTS,), generator=random)
     if FAMILIES[head.family].is_lm:
         module.model(input_ids=tokens[None], use_cache=False)
         return ()
-    if FAMILIES[head.family].unrolls:  # the others have as many steps as heads, or one that draft steps repeat
+    if FAMILIES[head.family].unrolls_steps:  # other families have one step per head, or one step that repeats
         module.steps = steps
     rows = torch.arange(SLOTS - QUERIES, SLOTS)
     layout = Layout([(0, SLOTS)], [(0, QUERIES)], rows.tolist())
@@ -93,9 +94,9 @@ def _run(head: Head, module: Any, steps: int) -> tuple[Tensor, ...]:
         query_rows=rows,
         later_rows=torch.arange(QUERIES),
         teacher=torch.randn(teachers, size, generator=random),
-        inside=torch.ones(teachers, dtype=torch.bool),
+        in_draft_vocab=torch.ones(teachers, dtype=torch.bool),
         labels=torch.zeros(teachers, dtype=torch.long),
-        left=torch.arange(QUERIES, 0, -1),
+        valid_steps=torch.arange(QUERIES, 0, -1),
         layout=layout,
         later_layout=layout,
     )

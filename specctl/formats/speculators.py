@@ -1,14 +1,14 @@
-"""The `speculators` format of heads (vllm-project/speculators): layers.0.*, the layers' keys apart from the rest.
+"""The `speculators` format of heads (vllm-project/speculators): tensors layers.0.*, and layer keys in a nested config.
 
-Its layer ids are indices of hidden_states, as vLLM's. Where `norm_before_residual` is missing, vLLM takes it for true.
+Its layer ids are indices into hidden_states, as in vLLM. If `norm_before_residual` is missing, vLLM takes it for true.
 By default the package trains heads with three of EAGLE-3.1's norms (all but `fc_norm`) and a window of 2,048 tokens.
 
-Of block-parallel heads (types dflash, dspark and dflash2) `block_size` counts the anchor in any case; layers without a
-window see the whole block, whatever `sliding_window_non_causal` says, but vLLM's dflash runs them causally unless it is
-true. The package itself masks by the target's row of `mask_token_id`.
+Block-parallel heads (types dflash, dspark and dflash2). `block_size` always includes the anchor. Layers without a
+window see the whole block, whether or not `sliding_window_non_causal` is set. But vLLM's dflash runs them causally
+unless this key is true. The package itself uses the target's row of `mask_token_id` as mask embedding.
 
-MTP layers are those of targets with tensors `mtp.*`, under names of the package's own; `speculators stitch-mtp` writes
-them back into the target. Its layer of a dense target is Qwen3's.
+MTP layers. The format covers targets with tensors `mtp.*`, under names of the package. `speculators stitch-mtp` writes
+the tensors back into the target. For a dense target the layer is Qwen3's.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import Any
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
-from specctl.formats import dflash, eagle3_raw, engines, llama, mtp, peagle
+from specctl.formats import dflash, eagle3, llama, mtp, peagle, serving_commands
 from specctl.formats.block import read_block, read_parts
-from specctl.formats.foreign import Foreign
 from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head_directory import HeadDirectory
 
-VERSION = "0.9.0"  # of the package whose classes these keys were read from
+VERSION = "0.9.0"  # of the package from which these keys were taken
 TYPE = "speculators_model_type"
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")  # in the order of the package's own files
 BLOCKS = dflash.ARCHITECTURES | {dflash.DSPARK: "DSparkDraftModel"}
@@ -39,28 +39,28 @@ MTP_LAYOUT = replace(
     LAYOUTS["mimo"], prefix="mtp_layers.", first="mtp_layers.0.", state_first=False, normed=LAYOUTS["qwen"].normed
 )
 VERIFIER_COPIES = ("verifier_lm_head.weight", "verifier_norm.weight")
-OWN_MASK = "vLLM reads the head's mask embedding here, the package itself the target's row of mask_token_id"
+OWN_MASK = "vLLM uses the head's mask embedding here; the package itself uses the target's embedding of mask_token_id"
 
 UNREAD_NORM = (
-    "vLLM 0.32 passes over fc_norm in this format's P-EAGLE heads and would draft with another head: "
-    "--to vllm writes files that it serves"
+    "vLLM 0.32 ignores fc_norm in P-EAGLE heads of this format, so its drafts would differ: "
+    "use --to vllm for files that it serves"
 )
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """The directory of a head that is to draft `tokens` a round."""
+    """The directory of a head that drafts `tokens` per round."""
     if head.family == "mtp":
         return _write_mtp(head, facts, tokens)
-    eagle3_raw.check_taps(head, facts)
+    eagle3.check_taps(head, facts)
     if head.family == "dflash":
         return _write_block(head, facts, tokens)
     layer = llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype)
-    layer |= eagle3_raw.window_keys(head)
+    layer |= eagle3.window_keys(head)
     config = {
         "architectures": ["Eagle3DraftModel"],
         **_proposal("eagle3", facts, tokens),
         **{key: head.architecture.get(key, False) for key in NORMS},
-        eagle3_raw.LAYERS: list(head.architecture["taps"]),
+        eagle3.LAYERS: list(head.architecture["taps"]),
         **_layer_keys(head, facts, layer),
     }
     if head.family == "peagle":
@@ -74,20 +74,21 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
 
 
 def _write_mtp(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    """A target's own layer. CheckpointError where the package's is another one."""
+    """Files of an MTP layer. Raises CheckpointError if the package's layer computes something else."""
     shape, kind = head.architecture, facts.text_config.model_type
     wrong = {
-        f"is of layout {shape['layout']}, not of a target with tensors mtp.*": shape["layout"] != "qwen",
+        f"has layout {shape['layout']}, not that of a target with tensors mtp.*": shape["layout"] != "qwen",
         f"belongs to a target of model type {kind}, not qwen3": kind != "qwen3",
-        "has no norms of queries and keys": not shape["qk_norm"],
+        "has no query and key norms": not shape["qk_norm"],
         "has biases": shape["qkv_bias"],
-        "reads the state before the final norm (normed_features), for which there is no key": not shape[
+        "reads the state before the final norm (normed_features), for which the format has no key": not shape[
             "normed_features"
         ],
     }
     if reasons := [why for why, it_is in wrong.items() if it_is]:
         raise CheckpointError(
-            f"speculators {VERSION} has no place for this MTP layer, which {reasons[0]}", "--to vllm writes the target"
+            f"speculators {VERSION} does not support this MTP layer, which {reasons[0]}",
+            "use --to vllm, which writes the target",
         )
     config = {
         "architectures": ["MTPDraftModel"],
@@ -95,20 +96,22 @@ def _write_mtp(head: Head, facts: TargetFacts, tokens: int) -> Files:
         "num_nextn_predict_layers": 1,
         LAYER: facts.text_config.to_diff_dict(),
     }
-    return Files(config, layouts.theirs(MTP_LAYOUT, head.tensors))
+    return Files(config, layouts.to_target_names(MTP_LAYOUT, head.tensors))
 
 
-def _read_mtp(found: Foreign, facts: TargetFacts) -> Head:
+def _read_mtp(found: HeadDirectory, facts: TargetFacts) -> Head:
     tensors = {n: t for n, t in found.tensors.items() if n not in ("embed_tokens.weight", "lm_head.weight")}
     for name in tensors:
         if not name.startswith(MTP_LAYOUT.prefix):
-            raise found.refuse(name, "unknown", f"an MTP layer's tensors are {MTP_LAYOUT.first}*", where=found.file)
-    held = layouts.ours(MTP_LAYOUT, tensors, str(found.file.parent))
+            raise found.invalid(
+                name, "unknown", f"the tensors of an MTP layer are named {MTP_LAYOUT.first}*", where=found.file
+            )
+    held = layouts.to_our_names(MTP_LAYOUT, tensors, str(found.file.parent))
     return mtp.read_layer(found, "qwen", held, MTP_LAYOUT.normed, facts)
 
 
 def _proposal(algorithm: str, facts: TargetFacts, tokens: int) -> dict[str, Any]:
-    """The type of a head, and how it is to draft for which target."""
+    """The keys for the type of a head, its draft length and its target."""
     proposal = {
         "proposal_type": "greedy",
         "speculative_tokens": tokens,
@@ -138,12 +141,12 @@ def _layer_keys(head: Head, facts: TargetFacts, layer: dict[str, Any]) -> dict[s
 
 
 def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    """A block-parallel head, of the type of its kind. CheckpointError where vLLM would draft otherwise."""
+    """Files of a block-parallel head. Raises CheckpointError if vLLM would draft differently."""
     shape, kind = head.architecture, dflash.kind_of(head)
     if shape["sample_from_anchor"] and kind != dflash.DSPARK:
         raise CheckpointError(
             "the head has no Markov head and drafts from its first slot on, which vLLM's dflash does not",
-            hint="train it with drafter.markov_rank, or drafting otherwise",
+            hint="train it with drafter.markov_rank, or so that it drafts from the second slot on",
         )
     dflash.check_logits(head, facts)
     config = {
@@ -154,7 +157,7 @@ def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
         "block_size": shape["block_size"],
         "sample_from_anchor": shape["sample_from_anchor"],
         "sliding_window_non_causal": True,
-        **dflash.local_keys(head),
+        **dflash.dflash2_keys(head),
         **_layer_keys(head, facts, dflash.layer_config(head, facts)),
     }
     if kind == dflash.DSPARK:
@@ -162,47 +165,49 @@ def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
     return dflash.files(head, facts, config)
 
 
-def claims(found: Foreign) -> bool:
+def claims(found: HeadDirectory) -> bool:
     return TYPE in found.config
 
 
-def read(found: Foreign, facts: TargetFacts) -> Head:
-    """A head of one of the `TYPES`. CheckpointError where ours cannot represent it."""
+def read(found: HeadDirectory, facts: TargetFacts) -> Head:
+    """Read a head of one of the `TYPES`. Raises CheckpointError if our head cannot represent it."""
     config, kind = found.config, found.config.get(TYPE)
     if kind not in TYPES:
-        raise found.refuse(TYPE, repr(kind), f"of this format's types {', '.join(TYPES)} can be imported")
+        raise found.invalid(
+            TYPE, repr(kind), f"must be one of {', '.join(TYPES)}: no other type of this format can be imported"
+        )
     if kind == "eagle3" and "norm_before_residual" not in config:
-        right = "true or false, written out: vLLM takes a missing one for true, the package for false"
-        raise found.refuse("norm_before_residual", "missing", right)
+        right = "must be given, true or false: the default is true in vLLM and false in the package"
+        raise found.invalid("norm_before_residual", "missing", right)
     layer = config.get(LAYER)
     if not isinstance(layer, dict):
-        raise found.refuse(LAYER, layer, "a Llama configuration")
+        raise found.invalid(LAYER, layer, "must be a Llama configuration")
     kept = {name: tensor for name, tensor in found.tensors.items() if name not in VERIFIER_COPIES}
-    found = found.renamed(kept)
+    found = found.with_tensors(kept)
     llama.check_types(found, config)
     if kind == "mtp":
         return _read_mtp(found, facts)
     if kind in BLOCKS:
         return _read_block(found, layer, facts)
-    # Flags among the layer's keys do not count: vLLM overwrites them, the package reads its own.
+    # Flags among the layer's keys are ignored: vLLM overwrites them, and the package reads the outer flags.
     flags = {key: config.get(key) for key in (*NORMS, "use_aux_norm", "target_hidden_size")}
-    taps = tuple(config.get(eagle3_raw.LAYERS) or facts.default_taps)
+    taps = tuple(config.get(eagle3.LAYERS) or facts.default_taps)
     layer = {**layer, **flags, "eagle_config": None}
     if kind == "peagle":
         more = {key: config[key] for key in ("mask_token_id", "speculators_config") if key in config}
         return peagle.read_parts(found, layer | more, taps, facts)
-    return eagle3_raw.read_parts(found, layer, taps, facts)
+    return eagle3.read_parts(found, layer, taps, facts)
 
 
-def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> Head:
+def _read_block(found: HeadDirectory, layer: dict[str, Any], facts: TargetFacts) -> Head:
     config, kind = found.config, found.config[TYPE]
     markov = kind == dflash.DSPARK
     taps, anchor = config.get(BLOCK_LAYERS), config.get("sample_from_anchor")
     if not isinstance(taps, list) or not all(type(tap) is int for tap in taps):
-        raise found.refuse(BLOCK_LAYERS, taps, "a list of indices of hidden_states")
+        raise found.invalid(BLOCK_LAYERS, taps, "must be a list of indices of hidden_states")
     if markov and anchor is None:
-        raise found.refuse(
-            "sample_from_anchor", "missing", "written out: vLLM takes it for false, the package for true"
+        raise found.invalid(
+            "sample_from_anchor", "missing", "must be given: the default is false in vLLM and true in the package"
         )
     block = read_block(
         found,
@@ -222,8 +227,10 @@ def _read_block(found: Foreign, layer: dict[str, Any], facts: TargetFacts) -> He
 def serving(
     head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
 ) -> Serving:
-    """vLLM's command lines: the target with the head, and the head, which names its target. Of an MTP layer the
-    package's own, which puts it into the target."""
+    """Command lines of vLLM: the target with the head, and the head alone, which names its target.
+
+    For an MTP layer it is the package's command, which puts the layer into the target.
+    """
     if head.family == "mtp":
         return Serving([f"speculators stitch-mtp {shlex.quote(str(place))} {shlex.quote(facts.name)}"])
     block, parallel = head.family == "dflash", head.family == "peagle"
@@ -232,8 +239,8 @@ def serving(
     kind = dflash.kind_of(head) if block else None
     method = "eagle3" if kind is None else dflash.METHODS["vllm", kind]
     options = {"parallel_drafting": True} if parallel else None
-    found = engines.serving("vllm", method, place, facts, tokens, schedule, options, kind in dflash.V2_RUNNER)
-    # vLLM refuses a verifier that is a local path when such a directory is served by itself.
+    found = serving_commands.serving("vllm", method, place, facts, tokens, schedule, options, kind in dflash.V2_RUNNER)
+    # vLLM cannot serve such a directory alone if its verifier is a local path.
     if found.commands and not Path(facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(place))}")
     if block and head.architecture["own_mask"]:

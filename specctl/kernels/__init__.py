@@ -1,9 +1,9 @@
-"""Kernels of decoding: layers, random numbers, rows, sampling, acceptance. The one place where a backend is chosen.
+"""Decoding kernels: layers, random numbers, rows, sampling, acceptance. Only this module selects a backend.
 
-`reference` is the specification and carries the documentation; every backend has its signatures. A tensor on a CPU
-goes to `cpu`, on a CUDA device to `triton` where Triton is installed and computes there what the reference does
-(`trial`), else to `reference`. The environment variable SPECCTL_KERNELS=reference|cpu|triton overrides; Triton reads
-tensors of a CPU in its interpreter (TRITON_INTERPRET=1) only, without it they go to `cpu`.
+`reference` is the specification and has the documentation; every backend has the same signatures. A tensor on a CPU
+goes to `cpu`. A tensor on a CUDA device goes to `triton` if Triton is installed and agrees with the reference there
+(`trial`), otherwise to `reference`. The environment variable SPECCTL_KERNELS=reference|cpu|triton overrides this.
+Triton reads CPU tensors only in its interpreter (TRITON_INTERPRET=1); without it they go to `cpu`.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from typing import Any, TypeVar, cast
 import torch
 
 from . import reference
-from .paging import PAGE, gathered, slots_of
-from .reference import Ancestry, Panorama
-from .rows import COLDEST, DraftRows, Rows, nan_count, probabilities, token_probability
+from .paging import PAGE, gather_pages, slots_of
+from .reference import Ancestry, DrafterFeedback
+from .rows import GREEDY_BELOW, DraftRows, Rows, nan_count, probabilities, token_probability
 
 __all__ = [
-    "COLDEST",
+    "GREEDY_BELOW",
     "PAGE",
     "Ancestry",
     "DraftRows",
-    "Panorama",
+    "DrafterFeedback",
     "Rows",
     "accept_chain",
     "add_rms_norm",
     "argmax",
     "attention",
     "backend",
-    "chosen",
     "distill_rows",
+    "drafter_feedback",
     "expand_topk",
-    "gathered",
+    "gather_pages",
     "nan_count",
-    "panorama",
     "probabilities",
     "rope_and_cache",
     "row_params",
     "sample_rows",
+    "select_backend",
     "silu_and_mul",
     "slots_of",
     "span_attention",
@@ -55,7 +55,7 @@ __all__ = [
     "walk_tree",
 ]
 
-BACKENDS = {"reference": ".reference", "cpu": ".cpu", "triton": ".triton_backend"}  # name → module, loaded when used
+BACKENDS = {"reference": ".reference", "cpu": ".cpu", "triton": ".triton_backend"}  # imported on first use
 TRITON = importlib.util.find_spec("triton") is not None  # found, not imported
 DEFAULTS = {"cpu": "cpu"} | ({"cuda": "triton"} if TRITON else {})  # device type → name; others use the reference
 
@@ -65,7 +65,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 def backend(device_type: str) -> str:
     """Name of the backend for tensors on `device_type` ("cpu", "cuda", …).
 
-    ValueError if SPECCTL_KERNELS names none, ImportError if it names Triton, which is not installed.
+    Raises ValueError if SPECCTL_KERNELS names no backend, and ImportError if it names Triton, which is not installed.
     """
     name = os.environ.get("SPECCTL_KERNELS") or DEFAULTS.get(device_type, "reference")
     if name not in BACKENDS:
@@ -79,29 +79,29 @@ def backend(device_type: str) -> str:
 
 
 @functools.cache
-def trusted(name: str, device: torch.device) -> str:
-    """`name`, or "reference" with a warning where that backend fails on `device`."""
-    from . import trial
+def checked_backend(name: str, device: torch.device) -> str:
+    """`name`, or "reference" with a warning if that backend fails on `device`."""
+    from . import self_check
 
-    reason = trial.shortcoming(_module(name), device)
+    reason = self_check.mismatch(_module(name), device)
     if reason is None:
         return name
     warnings.warn(f"kernels on {device} run in plain PyTorch: {name}: {reason}", stacklevel=2)
     return "reference"
 
 
-def chosen(device: torch.device) -> str:
-    """Name of the backend that computes on `device`, tried where it has to be."""
+def select_backend(device: torch.device) -> str:
+    """Name of the backend for `device`. Triton is tested once before its first use."""
     name = backend(device.type)
-    if name == "triton" and "SPECCTL_KERNELS" not in os.environ:  # who asks for it by name sees it fail
-        name = trusted(name, device)
+    if name == "triton" and "SPECCTL_KERNELS" not in os.environ:  # a user who names Triton sees its errors
+        name = checked_backend(name, device)
     return name
 
 
 def _dispatched(specification: F) -> F:
     @functools.wraps(specification)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
-        module = _module(chosen(first.device))
+        module = _module(select_backend(first.device))
         return getattr(module, specification.__name__)(first, *args, **kwargs)
 
     return cast(F, call)
@@ -125,5 +125,5 @@ sample_rows = _dispatched(reference.sample_rows)
 walk_tree = _dispatched(reference.walk_tree)
 accept_chain = _dispatched(reference.accept_chain)
 expand_topk = _dispatched(reference.expand_topk)
-panorama = _dispatched(reference.panorama)
+drafter_feedback = _dispatched(reference.drafter_feedback)
 distill_rows = _dispatched(reference.distill_rows)

@@ -1,9 +1,9 @@
-"""Kernels for tensors on a CPU: the functions of `reference`, which documents them, less the work that is not needed.
+"""Kernels for tensors on a CPU. `reference` documents the functions; here they skip unneeded work.
 
-Talking to the host is free here: filters that are off cost nothing, small integer work is done in Python, and NumPy
-does what it does much faster than PyTorch (argmax and sorting several times). What passes over rows several times
-takes a few at a time through buffers that stay in the cache and outlive the call: at V = 32k memory fresh from the
-system costs more than the arithmetic on it. Softmax is PyTorch's fastest exponential, so it is the only one.
+On a CPU, host synchronization is free. So filters that are off cost no time, small integer work is done in Python, and
+NumPy replaces PyTorch for operations in which it is several times faster (argmax, sorting). Code that passes over
+rows several times takes a few rows at a time. Its buffers stay in the CPU cache and outlive the call: at V = 32k, fresh
+memory from the system costs more than the arithmetic on it. Softmax is used as PyTorch's fastest exponential.
 """
 
 from __future__ import annotations
@@ -19,17 +19,27 @@ from torch import Tensor
 
 from . import reference
 from .objectives import TINY
-from .reference import Panorama
-from .rows import BLOCK, COLDEST, DraftRows, Rows, inverse_cdf, probabilities, search, without_nan, working
+from .reference import DrafterFeedback
+from .rows import (
+    BLOCK,
+    GREEDY_BELOW,
+    DraftRows,
+    Rows,
+    inverse_cdf,
+    probabilities,
+    search,
+    to_working_precision,
+    without_nan,
+)
 
-CACHED = 2**18  # logits whose fp32 work fits the second-level cache of a core
-_IN_HAND = 2**19  # logits a pass has in hand: its buffers fit the last cache; fewer cost more in calls than they save
+CACHED = 2**18  # number of logits with fp32 work that fits the second-level cache of a core
+_IN_HAND = 2**19  # logits per chunk: its buffers fit the last-level cache, and smaller chunks cost more in calls
 _LOG_TINY = math.log(TINY)
-_CHUNK = 256  # positions whose uniforms are made together: a step uses a few of them, the next step their neighbours
+_CHUNK = 256  # positions with uniforms made together: a step uses a few, and the next step uses their neighbors
 
 
-attention = reference.attention  # a CPU attends with a mask (decoding/models/layers.py)
-add_rms_norm = reference.add_rms_norm  # and has its layers there, too
+attention = reference.attention  # on a CPU, attention uses a mask (decoding/models/layers.py)
+add_rms_norm = reference.add_rms_norm  # so do the layers, in the same module
 rope_and_cache = reference.rope_and_cache
 silu_and_mul = reference.silu_and_mul
 span_attention = reference.span_attention  # training has blocks of documents (drafters/feature/ttt_attention.py)
@@ -46,7 +56,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def _uniform_chunk(seed: int, index: int, stream: int) -> list[float]:
-    """Uniforms of the _CHUNK positions from index·_CHUNK on: Philox on NumPy's uint64, bit-equal to the reference."""
+    """Uniforms of _CHUNK positions from index·_CHUNK on: Philox on NumPy's uint64, bit-equal to the reference."""
     low, half = np.uint64(0xFFFFFFFF), np.uint64(32)
     position = np.arange(index * _CHUNK, (index + 1) * _CHUNK, dtype=np.uint64)
     c0, c1, c2, c3 = position & low, position >> half, np.full_like(position, stream), np.zeros_like(position)
@@ -60,12 +70,12 @@ def _uniform_chunk(seed: int, index: int, stream: int) -> list[float]:
 
 
 class _Scratch(threading.local):
-    """The buffers, one set per thread."""
+    """Buffers, one set per thread."""
 
     def __init__(self) -> None:
         self.store = torch.empty(0)
 
-    @torch.inference_mode(False)  # an inference tensor could not be written to outside that mode
+    @torch.inference_mode(False)  # outside inference mode, an inference tensor could not be written to
     def buffers(self, count: int, rows: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
         size = count * rows * vocabulary
         if self.store.numel() < size or self.store.dtype != dtype:
@@ -77,10 +87,13 @@ _scratch = _Scratch()
 
 
 def _chunks(logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor, list[Tensor]]]:
-    """Runs of rows: their place, their logits, and `count` buffers of their size in working precision."""
+    """Split rows into chunks.
+
+    Yields the chunk's slice, its logits, and `count` buffers of its size in working precision.
+    """
     rows, vocabulary = logits.shape
     step = max(1, min(rows, _IN_HAND // vocabulary))
-    buffers = _scratch.buffers(count, step, vocabulary, working(logits[:0]).dtype)
+    buffers = _scratch.buffers(count, step, vocabulary, to_working_precision(logits[:0]).dtype)
     for start in range(0, max(rows, 1), step):
         part = logits[start : start + step]
         yield slice(start, start + step), part, [buffer[: len(part)] for buffer in buffers]
@@ -88,8 +101,8 @@ def _chunks(logits: Tensor, count: int) -> Iterator[tuple[slice, Tensor, list[Te
 
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
     logits = logits.detach()
-    is_greedy = temperature < COLDEST
-    inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
+    is_greedy = temperature < GREEDY_BELOW
+    inv_temp = torch.where(is_greedy, 1.0, 1.0 / temperature).to(to_working_precision(logits[:0]).dtype)
     all_greedy, by_count, by_mass = bool(is_greedy.all()), bool((top_k > 0).any()), bool((top_p < 1).any())
     sums = inv_temp.new_zeros(len(logits), -(-logits.shape[1] // BLOCK))
     chunks = []
@@ -111,7 +124,7 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     best, top, cut, largest = (torch.cat(field) for field in zip(*chunks, strict=True))
     total = sums.sum(-1, keepdim=True)
     peak = top * inv_temp
-    lse = peak + (total[:, 0] / largest).log()  # the softmax keeps no lse, but the peak's probability tells it
+    lse = peak + (total[:, 0] / largest).log()  # softmax returns no lse: compute it from the peak's probability
     return Rows(
         logits=logits,
         inv_temp=inv_temp,
@@ -123,8 +136,8 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
 
 
 def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the maximum of each row stands and what it is, both [R]; NaN becomes −inf, in place."""
-    best = torch.from_numpy(scores.numpy().argmax(-1))  # of a row with NaN: the first of those
+    """Index and value of each row's maximum, both [R]. Replaces NaN by −inf, in place."""
+    best = torch.from_numpy(scores.numpy().argmax(-1))  # if a row has NaN: the first NaN
     top = scores.gather(1, best[:, None])[:, 0]
     if math.isnan(top.sum().item()) and bool(top.isnan().any()):
         return _argmax(scores.masked_fill_(scores.isnan(), -torch.inf))
@@ -132,7 +145,7 @@ def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_blocks(weight: Tensor, out: Tensor) -> None:
-    """Sums of every run of BLOCK ids, [R, ceil(V / BLOCK)]."""
+    """Write the sums of every run of BLOCK ids, [R, ceil(V / BLOCK)], to `out`."""
     whole = weight.shape[1] // BLOCK
     if whole:
         torch.sum(weight[:, : whole * BLOCK].unflatten(1, (whole, BLOCK)), -1, out=out[:, :whole])
@@ -141,7 +154,7 @@ def _sum_blocks(weight: Tensor, out: Tensor) -> None:
 
 
 def argmax(logits: Tensor) -> Tensor:
-    scores = working(logits.detach()).numpy()
+    scores = to_working_precision(logits.detach()).numpy()
     best = scores.argmax(-1)
     if np.isnan(np.take_along_axis(scores, best[..., None], -1)).any():  # NumPy takes a NaN for the maximum
         best = np.where(np.isnan(scores), -np.inf, scores).argmax(-1)
@@ -149,21 +162,21 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def _top_k_cut(scores: Tensor, top_k: Tensor) -> Tensor:
-    """Score of the top_k-th token [R], −inf where the filter is off."""
+    """Score of the top_k-th token [R], −inf if the filter is off."""
     most = min(max(1, int(top_k.max())), scores.shape[1])
     kth = scores.topk(most, -1).values.gather(1, (top_k.clamp(1, most) - 1)[:, None])
     return torch.where(top_k > 0, kth[:, 0], -torch.inf)
 
 
 def _top_p_cut(scores: Tensor, p: Tensor, top_p: Tensor) -> Tensor:
-    """Lowest score [R] in the nucleus of `p`, −inf where the filter is off."""
+    """Lowest score [R] in the nucleus of `p`, −inf if the filter is off."""
     cut = torch.full_like(scores[:, 0], -torch.inf)
     for row, needed in enumerate(top_p.tolist()):
         if needed < 1:
             mass = p[row].numpy()
-            # Tokens below (1 − top_p)/V hold less than 1 − top_p together: none is needed. The ½ is for rounding.
+            # Tokens below (1 − top_p)/V have less than 1 − top_p together: drop them. The ½ allows for rounding.
             ordered = np.sort(scores[row].numpy()[mass >= 0.5 * (1 - needed) / len(mass)])[::-1]
-            if len(ordered):  # empty only where there is no distribution
+            if len(ordered):  # empty only if the row is not a distribution
                 reached = np.cumsum(np.exp(ordered - ordered[0]), dtype=np.float64) * mass.max()
                 cut[row] = float(ordered[min(np.searchsorted(reached, needed), len(ordered) - 1)])
     return cut
@@ -217,7 +230,7 @@ def accept_chain(
         share = reference.shares(p_token, q_token)
         accepted = reference.block_accepted(share, _excess(p, q, share), count, u_accept)
 
-    # One row per sequence is needed in full: the rejected position's, or the one behind the whole draft.
+    # One row per sequence is needed in full: at the rejected position, or after the whole draft.
     following = p.take(row[:, 0] * (n + 1) + accepted)
     drafted = q.take(row[:, 0] * n + accepted.clamp(max=n - 1)) if n else q
     rejected, u, drawn = accepted < count, u_next.gather(1, accepted[:, None])[:, 0], []
@@ -234,7 +247,7 @@ def accept_chain(
 
 
 def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
-    """Σ max(share · p − q, 0) behind 1 … n − 1 tokens, in a table [B, n+1] whose ends are not needed."""
+    """Σ max(share · p − q, 0) after 1 … n − 1 tokens, in a table [B, n+1]. Its first and last columns are unused."""
     batch, n = share.shape[0], share.shape[1] - 1
     excess = torch.zeros_like(share)
     if n > 1:
@@ -248,16 +261,16 @@ def _excess(p: Rows, q: Rows, share: Tensor) -> Tensor:
 def _probability(rows: Rows, index: Tensor, token: Tensor) -> Tensor:
     """p(token) in the row at `index`, both of one shape."""
     scores = rows.logits[index, token] * rows.inv_temp[index]
-    p = (scores - rows.lse[index]).exp().masked_fill_(~(scores >= rows.cut[index]), 0.0)  # not <: it may be NaN
+    p = (scores - rows.lse[index]).exp().masked_fill_(~(scores >= rows.cut[index]), 0.0)  # not <: the score may be NaN
     greedy = rows.greedy[index]
     return torch.where(greedy >= 0, (greedy == token).to(p.dtype), p)
 
 
 def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As the reference, except that ties come in any order when k > 1."""
-    logprob = working(logits.detach()).log_softmax(-1)
+    """Like the reference, except that ties come in any order if k > 1."""
+    logprob = to_working_precision(logits.detach()).log_softmax(-1)
     best, index = logprob.topk(k, -1)
-    if math.isnan(best[:, 0].sum().item()):  # one NaN makes all of its row NaN
+    if math.isnan(best[:, 0].sum().item()):  # one NaN makes its whole row NaN
         return expand_topk(without_nan(logits), k) if bool(logits.isnan().any()) else (best, index)
     if k == 1:
         index = _argmax(logprob)[0][:, None]
@@ -270,7 +283,7 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     return torch.cat([reference.distill_rows(*part, objective) for part in parts])
 
 
-def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
+def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> DrafterFeedback:
     of_target, of_drafts = [], []
     for at, part, (dense, log_p, *rest) in _chunks(p.logits.detach(), 5):
         x = tokens[at, None]
@@ -295,11 +308,11 @@ def panorama(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Panorama:
         missed,
     ]
     fields = [field.masked_fill(cross.isnan(), torch.nan) for field in fields]
-    return Panorama(*(field.masked_fill(~p.valid, torch.nan) for field in (*fields, entropy)))
+    return DrafterFeedback(*(field.masked_fill(~p.valid, torch.nan) for field in (*fields, entropy)))
 
 
 def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> Tensor:
-    """Fills in `p` and `log_p` = log max(p, TINY), [R, V], of the rows `at`; returns their likeliest tokens [R]."""
+    """Fill in `p` and `log_p` = log max(p, TINY), [R, V], of rows `at`. Returns their most likely tokens [R]."""
     best = _dense(rows, at, logits, log_p, p)
     log_p.sub_(rows.lse[at, None]).clamp_(min=_LOG_TINY)
     hot = (rows.greedy[at] >= 0).nonzero()[:, 0]
@@ -309,7 +322,7 @@ def _target(rows: Rows, at: slice, logits: Tensor, p: Tensor, log_p: Tensor) -> 
 
 
 def _dense(rows: Rows, at: slice, logits: Tensor, scores: Tensor, p: Tensor) -> Tensor:
-    """Fills in `p` [R, V] of the rows `at`, and their `scores` if one is sampled; returns the likeliest tokens [R]."""
+    """Fill in `p` [R, V] of rows `at`, and their `scores` if any row is sampled. Returns the most likely tokens [R]."""
     greedy = rows.greedy[at]
     hot = (greedy >= 0).nonzero()[:, 0]
     best = greedy
@@ -328,7 +341,7 @@ def _dense(rows: Rows, at: slice, logits: Tensor, scores: Tensor, p: Tensor) -> 
 def _drafted(
     draft: DraftRows, at: slice, x: Tensor, best: Tensor, mass: Tensor, p: Tensor, log_p: Tensor, buffers: list[Tensor]
 ) -> Tensor:
-    """Σ p log q, Σ max(p − q, 0), Σ q log q, Σ q log p, q(x), agreement and p outside the vocabulary: [7, R]."""
+    """Σ p log q, Σ max(p − q, 0), Σ q log q, Σ q log p, q(x), agreement, and p outside the vocabulary: [7, R]."""
     missed = torch.zeros_like(mass)
     if draft.ids is not None:
         p, log_p = p[:, draft.ids], log_p[:, draft.ids]

@@ -1,9 +1,9 @@
-"""The distillation loss of a vocabulary head, without its logits: products, losses and gradients part by part.
+"""Distillation loss of a vocabulary head without storing its logits: computed and differentiated part by part.
 
-A head of Vd rows on n hidden states has n·Vd logits, and autograd through their softmax keeps several times that. Here
-part of the rows is multiplied, compared with the teacher, turned into its gradient in place, and multiplied back. What
-is kept is the gradient of the hidden states and of the head. (As in the fused linear losses of Liger Kernel, Hsu et al.
-2024, arXiv 2410.10989.)
+A head of Vd rows on n hidden states has n·Vd logits, and autograd through their softmax stores several times as much.
+Here part of the rows is multiplied, compared with the teacher, turned into its gradient in place, and multiplied back.
+Only the gradients of the hidden states and of the head are stored. (As in the fused linear losses of Liger Kernel, Hsu
+et al. 2024, arXiv 2410.10989.)
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch.nn.functional import linear
 
 from . import distill_rows
 
-PART = {"cpu": 2**23, "cuda": 2**26}  # logits at a time
+PART = {"cpu": 2**23, "cuda": 2**26}  # logits per part
 
 
 class Squash(NamedTuple):
-    """A vocabulary head on its products x: cap · tanh(y / cap) of y = scale · x + shift; y without a cap."""
+    """Transform of a vocabulary head's products x: cap · tanh(y / cap) with y = scale · x + shift; y without a cap."""
 
     scale: float = 1.0  # Command R, Granite
     cap: float | None = None  # Gemma 2
@@ -45,7 +45,10 @@ class Teacher(NamedTuple):
     squash: Squash = Squash()
 
     def known(self, at: Tensor) -> Tensor:
-        """Rows `at` [n] as probabilities [n, Vd], or as tokens [n]; each row that is asked for is made once."""
+        """Rows `at` [n] as probabilities [n, Vd], or as tokens [n].
+
+        A row that appears several times is computed once.
+        """
         if self.head is None:
             return self.rows[at]
         asked, place = at.unique(return_inverse=True)
@@ -66,13 +69,14 @@ def linear_distill(
 
     Args:
         hidden: [n, H].
-        weight, bias: [Vd, H] and [Vd] or None. Products run in the dtype of autocast, else in that of `weight`.
-        at: [n] int64, the teacher's row for each hidden state. Several may have the same.
-        share: [n] ≥ 0, each row's weight in the total; rows of 0 cost nothing.
+        weight, bias: [Vd, H] and [Vd] or None. Products run in the dtype of autocast, else in the dtype of `weight`.
+        at: [n] int64, the teacher's row for each hidden state; rows may repeat.
+        share: [n] ≥ 0, each row's weight in the total. Rows with 0 are skipped.
         objective: a name in `kernels.objectives`.
 
     Returns:
-        Σ share·loss, with gradients for hidden, weight and bias; and the losses [n] fp32, 0 where share is 0, without.
+        Σ share·loss, with gradients for hidden, weight and bias; and the losses [n] fp32 without gradients, 0 if share
+            is 0.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
@@ -88,7 +92,7 @@ def _apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, *constants: Any)
 
 
 class _LinearDistill(torch.autograd.Function):
-    """Gradients are made in the forward pass, where the logits are; the backward pass scales them."""
+    """Computes gradients in the forward pass, while the logits exist. The backward pass scales them."""
 
     @staticmethod
     def forward(
@@ -102,14 +106,14 @@ class _LinearDistill(torch.autograd.Function):
         dtype: torch.dtype,
         wanted: list[bool],
     ) -> tuple[Tensor | None, ...]:
-        """(Σ share·loss, losses [n], and the gradients of the first by hidden, weight and bias that are `wanted`)."""
+        """(Σ share·loss, losses [n], and the gradients of the first by hidden, weight and bias, if `needed_states`)."""
         losses = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
         d_hidden = torch.zeros_like(hidden) if wanted[0] else None
         d_weight = None
         d_bias = torch.zeros_like(bias) if bias is not None and wanted[2] else None
         head, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
         used = share.nonzero()[:, 0]
-        used = used[at[used].argsort()]  # neighbours share teacher rows
+        used = used[at[used].argsort()]  # neighbors share teacher rows
         for rows in used.split(max(1, PART.get(hidden.device.type, PART["cuda"]) // len(weight))):
             x = hidden[rows].to(dtype)
             logits = linear(x, head, offset)
@@ -134,7 +138,7 @@ class _LinearDistill(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-        """One after the other: products with different weights have nothing in common, and are large."""
+        """Run one at a time: products with different weights share no work, and are large."""
         parts = [
             [x] * info.batch_size if dim is None else x.unbind(dim)
             for x, dim in zip(inputs[:3], in_dims[:3], strict=True)

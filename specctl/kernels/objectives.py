@@ -1,15 +1,15 @@
 """Distillation objectives: the target's distribution p against the drafter's q = softmax(z), row by row.
 
-DistillSpec (Zhou et al. 2024, arXiv 2310.08461) compares them; which is best depends on the task.
+DistillSpec (Zhou et al. 2024, arXiv 2310.08461) compares such objectives; the best one depends on the task.
 
 ce        −log q(x)                    x: the token the target sampled
 soft_ce   −Σ p log q
-kl        Σ p log(p / q)               soft_ce less the entropy of p: the same gradient, zero when q = p
+kl        Σ p log(p / q)               soft_ce minus the entropy of p: the same gradient, zero if q = p
 reverse_kl  Σ q log(q / p)
 tv        ½ Σ |p − q|                  1 − acceptance probability (Leviathan et al. 2023, Corollary 3.6)
 log_tv    −log(1 − tv)                 −log of the acceptance probability: LK-α of Samarin et al. 2026, arXiv 2602.23881
-lk_lambda   λ kl + (1 − λ) tv          LK-λ there: λ = exp(−η (1 − tv)), a constant to the gradient. They take the mean
-                                       acceptance of a batch for 1 − tv, here every row takes its own
+lk_lambda   λ kl + (1 − λ) tv          LK-λ of the same paper: λ = exp(−η (1 − tv)), a constant in the gradient. The
+                                       paper takes 1 − tv as a batch mean, this code takes it per row
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import torch
 from torch import Tensor
 
 ETA = 3.0  # η of LK-λ
-TINY = 1e-9  # stands in for a teacher's zero where its logarithm is taken
+TINY = 1e-9  # replaces a zero probability of the teacher in logarithms
 
 
 def _soft_ce(z: Tensor, p: Tensor) -> tuple[Tensor, Tensor]:
     q = z.softmax(-1)
-    lse = z.amax(-1) - q.amax(-1).log()  # on a CPU the exponential of softmax is several times as fast as exp
+    lse = z.amax(-1) - q.amax(-1).log()  # on a CPU, softmax's exponential is several times as fast as exp
     return lse * p.sum(-1) - torch.linalg.vecdot(p, z), q.sub_(p)
 
 
@@ -78,4 +78,4 @@ OBJECTIVES: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "log_tv": _log_tv,
     "lk_lambda": _lk_lambda,
 }
-"""Name → (fp32 logits [n, Vd], teacher) ↦ (losses [n], their gradient by the logits [n, Vd])."""
+"""Name → function from (fp32 logits [n, Vd], teacher) to (losses [n], their gradient by the logits [n, Vd])."""

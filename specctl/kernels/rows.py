@@ -1,4 +1,4 @@
-"""A row: a distribution over the vocabulary as logits and a few scalars, and what is done with one in PyTorch."""
+"""Rows: distributions over the vocabulary, stored as logits and a few scalars, with their operations in PyTorch."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-BLOCK = 256  # vocabulary entries summed together: level one of the two-level inverse CDF
+BLOCK = 256  # vocabulary entries per partial sum: level one of the two-level inverse CDF
 
 
-COLDEST = 2.0**-17
-"""Temperatures below are greedy, as in vLLM (1e-5). Only exact ties could be drawn otherwise, and fp32 gets them wrong:
-of two equal logits of 80 at 1e-6, log Σ exp rounds to one of them, and both have p = 1. Below 1e-38 logits over
-the temperature overflow."""
+GREEDY_BELOW = 2.0**-17
+"""Lower temperatures are greedy, as in vLLM (1e-5).
+
+They could sample differently only between exact ties, and fp32 gets these wrong: for two equal logits of 80 at 1e-6,
+log Σ exp rounds to one of them, and both have p = 1. Below 1e-38, logits divided by the temperature overflow.
+"""
 
 
 class Rows(NamedTuple):
-    """R distributions over V tokens: each is its logits and a few scalars; no probability tensor exists.
+    """R distributions over V tokens, each stored as logits and a few scalars. No probability tensor exists.
 
-    p(v) = exp(x_v·inv_temp − lse) where x_v·inv_temp ≥ cut, else 0. A NaN logit fails the comparison and has p = 0.
-    A greedy row (temperature 0) is one-hot at `greedy`, the lowest id of the maximum, whatever ties with it; its
+    p(v) = exp(x_v·inv_temp − lse) if x_v·inv_temp ≥ cut, else 0. A NaN logit fails the comparison and has p = 0. A
+    greedy row (temperature 0) is one-hot at `greedy`, the lowest id of the maximum, even if other tokens tie; its
     scalars are inv_temp = 1 and cut = lse = the maximum.
     """
 
@@ -37,9 +39,10 @@ class Rows(NamedTuple):
 
     @property
     def valid(self) -> Tensor:
-        """[R] bool: False where no distribution exists (all logits −inf or NaN, or one +inf).
+        """[R] bool: False if the row is not a distribution (all logits −inf or NaN, or one +inf).
 
-        Sampling there gives some id in [0, V): whoever decodes looks at this when it talks to the host anyway.
+        Sampling from such a row returns some id in [0, V). Decoding checks `valid` when it synchronizes with the host
+        anyway.
         """
         return self.lse.isfinite()
 
@@ -49,36 +52,36 @@ class Rows(NamedTuple):
 
 
 class DraftRows(NamedTuple):
-    """A drafter's rows beside R rows of the target: q = softmax(logits · inv_temp), zero outside its vocabulary."""
+    """A drafter's rows for R rows of the target: q = softmax(logits · inv_temp), zero outside the draft vocabulary."""
 
     logits: Tensor  # [R, Vd]; NaN counts as −inf
-    ids: Tensor | None = None  # [Vd] int64, the target's id of every draft token, no two equal; None: Vd = V
-    inv_temp: Tensor | None = None  # [R]; None = 1
+    ids: Tensor | None = None  # [Vd] int64, the target id of every draft token, all distinct; without: Vd = V
+    inv_temp: Tensor | None = None  # [R]; without: 1
 
 
 def draft_scores(draft: DraftRows) -> Tensor:
-    """Scores [R, Vd] whose softmax is q."""
-    scores = without_nan(working(draft.logits.detach()))
+    """Scores [R, Vd] of q: their softmax is q."""
+    scores = without_nan(to_working_precision(draft.logits.detach()))
     return scores if draft.inv_temp is None else scores * draft.inv_temp.to(scores.dtype)[:, None]
 
 
 def draft_ids(draft: DraftRows) -> Tensor:
-    """The target's id of every draft token, [Vd]."""
+    """The target id of every draft token, [Vd]."""
     return torch.arange(draft.logits.shape[1], device=draft.logits.device) if draft.ids is None else draft.ids
 
 
 def nan_count(logits: Tensor) -> Tensor:
-    """[R] int64: how many of a row's `logits` [R, V] are NaN; the kernels treat those as −inf without a word."""
+    """[R] int64: number of NaN in each row of `logits` [R, V]. The kernels silently treat NaN as −inf."""
     return logits.isnan().sum(-1)
 
 
-def working(logits: Tensor) -> Tensor:
-    """In the precision of the computation: fp64 stays, all else becomes fp32 (an fp32 tensor is returned itself)."""
+def to_working_precision(logits: Tensor) -> Tensor:
+    """Convert to the precision of the computation: fp64 stays, all else becomes fp32 (fp32 tensors are not copied)."""
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def without_nan(scores: Tensor) -> Tensor:
-    """NaN replaced by −inf."""
+    """Replace NaN by −inf."""
     return scores.masked_fill(scores.isnan(), -torch.inf)
 
 
@@ -101,8 +104,8 @@ def token_probability(rows: Rows, tokens: Tensor) -> Tensor:
     return torch.where(greedy >= 0, (greedy == tokens).to(p.dtype), p)
 
 
-def blocked(weight: Tensor) -> Tensor:
-    """`weight` [R, V] as [R, ceil(V / BLOCK), min(V, BLOCK)], filled up with zeros."""
+def in_blocks(weight: Tensor) -> Tensor:
+    """`weight` [R, V] as [R, ceil(V / BLOCK), min(V, BLOCK)], padded with zeros."""
     width = min(weight.shape[1], BLOCK)
     if missing := -weight.shape[1] % width:
         weight = torch.nn.functional.pad(weight, (0, missing))
@@ -110,8 +113,8 @@ def blocked(weight: Tensor) -> Tensor:
 
 
 def inverse_cdf(weight: Tensor, u: Tensor) -> Tensor:
-    """Index [R] of the draw from unnormalised `weight` [R, V] ≥ 0 at the uniforms `u` [R], by two-level sums."""
-    blocks = blocked(weight)
+    """Sample an index [R] from unnormalized `weight` [R, V] ≥ 0 at the uniforms `u` [R], by two-level sums."""
+    blocks = in_blocks(weight)
     cumulative = blocks.sum(-1).cumsum(-1)
     block, rest = search(cumulative, u.to(cumulative.dtype) * cumulative[:, -1])
     chosen = blocks[torch.arange(len(block), device=block.device), block]
@@ -119,9 +122,9 @@ def inverse_cdf(weight: Tensor, u: Tensor) -> Tensor:
 
 
 def search(cumulative: Tensor, threshold: Tensor) -> tuple[Tensor, Tensor]:
-    """First index [R] where the non-decreasing `cumulative` [R, N] exceeds `threshold` [R], and the rest [R].
+    """Return the first index [R] at which non-decreasing `cumulative` [R, N] exceeds `threshold` [R], and the rest.
 
-    The index never goes beyond the last one that has mass. The rest is the threshold less the sum before the index.
+    The index is at most the last index with mass. The rest [R] is the threshold minus the sum before the index.
     """
     beyond = torch.searchsorted(cumulative, threshold[:, None], right=True)
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())

@@ -1,1 +1,1 @@
-"""Measuring: contenders side by side, what they are measured by, and the rows and records that this leaves."""
+"""Measurement of drafters and policies: contenders side by side, their metrics, result rows and records."""

@@ -1,8 +1,8 @@
-"""Timing contenders side by side: every prompt is answered by all of them before the next one starts.
+"""Timing of contenders side by side: every contender answers a prompt before the next prompt starts.
 
-Fairness: sequences are decoded one at a time; the order of the contenders rotates from prompt to prompt, so that a
-machine that slows down slows all of them; each has run before the clock counts; prompts are tokenised before, texts
-compared and written after.
+Fairness: sequences are decoded one at a time unless the recipe sets a batch size. The order of the contenders rotates
+from prompt to prompt, so a machine that slows down slows every contender. Each contender is warmed up before timing
+starts. Prompts are tokenised before timing; answers are compared and written after it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from specctl import progress
 from specctl.decoding import metrics
-from specctl.decoding.device.rooms import Rooms
-from specctl.decoding.loop import decode
+from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
@@ -28,12 +28,12 @@ from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import Prompt, Rejections
 from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record
-from specctl.measuring.transformers import PLAIN, load_generator
+from specctl.measuring.transformers_baseline import PLAIN, load_generator
 from specctl.recipe import BenchRecipe, EvalRecipe, SamplingRecipe, SelectRecipe
 
 VANILLA = "vanilla"
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 16
-KEEP_EVERY_S = 300.0  # a run that is killed without a signal loses no more than that
+KEEP_EVERY_S = 300.0  # longest time between two writes: a killed run loses no more
 
 
 class Case(NamedTuple):
@@ -41,20 +41,24 @@ class Case(NamedTuple):
 
     prompt: Prompt
     ids: list[int]
-    room: int  # new tokens
+    max_new_tokens: int  # limit of new tokens
 
     def seed(self, repeat: int) -> int:
-        """Random streams depend on seed and position only: without the prompt's share all prompts had the same."""
+        """Seed of this prompt for one repeat.
+
+        Random streams depend only on seed and position, so the prompt's hash is part of the seed: otherwise all prompts
+        would share one random stream.
+        """
         return int(self.prompt.id[:12], 16) + repeat
 
     def question(self, seed: int) -> Question:
         return self.prompt.domain, self.prompt.id, seed
 
 
-Turn = Sequence[Case]
-"""Prompts that are answered together."""
-Contender = Callable[[Turn, list[int]], list[dict[str, Decoded]]]
-"""Answers a turn, each prompt with its seed, under one or several names, the rows of the matrix."""
+PromptBatch = Sequence[Case]
+"""Prompts that are decoded together, as one batch."""
+Contender = Callable[[PromptBatch, list[int]], list[dict[str, Decoded]]]
+"""Function that answers a turn: (turn, one seed per prompt) → per prompt, answers by contender name."""
 
 
 def prepare(
@@ -63,14 +67,14 @@ def prepare(
     prompts: Sequence[Prompt],
     rejections: Rejections,
 ) -> list[Case]:
-    """Prompts as ids; one that the template refuses or the context has no room for is rejected.
+    """Render prompts to token ids. A prompt is rejected if the chat template refuses it or it does not fit the context.
 
-    Raises DataError when more than the allowed share is rejected, or all.
+    Raises DataError if more than the allowed share is rejected, or all.
     """
     cases = []
     for prompt in prompts:
         progress.interrupts.check()
-        case = ready(recipe, target, prompt)
+        case = render_case(recipe, target, prompt)
         if isinstance(case, Case):
             cases.append(case)
         else:
@@ -81,8 +85,8 @@ def prepare(
     return cases
 
 
-def ready(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, prompt: Prompt) -> Case | str:
-    """A prompt as ids; why not, where the template refuses it or the context has no room for it."""
+def render_case(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, prompt: Prompt) -> Case | str:
+    """Render one prompt to token ids, or say why it cannot be used: refused by the template, or too long."""
     try:
         ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
     except ChatTemplateError as error:
@@ -95,42 +99,45 @@ def ready(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, p
 def contenders(
     recipe: EvalRecipe, target: Target, drafters: Mapping[str, Drafter], assistants: Mapping[str, PreTrainedModel]
 ) -> list[Contender]:
-    """Plain decoding, each drafter, and `transformers` in all its modes."""
-    competing = [engine(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
-    competing += [engine(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
+    """Contenders of `specctl eval`: plain decoding, each drafter, and `transformers` in all its modes."""
+    competing = [engine_contender(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
+    competing += [engine_contender(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
     if PLAIN in recipe.baselines:
-        generator = load_generator(recipe.target, target, filters(recipe.sampling), assistants)
+        generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), assistants)
         competing.append(
-            lambda turn, seeds: [generator.decode(c.ids, c.room, s) for c, s in zip(turn, seeds, strict=True)]
+            lambda turn, seeds: [generator.decode(c.ids, c.max_new_tokens, s) for c, s in zip(turn, seeds, strict=True)]
         )
     if not competing:
         raise UsageError("nothing to measure", hint="name a --drafter or a --pool, or keep the baselines")
     return competing
 
 
-def engine(
-    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, rooms: Rooms | None = None
+def engine_contender(
+    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, kept_caches: KeptCaches | None = None
 ) -> Contender:
-    """Our own decoding loop, with a drafter or (None) without, as fast as it is on the target's device. `rooms`: of an
-    earlier contender of this name."""
+    """Contender that runs specctl's decoding loop, with a drafter, or plainly for None.
 
-    options: dict[str, Any] = {"drafter": drafter, "rooms": rooms or Rooms()}
+    Its rounds run on the device if they can. `kept_caches`: buffers and CUDA graphs of an earlier contender of the same
+    name.
+    """
 
-    def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: decoded} for decoded in decode_turn(target, sampling, turn, seeds, **options)]
+    options: dict[str, Any] = {"drafter": drafter, "kept_caches": kept_caches or KeptCaches()}
+
+    def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
+        return [{name: decoded} for decoded in decode_batch(target, sampling, turn, seeds, **options)]
 
     return answer
 
 
-def decode_turn(
-    target: Target, sampling: SamplingRecipe, turn: Turn, seeds: list[int], **options: Any
+def decode_batch(
+    target: Target, sampling: SamplingRecipe, turn: PromptBatch, seeds: list[int], **options: Any
 ) -> list[Decoded]:
-    """Decode a turn at once; each answer is given its share of the seconds. Options are those of `decode`."""
+    """Decode a turn as one batch. Each answer gets an equal share of the seconds; `options` are passed to `decode`."""
     decoded = decode(
         target,
         [case.ids for case in turn],
-        sampling=filters(sampling),
-        max_new_tokens=[case.room for case in turn],
+        sampling=sampling_of(sampling),
+        max_new_tokens=[case.max_new_tokens for case in turn],
         seeds=seeds,
         exact=sampling.exact,
         **options,
@@ -139,19 +146,21 @@ def decode_turn(
     return [replace(text, prefill_s=share * text.prefill_s, decode_s=share * text.decode_s) for text in decoded]
 
 
-def filters(sampling: SamplingRecipe) -> Sampling:
+def sampling_of(sampling: SamplingRecipe) -> Sampling:
     return Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
 
 
-def warm_up(turns: Sequence[Turn], competing: Sequence[Contender]) -> None:
-    """Ask everyone something before the clock counts: the first calls are slow."""
+def warm_up(turns: Sequence[PromptBatch], competing: Sequence[Contender]) -> None:
+    """Run every contender on a few short answers before timing starts, because first calls are slow."""
     for turn, contender in itertools.product(turns[:WARMUP_PROMPTS], competing):
-        contender([case._replace(room=min(case.room, WARMUP_TOKENS)) for case in turn], [0] * len(turn))
+        contender(
+            [case._replace(max_new_tokens=min(case.max_new_tokens, WARMUP_TOKENS)) for case in turn], [0] * len(turn)
+        )
 
 
 def measure(
     recipe: EvalRecipe | SelectRecipe,
-    turns: Sequence[Turn],
+    turns: Sequence[PromptBatch],
     competing: Sequence[Contender],
     shown: set[str],
     keep: Callable[[Sequence[Record]], Path],
@@ -159,15 +168,22 @@ def measure(
     label: str = "eval",
     warm: bool = False,
     resumable: bool = True,
-    told: Callable[[Sequence[Record]], None] | None = None,
+    on_answers: Callable[[Sequence[Record]], None] | None = None,
 ) -> list[Record]:
-    """Every contender's answers to every turn and seed; the bar shows the mat of the drafters named in `shown`.
+    """Return every contender's answers to every turn and seed.
 
-    What `earlier` records answer is not asked again; every other turn is asked of the contenders in the order that it
-    would have had in one go. The records go to `keep` now and then and however it ends, an unfinished turn left out:
-    all contenders have answered the same ones. `warm`: a caller has warmed them up. `told` hears the records of every
-    turn. Raises Interrupted between two
-    turns; its hint is --resume where the caller can go on from the records (`resumable`).
+    The progress bar shows the mat of the drafters named in `shown`. The records go to `keep` every `KEEP_EVERY_S`
+    seconds and at the end, even if the run fails. An unfinished turn is left out, so all contenders have answered the
+    same prompts.
+
+    Args:
+        earlier: records of a run to resume. Turns that these answer are skipped; the remaining turns have the order of
+            contenders of an uninterrupted run.
+        warm: the caller has warmed up the contenders already.
+        resumable: the caller can go on from the kept records, so an interrupted run hints at --resume.
+        on_answers: called with the records of every turn.
+
+    Raises Interrupted, between two turns.
     """
     records, known = list(earlier), {record.question for record in earlier}
     todo = [
@@ -183,9 +199,9 @@ def measure(
         with progress.track(label, total=total, unit="prompts") as bar:
             for number, seed, turn in todo:
                 progress.interrupts.check()
-                answered = ask(recipe.sampling, turn, seed, rotated(competing, number))
-                if told is not None:
-                    told(answered)
+                answered = answer_batch(recipe.sampling, turn, seed, rotated_order(competing, number))
+                if on_answers is not None:
+                    on_answers(answered)
                 records += answered
                 bar.update(
                     len(turn), mat=metrics.mat([record.decoded for record in records if record.drafter in shown])
@@ -196,7 +212,9 @@ def measure(
     except Interrupted as stop:
         done = len({record.question for record in records})
         place = keep(records)
-        hint = f"continue with --resume --output-dir {place.parent}" if resumable else f"what is done is in {place}"
+        hint = (
+            f"continue with --resume --output-dir {place.parent}" if resumable else f"finished prompts are in {place}"
+        )
         whole = len(recipe.seeds) * sum(len(turn) for turn in turns)
         raise Interrupted(f"{stop.message} after {done} of {whole} prompts", hint=hint) from None
     finally:
@@ -204,8 +222,10 @@ def measure(
     return records
 
 
-def ask(sampling: SamplingRecipe, turn: Turn, seed: int, competing: Sequence[Contender]) -> list[Record]:
-    """Everybody's answers to a turn."""
+def answer_batch(
+    sampling: SamplingRecipe, turn: PromptBatch, seed: int, competing: Sequence[Contender]
+) -> list[Record]:
+    """All contenders' answers to one turn."""
     seeds = [case.seed(sampling.seed + seed) for case in turn]
     return [
         Record(case.prompt.id, case.prompt.domain, name, seed, sampling.temperature, decoded)
@@ -215,7 +235,7 @@ def ask(sampling: SamplingRecipe, turn: Turn, seed: int, competing: Sequence[Con
     ]
 
 
-def rotated(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
-    """The contenders in another order at every turn."""
+def rotated_order(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
+    """The contenders, in an order that rotates from turn to turn."""
     first = turn % len(competing)
     return [*competing[first:], *competing[:first]]

@@ -1,4 +1,4 @@
-"""Conversations of several turns, as suites have them: the user goes on after the target's own answer."""
+"""Conversations of several turns, as in benchmark suites: the user's next message follows the target's own answer."""
 
 from __future__ import annotations
 
@@ -9,50 +9,56 @@ from specctl import progress
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import prompt_id
-from specctl.measuring.contenders import Case, decode_turn, ready
+from specctl.measuring.contenders import Case, decode_batch, render_case
 from specctl.recipe import EvalRecipe
 
 
 def next_turn(recipe: EvalRecipe, target: TargetText, case: Case, output_ids: Sequence[int]) -> Case | None:
-    """The turn of a conversation that follows the target's answer to `case`; None where it ends there.
+    """Return the turn that follows the target's answer to `case`, or None if the conversation ends there.
 
-    It also ends, and that is logged, where the context has no room for more, or the template refuses it.
+    It also ends, with a log message, if the context has no room for more or the chat template refuses the turn.
     """
     prompt = case.prompt
-    if not prompt.later:
+    if not prompt.later_turns:
         return None
     answer = target.tokenizer.decode(list(output_ids), skip_special_tokens=True)
-    said = ({"role": "assistant", "content": answer}, {"role": "user", "content": prompt.later[0]})
+    said = ({"role": "assistant", "content": answer}, {"role": "user", "content": prompt.later_turns[0]})
     messages = [*prompt.messages, *said]
     turn = replace(
-        prompt, id=prompt_id(messages), messages=messages, later=prompt.later[1:], begun=prompt.begun or prompt.id
+        prompt,
+        id=prompt_id(messages),
+        messages=messages,
+        later_turns=prompt.later_turns[1:],
+        first_turn_id=prompt.first_turn_id or prompt.id,
     )
-    following = ready(recipe, target, turn)
+    following = render_case(recipe, target, turn)
     if isinstance(following, str):
-        progress.log(f"{prompt.where} ends {len(prompt.later)} turns early: {following}")
+        progress.log(f"{prompt.where} ends {len(prompt.later_turns)} turns early: {following}")
         return None
     return following
 
 
-def spoken(recipe: EvalRecipe, target: Target, cases: Sequence[Case]) -> list[Case]:
-    """All turns of conversations in their order, as cases that can be measured in any: each has plain decoding's
-    answers, under the first seed, between the user's words. They are decoded here, without a clock.
+def conversation_turns(recipe: EvalRecipe, target: Target, cases: Sequence[Case]) -> list[Case]:
+    """Split conversations into independent cases, one per turn, that can be measured in any order.
 
-    Raises Interrupted.
+    Between the user's messages stand plain decoding's answers under the first seed. They are decoded here, outside of
+    all timing. Raises Interrupted.
     """
-    if not any(case.prompt.later for case in cases):
+    if not any(case.prompt.later_turns for case in cases):
         return list(cases)
     turns = []
-    with progress.track("conversations", total=sum(len(case.prompt.later) for case in cases), unit="turns") as bar:
+    with progress.track(
+        "conversations", total=sum(len(case.prompt.later_turns) for case in cases), unit="turns"
+    ) as bar:
         for case in cases:
             following: Case | None = case
             while following is not None:
                 turns.append(case := following)
-                if not case.prompt.later:
+                if not case.prompt.later_turns:
                     break
                 progress.interrupts.check()
                 seed = case.seed(recipe.sampling.seed + recipe.seeds[0])
-                (decoded,) = decode_turn(target, recipe.sampling, [case], [seed])
+                (decoded,) = decode_batch(target, recipe.sampling, [case], [seed])
                 following = next_turn(recipe, target, case, decoded.output_ids)
                 bar.update(1)
     return turns

@@ -1,4 +1,4 @@
-"""One drafter on one domain: the numbers of its records."""
+"""Result row of one drafter in one domain, and the comparison of drafters with plain decoding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from specctl.measuring import lossless, measured
 from specctl.measuring.contenders import VANILLA
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.records import Question, Record
-from specctl.measuring.transformers import PLAIN
+from specctl.measuring.transformers_baseline import PLAIN
 from specctl.recipe import EvalRecipe, OnlineRecipe, SelectRecipe
 
 
 @dataclass(frozen=True)
 class Row:
-    """One drafter (or baseline) on one domain; definitions in `metrics`. Intervals are over prompts, at 95 %; the turns
-    of a conversation are drawn together.
+    """Results of one drafter or baseline in one domain; `metrics` defines the numbers.
 
-    None where there is nothing to measure: acceptance without drafts, a ratio to a baseline that was not run.
+    Intervals are over prompts, at 95 %; the turns of a conversation are drawn together. A field is None if there is
+    nothing to measure: acceptance without drafts, or a ratio to a baseline that was not run.
     """
 
     drafter: str
@@ -42,20 +42,20 @@ class Row:
     prefill_s: float | None  # mean per prompt
     target_passes: int
     tokens: int
-    unusable: str | None  # why the speed-ups say nothing (`metrics.unusable`); None where they can be used
+    unusable: str | None  # why the speed-ups cannot be used (`metrics.why_unusable`), if they cannot
 
 
-def answers(records: Sequence[Record], name: str) -> dict[Question, Record]:
-    """The records of one drafter by question."""
+def records_by_question(records: Sequence[Record], name: str) -> dict[Question, Record]:
+    """Records of one drafter, by question."""
     return {record.question: record for record in records if record.drafter == name}
 
 
-def compared(
+def with_agreement(
     recipe: EvalRecipe | SelectRecipe | OnlineRecipe, target: Target, records: Sequence[Record], drafters: set[str]
 ) -> tuple[list[Record], Losslessness]:
-    """Records with the drafters' agreement with plain decoding filled in, and the counts."""
+    """Fill in the agreement of `drafters` with plain decoding; return all records and the counts."""
     counts, filled = Losslessness(), []
-    plain = answers(records, VANILLA) if lossless.comparable(recipe.sampling, recipe.drafting) else {}
+    plain = records_by_question(records, VANILLA) if lossless.comparable(recipe.sampling, recipe.drafting) else {}
     tolerance = lossless.tolerance(target, recipe.sampling)
     for record in records:
         if record.drafter in drafters and record.question in plain:
@@ -67,16 +67,21 @@ def compared(
     return filled, counts
 
 
-def summarise(
-    name: str, domain: str, records: Sequence[Record], begun: Mapping[str, str] = MappingProxyType({})
+def drafter_row(
+    name: str, domain: str, records: Sequence[Record], first_turn_ids: Mapping[str, str] = MappingProxyType({})
 ) -> Row:
-    """The row of a drafter or baseline in a domain, out of the records of all. `begun`: the first turn of a
-    conversation by a later one."""
+    """Build the row of a drafter or baseline in a domain from the records of all.
+
+    `first_turn_ids`: for each later turn of a conversation, the id of its first turn.
+    """
     mine = [record for record in records if record.drafter == name and record.domain == domain]
-    decoded, prompts = [record.decoded for record in mine], [begun.get(record.id, record.id) for record in mine]
+    decoded, prompts = (
+        [record.decoded for record in mine],
+        [first_turn_ids.get(record.id, record.id) for record in mine],
+    )
     vanilla, generate = (
         [theirs[record.question].decoded for record in mine if record.question in theirs]
-        for theirs in (answers(records, VANILLA), answers(records, PLAIN))
+        for theirs in (records_by_question(records, VANILLA), records_by_question(records, PLAIN))
     )
     mat = measured.mat(prompts, decoded)
     over_plain, over_theirs = (measured.speedup(prompts, decoded, theirs) for theirs in (vanilla, generate))

@@ -1,8 +1,8 @@
-"""Losslessness: is speculative text the text of plain decoding?
+"""Losslessness check: comparison of a drafter's answers with plain decoding, token by token.
 
-Verification reads several rows in one forward where plain decoding reads one, so kernels add in another order and the
-last bits of the logits differ. Where the target's two best tokens are closer than that noise, either may win; such a
-divergence is a tie, any other one a mismatch. `exact` decoding has one shape for both: there equality is demanded.
+Verification runs several rows in one forward pass, plain decoding runs one. Kernels then sum in another order, so the
+last bits of the logits differ. If the target's two best tokens are closer than that noise, either may win: such a
+divergence is a tie, any other one a mismatch. `exact` decoding uses the same shapes for both, and equality is demanded.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from specctl.recipe import DraftingRecipe, SamplingRecipe
 
 Agreement = Literal["equal", "tie", "mismatch"]
 
-# Largest difference of two logits that may come from the order of summation. Measured on the built-in target (largest
-# logits 10–20; 1 row, 8 rows, whole prefill, `transformers`' own forward): differences of the top-2 margin up to 2e-5
-# in fp32 and 0.25 in bf16, where neighbouring numbers are 0.06–0.125 apart; fp16 has 8 times finer steps than bf16.
-# A tenth of all positions are that close in bf16, so nine of ten real errors are still seen as mismatches.
+# Largest difference of two logits that the order of summation may cause. Measured on the built-in target (largest
+# logits 10–20; 1 row, 8 rows, whole prefill, `transformers`' own forward): the top-2 margin differs by up to 2e-5 in
+# fp32, and by 0.25 in bf16, where neighbouring numbers are 0.06–0.125 apart; fp16 steps are 8 times finer than bf16. In
+# bf16 a tenth of all positions have so small a margin, so nine of ten real errors are still seen as mismatches.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.25}
 
 
 @dataclass
 class Losslessness:
-    """Sequences compared, and how many of them diverged really (`mismatches`) or by rounding (`ties`)."""
+    """Number of sequences compared, of real divergences (`mismatches`), and of divergences by rounding (`ties`)."""
 
     sequences: int = 0
     mismatches: int = 0
@@ -39,25 +39,26 @@ class Losslessness:
 
 
 def comparable(sampling: SamplingRecipe, drafting: DraftingRecipe) -> bool:
-    """Whether the text of a drafter must be plain decoding's, token for token.
+    """Whether a drafter's text must equal plain decoding's, token for token.
 
-    Greedy: always. Sampling: where both draw from the same logits (`exact`) with the same random numbers, which the
-    match rule does; the ratio rule of sampled proposals keeps the distribution, not the text.
+    With greedy decoding it always must. With sampling it must if both draw from the same logits (`exact`) with the same
+    random numbers, as the match rule does. The ratio rule of sampled proposals preserves the distribution, not the
+    text.
     """
     return sampling.temperature == 0 or (sampling.exact and drafting.proposal == "deterministic")
 
 
 def tolerance(target: Target, sampling: SamplingRecipe) -> float:
-    """Logit difference that counts as a tie; 0 demands equal text."""
+    """Difference of logits up to which a divergence counts as a tie; 0 demands equal text."""
     return 0.0 if sampling.exact else TOLERANCE[target.dtype]
 
 
 def compare(target: Target, prompt_ids: list[int], a: list[int], b: list[int], tolerance: float) -> Agreement:
-    """Compare two answers to one prompt, at their first divergence.
+    """Compare two answers to one prompt at their first divergence.
 
-    It is a tie when the target, run once over the common prefix, puts both tokens within `tolerance` of its best one.
-    (Stricter than a small top-2 margin, which would also excuse a third token.) An answer that merely stops earlier is
-    a mismatch, and with `tolerance` 0 so is every divergence.
+    It is a tie if the target, run once over the common prefix, puts both tokens within `tolerance` of its best token.
+    (This is stricter than a small top-2 margin, which would also excuse a third token.) If one answer merely stops
+    earlier, that is a mismatch; with `tolerance` 0 every divergence is one.
     """
     if a == b:
         return "equal"
@@ -72,6 +73,6 @@ def compare(target: Target, prompt_ids: list[int], a: list[int], b: list[int], t
 
 
 def next_token_logits(target: Target, ids: list[int]) -> torch.Tensor:
-    """fp32 logits [V] after `ids`, computed in the target's dtype by one forward without history."""
+    """fp32 logits [V] after `ids`, from one forward pass in the target's dtype without a KV cache of earlier tokens."""
     logits, _, _ = target.prefill([ids], target.model.new_cache(1, len(ids)))
     return logits[0].float()

@@ -1,4 +1,4 @@
-"""The matrix of a pool, drafter × domain, and its diagonal: is every specialist the best in its own domain?"""
+"""Matrix of a pool, drafter × domain, and its diagonal: whether every specialist is the best in its domain."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import MappingProxyType
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Interval, Metric
 from specctl.measuring.contenders import VANILLA
-from specctl.measuring.drafter_rows import Row, answers
+from specctl.measuring.drafter_rows import Row, records_by_question
 from specctl.measuring.records import Record
 
 Value = float | None
@@ -17,11 +17,11 @@ Value = float | None
 
 @dataclass(frozen=True)
 class Specialist:
-    """A drafter made for one domain, in that domain, against the best of the others (`rival`).
+    """A drafter made for one domain, compared in that domain with the best other drafter (`rival`).
 
-    `lead` is the difference of the metric, negative where the rival is better, with a paired bootstrap interval over
-    prompts at 95 % (None for fewer than two prompts). The rival is chosen on the same prompts: with many drafters of
-    equal worth the interval is a little too low.
+    `lead`: difference of the metric, negative if the rival is better. `interval`: paired 95 % bootstrap over prompts,
+    None for fewer than two. The rival is chosen on the same prompts, so among many equally good drafters the interval
+    is slightly too low.
     """
 
     drafter: str
@@ -34,10 +34,10 @@ class Specialist:
 
 @dataclass(frozen=True)
 class Matrix:
-    """`values[i][j]` of `metric`: row i of `drafters + baselines` in domain j; `macro[i]` is the row's mean.
+    """Matrix of `metric`: `values[i][j]` is row i of `drafters + baselines` in domain j, `macro[i]` the mean of row i.
 
-    Drafters without weights count as baselines: `best` (per domain, and of the means) is among those that were trained.
-    None where nothing was measured, or where a mean would leave out a domain.
+    Drafters without weights count as baselines: `best`, of each domain, and `best_macro` are chosen among trained
+    drafters. A value is None if it was not measured, a mean also if any domain is missing.
     """
 
     metric: Metric
@@ -57,12 +57,15 @@ def tabulate(
     rows: Sequence[Row],
     records: Sequence[Record],
     made_for: Mapping[str, Sequence[str]],
-    begun: Mapping[str, str] = MappingProxyType({}),
+    first_turn_ids: Mapping[str, str] = MappingProxyType({}),
 ) -> Matrix:
-    """The matrix of measured rows; `made_for` names the drafters that compete, and the domains each was made for,
-    `begun` the first turn of a conversation by a later one.
+    """Build the matrix from measured rows.
 
-    Drafters are put in the order of the domains they were made for, generalists last, so that the diagonal is one.
+    Drafters are sorted by the domains they were made for, generalists last, so that the specialists form the diagonal.
+
+    Args:
+        made_for: the competing drafters, with the domains each was made for.
+        first_turn_ids: for each later turn of a conversation, the id of its first turn.
     """
     domains = list(dict.fromkeys(row.domain for row in rows))
     cells = {(row.drafter, row.domain): getattr(row, metric) for row in rows}
@@ -76,7 +79,7 @@ def tabulate(
         specialist
         for name, domain in specialists
         if domain in domains
-        and (specialist := _specialist(metric, name, domain, columns[domains.index(domain)], records, begun))
+        and (specialist := _specialist(metric, name, domain, columns[domains.index(domain)], records, first_turn_ids))
     ]
     return Matrix(
         metric=metric,
@@ -93,21 +96,21 @@ def tabulate(
 
 
 def best(column: Mapping[str, Value]) -> str | None:
-    """The name with the largest value, the first one of equals."""
+    """Name with the largest known value; the first one in a tie."""
     known = {name: value for name, value in column.items() if value is not None}
     return max(known, key=known.__getitem__) if known else None
 
 
 def mean(line: Sequence[Value]) -> Value:
-    """Macro average: every domain weighs the same. None where one is missing: it would be the mean of other things."""
+    """Macro average with equal weight for every domain, or None if any value is missing."""
     known = [value for value in line if value is not None]
     return sum(known) / len(known) if known and len(known) == len(line) else None
 
 
 def verdict(diagonal: Sequence[Specialist]) -> str:
-    """One line about the diagonal."""
+    """One-line summary of the diagonal."""
     if not diagonal:
-        return "diagonal: no specialist that could be compared with another drafter in its own domain"
+        return "diagonal: no specialist can be compared with another drafter in its own domain"
     leading = [specialist for specialist in diagonal if specialist.best]
     clear = sum(specialist.interval is not None and specialist.interval[0] > 0 for specialist in leading)
     noun = "specialist is" if len(diagonal) == 1 else "specialists are"
@@ -118,7 +121,7 @@ def verdict(diagonal: Sequence[Specialist]) -> str:
 
 
 def _place(made_for: Sequence[str], domains: Sequence[str]) -> int:
-    """Where a drafter's row belongs; `sorted` keeps the pool's order among equals."""
+    """Sort key of a drafter's row: its domain, or the end for generalists; `sorted` keeps the pool's order in a tie."""
     return domains.index(made_for[0]) if len(made_for) == 1 and made_for[0] in domains else len(domains)
 
 
@@ -128,20 +131,20 @@ def _specialist(
     domain: str,
     column: Mapping[str, Value],
     records: Sequence[Record],
-    begun: Mapping[str, str],
+    first_turn_ids: Mapping[str, str],
 ) -> Specialist | None:
-    """None where either side has no value."""
+    """Compare a specialist with its rival in its domain. Returns None if either has no value."""
     rival = best({other: value for other, value in column.items() if other != name})
     score = column[name]
     if rival is None or score is None:
         return None
     lead = score - (column[rival] or 0.0)
     here = [record for record in records if record.domain == domain]
-    ours, theirs, plain = (answers(here, who) for who in (name, rival, VANILLA))
+    ours, theirs, plain = (records_by_question(here, who) for who in (name, rival, VANILLA))
     questions = [question for question in ours if question in theirs]
     interval = metrics.difference_interval(
         metric,
-        [begun.get(prompt, prompt) for _, prompt, _ in questions],
+        [first_turn_ids.get(prompt, prompt) for _, prompt, _ in questions],
         [ours[question].decoded for question in questions],
         [theirs[question].decoded for question in questions],
         [plain[question].decoded for question in questions] if metric == "speedup" else [],

@@ -1,4 +1,4 @@
-"""The contenders of `specctl online` on one stream: plain decoding, drafters that stay as they are, and pupils."""
+"""Contenders of `specctl online` on one stream: plain decoding, fixed drafters, and learners."""
 
 from __future__ import annotations
 
@@ -14,40 +14,60 @@ from torch import Tensor
 from specctl import progress
 from specctl.adaptation.draft_length import AutoLength
 from specctl.adaptation.online_drafter import OnlineDrafter
-from specctl.adaptation.remote import RemoteOnlineDrafter
+from specctl.adaptation.remote import AsyncOnlineDrafter
 from specctl.adaptation.specialists import Specialists
-from specctl.adaptation.stream import Arrival
+from specctl.adaptation.stream import EncodedPrompt
 from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
-from specctl.decoding.device.rooms import Rooms
+from specctl.decoding.device.kept_caches import KeptCaches
 from specctl.decoding.protocols import Drafter, OnDevice
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
-from specctl.drafters.hybrid.gate import Past
+from specctl.drafters.hybrid.gate import GateStatistics
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import SpecctlError, UsageError
-from specctl.families import GROWING, UNTRAINED
-from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, ask, decode_turn, engine, rotated, warm_up
+from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
+from specctl.measuring.contenders import (
+    VANILLA,
+    Case,
+    Contender,
+    PromptBatch,
+    answer_batch,
+    decode_batch,
+    engine_contender,
+    rotated_order,
+    warm_up,
+)
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
 from specctl.selection.companion import Companion
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
 STATIC = "static"
 
 
 @dataclass(frozen=True)
 class ChunkRow:
-    """A line of `chunks.jsonl`: one learner in one chunk, decoded with the weights from before it.
+    """A line of `chunks.jsonl`: one learner in one chunk, which was decoded with the weights from before the chunk.
 
-    `loss` is per token and from before learning; `losses` and `weights` are those of an ensemble's members, `rates` the
-    η of the next chunk. `learn_s` is spent on learning (asynchronous: on handing the chunk over), `swap_s` on making a
-    drafter of new weights, `behind` counts chunks that are not learnt from yet. Asynchronous learning says what it knew
-    last. `draft_length`: mean k of the chunk's rounds, where it is chosen. `untrained_mat`: of lookup, suffix and
-    retrieval. `store_s`: on taking the chunk's texts into the store that the latter reads; part of `learn_s` where a
-    learner drafts beside it.
+    With asynchronous learning, the fields of the update describe the last one that is known.
+
+    Attributes:
+        static_mat: mat of the same drafter without learning.
+        learn_s: seconds spent on learning; asynchronous: on handing over the chunk.
+        swap_s: seconds spent on building a drafter from new weights.
+        loss: mean per token, before learning from the chunk.
+        losses, weights: one per expert of an ensemble.
+        rates: learning rates η for the next chunk.
+        texts: number of texts that the update learnt from.
+        dropped: texts that the replay buffer had no room for, up to now.
+        behind: lag in chunks: answered, but not yet learnt from.
+        draft_length: mean k of the chunk's rounds, if the learner chooses it.
+        untrained_mat: mat of lookup, suffix and retrieval.
+        store_s: seconds spent on adding the chunk's texts to the store of `retrieval`; part of `learn_s` if learners
+            draft together with `retrieval`.
     """
 
     algo: str
@@ -83,49 +103,56 @@ class ChunkRow:
 
 
 def static_name(recipe: OnlineRecipe, algo: str) -> str:
-    """The contender that is what learns by `algo`, without learning."""
+    """Name of the contender with the drafter that `algo` starts from, without learning."""
     return STATIC if len(recipe.families) < 2 else f"{STATIC}-{recipe.family_of(algo)}"
 
 
 class OnlineContenders:
-    """All contenders on one pass over a stream, of one seed."""
+    """All contenders on one pass over a stream, for one seed."""
 
     def __init__(self, recipe: OnlineRecipe, target: Target, seed: int):
-        """Raises CheckpointError where a drafter to start from cannot be used."""
+        """Raises CheckpointError if an initial drafter cannot be used."""
         self.recipe, self.target, self.seed = recipe, target, seed
         self.chunks = self._turns = 0
-        kind = Specialists if recipe.pool else RemoteOnlineDrafter if recipe.asynchronous else OnlineDrafter
-        self.pupils: dict[str, StreamLearner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
+        kind = Specialists if recipe.pool else AsyncOnlineDrafter if recipe.asynchronous else OnlineDrafter
+        self.learners: dict[str, StreamLearner] = {algo: kind(recipe, algo, target, seed) for algo in recipe.algo}
         static = STATIC in recipe.baselines
         self.fixed = self._load_fixed() if static and not recipe.pool else {}
         self.fixed_pool = Specialists(recipe, STATIC, target, seed) if static and recipe.pool else None
-        # What everybody has said, which is the same, is in its store.
+        # One store for all contenders, because they write the same texts.
         self.companion = self._companion(GrowingDatastore(recipe.buffer.store_tokens))
         self.untrained: dict[str, Drafter] = {
-            name: self.companion.text_drafter(name) for name in (*UNTRAINED, GROWING) if name in recipe.baselines
+            name: self.companion.text_drafter(name)
+            for name in (*TEXT_DRAFTERS, STREAM_RETRIEVAL)
+            if name in recipe.baselines
         }
-        twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.pupils}
+        twice = {VANILLA, *self.fixed, *([STATIC] if self.fixed_pool else [])} & {*self.learners}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint=f"set baselines without {min(twice)}")
         self.lengths: dict[str, AutoLength] = {}
-        self.pasts: defaultdict[str, Past] = defaultdict(Past)  # of hybrids, by contender
-        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # of every contender, by name
-        self.refused: Counter[str] = Counter()  # chunks in a row of which nothing was learnt that stayed
-        self._warm = False  # in this process
+        self.gate_statistics: defaultdict[str, GateStatistics] = defaultdict(
+            GateStatistics
+        )  # hybrids' statistics of earlier texts, by contender
+        self.kept_caches: defaultdict[str, KeptCaches] = defaultdict(
+            KeptCaches
+        )  # device buffers and CUDA graphs, by contender
+        self.failed_chunks: Counter[str] = Counter()  # chunks in a row without an update that was kept
+        self._warm = False  # whether this process has warmed up
 
     def _learners(self) -> list[StreamLearner]:
-        """The pupils, and a pool that stays as it is."""
-        return [*self.pupils.values(), *([self.fixed_pool] if self.fixed_pool else [])]
+        """The learners, and the pool that does not learn, if there is one."""
+        return [*self.learners.values(), *([self.fixed_pool] if self.fixed_pool else [])]
 
     def _load_fixed(self) -> dict[str, Drafter]:
-        """The drafters that do not learn, by name."""
+        """Load the drafters that do not learn, by name."""
         starts = {
-            static_name(self.recipe, algo): self.recipe.start_of(self.recipe.family_of(algo)) for algo in self.pupils
+            static_name(self.recipe, algo): self.recipe.initial_drafter(self.recipe.family_of(algo))
+            for algo in self.learners
         }
         return {name: pool.load_drafter(str(at), self.target, self.recipe.drafting) for name, at in starts.items()}
 
     def retarget(self, target: Target) -> None:
-        """Go on with another target. CheckpointError where a drafter does not fit it."""
+        """Switch to another target. Raises CheckpointError if a drafter does not fit."""
         self.target = target
         self.companion = self._companion(self.companion.store)
         for learner in self._learners():
@@ -133,71 +160,79 @@ class OnlineContenders:
         self.fixed = self._load_fixed() if self.fixed else {}
 
     @property
-    def host(self) -> bool:
-        """Whether the rounds of somebody who drafts are the host's: then those of all who draft are, as their speeds
-        are compared. Plain decoding, which all are measured against, is always as fast as the device allows."""
+    def rounds_on_host(self) -> bool:
+        """Whether the rounds of drafting contenders run on the host.
+
+        They all do as soon as one contender needs it, because their speeds are compared. Plain decoding, the reference
+        for all, always runs as fast as the device allows.
+        """
         recipe = self.recipe
         if recipe.pool is not None or recipe.companion is not None or recipe.draft_length != "fixed" or self.untrained:
             return True
-        learning = [pupil.drafter for pupil in self.pupils.values() if isinstance(pupil, OnlineDrafter)]
-        return not all(isinstance(one, OnDevice) and one.even for one in [*self.fixed.values(), *learning])
+        learning = [learner.drafter for learner in self.learners.values() if isinstance(learner, OnlineDrafter)]
+        return not all(isinstance(one, OnDevice) and one.fixed_shape for one in [*self.fixed.values(), *learning])
 
     def contenders(self) -> list[Contender]:
-        """Everybody."""
+        """All contenders: baselines, fixed drafters, learners."""
 
         def alone(name: str, drafter: Drafter | None) -> Contender:
-            return engine(self.target, self.recipe.sampling, name, drafter, rooms=self.rooms[name])
+            return engine_contender(
+                self.target, self.recipe.sampling, name, drafter, kept_caches=self.kept_caches[name]
+            )
 
         competing = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
         competing += [self._static(name, drafter) for name, drafter in self.fixed.items()]
         competing += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
         competing += [alone(name, drafter) for name, drafter in self.untrained.items()]
-        return competing + [self._answers(name, pupil) for name, pupil in self.pupils.items()]
+        return competing + [self._answers(name, learner) for name, learner in self.learners.items()]
 
-    def warm_up(self, turns: Sequence[Turn]) -> None:
-        """Ask everyone something before the clock counts: it leaves no trace in what was learnt, or restored."""
+    def warm_up(self, turns: Sequence[PromptBatch]) -> None:
+        """Run every contender before timing starts. Learnt and restored state is left unchanged."""
         known = {name: length.state() for name, length in self.lengths.items()}
-        pasts = {name: past.state() for name, past in self.pasts.items()}
+        pasts = {name: past.state() for name, past in self.gate_statistics.items()}
         with ExitStack() as stack:
             for learner in self._learners():
-                stack.enter_context(learner.rehearsing())
+                stack.enter_context(learner.warming_up())
             warm_up(turns, self.contenders())
         for name, length in self.lengths.items():
             length.forget()
             if name in known:
                 length.restore(known[name])
-        self.pasts.clear()
-        self._recall(pasts)
+        self.gate_statistics.clear()
+        self._restore_gate_statistics(pasts)
         self._warm = True
 
-    def _recall(self, pasts: Mapping[str, dict[str, float]]) -> None:
-        """Take up what hybrids have seen of the stream."""
+    def _restore_gate_statistics(self, pasts: Mapping[str, dict[str, float]]) -> None:
+        """Restore the hybrids' statistics of earlier texts."""
         for name, state in pasts.items():
-            self.pasts[name].restore(state)
+            self.gate_statistics[name].restore(state)
 
     def _static(self, name: str, drafter: Drafter) -> Contender:
-        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            options = self._drafting(name, drafter) | {"host": self.host, "rooms": self.rooms[name]}
+        def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
+            options = self._drafting(name, drafter) | {
+                "host": self.rounds_on_host,
+                "kept_caches": self.kept_caches[name],
+            }
             return [
-                {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
+                {name: decoded} for decoded in decode_batch(self.target, self.recipe.sampling, turn, seeds, **options)
             ]
 
         return answer
 
-    def _answers(self, name: str, pupil: StreamLearner) -> Contender:
-        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
-            with pupil.awake():
-                options = pupil.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
-                if isinstance(pupil, OnlineDrafter):
+    def _answers(self, name: str, learner: StreamLearner) -> Contender:
+        def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
+            with learner.active():
+                options = learner.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
+                if isinstance(learner, OnlineDrafter):
                     options |= self._drafting(name, options.pop("drafter"))
-                options |= {"host": self.host, "rooms": self.rooms[name]}
-                decoded = decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
+                options |= {"host": self.rounds_on_host, "kept_caches": self.kept_caches[name]}
+                decoded = decode_batch(self.target, self.recipe.sampling, turn, seeds, **options)
             return [{name: text} for text in decoded]
 
         return answer
 
     def _drafting(self, name: str, drafter: Drafter) -> dict[str, Any]:
-        """Options of `decode` for a drafter: at its own depth, or at the one that pays, or beside a text drafter."""
+        """Options of `decode` for a drafter: at its fixed depth, at the depth that pays, or as a hybrid."""
         if self.recipe.companion is not None:
             return self._hybrid(name, drafter)
         if self.recipe.draft_length == "fixed":
@@ -208,65 +243,69 @@ class OnlineContenders:
         return {"controller": length, "taps": drafter.taps}
 
     def _hybrid(self, name: str, head: Drafter) -> dict[str, Any]:
-        """Options of `decode` for a head and the recipe's text drafter as one."""
-        algo = next(algo for algo in self.pupils if name in (algo, static_name(self.recipe, algo)))
-        start = str(self.recipe.start_of(self.recipe.family_of(algo)))
-        return {"drafter": self.companion.hybrid(start, head, self.pasts[name])}
+        """Options of `decode` for the hybrid of a head and the recipe's text drafter."""
+        algo = next(algo for algo in self.learners if name in (algo, static_name(self.recipe, algo)))
+        start = str(self.recipe.initial_drafter(self.recipe.family_of(algo)))
+        return {"drafter": self.companion.hybrid(start, head, self.gate_statistics[name])}
 
     def _companion(self, store: GrowingDatastore) -> Companion:
         return Companion(self.recipe.companion, self.target, self.recipe.drafting, store)
 
-    def case(self, arrival: Arrival) -> Case:
+    def case(self, arrival: EncodedPrompt) -> Case:
         room = self.target.context_length - len(arrival.ids)
         return Case(arrival.prompt, arrival.ids, min(self.recipe.sampling.max_new_tokens, room))
 
-    def answer(self, chunk: Sequence[Arrival], done: Callable[[int, list[Record]], None]) -> list[Record]:
-        """Everybody's answers to a chunk; `done` is told of every turn. Raises Interrupted between two turns."""
+    def answer(self, chunk: Sequence[EncodedPrompt], done: Callable[[int, list[Record]], None]) -> list[Record]:
+        """Return all contenders' answers to a chunk.
+
+        `done` is called after every turn, with the size of the turn and the chunk's records up to then. Raises
+        Interrupted between two turns.
+        """
         cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
-        turns: list[Turn] = [cases[start : start + size] for start in range(0, len(cases), size)]
+        turns: list[PromptBatch] = [cases[start : start + size] for start in range(0, len(cases), size)]
         if not self._warm:
             self.warm_up(turns)
         competing, records = self.contenders(), []
         for turn in turns:
             progress.interrupts.check()
-            answers = ask(self.recipe.sampling, turn, self.seed, rotated(competing, self._turns))
+            answers = answer_batch(self.recipe.sampling, turn, self.seed, rotated_order(competing, self._turns))
             self._turns += 1
             records += [replace(record, session=self.chunks) for record in answers]
             done(len(turn), records)
         return records
 
-    def learn(self, chunk: Sequence[Arrival], records: Sequence[Record]) -> list[ChunkRow]:
-        """All pupils learn from the chunk that they have just answered.
+    def learn(self, chunk: Sequence[EncodedPrompt], records: Sequence[Record]) -> list[ChunkRow]:
+        """Let all learners learn from the chunk that was just answered; return a row for each.
 
-        Raises SpecctlError where one has not been able to for `GIVE_UP` chunks.
+        Raises SpecctlError if a learner has failed to learn for `GIVE_UP` chunks in a row.
         """
         domains = dict(Counter(arrival.prompt.domain for arrival in chunk))
-        rows, store_s = [], self._remember([record for record in records if record.drafter == self.recipe.algo[0]])
-        for name, pupil in self.pupils.items():
+        rows, store_s = [], self._add_to_store([record for record in records if record.drafter == self.recipe.algo[0]])
+        for name, learner in self.learners.items():
             answers = [record.decoded for record in records if record.drafter == name]
-            lesson = pupil.sit(
+            lesson = learner.learn_chunk(
                 Acceptance.of((answer.accepted, answer.accepted + answer.rejections) for answer in answers),
                 sum(answer.decode_s for answer in answers),
             )
-            self._watch(name, lesson)
-            if self.recipe.companion == GROWING:
+            self._warn_of_failures(name, lesson)
+            if self.recipe.companion == STREAM_RETRIEVAL:
                 lesson = replace(lesson, learn_s=lesson.learn_s + store_s)
             rows.append(replace(self._row(name, lesson, domains, answers, records), store_s=store_s))
         self.chunks += 1
-        if self.fixed_pool is not None:  # its policy begins anew with every chunk, like those of the others
-            self.fixed_pool.sit(Acceptance(), 0.0)
+        if self.fixed_pool is not None:  # resets its policy for the next chunk, as the learners do
+            self.fixed_pool.learn_chunk(Acceptance(), 0.0)
         return rows
 
-    def _remember(self, records: Sequence[Record]) -> float:
-        """Take the texts of a chunk into the store, where somebody reads it: the seconds that it has taken."""
-        if GROWING not in (self.recipe.companion, *self.recipe.baselines):
+    def _add_to_store(self, records: Sequence[Record]) -> float:
+        """Add the texts of a chunk to the store, if a contender reads the store. Returns the seconds spent."""
+        if STREAM_RETRIEVAL not in (self.recipe.companion, *self.recipe.baselines):
             return 0.0
-        return self.companion.remember(record.decoded for record in records)
+        return self.companion.add_to_store(record.decoded for record in records)
 
     def _row(
         self, name: str, lesson: Lesson, domains: dict[str, int], own: Sequence[Decoded], records: Sequence[Record]
     ) -> ChunkRow:
-        """The row of a learner: its `own` answers, among the `records` of all, and what it has learnt from them."""
+        """Build the row of a learner from its `own` answers, the `records` of all contenders, and the update."""
         outcome = lesson.outcome
         return ChunkRow(
             algo=name,
@@ -295,75 +334,75 @@ class OnlineContenders:
             steps=outcome.steps,
             texts=lesson.texts,
             dropped=lesson.dropped,
-            behind=lesson.behind,
-            draft_length=self.lengths[name].take_mean() if name in self.lengths else None,
+            behind=lesson.lag_chunks,
+            draft_length=self.lengths[name].pop_mean_length() if name in self.lengths else None,
             untrained_mat={name: _mat(records, name) for name in self.untrained},
         )
 
-    def _watch(self, name: str, lesson: Lesson) -> None:
-        """Say what went wrong; give up where nothing helps."""
+    def _warn_of_failures(self, name: str, lesson: Lesson) -> None:
+        """Warn of updates that failed; raise SpecctlError if they keep failing."""
         refused = lesson.outcome.status == "refused"
         if lesson.ruling == "rollback":
-            progress.warn(f"{name}: the last update did harm and is taken back; η is {_rates(lesson)} now")
+            progress.warn(f"{name}: the last update lowered acceptance and was taken back; η is now {_rates(lesson)}")
         if refused:
             progress.warn(
-                f"{name}: a loss or gradient was not finite, nothing was learnt from chunk {self.chunks + 1}; "
-                f"η is {_rates(lesson)} now"
+                f"{name}: a loss or gradient was not finite, so nothing was learned from chunk {self.chunks + 1}; "
+                f"η is now {_rates(lesson)}"
             )
-        harmed = lesson.ruling == "rollback" and self.recipe.pool is None  # one of several specialists is not all
-        self.refused[name] = self.refused[name] + 1 if refused or harmed else 0
-        if self.refused[name] == GIVE_UP:
+        harmed = lesson.ruling == "rollback" and self.recipe.pool is None  # in a pool it may be one specialist only
+        self.failed_chunks[name] = self.failed_chunks[name] + 1 if refused or harmed else 0
+        if self.failed_chunks[name] == GIVE_UP:
             raise SpecctlError(
-                f"{name} has learnt nothing for {GIVE_UP} chunks: its updates do harm, or are not finite",
+                f"{name} has learned nothing for {GIVE_UP} chunks: its updates lower acceptance, or are not finite",
                 hint="lower learner.lr, or set learner.clip",
             )
 
     def finish(self) -> None:
-        """The stream has ended: wait for those who still learn."""
-        for pupil in self.pupils.values():
-            pupil.finish()
+        """Wait for asynchronous learners, after the end of the stream."""
+        for learner in self.learners.values():
+            learner.finish()
 
     def close(self) -> None:
-        """End what runs elsewhere."""
-        for pupil in self.pupils.values():
-            pupil.close()
+        """Stop the processes of asynchronous learners."""
+        for learner in self.learners.values():
+            learner.close()
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """(what JSON can say, tensors): all that `restore` needs, between two chunks."""
+        """All that `restore` needs, between two chunks: (JSON-able facts, tensors)."""
         facts: dict[str, Any] = {}
         tensors: dict[str, Tensor] = {}
-        for name, pupil in self.pupils.items():
-            facts[name], found = pupil.state()
-            tensors |= prefixed(f"{name}/", found)
-        tensors |= prefixed("store/", self.companion.store.state())
+        for name, learner in self.learners.items():
+            facts[name], found = learner.state()
+            tensors |= add_prefix(f"{name}/", found)
+        tensors |= add_prefix("store/", self.companion.store.state())
         lengths = {name: length.state() for name, length in self.lengths.items()}
         position = {
             "target": self.target.name,
             "chunks": self.chunks,
             "turns": self._turns,
-            "refused": dict(self.refused),
+            "refused": dict(self.failed_chunks),
             "lengths": lengths,
-            "pasts": {name: past.state() for name, past in self.pasts.items()},
+            "pasts": {name: past.state() for name, past in self.gate_statistics.items()},
         }
         return {**position, "pupils": facts}, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Go on from what `state` has told."""
+        """Go on from a `state`."""
         self.chunks, self._turns = index(facts["chunks"]), index(facts["turns"])
-        self.refused = Counter(facts["refused"])
-        self._recall(facts.get("pasts", {}))  # runs of before there were some have none
-        if stored := under("store/", tensors):  # runs of before there was one have none
+        self.failed_chunks = Counter(facts["refused"])
+        self._restore_gate_statistics(facts.get("pasts", {}))  # states of older versions have none
+        if stored := strip_prefix("store/", tensors):  # states of older versions have none
             self.companion.store.restore(stored)
-        for name, pupil in self.pupils.items():
-            pupil.restore(facts["pupils"][name], under(f"{name}/", tensors))
+        for name, learner in self.learners.items():
+            learner.restore(facts["pupils"][name], strip_prefix(f"{name}/", tensors))
         drafters = self.fixed | {
-            name: pupil.drafter for name, pupil in self.pupils.items() if isinstance(pupil, OnlineDrafter)
+            name: learner.drafter for name, learner in self.learners.items() if isinstance(learner, OnlineDrafter)
         }
         for name, kept in facts["lengths"].items():
             self._drafting(name, drafters[name])["controller"].restore(kept)
 
 
-GIVE_UP = 8  # chunks in a row of which a learner could learn nothing; every one of them has lowered its rates
+GIVE_UP = 8  # chunks in a row without a kept update; each lowers the learning rates
 
 
 def _mat(records: Sequence[Record], name: str) -> float | None:

@@ -1,8 +1,8 @@
-"""Results of the contenders of `select` on a stream: rows for the table, curves for the pictures.
+"""Result rows and curves of the contenders of `specctl select` on one stream.
 
-Sessions are the unit: what was learnt is carried from one of their prompts to the next, so prompts are no independent
-samples; intervals are bootstraps over sessions, at 95 %, with all repeats of a session together. The yardstick of a
-policy is the best arm of each of its games, from reset to reset, here as in a replay.
+The statistical unit is the session: a policy learns across the prompts of a session, so its prompts are not independent
+samples. Intervals are bootstraps over sessions, at 95 %, with all repeats of a session drawn together. A game runs from
+one reset of the policy to the next. A policy is compared with the best arm of each of its games, as in a replay.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from specctl.measuring.measured import Measured
 from specctl.selection.controller import Tally
 from specctl.selection.recorded.hindsight import Yardstick
 
-LONG_ENOUGH = 256  # tokens of a game after which a policy should have found its best arm
+LONG_GAME_TOKENS = 256  # tokens of a game after which a policy should have found the best arm
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyRow:
-    """One contender on the whole stream.
+    """Results of one contender on the whole stream.
 
-    `share_of_best` is its mat ÷ the mat of playing each game's best arm in hindsight, `share_of_best_256` that of the
-    games with so many tokens, `share_after_256` that of what comes after so many; `regret` counts the target passes
-    beyond those arms', `best_arm_ratio` the share of rounds that played them. Where tokens a second are what is played
-    for, they take the place of mat (`GameRecipe.yardstick`). These need every arm by itself (baseline `fixed`).
+    `share_of_best`: its mat ÷ the mat of playing each game's best arm in hindsight. `share_of_best_256` is the same
+    ratio over games of at least 256 tokens, `share_after_256` over the tokens after the first 256 of a game. `regret`:
+    target passes in excess of the best arms'. `best_arm_ratio`: share of rounds that played the best arm. If the
+    policies play for tokens per second, throughput takes the place of mat (`GameRecipe.yardstick`). These fields need
+    every arm measured by itself (baseline `fixed`).
 
-    None where something was not measured; so is the regret where proposals are sampled, as the arms' texts differ then,
-    and where passes are not what is played for.
+    A field is None if it was not measured. The regret is also None if the policies play for throughput, and if
+    proposals are sampled, because then the arms write different texts.
     """
 
     algo: str
@@ -46,31 +47,31 @@ class PolicyRow:
     tokens_per_s: float | None
     speedup: float | None  # over plain decoding
     speedup_interval: Interval | None
-    over_best_arm: float | None  # tokens_per_s ÷ that of the arm that is the fastest on the whole stream
+    over_best_arm: float | None  # tokens_per_s ÷ the value of the fastest arm on the whole stream
     over_best_arm_interval: Interval | None
     share_of_best: float | None
     share_of_best_interval: Interval | None
     share_of_best_256: float | None
-    share_after_256: float | None = None  # of replays only
+    share_after_256: float | None = None  # in replays only
     regret: int | None
     best_arm_ratio: float | None
     rounds: int
     pulls: dict[str, int]
     switches: int | None = None
-    caught_up: int | None = None  # tokens that arms had to read when they were switched to
-    switch_ms: float | None = None  # that it took them, each time, on average
+    caught_up: int | None = None  # tokens that newly chosen arms had to read first
+    switch_ms: float | None = None  # mean time of such a catch-up
     decide_us_p50: float | None
-    scorings: int | None  # rounds behind which idle arms were scored
+    scorings: int | None  # times that idle arms were scored
     score_ms_p50: float | None = None
-    score_share: float | None  # of the decode phase
-    failures: int = 0  # times that a drafter raised: such rounds are decoded plainly, such scores are those of silence
-    dropped: int
-    unusable: str | None = None  # why × plain says nothing (`metrics.unusable`)
+    score_share: float | None  # share of scoring in the decode seconds
+    failures: int = 0  # times that a drafter raised: in a round it drafts nothing, in a scoring it counts as silent
+    dropped: int  # rewards and losses that were not finite
+    unusable: str | None = None  # why the speed-up cannot be used (`metrics.why_unusable`)
 
 
 @dataclass(frozen=True)
 class ArmReward:
-    """Tokens that rounds of an arm have committed, over the rounds in which the policies played it."""
+    """Tokens committed per round of an arm, over the rounds in which policies played it."""
 
     arm: str
     n: int
@@ -78,16 +79,18 @@ class ArmReward:
     std: float
 
 
-class Stream:
+class StreamAnswers:
     """Answers of all contenders to one stream.
 
     Args:
-        answers: contender → its answers, the same prompts in the same order.
-        sessions, games: the session of each answer, and what names the game of a policy that answers it.
-        arms: the contenders that are arms by themselves; empty where they were not measured.
-        plain: the contender that is plain decoding, or None.
-        by: what makes an arm the best one of a game; seconds are measured, so the best arm is in part the luckiest.
-        same_text: all answer a prompt with the same text, rounding aside: passes can be counted against each other.
+        answers: contender → its answers, to the same prompts in the same order.
+        sessions, games: session number and game key of each answer.
+        arms: contenders that play one arm throughout; empty if they were not measured.
+        plain: the contender that decodes plainly, or None.
+        yardstick: measure that decides the best arm of a game. Throughput is a measured time, so its best arm is in
+            part the luckiest one.
+        same_text: all contenders write the same text for a prompt, rounding aside, so their target passes are
+            comparable.
     """
 
     def __init__(
@@ -101,15 +104,15 @@ class Stream:
         by: Yardstick = "mat",
     ):
         self.answers, self.sessions, self.games, self.arms, self.plain = answers, sessions, games, arms, plain
-        self.by = by
+        self.yardstick = by
         self._measure = metrics.mat if by == "mat" else metrics.tokens_per_s
-        self.best = self._best()
-        self.judged = bool(self.best) and same_text and by == "mat"  # whether there is a regret
+        self.best_arm_of = self._best()
+        self.has_regret = bool(self.best_arm_of) and same_text and by == "mat"  # whether a regret is defined
         fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
         self.fastest = max(fastest)[1] if fastest else None
 
     def _best(self) -> dict[str, str]:
-        """Game → the arm with the fewest passes, or seconds, a token."""
+        """Game → the arm with the highest mat, or the most tokens per second."""
         if not self.arms:
             return {}
         return {
@@ -122,12 +125,16 @@ class Stream:
 
     @cached_property
     def oracle(self) -> list[Decoded]:
-        """Every game answered by its best arm."""
-        return [self.answers[self.best[game]][place] for place, game in enumerate(self.games)] if self.best else []
+        """Answers of the oracle: every game is played by its best arm."""
+        return (
+            [self.answers[self.best_arm_of[game]][place] for place, game in enumerate(self.games)]
+            if self.best_arm_of
+            else []
+        )
 
     def share_of_best(self, name: str, least: int = 0) -> Measured:
-        """Mat, or tokens a second, ÷ the oracle's, over the games with `least` tokens."""
-        if not self.best:
+        """mat, or tokens per second, ÷ the oracle's, over the games with at least `least` tokens."""
+        if not self.best_arm_of:
             return Measured()
         tokens: Counter[str] = Counter()
         for game, answer in zip(self.games, self.answers[name], strict=True):
@@ -148,10 +155,10 @@ class Stream:
         return Measured(value / yardstick, interval)
 
     def _paid(self, answer: Decoded) -> float:
-        return answer.target_passes if self.by == "mat" else answer.decode_s
+        return answer.target_passes if self.yardstick == "mat" else answer.decode_s
 
     def regret(self, name: str) -> list[float]:
-        """Target passes beyond the oracle's, cumulated over the prompts, where it is `judged`."""
+        """Cumulative target passes in excess of the oracle's, by prompt; defined only if `has_regret`."""
         excess = [
             answer.target_passes - best.target_passes
             for answer, best in zip(self.answers[name], self.oracle, strict=True)
@@ -180,8 +187,8 @@ class Stream:
             algo=name,
             kind=kind,
             tokens_per_s=metrics.tokens_per_s(mine),
-            share_of_best_256=self.share_of_best(name, LONG_ENOUGH).value,
-            regret=int(self.regret(name)[-1]) if self.judged else None,
+            share_of_best_256=self.share_of_best(name, LONG_GAME_TOKENS).value,
+            regret=int(self.regret(name)[-1]) if self.has_regret else None,
             best_arm_ratio=best_arm_ratio,
             rounds=sum(answer.target_passes for answer in mine),
             pulls={arms[arm]: count for arm, count in sorted(tally.pulls.items())} if tally else {},

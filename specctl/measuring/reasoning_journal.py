@@ -1,8 +1,8 @@
-"""The files of a run of lookahead reasoning, besides its states.
+"""Files of a lookahead-reasoning run, in addition to the checkpoints of `ResumableRun`.
 
-chunks.jsonl    a line per mode and chunk
-traces.jsonl    a line per mode and prompt: the text, and how it came about
-pairs/          a file per chunk: the steps that the judge found to differ, as preference pairs with their contexts;
+chunks.jsonl    one line per mode and chunk
+traces.jsonl    one line per mode and prompt: the text, and counts of its steps and passes
+pairs/          one file per chunk: the steps that the judge ruled to differ, as preference pairs with their contexts;
                 datasets.load_dataset("RUN/pairs") reads them
 """
 
@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from specctl.measuring.reasoning_rows import rows
-from specctl.measuring.records import Stamp, part_name
-from specctl.measuring.resumable import CHUNKS, States
+from specctl.measuring.records import Stamp, chunk_file_name
+from specctl.measuring.resumable_run import CHUNKS, ResumableRun
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
-from specctl.reasoning.preferences import PreferenceLesson, table
+from specctl.reasoning.preferences import PreferenceLesson, pairs_dataset
 from specctl.reasoning.writer import WritingWork
 from specctl.recipe import ReasonRecipe
 from specctl.recipe.lookahead import ReasoningMode
@@ -28,15 +28,16 @@ from specctl.runs import Run, atomic_write
 
 TRACES, PAIRS = "traces.jsonl", "pairs"
 SHOWN = ("mode", "seed", "chunk", "step_acceptance", "loss", "margin", "learning_s")
-"""Fields of a chunk that go to metrics.jsonl."""
+"""Fields of a chunk that are copied to metrics.jsonl."""
 
 
 @dataclass(frozen=True)
 class ReasoningChunk:
-    """A line of `chunks.jsonl`: one mode in one chunk, with the draft LM from before learning.
+    """A line of `chunks.jsonl`: one mode in one chunk, with the draft LM in the state before learning from that chunk.
 
-    Rates are those of `ModeRow`, without their intervals. `pairs`, `steps`, `loss`, `margin`, `refused` are those of
-    its `PreferenceLesson`; `judge` counts its `Tally`. A run that was resumed asks again about pairs from before.
+    Rates are defined as in `ModeRow`, without intervals. `pairs`, `steps`, `loss`, `margin` and `refused` come from its
+    `PreferenceLesson`, `judge` holds the counts of `JudgeTally`. The judge's cache is not saved: a resumed run asks
+    again about earlier pairs, so its counts can be higher.
     """
 
     mode: ReasoningMode
@@ -66,7 +67,7 @@ RATES = ("step_acceptance", "accepted_per_target_step", "avg_len", "mat", "agree
 
 
 def chunk_rows(record: ChunkRecord, seed: int, judged: Mapping[str, dict[str, int]]) -> list[ReasoningChunk]:
-    """A row per mode; `judged`: what became of the chunk's pairs, by mode."""
+    """Rows of a chunk, one per mode. `judged`: counts of the judge for the chunk, by mode."""
     found = []
     for row in rows([record]):
         facts = {name: getattr(row, name) for name in SHARED} | {name: getattr(row, name).value for name in RATES}
@@ -76,15 +77,15 @@ def chunk_rows(record: ChunkRecord, seed: int, judged: Mapping[str, dict[str, in
     return found
 
 
-class ReasoningJournal(States):
-    """States, chunks, traces and pairs."""
+class ReasoningJournal(ResumableRun):
+    """States of a lookahead-reasoning run, with its chunks, traces and pairs."""
 
     def __init__(self, recipe: ReasonRecipe, run: Run, stamp: Stamp):
         super().__init__(recipe, run, stamp, PAIRS, SHOWN, (CHUNKS, TRACES))
         self._longest = recipe.reasoning.learning.max_length
 
     def keep(self, record: ChunkRecord, rows: Sequence[ReasoningChunk]) -> None:
-        """Write down a chunk, before `advance`."""
+        """Write the files of a chunk; call it before `advance`."""
         seed = rows[0].seed
         with self.writing():
             self._keep_pairs(record, seed)
@@ -92,26 +93,26 @@ class ReasoningJournal(States):
             self.write_chunk(rows)
 
     def _keep_pairs(self, record: ChunkRecord, seed: int) -> None:
-        """Write the pairs of steps of every mode that is judged; no file where nothing differed."""
+        """Write the differing step pairs of every judged mode; without differences there is no file."""
         tables = []
         for mode, traces in record.traces.items():
             found = [one for trace in traces for one in trace.mismatches]
             if found:
-                columns = table(found, self._longest).to_dict()
+                columns = pairs_dataset(found, self._longest).to_dict()
                 count = len(columns["chosen"])
                 named = {"mode": [mode] * count, "seed": [seed] * count, "chunk": [record.chunk] * count}
                 tables.append(pa.table(named | columns))
         if tables:
             sink = pa.BufferOutputStream()
             pq.write_table(pa.concat_tables(tables), sink)
-            atomic_write(self.parts / part_name(self.number), sink.getvalue().to_pybytes())
+            atomic_write(self.chunk_dir / chunk_file_name(self.number), sink.getvalue().to_pybytes())
 
     def rows(self) -> list[ReasoningChunk]:
-        """All chunks, in order."""
+        """Rows of all chunks, in order."""
         return [ReasoningChunk(**row) for row in self.read(CHUNKS)]
 
     def traces(self) -> dict[tuple[ReasoningMode, int], list[ReasoningTrace]]:
-        """Traces by mode and seed, in the order of the prompts; without mismatches, which are in `pairs`."""
+        """Traces by mode and seed, in the order of the prompts. Mismatches are not included, they are in `pairs`."""
         names = {field.name for field in fields(ReasoningTrace)} - {"mismatches"}
         found: dict[tuple[ReasoningMode, int], list[ReasoningTrace]] = {}
         for row in self.read(TRACES):

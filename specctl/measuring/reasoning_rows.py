@@ -1,6 +1,6 @@
-"""The gain of lookahead reasoning and its cost in fidelity, from the traces of one stream.
+"""Result rows of lookahead reasoning: its gain, and its cost in fidelity, from the traces of one stream.
 
-Every rate is a ratio of sums over prompts with its bootstrap interval; modes that answered the same prompts are paired.
+Every rate is a ratio of sums over prompts with a bootstrap interval. Modes that answered the same prompts are paired.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from specctl.decoding.metrics import bootstrap, ratio, ratio_of_sums
 from specctl.measuring.measured import Measured
-from specctl.reasoning.answers import same
+from specctl.reasoning.answers import equal_answers
 from specctl.reasoning.lookahead import ReasoningTrace
 from specctl.reasoning.modes import ChunkRecord
 from specctl.recipe.lookahead import ReasoningMode
@@ -18,23 +18,26 @@ from specctl.recipe.lookahead import ReasoningMode
 
 @dataclass(frozen=True)
 class ModeRow:
-    """One mode on a stream, or on a part of it.
+    """Results of one mode on a stream, or on a part of the stream.
 
     Attributes:
-        step_acceptance: drafted steps kept ÷ steps judged one after the other until one differed.
-        accepted_per_target_step: drafted steps kept ÷ rounds; a round's target steps are one batch.
-        depth: steps drafted ÷ rounds.
-        avg_len: steps kept, the target's own included, ÷ rounds: 1 without lookahead.
-        mat: tokens ÷ forwards of the target; a batch's are counted once.
-        cut: steps that ended at the limit, without a delimiter.
-        wasted: share of the target's steps that were not kept.
-        seconds, draft_s, judge_s, learning_s: wall-clock of answering, of it draft LM and judge, and of learning.
-        speedup: seconds of the target alone ÷ those of the mode, on the same prompts, of texts that may differ.
-        speedup_with_learning: the same, learning included.
-        tflops: products with weights of target and draft LM.
-        accuracy: over prompts whose reference has an answer.
-        agreement: with the final answer of the target alone, over prompts where that has one: the text is not lossless.
-        unanswered: answers that could not be extracted.
+        step_acceptance: drafted steps kept ÷ drafted steps judged. A round judges its steps in order until one differs.
+        accepted_per_target_step: drafted steps kept ÷ rounds. The target steps of a round are one batch.
+        depth: drafted steps ÷ rounds.
+        avg_len: kept steps, the target's own included, ÷ rounds; 1 without lookahead.
+        mat: tokens ÷ forward passes of the target; a batch counts as one pass.
+        cut: steps that ended at the length limit, without a delimiter.
+        wasted: share of the target's steps that were discarded.
+        seconds: wall-clock of answering.
+        draft_s, judge_s: the parts of `seconds` spent with the draft LM and the judge.
+        learning_s: wall-clock of learning.
+        speedup: seconds of the target alone ÷ seconds of the mode, on the same prompts. The texts may differ.
+        speedup_with_learning: speed-up with the time of learning counted.
+        tflops: matrix products with the weights of target and draft LM, in 10¹² operations.
+        accuracy: share of right answers, over prompts with a reference answer.
+        agreement: share of final answers equal to the target's alone, over prompts that the target alone answers. It
+            matters because the text is not lossless.
+        unanswered: prompts without an answer that could be extracted.
     """
 
     mode: ReasoningMode
@@ -62,7 +65,7 @@ class ModeRow:
 
 
 def rows(records: Sequence[ChunkRecord]) -> list[ModeRow]:
-    """A row per mode over all chunks; of one record, that chunk's."""
+    """One row per mode over all chunks of `records`; of a single record, the rows of its chunk."""
     modes = list(records[0].traces) if records else []
     traces = {mode: [trace for record in records for trace in record.traces[mode]] for mode in modes}
     learning = {mode: sum(record.learning_s.get(mode, 0.0) for record in records) for mode in modes}
@@ -72,7 +75,7 @@ def rows(records: Sequence[ChunkRecord]) -> list[ModeRow]:
 def row(
     mode: ReasoningMode, traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] | None, learning_s: float
 ) -> ModeRow:
-    """The row of one mode. `alone`: the target's answers to the same prompts, in the same order."""
+    """Row of one mode. `alone`: the target's own answers to the same prompts, in the same order."""
     written = sum(trace.target_steps for trace in traces)
     kept = sum(trace.own_steps for trace in traces)
     seconds, alone_s = [trace.seconds for trace in traces], [trace.seconds for trace in alone or ()]
@@ -103,10 +106,10 @@ def row(
 
 
 def acceptance_difference(ours: Sequence[ReasoningTrace], theirs: Sequence[ReasoningTrace]) -> Measured:
-    """Step acceptance of one mode less that of another one on the same prompts, and its paired interval."""
+    """Step acceptance of one mode minus the acceptance of another mode on the same prompts, with a paired interval."""
     prompts = [trace.prompt_id for trace in ours]
     if prompts != [trace.prompt_id for trace in theirs]:
-        raise ValueError("the modes answered other prompts")
+        raise ValueError("the two modes answered different prompts")
     counts = [([t.accepted for t in traces], [t.accepted + t.rejected for t in traces]) for traces in (ours, theirs)]
     if not all(sum(judged) for _, judged in counts):
         return Measured()
@@ -116,15 +119,15 @@ def acceptance_difference(ours: Sequence[ReasoningTrace], theirs: Sequence[Reaso
 
 
 def _agreeing(traces: Sequence[ReasoningTrace], alone: Sequence[ReasoningTrace] | None) -> list[bool | None]:
-    """Whether each answer is the target's; None where that has none."""
+    """Whether each answer equals the target's, or None if the target has no answer."""
     if alone is None:
         return [None] * len(traces)
     pairs = zip(traces, alone, strict=True)
-    return [None if theirs.answer is None else same(mine.answer, theirs.answer) for mine, theirs in pairs]
+    return [None if theirs.answer is None else equal_answers(mine.answer, theirs.answer) for mine, theirs in pairs]
 
 
 def _share(traces: Sequence[ReasoningTrace], told: Sequence[bool | None]) -> Measured:
-    """Share of those told True among those that are told."""
+    """Share of True among the verdicts that are not None."""
     return _rate(traces, [bool(verdict) for verdict in told], [verdict is not None for verdict in told])
 
 

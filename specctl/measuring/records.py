@@ -1,7 +1,7 @@
-"""Records `eval`, `select` and `online` keep of every sequence: records.parquet always, outputs.jsonl when asked for.
+"""Records of every decoded sequence of `eval`, `select` and `online`: records.parquet, and outputs.jsonl if requested.
 
-Every number and interval of the result can be recomputed from the records, and a run that was cut short goes on from
-them: the file also says under which recipe, target and drafters they were made (its `stamp`).
+All numbers and intervals of a result can be recomputed from the records. A run that was cut short resumes from them:
+the file also holds the recipe, target and drafters under which they were made (its `stamp`).
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from specctl import regular
-from specctl.decoding.models.identity import with_weights
+from specctl import regular_files
+from specctl.decoding.models.identity import with_weights_digest
 from specctl.decoding.records import Decoded
 from specctl.drafters import checkpoint
 from specctl.drafters.names import parts_of
 from specctl.errors import CheckpointError, SpecctlError, UsageError, one_line
-from specctl.families import NAMED
+from specctl.families import WEIGHTLESS_DRAFTERS
 from specctl.measuring.lossless import Agreement
 from specctl.recipe import EvalRecipe, LearningRecipe
 from specctl.runs import atomic_write, to_json
 
 RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
 STAMP = b"specctl.stamp"
-VIEWS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
-VIEWS |= {"server", "publication", "traffic", "baseline_server", "concurrency", "mats"}  # servers leave no records
-"""Recipe keys that change what is shown of the records, or where they are; not what is measured."""
+UNSTAMPED_KEYS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
+UNSTAMPED_KEYS |= {"server", "publication", "traffic", "baseline_server", "concurrency", "mats"}  # servers: no records
+"""Recipe keys that change what is shown of the records, or where they are written, but not what is measured."""
 
 Question = tuple[str, str, int]
-"""Domain, prompt id and seed: answers to the same question may be compared and paired."""
+"""Domain, prompt id and seed. Answers to the same question can be compared and paired."""
 Stamp = dict[str, dict[str, Any]]
-"""The origin of records: recipe, target and drafters, each by key."""
+"""Origin of records: recipe, target and drafters, each a dict by key."""
 
 SCHEMA = pa.schema(
     [
-        ("id", pa.string()),  # of the prompt
+        ("id", pa.string()),  # prompt id
         ("domain", pa.string()),
         ("drafter", pa.string()),  # or the name of a baseline
         ("seed", pa.int64()),
         ("temperature", pa.float64()),
         ("prompt_tokens", pa.int64()),
         ("output_ids", pa.list_(pa.int32())),
-        ("tokens", pa.int64()),  # of the decode phase
+        ("tokens", pa.int64()),  # tokens of the decode phase
         ("target_passes", pa.int64()),
         ("accepted", pa.int64()),
         ("rejections", pa.int64()),
@@ -56,16 +56,16 @@ SCHEMA = pa.schema(
         ("prefill_s", pa.float64()),
         ("decode_s", pa.float64()),
         ("stop", pa.string()),
-        ("replays", pa.int64()),  # rounds until then that were replays of a CUDA graph; of all texts of a turn
-        ("agreement", pa.string()),  # with plain decoding; null where texts may differ
-        ("session", pa.int64()),  # select: prompts that were learnt from together; online: the chunk; null otherwise
+        ("replays", pa.int64()),  # CUDA-graph replays up to the end of this sequence, over the whole turn
+        ("agreement", pa.string()),  # with plain decoding; null if the texts may differ
+        ("session", pa.int64()),  # select: number of the session; online: number of the chunk; else null
     ]
 )
 
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt answered by one drafter or baseline."""
+    """Answer of one drafter or baseline to one prompt."""
 
     id: str
     domain: str
@@ -88,7 +88,7 @@ class Record:
 
 
 def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name: str = RECORDS) -> Path:
-    """Write records.parquet (or a part of them under another name) whole or not at all."""
+    """Write records.parquet, or a part of it under another name, whole or not at all."""
     sink = pa.BufferOutputStream()
     schema = SCHEMA.with_metadata({STAMP: to_json(stamp)})
     pq.write_table(pa.Table.from_pylist([record.row() for record in records], schema=schema), sink)
@@ -96,23 +96,25 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
     return directory / name
 
 
-def part_name(number: int) -> str:
-    """Name of the file of a chunk."""
+def chunk_file_name(number: int) -> str:
+    """File name of a chunk."""
     return f"{number:08d}.parquet"
 
 
-def part_files(directory: Path) -> list[Path]:
-    """The files of chunks in a directory, in order; other files are left out."""
+def chunk_files(directory: Path) -> list[Path]:
+    """Chunk files in a directory, in order; other files are ignored."""
     return sorted(directory.glob("[0-9]" * 8 + ".parquet"))
 
 
-def read_parts(directory: Path) -> list[Record]:
-    """The records in the files of chunks in `directory`, in order; without the prompts' ids. CheckpointError where one
-    cannot be read."""
+def read_chunk_records(directory: Path) -> list[Record]:
+    """Records from the chunk files in `directory`, in order, without prompt ids.
+
+    Raises CheckpointError if a file cannot be read.
+    """
     records = []
-    for path in part_files(directory):
+    for path in chunk_files(directory):
         try:
-            regular.check(path)
+            regular_files.check(path)
             rows = pq.read_table(path).to_pylist()
             records += [replace(_record(row, []), agreement=row["agreement"], session=row["session"]) for row in rows]
         except (pa.ArrowException, OSError, KeyError, TypeError) as error:
@@ -121,9 +123,9 @@ def read_parts(directory: Path) -> list[Record]:
 
 
 def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]) -> list[Record]:
-    """Records that an earlier run in `directory` has made of `prompts` (id → token ids), empty where there was none.
+    """Records that an earlier run in `directory` made of `prompts` (id → token ids); empty if there was no such run.
 
-    Raises UsageError where it was measured under another `stamp`, SpecctlError where it cannot be read.
+    Raises UsageError if the run was made under another `stamp`, SpecctlError if the file cannot be read.
     """
     check_stamp(directory, stamp)
     path = directory / RECORDS
@@ -132,36 +134,41 @@ def read_records(directory: Path, stamp: Stamp, prompts: Mapping[str, list[int]]
 
 
 def fingerprints(paths: Mapping[str, str]) -> dict[str, str]:
-    """A fingerprint of each drafter that has weights, which tells whether its directory still holds the same one."""
-    weighty = {name: [part for part in parts_of(path) if part not in NAMED] for name, path in paths.items()}
+    """Fingerprint of each drafter with weights, to detect that its directory now holds another drafter."""
+    weighty = {
+        name: [part for part in parts_of(path) if part not in WEIGHTLESS_DRAFTERS] for name, path in paths.items()
+    }
     return {name: "+".join(map(checkpoint.fingerprint, parts)) for name, parts in weighty.items() if parts}
 
 
 def recipe_stamp(recipe: EvalRecipe | LearningRecipe) -> Stamp:
-    """The recipe's part of a stamp."""
-    measured = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in VIEWS}
+    """The part of a stamp that the recipe determines."""
+    measured = {key: value for key, value in recipe.model_dump(mode="json").items() if key not in UNSTAMPED_KEYS}
     return {"recipe": dict(_flat(measured))}
 
 
 def check_stamp(directory: Path, stamp: Stamp) -> None:
-    """Compare the records in `directory`, if there are any, with the parts of a stamp that are known already.
+    """Compare the stamp of the records in `directory`, if there are any, with the parts of a stamp known by now.
 
-    Raises UsageError where they differ, SpecctlError where the file cannot be read.
+    Raises UsageError if they differ, SpecctlError if the file cannot be read.
     """
     path = directory / RECORDS
     if not path.exists():
         return
     try:
-        regular.check(path)
-        kept = regular.parsed((pq.read_schema(path).metadata or {})[STAMP])
+        regular_files.check(path)
+        kept = regular_files.parse_json((pq.read_schema(path).metadata or {})[STAMP])
     except (OSError, pa.ArrowInvalid, KeyError, ValueError) as error:
         raise SpecctlError(f"cannot continue from {path}: {error}", hint="--overwrite starts over") from error
     check_same(kept, stamp, str(path))
 
 
 def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
-    """UsageError where what is there was made under another stamp; only the parts that `stamp` has are compared."""
-    kept = with_weights(kept, stamp)
+    """Raise UsageError if a kept stamp differs from `stamp`. Only the parts in `stamp` are compared.
+
+    `what`: name of the kept file, for the message.
+    """
+    kept = with_weights_digest(kept, stamp)
     differing = [
         f"{key} was {kept[part].get(key)}, is {now.get(key)}"
         for part, now in stamp.items()
@@ -170,18 +177,18 @@ def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
     ]
     if differing:
         hint = "resume with the recipe of that run; --overwrite or another --output-dir starts a new one"
-        raise UsageError(f"{what} was measured otherwise: {'; '.join(differing)}", hint=hint)
+        raise UsageError(f"{what} was measured with other settings: {'; '.join(differing)}", hint=hint)
 
 
 def write_outputs(directory: Path, records: Sequence[Record], tokenizer: Any) -> Path:
-    """Write outputs.jsonl: one answer a line, in order; `text` is without special tokens."""
+    """Write outputs.jsonl: one answer per line, in order. `text` has no special tokens."""
     lines = (json.dumps(_output(record, tokenizer), ensure_ascii=False) for record in records)
     atomic_write(directory / OUTPUTS, "".join(line + "\n" for line in lines))
     return directory / OUTPUTS
 
 
 def _record(row: dict[str, Any], prompt_ids: list[int]) -> Record:
-    """The inverse of `Record.row`, given the prompt. Agreement is left to be found again."""
+    """Inverse of `Record.row`, given the prompt ids. The agreement is not restored, it can be computed again."""
     named = {field.name: row[field.name] for field in fields(Decoded) if field.name in row}
     decoded = Decoded(prompt_ids=prompt_ids, **named)
     return Record(row["id"], row["domain"], row["drafter"], row["seed"], row["temperature"], decoded)

@@ -1,4 +1,4 @@
-"""The contenders of `specctl select` on one stream: sessions of prompts, and who answers them."""
+"""Contenders of `specctl select` on one stream: the sessions of prompts, and the policies and drafters that answer."""
 
 from __future__ import annotations
 
@@ -14,25 +14,34 @@ from typing import IO, Any
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.device.rooms import Rooms
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import UsageError
-from specctl.families import GROWING
-from specctl.measuring.contenders import VANILLA, Case, Contender, Turn, decode_turn, engine, measure, warm_up
-from specctl.measuring.policy_rows import ArmReward, PolicyRow, Stream
+from specctl.families import STREAM_RETRIEVAL
+from specctl.measuring.contenders import (
+    VANILLA,
+    Case,
+    Contender,
+    PromptBatch,
+    decode_batch,
+    engine_contender,
+    measure,
+    warm_up,
+)
+from specctl.measuring.policy_rows import ArmReward, PolicyRow, StreamAnswers
 from specctl.measuring.records import Record
 from specctl.recipe import SelectRecipe
+from specctl.selection.arm import Arm, DraftAll
 from specctl.selection.arms import make_arms, named, plain_arm
 from specctl.selection.assembly import make_batch_selector, make_selector, plain_step, plays_for_seconds
 from specctl.selection.batched import BatchSelector
 from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
-from specctl.selection.guarded import Guarded, Together
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Array, Policy
 from specctl.selection.routing.labels import prompt_text
@@ -42,9 +51,11 @@ DRAFT_ALL = "draft-all"
 RECOMPUTING = "recompute"
 
 
-def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
-    """Runs of `session` prompts in the order in which they are decoded: of one domain, or (`shift`) half of one and
-    half of another."""
+def make_sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
+    """Split the prompts into sessions of `recipe.session` prompts, in decoding order.
+
+    A session is of one domain; with order `shift` its two halves are of different domains.
+    """
     shift = recipe.order == "shift"
     size = max(1, recipe.session // 2) if shift else recipe.session
     runs: list[list[Case]] = []
@@ -53,11 +64,11 @@ def sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
         runs += [mine[start : start + size] for start in range(0, len(mine), size)]
     if recipe.order != "blocks":
         random.Random(recipe.data.seed).shuffle(runs)
-    return paired(runs) if shift else runs
+    return pair_halves(runs) if shift else runs
 
 
-def paired(halves: list[list[Case]]) -> list[list[Case]]:
-    """Every run followed by the next one of another domain, as one; runs that find none stand alone."""
+def pair_halves(halves: list[list[Case]]) -> list[list[Case]]:
+    """Join every half session with the next half of another domain; a half without a partner stays alone."""
     pairs, waiting = [], list(halves)
     while waiting:
         first = waiting.pop(0)
@@ -66,9 +77,9 @@ def paired(halves: list[list[Case]]) -> list[list[Case]]:
     return pairs
 
 
-def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
-    """Prompts that are decoded at once, one of each of `batch` sessions: those of a session follow each other."""
-    together: list[Turn] = []
+def prompt_batches(stream: Sequence[Sequence[Case]], batch: int) -> list[PromptBatch]:
+    """Batches of prompts to decode at once, one from each of `batch` sessions. Every session keeps its order."""
+    together: list[PromptBatch] = []
     for start in range(0, len(stream), batch):
         abreast = stream[start : start + batch]
         for place in range(max(map(len, abreast))):
@@ -77,16 +88,16 @@ def turns(stream: Sequence[Sequence[Case]], batch: int) -> list[Turn]:
 
 
 def companion_of(recipe: SelectRecipe, target: Target) -> Companion:
-    """The text drafter of a recipe, which has read nothing yet."""
+    """Text drafter of a recipe, with an empty store."""
     return Companion(recipe.companion, target, recipe.drafting, GrowingDatastore(recipe.store_tokens))
 
 
-Alone = Guarded | Together
-"""A drafter that drafts all rounds by itself."""
+FixedContender = Arm | DraftAll
+"""A contender that drafts all rounds without a policy: one drafter, or all of them together."""
 
 
 class SelectContenders:
-    """The contenders of one `select`, and what they do."""
+    """All contenders of one `select` run, with their policies, logs and statistics."""
 
     def __init__(
         self,
@@ -96,64 +107,72 @@ class SelectContenders:
         drafters: dict[str, Drafter],
         router: Router | None = None,
         companion: Companion | None = None,
-        kinds: Mapping[str, Kinds] | None = None,
+        kinds: Mapping[str, PromptClusters] | None = None,
     ):
-        """`companion`: the text drafter that heads draft with. `kinds`: of the prompts that drafters were trained
-        on."""
+        """
+        Args:
+            companion: the text drafter that heads draft with in one tree.
+            kinds: kinds of prompts that each drafter was trained on, by name.
+        """
         self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
         if router is not None and [*drafters] != router.arms:
-            raise UsageError("a router knows drafters, not their shapes or sizes", hint="leave arms.* out")
+            raise UsageError("a router chooses drafters, not their shapes or sizes", hint="leave arms.* out")
         self.companion = companion or companion_of(recipe, target)
-        self.store_s = 0.0  # on taking texts into its store
+        self.store_s = 0.0  # seconds spent on adding texts to the store
         self.arms = make_arms(recipe, target, drafters, kinds or {})
         prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
-        self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be of two domains
+        self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be in two domains
         self.prompts = {prompt.id: prompt_text(prompt.messages) for _, prompt in prompts}
         self.algo = {name: name for name in recipe.algo}  # contender → its policy
         if RECOMPUTING in recipe.baselines:
             self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
-        self.plainly = {name for name in self.algo if self._joined_by_plain(name)}
-        self.arms = [*([plain_arm()] if self.plainly else []), *self.arms]
-        # Game, arm and tokens of every round.
+        self.with_plain_arm = {name for name in self.algo if self._has_plain_arm(name)}
+        self.arms = [*([plain_arm()] if self.with_plain_arm else []), *self.arms]
+        # Game, arm and committed tokens of every round, by contender.
         self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
         self.selectors = {name: self._selector(name) for name in self.algo}
-        self.alone = self._alone()
-        self.rooms: defaultdict[str, Rooms] = defaultdict(Rooms)  # of every contender, by name
-        self._lines: list[tuple[str, RoundLine]] = []  # rounds of the turn: written when nobody is timed
+        self.fixed = self._fixed_contenders()
+        self.kept_caches: defaultdict[str, KeptCaches] = defaultdict(
+            KeptCaches
+        )  # device buffers and CUDA graphs, by contender
+        self._lines: list[tuple[str, RoundLine]] = []  # rounds of the current turn, to be written outside of timing
 
     @functools.cached_property
     def _step(self) -> float:
         return plain_step(self.target, self.recipe.batch)
 
     @property
-    def host(self) -> bool:
-        """Whether the rounds of somebody who drafts are the host's: then those of all who draft are, as their speeds
-        are compared. Plain decoding, which all are measured against, is always as fast as the device allows."""
+    def rounds_on_host(self) -> bool:
+        """Whether the rounds of drafting contenders run on the host.
+
+        They all do as soon as one contender needs it, because their speeds are compared. Plain decoding, the reference
+        for all, always runs as fast as the device allows.
+        """
         recipe = self.recipe
         if recipe.catch_up.name == "streaming" or (recipe.batch > 1 and recipe.choice == "text"):
             return True
-        drafters = [*self.alone.values(), *self.arms]
-        able = all(isinstance(drafter, Guarded) and drafter.even for drafter in drafters)
-        return not (able and all(selector.late for selector in self.selectors.values()))
+        drafters = [*self.fixed.values(), *self.arms]
+        able = all(isinstance(drafter, Arm) and drafter.fixed_shape for drafter in drafters)
+        return not (able and all(selector.accepts_late_counts for selector in self.selectors.values()))
 
-    def _joined_by_plain(self, name: str) -> bool:
-        """Whether plain decoding is one more arm of a contender's policy."""
+    def _has_plain_arm(self, name: str) -> bool:
+        """Whether plain decoding is an additional arm of a contender's policy."""
         recipe, policy = self.recipe, self.algo[name]
         if any(arm.plain for arm in self.arms):
             return False
         if recipe.arms.plain is not None:
             return recipe.arms.plain
-        if recipe.warm_start and registry.learns(policy) == "losses":  # the router's probabilities are of drafters
+        if recipe.warm_start and registry.learns(policy) == "losses":  # the router knows drafters only
             return False
-        return plays_for_seconds(self._own(self.arms), policy, recipe.game)
+        return plays_for_seconds(self._copies_of(self.arms), policy, recipe.game)
 
-    def _own(self, arms: Sequence[Guarded]) -> list[Guarded]:
-        """The same arms for one selector: each counts its own failures."""
-        return [arm.again(self.companion.head_of(arm.drafter)) for arm in arms]
+    def _copies_of(self, arms: Sequence[Arm]) -> list[Arm]:
+        """Copies of the arms for one selector, with separate counts of failures."""
+        return [arm.copy(self.companion.head_of(arm.drafter)) for arm in arms]
 
     def _selector(self, name: str) -> Selector | BatchSelector:
-        joined = self.plainly and name not in self.plainly
-        arms = self._own([arm for arm in self.arms if not (joined and arm.plain)])
+        joined = self.with_plain_arm and name not in self.with_plain_arm
+        arms = self._copies_of([arm for arm in self.arms if not (joined and arm.plain)])
         options: dict[str, Any] = {
             "recipe": self.recipe.game,
             "new_policy": functools.partial(self._policy, self.algo[name]),
@@ -173,64 +192,66 @@ class SelectContenders:
         )
 
     def _policy(self, name: str, arms: Arms, text: Label) -> Policy:
-        """A fresh policy for a game that begins with this text."""
+        """Make a fresh policy for a game that begins with this prompt."""
         options = self.recipe.policy
         if name == registry.ROUTER:
             return registry.build("fixed", arms, options.model_copy(update={"arm": int(self._routed(text).argmax())}))
         policy = registry.build(name, arms, options)
         if self.recipe.warm_start and policy.learns == "losses":
-            for _ in range(self.recipe.router.weight):  # as if so many tokens had been seen
+            for _ in range(self.recipe.router.weight):  # the prior counts as much as `weight` tokens
                 policy.losses((1 - self._routed(text)).tolist())
         return policy
 
     def _routed(self, text: Label) -> Array:
-        """[N] probabilities of the router for a prompt: of every arm, that it is the one to play."""
+        """[N] router probabilities for a prompt: how likely each arm is the right one to play."""
         assert self.router is not None
         return self.router.probabilities([self.prompts[text.query]])[0]
 
-    def _alone(self) -> dict[str, Alone]:
-        """The contenders that do not choose: every arm by itself, all at once, the rivals.
+    def _fixed_contenders(self) -> dict[str, FixedContender]:
+        """Contenders without a policy: every arm by itself, the text drafter, all drafters together, and the rivals.
 
-        Raises UsageError where two contenders have one name.
+        Raises UsageError if two contenders have the same name.
         """
         recipe = self.recipe
-        alone: dict[str, Alone] = {}
+        alone: dict[str, FixedContender] = {}
         if "fixed" in recipe.baselines:
-            alone |= {arm.name: arm.again() for arm in self.arms}
+            alone |= {arm.name: arm.copy() for arm in self.arms}
         if "beside" in recipe.baselines and self.companion.name and self.companion.text:
-            alone[self.companion.name] = Guarded(self.companion.name, self.companion.text)
+            alone[self.companion.name] = Arm(self.companion.name, self.companion.text)
         if DRAFT_ALL in recipe.baselines:
-            alone[DRAFT_ALL] = Together([Guarded(name, drafter) for name, drafter in self.drafters.items()])
+            alone[DRAFT_ALL] = DraftAll([Arm(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}
         twice = {*rivals, *self.algo} & {*self.drafters, *alone, VANILLA} or {*rivals} & {*self.algo}
         if twice:
-            raise UsageError(f"two contenders are called {min(twice)!r}", hint="a rival is no member of the pool")
+            raise UsageError(f"two contenders are called {min(twice)!r}", hint="rivals must not be in the pool")
         loaded = {
-            name: self.companion.beside(path, pool.load_drafter(path, self.target, recipe.drafting))
+            name: self.companion.with_text_drafter(path, pool.load_drafter(path, self.target, recipe.drafting))
             for name, path in rivals.items()
         }
-        return alone | {name: Guarded(name, drafter) for name, drafter in loaded.items()}
+        return alone | {name: Arm(name, drafter) for name, drafter in loaded.items()}
 
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
-        """Everybody's answers; rounds go to `log`."""
+        """Return all contenders' answers. Rounds are written to `log`, records are handed to `keep`."""
         recipe = self.recipe
-        plain = engine(self.target, recipe.sampling, VANILLA, None, rooms=self.rooms[VANILLA])
+        plain = engine_contender(self.target, recipe.sampling, VANILLA, None, kept_caches=self.kept_caches[VANILLA])
         competing = [plain] if VANILLA in recipe.baselines else []
-        competing += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.alone.items()]
+        competing += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.fixed.items()]
         competing += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
-        asked = turns(self.stream, recipe.batch)
-        warm_up(asked, [*([] if self.host else self._rehearsals()), *competing])
+        asked = prompt_batches(self.stream, recipe.batch)
+        warm_up(asked, [*([] if self.rounds_on_host else self._warm_up_contenders()), *competing])
         for name, selector in self.selectors.items():
             selector.forget()
             self.plays[name].clear()
         self._lines.clear()
-        for alone in self.alone.values():
+        for alone in self.fixed.values():
             alone.forget()
         heard = 0
 
         def remember(records: Sequence[Record]) -> None:
-            """Write the rounds of a turn, and take its texts, which are everybody's, into the store; every seed begins
-            with an empty one."""
+            """Write the rounds of a turn, and add its texts, which all contenders share, to the store.
+
+            The store is emptied after each seed.
+            """
             nonlocal heard
             heard += 1
             for algo, line in self._lines:
@@ -240,16 +261,21 @@ class SelectContenders:
             self._lines.clear()
             if heard % len(asked) == 0:
                 self.companion.store.clear()
-            elif self.companion.name == GROWING:
+            elif self.companion.name == STREAM_RETRIEVAL:
                 texts = [record.decoded for record in records if record.drafter == recipe.algo[0]]
-                self.store_s += self.companion.remember(texts)
+                self.store_s += self.companion.add_to_store(texts)
 
         shown = {recipe.algo[0]}
-        return measure(recipe, asked, competing, shown, keep, label="select", warm=True, resumable=False, told=remember)
+        return measure(
+            recipe, asked, competing, shown, keep, label="select", warm=True, resumable=False, on_answers=remember
+        )
 
-    def _rehearsals(self) -> list[Contender]:
-        """Every arm of every policy by itself, in the rooms of the policy: each has graphs of its own, which take as
-        long as some tens of rounds and are made when it plays for the first time."""
+    def _warm_up_contenders(self) -> list[Contender]:
+        """Contenders for the warm-up only: every arm of every policy by itself, in the policy's kept caches.
+
+        Each arm has separate CUDA graphs. Capturing them takes as long as tens of rounds, and would otherwise happen
+        when the arm first plays.
+        """
         return [
             self._contender(name, Fixed(arm, selector), selector.taps)
             for name, selector in self.selectors.items()
@@ -258,19 +284,19 @@ class SelectContenders:
 
     def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
         options = self.recipe.catch_up
-        # Only who is idle at times has something to save.
+        # Only a policy leaves drafters idle, so only a policy can save anything by `streaming`.
         streams = options.name == "streaming" and name in self.recipe.algo
         catch_up = CatchUp(options.sink, options.window) if streams else RECOMPUTE
 
-        def answer(turn: Turn, seeds: list[int]) -> list[dict[str, Decoded]]:
+        def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
             labels = None
             if isinstance(controller, Selector | BatchSelector):
                 labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
             options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
-            keeps = not self.host and name in self.selectors and self.selectors[name].keeps
-            options |= dict(host=self.host, keeps=keeps, rooms=self.rooms[name])
+            keeps = not self.rounds_on_host and name in self.selectors and self.selectors[name].keeps_hidden
+            options |= dict(host=self.rounds_on_host, keeps_hidden=keeps, kept_caches=self.kept_caches[name])
             return [
-                {name: decoded} for decoded in decode_turn(self.target, self.recipe.sampling, turn, seeds, **options)
+                {name: decoded} for decoded in decode_batch(self.target, self.recipe.sampling, turn, seeds, **options)
             ]
 
         return answer
@@ -282,19 +308,19 @@ class SelectContenders:
         return Label(case.prompt.id, case.prompt.domain, key, repeat)
 
     def game_of(self, domain: str, id: str, repeat: int) -> str:
-        """Key of the game that answers a text, the same for all texts between two resets."""
+        """Key of the game that a prompt belongs to: the same for all prompts between two resets."""
         if self.recipe.reset == "stream":
             return f"{repeat} "
         return f"{repeat} {f'{domain} {id}' if self.recipe.reset == 'query' else self.session_of[domain, id]}"
 
     def _note(self, algo: str, entry: RoundLine) -> None:
-        self._lines.append((algo, entry))  # within a round that is timed: no more than that
+        self._lines.append((algo, entry))  # called within a timed round: only append here
 
-    def row(self, stream: Stream, name: str) -> PolicyRow:
-        """The row of a contender."""
+    def row(self, stream: StreamAnswers, name: str) -> PolicyRow:
+        """Build the result row of a contender."""
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
-        hits = [stream.best[game] == arm for game, arm, _ in plays] if stream.best else []
+        hits = [stream.best_arm_of[game] == arm for game, arm, _ in plays] if stream.best_arm_of else []
         others = {VANILLA, DRAFT_ALL, self.companion.name} - {arm.name for arm in self.arms}
         kind = "policy" if selector else "baseline" if name in others else "arm"
         if name in named(self.recipe.rivals).values():
@@ -305,11 +331,11 @@ class SelectContenders:
             tally=selector.tally if selector else None,
             arms=[arm.name for arm in selector.arms] if selector else [],
             best_arm_ratio=sum(hits) / len(hits) if hits else None,
-            failures=(selector or self.alone[name]).failures if name != VANILLA else 0,
+            failures=(selector or self.fixed[name]).failures if name != VANILLA else 0,
         )
 
     def rewards(self) -> list[ArmReward]:
-        """Tokens that rounds of each arm have committed, whichever policy played them."""
+        """Tokens committed per round of each arm, over the rounds of all policies."""
         committed: dict[str, list[int]] = {arm.name: [] for arm in self.arms}
         for plays in self.plays.values():
             for _, arm, tokens in plays:

@@ -1,17 +1,19 @@
-"""Draft lengths for an engine's loads, and what better drafters are worth, by a sweep of `eval --server`.
+"""Cost model of a serving engine, fitted to a sweep of `eval --server`: best draft lengths, value of better drafters.
 
-The model. A round drafts k tokens for each of b texts, and the target verifies k + 1 positions of each. It takes
+The model. A round drafts k tokens for each of b sequences, and the target verifies k + 1 positions per sequence. It
+takes
 
     t(k, b) = s₀ + s₁ b + k (d₀ + d₁ b)   seconds,
 
-linear in the batch and in the length: s of a plain step, d of one more token, drafted and verified. It yields
-1 + Σ_{j≤k} Π_{i≤j} αᵢ tokens of each text (Leviathan et al. 2023, equation 1, where all α are equal), αᵢ the chance
-that the i-th token of a draft is accepted once those before it are. Texts that are decoded together share the round, so
-the best k of a load is that of the most tokens per second of a text.
+which is linear in batch size and draft length. A plain step costs s₀ + s₁ b; each further token, drafted and verified,
+costs d₀ + d₁ b. A round yields 1 + Σ_{j≤k} Π_{i≤j} αᵢ tokens per sequence (Leviathan et al. 2023, equation 1, if all α
+are equal). Here αᵢ is the probability that draft token i is accepted, given that all earlier ones were. All sequences
+of a batch share a round, so the best k of a load is the length with the most tokens per second of one sequence.
 
-Its inputs. Plain steps are the baseline server's times between tokens. Rounds are the server's times between tokens, by
-mat tokens each. Batches are the requests in flight, on the average over the pass. α are pooled over all loads. Loads
-between measured ones, and lengths between 0 and the one that the server drafted, are the model's; others are left out.
+The inputs. The time of a plain step is the baseline server's time between tokens. The time of a round is the server's
+time between tokens × mat. The batch size is the average number of requests in flight during the pass. The α are pooled
+over all loads. The model covers loads between the measured ones, and lengths from 0 to the server's draft length; it
+does not extrapolate beyond them.
 """
 
 from __future__ import annotations
@@ -23,28 +25,28 @@ from operator import mul
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import DataError
 from specctl.formats.head import LengthRange
 
-NEAR = 0.05
-"""Lengths that lose no more than this share of the best one's tokens per second are about as good."""
-ROUGH = 0.15
-"""Relative error of a modelled time from which on a user is told."""
-LARGEST = 1e18  # that a number of a result document is believed
+NEAR_BEST = 0.05
+"""Lengths that lose at most this share of the best tokens per second count as about as good."""
+WARN_ERROR = 0.15
+"""Relative error of a modelled time above which the user is warned."""
+MAX_NUMBER = 1e18  # upper limit for numbers in a result document
 SWEEP = "specctl eval --server URL --baseline-server URL --concurrency 1,4,16,64"
 
 
 @dataclass(frozen=True)
 class Load:
-    """One measured load: both servers with so many requests in flight, all domains together.
+    """One measured load: both servers with the same number of requests in flight, all domains pooled.
 
     Attributes:
-        concurrency: requests that were kept in flight.
-        batch, plain_batch: that were, on the average, with and without drafts.
-        step_s: a plain step.
-        round_s: a round.
-        mat: tokens of it.
+        concurrency: requests that the client keeps in flight.
+        batch, plain_batch: average requests in flight, with and without drafts.
+        step_s: seconds per plain step.
+        round_s: seconds per round.
+        mat: tokens per round and sequence.
     """
 
     concurrency: int
@@ -57,11 +59,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Measured loads, ascending.
+    """Measured loads, in ascending order.
 
     Attributes:
-        drafted: tokens of a draft.
-        acceptance: α of each of them.
+        drafted: draft length in tokens.
+        acceptance: α of each draft position.
     """
 
     loads: list[Load]
@@ -71,7 +73,7 @@ class Sweep:
 
 @dataclass(frozen=True)
 class RoundCosts:
-    """s₀, s₁, d₀ and d₁, in seconds."""
+    """Costs s₀, s₁, d₀ and d₁, in seconds."""
 
     step: float
     step_per_text: float
@@ -79,13 +81,13 @@ class RoundCosts:
     token_per_text: float
 
     def seconds(self, length: int, batch: float) -> float:
-        """t(k, b)."""
+        """Seconds per round, t(k, b)."""
         return self.step + self.step_per_text * batch + length * (self.token + self.token_per_text * batch)
 
 
 @dataclass(frozen=True)
 class Fit:
-    """A measured load beside the model's times of it."""
+    """Measured and modelled times of one load."""
 
     concurrency: int
     batch: float
@@ -96,20 +98,22 @@ class Fit:
 
     @property
     def error(self) -> float:
-        """The larger of both relative errors."""
+        """The larger relative error of the two times."""
         pairs = ((self.step_s, self.modelled_step_s), (self.round_s, self.modelled_round_s))
         return max(abs(modelled / measured - 1) for measured, modelled in pairs)
 
 
 @dataclass(frozen=True)
 class TunedRange:
-    """A range of batches and the draft length that pays there.
+    """A range of batch sizes, and the draft length that is best there.
 
     Attributes:
-        mat: tokens of a round, by the model.
-        speedup: over plain decoding, of the first and of the last batch, by the model.
-        near: lengths that lose little at both ends of the range, the chosen one among them.
-        measured: loads that were measured in the range; none where it is the model's alone.
+        first, last: smallest and largest batch size.
+        tokens: draft length; 0 = no draft.
+        mat: tokens per round, by the model.
+        speedup: over plain decoding, at the first and at the last batch size, by the model.
+        near: lengths that lose little at both ends of the range, including the chosen one.
+        measured: concurrencies of the measured loads in the range; empty if the range rests on the model alone.
     """
 
     first: int
@@ -123,7 +127,7 @@ class TunedRange:
 
 @dataclass(frozen=True)
 class Tuning:
-    """Draft lengths by load, and what they were derived from."""
+    """Draft lengths by load, and the inputs of their derivation."""
 
     sweep: str
     ranges: list[TunedRange]
@@ -135,18 +139,18 @@ class Tuning:
 
     @property
     def schedule(self) -> list[LengthRange]:
-        """The ranges, as engines are told."""
+        """The ranges in the form that the exports to engines use."""
         return [LengthRange(one.first, one.last, one.tokens, tuple(one.near)) for one in self.ranges]
 
 
 @dataclass(frozen=True)
-class Worth:
-    """The speed of other drafters at a measured load, of which a round takes what it took with the one measured.
+class DrafterSpeeds:
+    """Speed of other drafters at a measured load, if their rounds take as long as the measured drafter's.
 
     Attributes:
-        break_even: mat from which on drafting is faster than plain decoding.
-        mats: tokens of a round, of drafters that may not exist yet.
-        tokens_per_s: of all texts together, while they are decoded.
+        break_even: mat above which drafting is faster than plain decoding.
+        mats: assumed tokens per round, of drafters that may not exist yet.
+        tokens_per_s: throughput of all sequences together, during decoding.
         speedups: over plain decoding.
     """
 
@@ -160,9 +164,13 @@ class Worth:
     speedups: list[float]
 
 
-def worth(load: Load, mats: Sequence[float]) -> Worth:
-    """mat ÷ t(K, b) tokens a second of each text, over 1 ÷ t(0, b); equal at mat = t(K, b) ÷ t(0, b)."""
-    return Worth(
+def predict_speeds(load: Load, mats: Sequence[float]) -> DrafterSpeeds:
+    """Predict the speed of drafters with these `mats` at one load.
+
+    A sequence decodes mat ÷ t(K, b) tokens per second with drafts, and 1 ÷ t(0, b) without. Both are equal at mat =
+    t(K, b) ÷ t(0, b).
+    """
+    return DrafterSpeeds(
         concurrency=load.concurrency,
         step_s=load.step_s,
         round_s=load.round_s,
@@ -174,29 +182,29 @@ def worth(load: Load, mats: Sequence[float]) -> Worth:
     )
 
 
-def conditional(shares: Sequence[float]) -> list[float]:
-    """αᵢ from the shares of rounds of which the i-th token was accepted, and so all before it."""
+def conditional_acceptance(shares: Sequence[float]) -> list[float]:
+    """Conditional acceptance αᵢ, from the shares of rounds that accepted token i, and so every token before it."""
     before = [1.0, *shares]
     return [min(1.0, share / last) if last > 0 else 0.0 for share, last in zip(shares, before, strict=False)]
 
 
 def expected_tokens(acceptance: Sequence[float], length: int) -> float:
-    """1 + Σ_{j≤k} Π_{i≤j} αᵢ: tokens of a round that drafts k, the target's own included."""
+    """Expected tokens per round with k draft tokens, bonus token included: 1 + Σ_{j≤k} Π_{i≤j} αᵢ."""
     return 1.0 + sum(accumulate(acceptance[:length], mul))
 
 
-def text_rate(acceptance: Sequence[float], costs: RoundCosts, length: int, batch: float) -> float:
-    """Tokens a second of one text in a batch."""
+def sequence_rate(acceptance: Sequence[float], costs: RoundCosts, length: int, batch: float) -> float:
+    """Tokens per second of one sequence in a batch."""
     return expected_tokens(acceptance, length) / costs.seconds(length, batch)
 
 
 def best_length(acceptance: Sequence[float], costs: RoundCosts, batch: float, lengths: Sequence[int]) -> int:
-    """The length of the most tokens a second; the shortest of several."""
-    return max(lengths, key=lambda k: (text_rate(acceptance, costs, k, batch), -k))
+    """The draft length with the most tokens per second; the shortest one in a tie."""
+    return max(lengths, key=lambda k: (sequence_rate(acceptance, costs, k, batch), -k))
 
 
-def line(at: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """The a, c ≥ 0 of the least Σ w (a + c·at − value)²; of a single place c is 0."""
+def fit_line(at: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
+    """Coefficients a, c ≥ 0 that minimise Σ w (a + c·at − value)²; c is 0 if all `at` are equal."""
 
     def error(a: float, c: float) -> float:
         return sum(w * (a + c * x - y) ** 2 for x, y, w in zip(at, values, weights, strict=True))
@@ -210,25 +218,25 @@ def line(at: Sequence[float], values: Sequence[float], weights: Sequence[float])
     steep = sum(w * x * y for x, y, w in zip(at, values, weights, strict=True)) / sum(
         w * x * x for x, w in zip(at, weights, strict=True)
     )
-    # Where the free minimum has a negative part, the constrained one is on an edge.
+    # If the unconstrained minimum has a negative coefficient, the constrained minimum is on an edge.
     edges = [(y_mean, 0.0), (0.0, steep), (0.0, 0.0)]
     possible = [pair for pair in [(y_mean - slope * x_mean, slope), *edges] if min(pair) >= 0]
     return min(possible, key=lambda pair: error(*pair))
 
 
-def fit(sweep: Sweep) -> RoundCosts:
-    """Costs of the least squared relative errors of plain steps, then of rounds."""
+def fit_costs(sweep: Sweep) -> RoundCosts:
+    """Fit the costs by least squares of the relative errors: first of plain steps, then of rounds."""
     loads = sweep.loads
-    step, step_per_text = line(
+    step, step_per_text = fit_line(
         [load.plain_batch for load in loads], [load.step_s for load in loads], [load.step_s**-2 for load in loads]
     )
     over = [(load.round_s - step - step_per_text * load.batch) / sweep.drafted for load in loads]
-    token, token_per_text = line([load.batch for load in loads], over, [load.round_s**-2 for load in loads])
+    token, token_per_text = fit_line([load.batch for load in loads], over, [load.round_s**-2 for load in loads])
     return RoundCosts(step, step_per_text, token, token_per_text)
 
 
-def ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[TunedRange]:
-    """The best of `lengths` for every batch from 1 to the largest that was measured."""
+def tuned_ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[TunedRange]:
+    """Find the best of `lengths` for every batch size from 1 to the largest measured one, and join equal neighbours."""
     largest = max(1, round(max(load.batch for load in sweep.loads)))
     made = []
     for tokens, some in groupby(
@@ -238,9 +246,9 @@ def ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[Tune
         ends = (batches[0], batches[-1])
 
         def rate(length: int, batch: int) -> float:
-            return text_rate(sweep.acceptance, costs, length, batch)
+            return sequence_rate(sweep.acceptance, costs, length, batch)
 
-        near = [k for k in lengths if all(rate(k, b) >= (1 - NEAR) * rate(tokens, b) for b in ends)]
+        near = [k for k in lengths if all(rate(k, b) >= (1 - NEAR_BEST) * rate(tokens, b) for b in ends)]
         made.append(
             TunedRange(
                 first=ends[0],
@@ -256,19 +264,20 @@ def ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[Tune
 
 
 def tune(path: Path, *, whole: bool = False) -> Tuning:
-    """Draft lengths by load from the result of `eval --server`; `whole`: drafts come in blocks, or not at all.
+    """Derive draft lengths by load from a result of `eval --server`.
 
-    Raises DataError where the file is none, or was not measured beside a baseline at several loads.
+    `whole`: the drafter drafts a whole block or nothing. Raises DataError if the file is no such result, has no
+    baseline, or has a single load.
     """
     sweep = read_sweep(path)
     if len({round(load.batch) for load in sweep.loads}) < 2:
         there = ", ".join(f"{load.batch:.1f} of {load.concurrency}" for load in sweep.loads)
         raise DataError(
-            f"{path} has one load (in flight on the average: {there}): what a larger batch costs is not known",
-            f"measure several, with as many prompts at least: {SWEEP}",
+            f"{path} has only one load (average in flight: {there}), so the cost of larger batches is unknown",
+            f"measure several loads, each with at least as many prompts: {SWEEP}",
         )
-    costs = fit(sweep)
-    chosen = ranges(sweep, costs, [0, sweep.drafted] if whole else range(sweep.drafted + 1))
+    costs = fit_costs(sweep)
+    chosen = tuned_ranges(sweep, costs, [0, sweep.drafted] if whole else range(sweep.drafted + 1))
     fits = [
         Fit(
             load.concurrency,
@@ -281,39 +290,39 @@ def tune(path: Path, *, whole: bool = False) -> Tuning:
         for load in sweep.loads
     ]
     return Tuning(
-        str(path), chosen, sweep.acceptance, sweep.drafted, costs, fits, doubts(sweep, fits, chosen, whole=whole)
+        str(path), chosen, sweep.acceptance, sweep.drafted, costs, fits, caveats(sweep, fits, chosen, whole=whole)
     )
 
 
-def doubts(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, whole: bool) -> list[str]:
-    """Notes for a user, to be read before a schedule is believed."""
-    notes = [f"batches above {chosen[-1].last} were not measured: engines go on with the last range"]
+def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, whole: bool) -> list[str]:
+    """Caveats that a user should read before trusting the schedule."""
+    notes = [f"batches above {chosen[-1].last} were not measured: engines use the last range for them"]
     guessed = [f"{one.first}–{one.last}" for one in chosen if not one.measured]
     if guessed:
-        notes.append(f"no load was measured at batches {', '.join(guessed)}: their lengths are the model's alone")
+        notes.append(f"no load was measured at batches {', '.join(guessed)}: their lengths are predicted")
     if not whole and any(0 < one.tokens < sweep.drafted for one in chosen):
-        notes.append(f"lengths between 0 and {sweep.drafted} were not measured: their times are taken from a line")
+        notes.append(f"lengths between 0 and {sweep.drafted} were not measured: their times are interpolated linearly")
     if any(one.tokens == sweep.drafted for one in chosen) and not whole:
-        notes.append(f"the longest drafts measured, {sweep.drafted}, pay: longer ones may, too")
-    rough = [f"{one.error:.0%} at {one.concurrency} in flight" for one in fits if one.error > ROUGH]
+        notes.append(f"the longest drafts measured, {sweep.drafted} tokens, pay off: longer ones may pay off, too")
+    rough = [f"{one.error:.0%} at {one.concurrency} in flight" for one in fits if one.error > WARN_ERROR]
     if rough:
-        notes.append(f"the model is off by {', '.join(rough)}: measure loads in between, or more prompts")
+        notes.append(f"the cost model is off by {', '.join(rough)}: measure loads in between, or more prompts")
     idle = [load for load in sweep.loads if load.batch < 0.75 * load.concurrency]
     if idle:
-        said = ", ".join(f"{load.concurrency} were {load.batch:.0f}" for load in idle)
-        notes.append(f"requests in flight on the average: {said}; more prompts (--limit) keep more there")
+        said = ", ".join(f"{load.batch:.0f} instead of {load.concurrency}" for load in idle)
+        notes.append(f"average requests in flight: {said}; more prompts (--limit) keep more in flight")
     return notes
 
 
 def read_sweep(path: Path) -> Sweep:
-    """The sweep in a result document of `eval --server`, or in the run directory that holds one. Raises DataError."""
+    """Read a sweep from a result document of `eval --server`, or from its run directory. Raises DataError."""
     file = path / "result.json" if path.is_dir() else path
     try:
-        document = regular.document(file)
+        document = regular_files.read_json(file)
     except OSError as error:
-        raise DataError(f"cannot read {file}: {error.strerror}", f"the result.json of {SWEEP}") from error
+        raise DataError(f"cannot read {file}: {error.strerror}", f"name the result.json of {SWEEP}") from error
     except ValueError as error:
-        raise DataError(f"{file} is no JSON document", f"the result.json of {SWEEP}") from error
+        raise DataError(f"{file} is not JSON", f"name the result.json of {SWEEP}") from error
     try:
         for row in document["servers"]:
             _check_numbers(row)
@@ -321,21 +330,22 @@ def read_sweep(path: Path) -> Sweep:
     except DataError as error:
         raise DataError(f"{file}: {error.message}", error.hint) from error
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"{file} is no result of eval --server ({type(error).__name__}: {error})", SWEEP) from error
+        raise DataError(f"{file} is not a result of eval --server ({type(error).__name__}: {error})", SWEEP) from error
 
 
 def _check_numbers(row: Mapping[str, Any]) -> None:
-    """DataError for a number that nobody has measured: negative, not finite, or absurdly large."""
+    """Raise DataError for a number that cannot be a measurement: negative, not finite, or absurdly large."""
     for key, value in row.items():
         numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int | float)]
-        if not all(0 <= one < LARGEST for one in numbers):
-            raise DataError(f"{key} of a row is no measurement", f"measure again: {SWEEP}")
+        if not all(0 <= one < MAX_NUMBER for one in numbers):
+            raise DataError(f"{key} of a row is not a measurement", f"measure again: {SWEEP}")
 
 
 def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
-    """The loads in rows of `eval --server`, domains pooled: plain steps by tokens, rounds by rounds.
+    """Extract the loads from rows of `eval --server`.
 
-    Raises DataError where there is no baseline, no draft, or no time between tokens.
+    Domains are pooled: plain steps are weighted by tokens, rounds by their number. Raises DataError if there is no
+    baseline, no draft, or no time between tokens.
     """
     loads, shares, weights = [], [], []
     for concurrency in sorted({row["concurrency"] for row in rows}):
@@ -344,12 +354,12 @@ def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
             for name in ("server", "baseline")
         )
         if not plain:
-            raise DataError("it has no baseline, so what a plain step takes is not known", f"measure one: {SWEEP}")
+            raise DataError("it has no baseline, so the time of a plain step is unknown", f"measure one: {SWEEP}")
         untold = [row["domain"] for row in drafting if not row["mat"] or not row["acceptance_by_position"]]
         if untold:
             raise DataError(
-                f"the server does not say what it accepted of drafts ({', '.join(untold)})",
-                "it has to draft; SGLang tells it of requests, vLLM by /metrics",
+                f"the server reports no acceptance of drafts ({', '.join(untold)})",
+                "it must run with a drafter; SGLang reports acceptance per request, vLLM in /metrics",
             )
         if any(row["token_s"] is None for row in [*drafting, *plain]):
             raise DataError("answers of one token have no time between tokens", "raise --max-new-tokens")
@@ -374,9 +384,9 @@ def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
         sum(weight * one[place] for weight, one in zip(weights, shares, strict=True) if place < len(one)) / sum(weights)
         for place in range(drafted)
     ]
-    return Sweep(loads, drafted, conditional(pooled))
+    return Sweep(loads, drafted, conditional_acceptance(pooled))
 
 
 def in_flight(rows: Sequence[Mapping[str, Any]]) -> float:
-    """Requests in flight on the average: seconds of all requests over those of the passes."""
+    """Average number of requests in flight: summed request seconds ÷ summed pass seconds."""
     return float(sum(row["tokens"] / row["request_tokens_per_s"] for row in rows) / sum(row["seconds"] for row in rows))

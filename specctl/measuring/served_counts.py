@@ -1,4 +1,4 @@
-"""Rounds and accepted tokens of texts that engines wrote, beside those of a server that keeps its drafter."""
+"""Verification counters of texts that engines wrote, compared with a server that keeps its drafter."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from specctl.decoding import metrics
 from specctl.measuring.measured import Measured
 
 COUNTS = "counts.jsonl"
-"""The file with a line for every text: counters of its drafts, and of the baseline's."""
+"""File with one line per text: the counters of its drafts, and of the baseline's drafts."""
 
 
 def counts(text: ServedText) -> dict[str, Any]:
-    """A text's line of `counts.jsonl`: rounds and accepted tokens; None where the engine does not tell."""
+    """A text's line of `counts.jsonl`: rounds and accepted tokens, null if the engine does not report them."""
     sides = {"": text.drafting, "baseline_": text.baseline}
     return {"id": text.id, "domain": text.domain} | {
         f"{side}{name}": getattr(drafting, name, None)
@@ -24,14 +24,14 @@ def counts(text: ServedText) -> dict[str, Any]:
 
 
 def mat_of(texts: Sequence[Mapping[str, Any]], side: str = "") -> float | None:
-    """Tokens of a round, the target's own included, of all lines of `counts.jsonl` that tell of this side."""
+    """Tokens per round, bonus token included, over the lines of `counts.jsonl` with counters of this side."""
     told = [text for text in texts if text[f"{side}rounds"]]
     rounds = sum(text[f"{side}rounds"] for text in told)
     return 1 + sum(text[f"{side}accepted"] for text in told) / rounds if rounds else None
 
 
 def over_baseline(texts: Sequence[Mapping[str, Any]]) -> Measured:
-    """Mat over that of a server that keeps its drafter, paired by prompt."""
+    """mat relative to a server that keeps its drafter, paired by prompt."""
     both = [text for text in texts if text["rounds"] and text["baseline_rounds"]]
     ours, theirs = mat_of(both), mat_of(both, "baseline_")
     if ours is None or theirs is None:

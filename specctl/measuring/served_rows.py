@@ -1,4 +1,4 @@
-"""Answers of servers as rows: by domain, and by the length of prompts."""
+"""Result rows of answers from servers: by domain, and by prompt length."""
 
 from __future__ import annotations
 
@@ -8,42 +8,42 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from specctl.decoding import metrics
-from specctl.engines.records import Answer, Drafting
+from specctl.engines.records import DraftCounters, GenerationResult
 from specctl.measuring.measured import Measured, columns
 
 SHORTEST = 512
-"""Tokens of the longest prompts in the first bucket of lengths; each of the others reaches twice as far as the last."""
+"""Limit, in tokens, of the first bucket of prompt lengths; each further bucket doubles the limit."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer to one turn, beside the baseline's to the same words of the user.
+    """An answer to one turn, with the baseline's answer to the same messages of the user.
 
     Attributes:
-        conversation: the prompt's id; turns of one conversation are drawn together for intervals.
-        turn: from 0.
-        base: None without a baseline, or where its conversation has ended earlier.
+        conversation: id of its first prompt; the turns of a conversation are drawn together for intervals.
+        turn: number of the turn, from 0.
+        baseline: the baseline's answer, or None without a baseline, and if its conversation has ended earlier.
     """
 
     conversation: str
     turn: int
     prompt_ids: list[int]
-    answer: Answer
-    base: Answer | None = None
+    answer: GenerationResult
+    baseline: GenerationResult | None = None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Numbers of some replies. Intervals are over conversations, at 95 %.
+    """Numbers of a set of replies. Intervals are over conversations, at 95 %.
 
     Attributes:
-        request_tokens_per_s: mean of what a request sees.
-        first_token_s, token_s: medians: until the first token, and between two from there on.
-        mat: tokens of a round of verification, the target's own included; None where the engine does not draft, or does
-            not tell. Its interval needs counters of each request.
-        acceptance_by_position: share of rounds of which the draft's token at each place was accepted.
-        speedup: `request_tokens_per_s` over that of the baseline on the same prompts.
-        same_texts: as many are the baseline's, token for token.
+        request_tokens_per_s: tokens ÷ seconds over all requests: the average speed that a client sees.
+        first_token_s, token_s: medians of the time to the first token, and of the time between later tokens.
+        mat: tokens per round of verification, bonus token included, or None if the engine does not draft or does not
+            report it. The interval needs counters per request.
+        acceptance_by_position: share of rounds in which the draft token at each position was accepted.
+        speedup: `request_tokens_per_s` ÷ the baseline's on the same prompts.
+        same_texts: number of answers that equal the baseline's, token for token.
     """
 
     requests: int
@@ -62,12 +62,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class ServedRow(Figures):
-    """One server with so many requests in flight, on one domain.
+    """Results of one server at one concurrency in one domain.
 
     Attributes:
         server: "server", or "baseline".
-        tokens_per_s: of all requests together.
-        failures: requests that were sent again.
+        tokens_per_s: throughput of all requests together.
+        failures: requests that failed and were sent again.
     """
 
     server: str
@@ -81,7 +81,7 @@ class ServedRow(Figures):
 
 @dataclass(frozen=True)
 class ServedLength(Figures):
-    """The same of prompts of `over` < tokens ≤ `up_to`, of all domains together."""
+    """Results for prompts of `over` < tokens ≤ `up_to`, all domains together."""
 
     server: str
     concurrency: int
@@ -89,8 +89,9 @@ class ServedLength(Figures):
     up_to: int
 
 
-def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = None) -> dict[str, Any]:
-    """The fields of `Figures`; `told`: counters of the engine, for answers that bring none of their own."""
+def figures(replies: Sequence[Reply], baseline: bool, engine_counters: DraftCounters | None = None) -> dict[str, Any]:
+    """Compute the fields of `Figures`. `engine_counters`: the engine's overall counters, for answers without
+    counters."""
     tokens = [len(reply.answer.output_ids) for reply in replies]
     first = sorted(reply.answer.first_s for reply in replies if reply.answer.first_s is not None)
     between = [
@@ -99,9 +100,9 @@ def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = No
         if reply.answer.first_s is not None and len(reply.answer.output_ids) > 1
     ]
     own = [reply.answer.drafting for reply in replies if reply.answer.drafting is not None]
-    drafting, interval = told, None
+    drafting, interval = engine_counters, None
     if len(own) == len(replies):
-        drafting = Drafting.total(own)
+        drafting = DraftCounters.total(own)
         written = [one.rounds + one.accepted for one in own]
         names = [reply.conversation for reply in replies]
         interval = metrics.bootstrap(
@@ -117,10 +118,10 @@ def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = No
             token_s=statistics.median(between) if between else None,
             mat=drafting.mat if drafting else None,
             mat_interval=interval,
-            acceptance_by_position=drafting.shares if drafting else [],
+            acceptance_by_position=drafting.acceptance_by_position if drafting else [],
             **columns(speedup=speedup(replies)),
             same_texts=sum(
-                reply.base is not None and reply.answer.output_ids == reply.base.output_ids for reply in replies
+                reply.baseline is not None and reply.answer.output_ids == reply.baseline.output_ids for reply in replies
             )
             if baseline
             else None,
@@ -129,16 +130,16 @@ def figures(replies: Sequence[Reply], baseline: bool, told: Drafting | None = No
 
 
 def speedup(replies: Sequence[Reply]) -> Measured:
-    """Tokens a second that a request sees over those of the baseline, paired by conversation and turn."""
-    pairs = [(reply.conversation, reply.answer, reply.base) for reply in replies if reply.base is not None]
+    """Tokens per second of a request, relative to the baseline; paired by conversation and turn."""
+    pairs = [(reply.conversation, reply.answer, reply.baseline) for reply in replies if reply.baseline is not None]
     if not pairs:
         return Measured()
     names, ours, theirs = zip(*pairs, strict=True)
 
-    def rate(answers: Sequence[Answer]) -> metrics.Statistic:
+    def rate(answers: Sequence[GenerationResult]) -> metrics.Statistic:
         return metrics.ratio_of_sums(names, [len(a.output_ids) for a in answers], [a.seconds for a in answers])
 
-    def value(answers: Sequence[Answer]) -> float:
+    def value(answers: Sequence[GenerationResult]) -> float:
         return sum(len(answer.output_ids) for answer in answers) / sum(answer.seconds for answer in answers)
 
     one, other = rate(ours), rate(theirs)
@@ -147,7 +148,7 @@ def speedup(replies: Sequence[Reply]) -> Measured:
 
 
 def bucket(tokens: int) -> int:
-    """Tokens of the longest prompts in the bucket that one of so many is in: `SHORTEST` times a power of two."""
+    """Limit, in tokens, of the length bucket of a prompt: `SHORTEST` times a power of two."""
     longest = SHORTEST
     while longest < tokens:
         longest *= 2
@@ -155,7 +156,7 @@ def bucket(tokens: int) -> int:
 
 
 def by_length(replies: Sequence[Reply], server: str, concurrency: int, baseline: bool) -> list[ServedLength]:
-    """A row for every bucket of prompt lengths that has some, the shortest first."""
+    """One row per bucket of prompt lengths that is not empty, the shortest first."""
     buckets: dict[int, list[Reply]] = {}
     for reply in replies:
         buckets.setdefault(bucket(len(reply.prompt_ids)), []).append(reply)

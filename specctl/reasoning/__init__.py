@@ -1,1 +1,1 @@
-"""Lookahead reasoning: a draft LM thinks ahead, the target writes too, a judge compares, the draft LM learns."""
+"""Lookahead reasoning: a draft LM writes steps ahead, the target writes its own, a judge compares them."""

@@ -1,4 +1,4 @@
-"""The answer at the end of a text, and whether it is the right one."""
+"""Extract the final answer of a text, and compare it with a reference or test a program."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fractions import Fraction
 
 from specctl.errors import UsageError
 
-SHORT = 64  # characters: a reference no longer than that is itself an answer
-LONGEST_NUMBER = 300  # characters; what is longer, or has an exponent of five digits, is compared as text
-CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 512 << 20, 1 << 20  # of a program that is tried
+SHORT = 64  # characters; a reference up to this length is itself an answer
+LONGEST_NUMBER = 300  # characters; longer numbers, or exponents of five digits, are compared as text
+CPU_S, MEMORY_BYTES, FILE_BYTES = 5, 512 << 20, 1 << 20  # limits of a tested program
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|[-+]?\.\d+")
 _BEYOND = re.compile(r"e[-+]?[\d_]{5,}", re.IGNORECASE)
 _UNITS = re.compile(r"(?:\\text\{[^{}]*\}|[$€£%°]|\\\$|\\%|\\[,;! ])")
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 _CHOICE = re.compile(r"\(?([A-J])\)?[.:]?")
-_SAID = re.compile(
+_ANSWER_PHRASE = re.compile(
     r"answer(?:\s+is|\s*:)\s*(?:option\s+)?\**(\([A-Ja-j]\)|[A-J]\b|[-+$]?\$?[\d.,/]*\d%?)", re.IGNORECASE
 )
 _PROGRAM = re.compile(r"```(?:python)?\s*\n(.*?)```", re.DOTALL)
@@ -35,24 +35,27 @@ resource.setrlimit(resource.RLIMIT_AS, ({MEMORY_BYTES}, {MEMORY_BYTES}))
 resource.setrlimit(resource.RLIMIT_FSIZE, ({FILE_BYTES}, {FILE_BYTES}))
 resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
 """
-"""Set by the program's own process before anything of it runs: limits of each process, which only root can raise."""
+"""Code that the program's process runs first: resource limits per process, which only root can raise."""
 
 
 def extract(text: str) -> str | None:
-    r"""The final answer of a text: the last `\boxed{…}`, else behind the last `####`, else what "the answer is" names.
-    None where a text has none of them: the last number of a text that broke off is no answer."""
+    r"""Extract the final answer of a text.
+
+    This is the last `\boxed{…}`, else the line after the last `####`, else the answer named by "the answer is". Returns
+    None if a text has none of them: the last number of an unfinished text is not an answer.
+    """
     boxed = _boxed(text)
     if boxed is not None:
         return boxed
     if "####" in text:
         lines = text.rsplit("####", 1)[1].strip().splitlines()
         return lines[0].strip() or None if lines else None
-    said = _SAID.findall(text)
+    said = _ANSWER_PHRASE.findall(text)
     return said[-1] if said else None
 
 
 def reference_answer(text: str) -> str | None:
-    """The answer of a reference: marked as in a response, or the whole of a short one."""
+    """Extract the answer of a reference: marked as in a response, or the whole text if it is short."""
     found = extract(text)
     if found is None and len(text.strip()) <= SHORT and "\n" not in text.strip():
         found = text.strip()
@@ -60,7 +63,11 @@ def reference_answer(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str | Fraction:
-    """A number as a number ("1,200", "$1200.00" and "1200" are one), a choice as its letter, else folded text."""
+    """Normalize an answer for comparison.
+
+    Numbers become their value ("1,200", "$1200.00" and "1200" are equal), choices their letter, and other text is
+    case-folded.
+    """
     plain = _UNITS.sub("", _FRACTION.sub(r"\1/\2", answer)).strip().strip("*.").strip()
     choice = _CHOICE.fullmatch(plain)
     if choice:
@@ -73,8 +80,10 @@ def normalise(answer: str) -> str | Fraction:
 
 
 def number(text: str) -> Fraction | None:
-    """The value of a decimal number or a fraction; None for other texts, and for numbers beyond all measure, which a
-    model in a loop writes: `1e99999999` takes hours and gigabytes."""
+    """Value of a decimal number or a fraction, or None for other texts and for excessively large numbers.
+
+    A model in a loop may write `1e99999999`, which would take hours and gigabytes.
+    """
     if len(text) > LONGEST_NUMBER or _BEYOND.search(text):
         return None
     try:
@@ -83,36 +92,40 @@ def number(text: str) -> Fraction | None:
         return None
 
 
-def same(one: str | None, other: str | None) -> bool:
-    """Two answers are equal; what is no answer equals nothing."""
+def equal_answers(one: str | None, other: str | None) -> bool:
+    """Whether two answers are equal; a missing answer equals nothing."""
     return one is not None and other is not None and normalise(one) == normalise(other)
 
 
 def correct(response: str, reference: str | None, *, allow_code_execution: bool = False) -> bool | None:
-    """Whether a response is right; None where the reference does not tell.
+    """Whether a response is right, or None if the reference cannot tell.
 
-    A reference of assertions is a test of the program in the response: it is run only where that is allowed.
+    A reference of assertions is a test of the program in the response. It is run only if `allow_code_execution` is set.
     """
     if reference is None:
         return None
     if reference.lstrip().startswith("assert "):
-        return passes(response, reference, allowed=True) if allow_code_execution else None
+        return passes_tests(response, reference, allowed=True) if allow_code_execution else None
     wanted = reference_answer(reference)
-    return None if wanted is None else same(extract(response), wanted)
+    return None if wanted is None else equal_answers(extract(response), wanted)
 
 
-def passes(response: str, tests: str, *, allowed: bool) -> bool:
-    """Whether the last program of a response passes `tests`, in a process of its own: isolated from our environment,
-    in an empty directory, with bounded time, memory and files. What tells is a word printed behind the tests: a program
-    that exits before them has not passed.
+def passes_tests(response: str, tests: str, *, allowed: bool) -> bool:
+    """Whether the last program of a response passes `tests`, run in a separate process.
 
-    No sandbox: the network is not closed to it. It cannot start processes, unless it runs as root, whom RLIMIT_NPROC
-    does not bind: those end with it, but for one that makes a session of its own.
+    The process is isolated from our environment, starts in an empty directory, and has limited time, memory and file
+    size. A random word is printed after the tests, so a program that exits before them does not pass.
+
+    This is not a sandbox: network access is not blocked. The program cannot start processes, unless it runs as root,
+    which RLIMIT_NPROC does not restrict. Its child processes are killed too, except for processes in a new session.
 
     Raises UsageError unless running programs of a model is explicitly `allowed`.
     """
     if not allowed:
-        raise UsageError("programs that a model wrote are not run", "say --allow-code-execution where that is safe")
+        raise UsageError(
+            "checking these answers means running programs that a model wrote",
+            "add --allow-code-execution if that is safe on this machine",
+        )
     programs = _PROGRAM.findall(response)
     program = programs[-1] if programs else response
     passed = secrets.token_hex(8)
@@ -135,14 +148,14 @@ def passes(response: str, tests: str, *, allowed: bool) -> bool:
             return False
         finally:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+                os.killpg(process.pid, signal.SIGKILL)  # including the processes it has started
             process.wait()
         printed.seek(0)
         return process.returncode == 0 and printed.read().rstrip().endswith(passed.encode())
 
 
 def _boxed(text: str) -> str | None:
-    r"""Contents of the last `\boxed{…}`, whose braces may be nested; None where it was not closed."""
+    r"""Contents of the last `\boxed{…}`, which may contain nested braces, or None if it is not closed."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None

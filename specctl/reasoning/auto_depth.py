@@ -1,18 +1,19 @@
-"""How many steps a draft LM thinks ahead, where that follows what they are worth: none while they are rejected."""
+"""Adaptive draft depth for lookahead reasoning: number of steps drafted per round, zero if they do not pay off."""
 
 from __future__ import annotations
 
-from specctl.adaptation.draft_length import MEMORY, TRY_EVERY, best_length
+from specctl.adaptation.draft_length import DECAY, TRIAL_EVERY, best_length
 
-TRIED = 8  # rounds at the beginning that take turns without and with one drafted step
+TRIED = 8  # rounds at the start that alternate between zero and one drafted step
 
 
 class AutoDepth:
-    """The depth of most steps per second.
+    """Chooses the depth with the most steps per second.
 
-    a is the running share of drafted steps that were kept among those that were judged one after the other; α what a
-    drafted step costs (drafting, its row in the target's batch, the judge) ÷ a round of the target alone. Both are
-    measured, so depths depend on the clock; texts do so only as far as the judge lets other steps pass.
+    The acceptance rate a is the running share of drafted steps that were kept, among those judged in sequence. The
+    relative cost α is the cost of a drafted step (drafting, its row in the target's batch, the judge) divided by a
+    round of the target alone. Both are measured, so depths depend on the clock. Texts depend on it only if the judge
+    accepts different steps.
     """
 
     def __init__(self, longest: int):
@@ -20,35 +21,35 @@ class AutoDepth:
         self.forget()
 
     def forget(self) -> None:
-        """As new: nothing is known."""
+        """Reset all measurements."""
         self.rounds = 0
-        self.accepted, self.judged = 1.0, 2.0  # as if one of two had been kept
+        self.accepted, self.judged = 1.0, 2.0  # prior: one of two steps was kept
         self.alone_s = self.alone = 0.0
         self.drafting_s = self.drafting = self.drafted = 0.0
 
     @property
     def alpha(self) -> float:
-        """α; 0 until both kinds of round were seen."""
+        """Relative cost α of a drafted step; 0 until both kinds of rounds were seen."""
         if not self.alone or not self.drafted:
             return 0.0
         alone = self.alone_s / self.alone
         return max(0.0, self.drafting_s - self.drafting * alone) / (self.drafted * alone)
 
     def next(self) -> int:
-        """Steps to draft in the next round: what pays; now and then the other, to see whether it still does not."""
+        """Number of steps to draft next: the best depth, or now and then the alternative (0 or 1) to measure it."""
         self.rounds += 1
         if self.rounds <= TRIED:
             return self.rounds % 2
         k = best_length(self.accepted / self.judged, self.alpha, self.longest)
-        if self.rounds % TRY_EVERY == 0:
+        if self.rounds % TRIAL_EVERY == 0:
             return 0 if k else 1
         return k
 
     def observe(self, drafted: int, accepted: int, judged: int, seconds: float) -> None:
-        """A round is over: steps drafted, kept, judged up to the first that differed; and what all of it took."""
+        """Record a round: steps drafted, kept, judged (up to the first that differed), and its duration in seconds."""
         if not drafted:
-            self.alone_s, self.alone = MEMORY * self.alone_s + seconds, MEMORY * self.alone + 1
+            self.alone_s, self.alone = DECAY * self.alone_s + seconds, DECAY * self.alone + 1
             return
-        self.drafting_s, self.drafting = MEMORY * self.drafting_s + seconds, MEMORY * self.drafting + 1
-        self.drafted = MEMORY * self.drafted + drafted
-        self.accepted, self.judged = MEMORY * self.accepted + accepted, MEMORY * self.judged + judged
+        self.drafting_s, self.drafting = DECAY * self.drafting_s + seconds, DECAY * self.drafting + 1
+        self.drafted = DECAY * self.drafted + drafted
+        self.accepted, self.judged = DECAY * self.accepted + accepted, DECAY * self.judged + judged

@@ -1,7 +1,7 @@
-"""Judges: do two reasoning steps mean the same?
+"""Judges that decide whether two reasoning steps have the same meaning.
 
-Whatever the judge, two steps that are equal once folded are aligned and nobody is asked. No answer, an answer that is
-no ruling, a time-out and a judge that is down all count as not aligned: then the target's own step is taken.
+With every judge, two steps that are equal after folding are aligned without a request. A missing answer, an answer
+without a ruling, a time-out and an unreachable judge all count as not aligned: then the target's own step is used.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 import torch
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models import tensors
 from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.errors import CheckpointError
@@ -31,8 +31,8 @@ from specctl.reasoning import answers
 from specctl.recipe import JudgeRecipe
 
 Pair = tuple[str, str]
-Ask = Callable[[list[Pair]], list[bool | None]]
-"""Rulings on pairs that are not equal; None where there was no answer."""
+RulingFunction = Callable[[list[Pair]], list[bool | None]]
+"""Function that rules on pairs that are not equal; a ruling is None if there was no answer."""
 
 QUESTION = """Two reasoning steps follow. Do they say the same thing?
 Compare what they claim, how they argue and every number in them; wording does not matter.
@@ -45,9 +45,9 @@ Reply with [unaligned], too, if it is too hard to determine. Reply with nothing 
 <s2>
 {}
 </s2>"""
-"""After the protocol of Lookahead Reasoning (Fu et al. 2025, appendix), with its three cases, in other words."""
+"""Prompt with the three cases of the Lookahead Reasoning protocol (Fu et al. 2025, appendix), reworded."""
 
-REMEMBERED = 1 << 16  # rulings
+REMEMBERED = 1 << 16  # number of cached rulings
 LONGEST_REPLY = 1 << 18  # bytes
 _RULING = re.compile(r"\[(un)?aligned\]", re.IGNORECASE)
 _NUMBER = re.compile(r"\d+(?:,\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?")
@@ -57,8 +57,11 @@ _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-",
 
 @dataclass
 class JudgeTally:
-    """Counts of pairs: `identical` needed no judge, `cached` were asked before, `unanswered` of the `asked`
-    had no ruling."""
+    """Counts of judged pairs.
+
+    `identical` pairs needed no judge, `cached` pairs had been asked before, `unanswered` is the part of `asked` without
+    a ruling.
+    """
 
     pairs: int = 0
     identical: int = 0
@@ -72,14 +75,14 @@ class JudgeTally:
 
 
 class Judge:
-    """Rules on pairs of steps, each pair asked about once. `tally` counts since the judge was made."""
+    """Rules on pairs of steps and asks about each pair only once. `tally` counts since the judge was created."""
 
-    def __init__(self, ask: Ask):
+    def __init__(self, ask: RulingFunction):
         self.ask, self.tally = ask, JudgeTally()
         self._cache: dict[Pair, bool] = {}
 
     def __call__(self, pairs: Sequence[Pair]) -> list[bool]:
-        """Whether the steps of every pair are aligned."""
+        """Decide for every pair whether its steps are aligned."""
         folded = [(fold(one), fold(other)) for one, other in pairs]
         self.tally.pairs += len(pairs)
         self.tally.identical += sum(one == other for one, other in folded)
@@ -90,7 +93,7 @@ class Judge:
             rulings = self.ask(list(open_pairs.values()))
             self.tally.asked += len(rulings)
             self.tally.unanswered += sum(ruling is None for ruling in rulings)
-            # A judge that did not answer may answer the next time.
+            # A missing ruling is not cached, as the judge may answer the next time.
             found = zip(open_pairs, rulings, strict=True)
             self._cache |= {pair: ruling for pair, ruling in found if ruling is not None}
         aligned = [one == other or self._cache.get((one, other), False) for one, other in folded]
@@ -101,7 +104,7 @@ class Judge:
 
 
 def fold(text: str) -> str:
-    """Text without case, spacing, closing punctuation and ways to write a number: "1,200.0" is "1200"."""
+    """Normalize case, spacing, closing punctuation and number formats of a text: "1,200.0" becomes "1200"."""
     plain = _NUMBER.sub(lambda number: _plain(number[0]), text.translate(_SIGNS).casefold())
     return re.sub(r"\s+", " ", _AROUND.sub(r"\1", plain)).strip().rstrip(".,;:")
 
@@ -112,18 +115,18 @@ def _plain(number: str) -> str:
 
 
 def make_judge(recipe: JudgeRecipe, device: str = "auto") -> Judge:
-    """The judge of a recipe. CheckpointError where its model cannot be loaded."""
+    """Build the judge of a recipe. Raises CheckpointError if its model cannot be loaded."""
     if recipe.kind == "exact":
         return Judge(lambda pairs: [False] * len(pairs))
     if recipe.kind == "embedding":
-        return Judge(Encoder(recipe, device))
+        return Judge(EmbeddingJudge(recipe, device))
     if recipe.endpoint is not None:
-        return Judge(Server(recipe))
-    return Judge(Chat(load_target(str(recipe.name), device=device, revision=recipe.revision), recipe))
+        return Judge(EndpointJudge(recipe))
+    return Judge(ChatJudge(load_target(str(recipe.name), device=device, revision=recipe.revision), recipe))
 
 
-class Encoder:
-    """A sentence encoder: mean of the last hidden states, cosine against a threshold."""
+class EmbeddingJudge:
+    """Judge that uses a sentence encoder: cosine similarity of mean last hidden states against a threshold."""
 
     def __init__(self, recipe: JudgeRecipe, device: str):
         from transformers import AutoModel, AutoTokenizer
@@ -138,7 +141,7 @@ class Encoder:
                 loaded: Any = AutoModel.from_pretrained(where, use_safetensors=True, **options, **tensors.REPORT)
         except CheckpointError:
             raise
-        except Exception as error:  # whatever files can make transformers raise
+        except Exception as error:  # any exception that transformers raises for bad files
             raise CheckpointError(f"cannot load judge {recipe.name}: {first_line(error)}") from error
         model, info = loaded
         info["missing_keys"] = {name for name in info["missing_keys"] if not name.startswith("pooler.")}  # not used
@@ -148,7 +151,7 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, texts: list[str]) -> torch.Tensor:
-        """[n, H] unit vectors."""
+        """Embed texts as unit vectors [n, H]."""
         options: dict[str, Any] = {"padding": True, "truncation": True, "max_length": 512, "return_tensors": "pt"}
         batch = self.tokenizer(texts, **options).to(self.device)
         batch.pop("token_type_ids", None)  # not every encoder has segments
@@ -165,8 +168,8 @@ class Encoder:
         return rulings
 
 
-class Chat:
-    """A chat model run by our own decoding core."""
+class ChatJudge:
+    """Judge that runs a chat model on our own decoding core."""
 
     def __init__(self, model: Target, recipe: JudgeRecipe):
         self.model, self.recipe = model, recipe
@@ -185,13 +188,13 @@ class Chat:
 
 
 def read_ruling(reply: str) -> bool | None:
-    """[aligned] or [unaligned], the last one that is said; None where neither is."""
+    """Return the last [aligned] or [unaligned] in a reply as a boolean, or None if it contains neither."""
     found = _RULING.findall(reply)
     return None if not found else not found[-1]
 
 
-class Server:
-    """A chat model behind an OpenAI-compatible address. It says once that there was no ruling."""
+class EndpointJudge:
+    """Judge that asks a chat model at an OpenAI-compatible endpoint. It warns once if a request fails."""
 
     def __init__(self, recipe: JudgeRecipe):
         self.recipe, self._told = recipe, False
@@ -206,12 +209,15 @@ class Server:
         except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
             if not self._told:
                 self._told = True
-                where = f"the judge at {self.recipe.endpoint} gave no ruling ({type(error).__name__}: {error})"
-                warn(f"{where}; steps without one count as unaligned")
+                where = f"the judge at {self.recipe.endpoint} gave no verdict ({type(error).__name__}: {error})"
+                warn(f"{where}; steps without a verdict count as unaligned")
             return None
 
     def _post(self, pair: Pair) -> bytes:
-        """The reply, read piece by piece: a time-out of sockets alone lets a server trickle for ever."""
+        """Send the question and read the reply piece by piece until a deadline.
+
+        A socket time-out alone would let a server send slowly forever.
+        """
         recipe, deadline = self.recipe, time.monotonic() + self.recipe.timeout_s
         message = {"role": "user", "content": QUESTION.format(*pair)}
         body = {"model": recipe.name, "messages": [message], "temperature": 0, "max_tokens": recipe.max_tokens}
@@ -220,7 +226,7 @@ class Server:
             headers["Authorization"] = f"Bearer {key}"
         address = urlsplit(f"{str(recipe.endpoint).rstrip('/')}/chat/completions")
         person, at, host = address.netloc.rpartition("@")
-        if at:  # http://user:password@host, which urllib takes for a port
+        if at:  # http://user:password@host, in which urllib would take the password for a port
             headers["Authorization"] = f"Basic {b64encode(unquote_to_bytes(person)).decode()}"
         request = urllib.request.Request(address._replace(netloc=host).geturl(), json.dumps(body).encode(), headers)
         with urllib.request.urlopen(request, timeout=recipe.timeout_s) as reply:
@@ -228,7 +234,9 @@ class Server:
             while piece := reply.read1(LONGEST_REPLY):
                 said += piece
                 if time.monotonic() > deadline or len(said) > LONGEST_REPLY:
-                    raise TimeoutError(f"no end of the reply after {recipe.timeout_s:g} s, {len(said)} bytes")
+                    raise TimeoutError(
+                        f"the reply did not end within {recipe.timeout_s:g} s ({len(said)} bytes so far)"
+                    )
             return said
 
 
@@ -236,19 +244,19 @@ class Server:
 class Agreement:
     """Agreement of two judges, or of a judge and a person, on the same pairs.
 
-    `kappa`: Cohen's, 1 = always the same, 0 = no more than by chance; None where both rule alike on everything by
-    never saying but one thing.
+    `kappa` is Cohen's: 1 = perfect agreement, 0 = agreement by chance. It is None if both give the same ruling on all
+    pairs.
     """
 
     pairs: int
     rate: float
     kappa: float | None
-    wrongly_aligned: float  # share of the pairs that the second one calls different and the first aligns
+    wrongly_aligned: float  # share of the pairs that differ by the second judge but are aligned by the first
     wrongly_unaligned: float
 
 
 def agreement(rulings: Iterable[bool], truth: Iterable[bool]) -> Agreement:
-    """Agreement of a judge with another one, or with labels. Raises ValueError for no pairs."""
+    """Measure the agreement of a judge with another judge or with labels. Raises ValueError if there are no pairs."""
     both = list(zip(rulings, truth, strict=True))
     if not both:
         raise ValueError("no pairs to compare")

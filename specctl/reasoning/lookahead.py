@@ -1,12 +1,12 @@
-"""Lookahead reasoning (Fu et al. 2025, arXiv 2506.19830): a draft LM thinks some steps ahead, the target checks them.
+"""Lookahead reasoning (Fu et al. 2025, arXiv 2506.19830): a draft LM writes some steps ahead, the target checks them.
 
     steps s₁ … s_d of the draft LM                           writer.py
-    t₁ … t_{d+1}: the target's own step behind each prefix   one batch through the decoding core
+    t₁ … t_{d+1}: the target's own step after each prefix    one batch through the decoding core
     judge: s₁ ≈ t₁, s₂ ≈ t₂, …                               judge.py
     keep s₁ … s_a, the longest aligned run, then t_{a+1}
 
-The text is not the target's own: what is kept means the same to the judge. Final answers are therefore always compared
-with those of the target alone.
+The resulting text is not the target's own: kept steps only have the same meaning according to the judge. Therefore
+final answers are always compared with the answers of the target alone.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
-from specctl.adaptation.stream import Arrival
+from specctl.adaptation.stream import EncodedPrompt
 from specctl.progress import interrupts
 from specctl.reasoning.answers import correct, extract
 from specctl.reasoning.auto_depth import AutoDepth
 from specctl.reasoning.judge import Judge
-from specctl.reasoning.step_splitter import Step, going_round
-from specctl.reasoning.writer import Draft, Proposal, Writer, WritingWork
+from specctl.reasoning.step_splitter import Step, repeats_itself
+from specctl.reasoning.writer import Proposal, StepDrafter, Writer, WritingWork
 from specctl.recipe import LookaheadRecipe
 
 Stop = Literal["final", "budget", "loop"]
-THOUGHT = "</think>"  # what a thinking model says when it has thought enough of itself
+END_OF_THINKING = "</think>"  # marker by which a thinking model ends its thinking
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """A drafted step that the judge found to differ, in the draft model's tokens: the context with all steps that were
-    kept, the target's step and the draft's, delimiters included; and both as text."""
+    """Drafted step that the judge found to differ, as a training pair in the draft model's tokens.
+
+    `context` includes all kept steps. `chosen` is the target's step, `rejected` the draft's, both with delimiters; both
+    are also given as text.
+    """
 
     prompt_id: str
     context: list[int]
@@ -48,18 +51,21 @@ class Mismatch:
 
 @dataclass
 class ReasoningTrace:
-    """The answer to one prompt, and how it came about.
+    """Answer to one prompt, with statistics of its generation.
 
     Attributes:
-        ids: all that stands behind the prompt, in the writer's tokens, transition included.
-        stop: the text ended itself, or was cut at the budget or in a loop.
-        rounds: batches of target steps; target_steps: steps the target wrote in them, of which own_steps were kept.
-        cut: steps of the text that ended at the limit, without a delimiter.
-        drafted, accepted: steps of the draft LM; rejected: rounds ended by one; accepted_tokens: of those kept.
-        seconds, draft_s, judge_s: wall-clock, of it with the draft LM and the judge.
+        ids: all tokens after the prompt, in the writer's tokens, including the transition.
+        stop: reason for the end: the text ended itself, or was cut at the budget or in a loop.
+        rounds: number of batches of target steps.
+        target_steps, own_steps: steps that the target wrote in these rounds, and how many of them were kept.
+        cut: steps of the text that ended at the length limit, without a delimiter.
+        drafted, accepted: steps of the draft LM, and how many of them were kept.
+        rejected: rounds that ended with a rejected draft step.
+        accepted_tokens: tokens of the kept draft steps.
+        seconds, draft_s, judge_s: wall-clock time in total, in the draft LM and in the judge.
         target, draft: work of the two models.
-        flops: of both, products with weights only; the judge's are not counted.
-        right: None where the reference does not tell.
+        flops: of both models, counting products with weights only; the judge's are not counted.
+        right: whether the answer is right, or None if the reference cannot tell.
     """
 
     prompt_id: str
@@ -87,26 +93,28 @@ class ReasoningTrace:
 
 
 class Lookahead:
-    """Answers prompts; without a draft LM, as the target does alone, one step a round."""
+    """Answers prompts by lookahead reasoning; without a draft LM, the target writes alone, one step per round."""
 
-    def __init__(self, target: Writer, recipe: LookaheadRecipe, draft: Draft | None = None, judge: Judge | None = None):
-        """`recipe` is resolved; a `draft` needs a `judge`."""
+    def __init__(
+        self, target: Writer, recipe: LookaheadRecipe, draft: StepDrafter | None = None, judge: Judge | None = None
+    ):
+        """`recipe` must be resolved; a `draft` needs a `judge`."""
         assert recipe.budget is not None and recipe.answer_tokens is not None, "resolved() fills these in"
         self.target, self.recipe, self.draft, self.judge = target, recipe, draft, judge
         self.budget, self.answer_tokens = recipe.budget, recipe.answer_tokens
         self.transition = recipe.transition or ""
         self.auto = AutoDepth(recipe.longest) if draft is not None and recipe.depth == "auto" else None
 
-    def answer(self, arrival: Arrival) -> ReasoningTrace:
-        """Think, then answer; a prompt that leaves little room in the context has a short answer, or none.
+    def answer(self, arrival: EncodedPrompt) -> ReasoningTrace:
+        """Think, then answer. A prompt that leaves little room in the context gets a short answer, or none.
 
-        Raises Interrupted, between steps.
+        Raises Interrupted between steps.
         """
         trace = ReasoningTrace(arrival.prompt.id, arrival.prompt.domain)
         before = self._work()
         with _clock(trace, "seconds"):
             thought = self._think(arrival, trace)
-            over = trace.stop == "final" or THOUGHT in self.target.stepper.text(thought)
+            over = trace.stop == "final" or END_OF_THINKING in self.target.stepper.text(thought)
             trace.ids = thought if over else self._conclude(arrival, thought)
         trace.target, trace.draft = (now.since(then) for now, then in zip(self._work(), before, strict=True))
         trace.flops = float(trace.target.rows * self.target.model.row_flops)
@@ -118,16 +126,19 @@ class Lookahead:
         trace.right = correct(trace.text, arrival.prompt.reference, allow_code_execution=allowed)
         return trace
 
-    def brief(self, tokens: int) -> Lookahead:
-        """The same models for a few tokens of an answer, with a judge that remembers by itself."""
+    def with_short_answers(self, tokens: int) -> Lookahead:
+        """Return a copy with the same models for answers of at most `tokens` tokens; its judge has a separate cache."""
         found = copy.copy(self)
         found.budget, found.answer_tokens = min(self.budget, tokens), min(self.answer_tokens, tokens)
         found.judge = self.judge and Judge(self.judge.ask)
         return found
 
     def forget(self) -> None:
-        """Keep nothing of texts from before, nor of what drafting was worth: what follows is the same, and the same
-        work, wherever a run goes on, and a draft LM that has learnt is tried anew."""
+        """Clear cached texts and the measurements of drafting.
+
+        After that, results and work do not depend on where a run was resumed, and a draft LM that has learnt is
+        measured anew.
+        """
         self.target.forget()
         if self.auto is not None:
             self.auto.forget()
@@ -135,13 +146,16 @@ class Lookahead:
             self.draft.writer.forget()
 
     def _work(self) -> tuple[WritingWork, WritingWork]:
-        """Work of the target and of the draft LM until now."""
+        """Total work of the target and of the draft LM."""
         draft = WritingWork() if self.draft is None else self.draft.writer.work
         return self.target.work.since(WritingWork()), draft.since(WritingWork())
 
-    def _think(self, arrival: Arrival, trace: ReasoningTrace) -> list[int]:
-        """Steps until the text ends, goes round in circles, or the budget is spent. Whoever thinks enough by itself
-        may spend what is kept for the answer, too: it is writing that."""
+    def _think(self, arrival: EncodedPrompt, trace: ReasoningTrace) -> list[int]:
+        """Write steps until the text ends, repeats itself, or the budget is spent.
+
+        A model that ends its thinking by itself is already writing the answer, so it may also use the tokens reserved
+        for that.
+        """
         room = self.target.model.context_length - len(arrival.ids)
         budget = min(self.budget, room - self.answer_tokens - len(self._transition([])))
         thought: list[int] = []
@@ -159,17 +173,21 @@ class Lookahead:
                     trace.own_steps += 1
                 if step.end == "final":
                     return thought
-                if THOUGHT in step.text:
+                if END_OF_THINKING in step.text:
                     budget = min(self.budget + self.answer_tokens, room)
-                if going_round(steps, self.recipe.max_repeats):
+                if repeats_itself(steps, self.recipe.max_repeats):
                     trace.stop = "loop"
                     return thought
         trace.stop = "budget"
         return thought
 
-    def _round(self, arrival: Arrival, thought: list[int], room: int, trace: ReasoningTrace) -> tuple[list[Step], int]:
-        """The steps that one round adds: the longest aligned run of drafted ones, then the target's own; and how many
-        of them were drafted."""
+    def _round(
+        self, arrival: EncodedPrompt, thought: list[int], room: int, trace: ReasoningTrace
+    ) -> tuple[list[Step], int]:
+        """Run one round. Returns the added steps and how many of them were drafted.
+
+        The added steps are the longest aligned run of drafted steps, then the target's own step.
+        """
         seed, began = self._seed(arrival), time.perf_counter()
         depth = self.recipe.longest if self.auto is None else self.auto.next()
         proposals: list[Proposal] = []
@@ -192,7 +210,7 @@ class Lookahead:
         rejected = accepted < min(len(drafted), len(own))
         if rejected:
             trace.rejected += 1
-            self._note(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
+            self._record_mismatch(arrival, prefixes[accepted], proposals[accepted], own[accepted], trace)
         trace.rounds += 1
         trace.target_steps += len(own)
         trace.drafted += len(drafted)
@@ -201,7 +219,10 @@ class Lookahead:
         return drafted[:accepted] + own[accepted : accepted + 1], accepted
 
     def _aligned(self, drafted: list[Step], own: list[Step], trace: ReasoningTrace) -> list[bool]:
-        """Whether each drafted step means the same as the target's. Of two steps that do, both or none end the text."""
+        """Decide for each drafted step whether it means the same as the target's step.
+
+        Of two aligned steps, either both end the text or neither does.
+        """
         pairs = list(zip(drafted, own, strict=False))
         alike = [(mine.text, theirs.text) for mine, theirs in pairs if _final(mine) == _final(theirs)]
         if not alike:
@@ -211,32 +232,34 @@ class Lookahead:
             rulings = iter(self.judge(alike))
         return [_final(mine) == _final(theirs) and next(rulings) for mine, theirs in pairs]
 
-    def _note(self, arrival: Arrival, prefix: list[int], proposal: Proposal, own: Step, trace: ReasoningTrace) -> None:
-        """Keep what the draft LM can learn from, unless both steps are one."""
+    def _record_mismatch(
+        self, arrival: EncodedPrompt, prefix: list[int], proposal: Proposal, own: Step, trace: ReasoningTrace
+    ) -> None:
+        """Record a training pair for the draft LM, unless both steps are equal."""
         assert self.draft is not None
-        chosen, rejected = self.draft.as_written(own), proposal.own.ids
+        chosen, rejected = self.draft.to_draft_tokens(own), proposal.own.ids
         if chosen and chosen != rejected:
             context = self.draft.text(arrival, prefix)
             trace.mismatches.append(
                 Mismatch(arrival.prompt.id, context, chosen, rejected, own.text, proposal.step.text)
             )
 
-    def _conclude(self, arrival: Arrival, thought: list[int]) -> list[int]:
-        """Thinking is over: say so, and let the target answer alone."""
+    def _conclude(self, arrival: EncodedPrompt, thought: list[int]) -> list[int]:
+        """End the thinking with the transition, and let the target answer alone."""
         said = thought + self._transition(thought)
         text = arrival.ids + said
         room = min(self.answer_tokens, self.target.model.context_length - len(text))
         return said + (self.target.rest(text, room, self._seed(arrival)) if room > 0 else [])
 
     def _transition(self, thought: list[int]) -> list[int]:
-        """Ids of the transition; its line break is there already where the last step ended with one."""
+        """Token ids of the transition, without its line break if the last step already ended with a line break."""
         words = self.transition
         if self.target.stepper.text(thought[-1:]).endswith("\n"):
             words = words.lstrip("\n")
         return list(self.target.model.tokenizer.encode(words, add_special_tokens=False))
 
-    def _seed(self, arrival: Arrival) -> int:
-        """Seed of a problem: the same whichever mode answers it, and whatever came before."""
+    def _seed(self, arrival: EncodedPrompt) -> int:
+        """Seed of a problem; it depends neither on the mode nor on earlier problems."""
         digest = hashlib.sha256(f"{self.recipe.seed}/{arrival.prompt.id}".encode()).hexdigest()
         return int(digest[:8], 16)
 
@@ -247,7 +270,7 @@ def _final(step: Step) -> bool:
 
 @contextmanager
 def _clock(trace: ReasoningTrace, name: str) -> Iterator[None]:
-    """Add the seconds of the block to a field of the trace."""
+    """Add the duration of the block in seconds to a field of the trace."""
     started = time.perf_counter()
     try:
         yield

@@ -1,10 +1,10 @@
-"""Lookahead reasoning over a stream: every mode answers every prompt, and those that learn do so after each chunk.
+"""Lookahead reasoning over a stream: every mode answers every prompt, and learning modes learn after each chunk.
 
     for arrivals in stream.chunks():
-        chunk = reasoning.chunk(arrivals)          # one Trace per mode and prompt, one Lesson per learner
+        chunk = reasoning.chunk(arrivals)          # one ReasoningTrace per mode and prompt, one lesson per learner
 
-`target` is the target alone, `draft` the draft LM alone, `lr` does not learn, `osd-lr` imitates the target's steps,
-`online-lr` prefers them.
+Mode `target` is the target alone, `draft` the draft LM alone. `lr` does not learn, `osd-lr` imitates the target's steps
+(SFT), and `online-lr` learns to prefer them (DPO).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from typing import Any, get_args
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from specctl.adaptation.stream import Arrival
+from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.models.loading import load_model, load_tokenizer
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.lm.model import cast
-from specctl.drafters.pool import module, read_drafter, whole
+from specctl.drafters.pool import load_module, merge_adapter, read_drafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import LM
 from specctl.reasoning.judge import Judge, make_judge
 from specctl.reasoning.lookahead import Lookahead, ReasoningTrace
 from specctl.reasoning.preferences import PreferenceLearner, PreferenceLesson
-from specctl.reasoning.writer import Draft, Writer
+from specctl.reasoning.writer import StepDrafter, Writer
 from specctl.recipe import LookaheadRecipe
 from specctl.recipe.lookahead import LearningMode, ReasoningMode
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
 WARMUP_TOKENS = 16
 LEARNING: tuple[LearningMode, ...] = get_args(LearningMode)
@@ -42,7 +42,7 @@ LEARNING: tuple[LearningMode, ...] = get_args(LearningMode)
 
 @dataclass(frozen=True)
 class DraftLM:
-    """A draft model in fp32, as it learns, with its tokenizer."""
+    """Draft model in fp32, the precision in which it learns, with its tokenizer."""
 
     name: str
     model: PreTrainedModel
@@ -51,8 +51,10 @@ class DraftLM:
 
 @dataclass(frozen=True)
 class ChunkRecord:
-    """The results of a chunk: traces of every mode in the order of the arrivals, lessons of those that learn, and the
-    seconds that learning took."""
+    """Results of a chunk.
+
+    It holds the traces of every mode in the order of arrival, and lessons and learning time of the learning modes.
+    """
 
     chunk: int
     traces: dict[ReasoningMode, list[ReasoningTrace]]
@@ -61,30 +63,30 @@ class ChunkRecord:
 
 
 def load_draft_lm(name: str, target: Target) -> DraftLM:
-    """A directory that `train-drafter --arch lm` wrote, or any causal LM of `transformers`.
+    """Load a directory written by `train-drafter --arch lm`, or any causal LM of `transformers`.
 
-    Raises CheckpointError: there is none, it is another family's, or it was made for another target.
+    Raises CheckpointError if it does not exist, is of another family, or was made for another target.
     """
     path = Path(name).expanduser()
     if not checkpoint.is_drafter(path):
         import torch
 
         return DraftLM(name, load_model(name, device=target.device, dtype=torch.float32), load_tokenizer(name))
-    found = whole(read_drafter(path, target))
+    found = merge_adapter(read_drafter(path, target))
     if found.config["family"] != LM:
         raise CheckpointError(
-            f"{name} is a drafter of family {found.config['family']}, which writes no steps by itself",
-            "train a small LM: specctl train-drafter --arch lm",
+            f"{name} is a drafter of family {found.config['family']}, which cannot write reasoning steps",
+            "train a small LM instead: specctl train-drafter --arch lm",
         )
-    return DraftLM(name, module(found, target).model.to(target.device), target.tokenizer)
+    return DraftLM(name, load_module(found, target).model.to(target.device), target.tokenizer)
 
 
 class Reasoning:
-    """The modes of one run, side by side on the same prompts. `state` between chunks is all there is to keep.
+    """Modes of one run, compared on the same prompts. `state` between chunks is all that a resumed run needs.
 
     Attributes:
-        judges: of every mode that has one. They share the model, not what they remember: modes are timed.
-        learners: of every mode that learns.
+        judges: for every mode with a judge; they share the model but not the cache, because modes are timed.
+        learners: for every mode that learns.
     """
 
     def __init__(
@@ -97,18 +99,21 @@ class Reasoning:
         judge: Judge | None = None,
         drafter: Drafter | None = None,
     ):
-        """
+        """Set up the modes.
+
         Args:
-            recipe: is resolved here, for the target.
-            judge: None = that of the recipe; of a given one only `ask` is taken.
+            recipe: resolved here for the target.
+            judge: the recipe's judge by default; of a given judge only `ask` is used.
             drafter: speculates on tokens inside the target's steps.
 
         Raises:
-            UsageError: no mode, or one twice.
+            UsageError: no mode, or a repeated one.
             DataError: a draft LM with another tokenizer has no chat template.
         """
         if not modes or len(set(modes)) < len(modes):
-            raise UsageError(f"modes of lookahead reasoning: {', '.join(modes) or 'none'}", "each at most once")
+            raise UsageError(
+                f"modes of lookahead reasoning: {', '.join(modes) or 'none'}", "name each mode at most once"
+            )
         self.target, self.draft, self.modes = target, draft, list(modes)
         self.recipe = recipe.resolved(target.name)
         judge = judge or make_judge(self.recipe.judge, str(target.device))
@@ -123,15 +128,16 @@ class Reasoning:
         }
         self._answering = {mode: self._made(mode) for mode in modes}
 
-    def chunk(self, arrivals: Sequence[Arrival], done: Callable[[], None] = lambda: None) -> ChunkRecord:
-        """Answer every prompt in every mode, then learn; `done` is told of every prompt. Modes take turns prompt by
-        prompt, in rotating order: what else the machine does slows all of them alike.
+    def chunk(self, arrivals: Sequence[EncodedPrompt], done: Callable[[], None] = lambda: None) -> ChunkRecord:
+        """Answer every prompt in every mode, then learn. `done` is called after every prompt.
 
-        Raises Interrupted, with the learners anywhere in the chunk: go on from a `state()`.
+        Modes take turns prompt by prompt, in rotating order, so other load on the machine slows all of them equally.
+
+        Raises Interrupted, with the learners anywhere in the chunk; resume from a `state()`.
         """
-        if not self._warm:  # first calls are slow, whether a run begins here or goes on
+        if not self._warm:  # first calls are slow, in new and in resumed runs
             for answering in self._answering.values():
-                answering.brief(WARMUP_TOKENS).answer(arrivals[0])
+                answering.with_short_answers(WARMUP_TOKENS).answer(arrivals[0])
             self._warm = True
         for answering in self._answering.values():
             answering.forget()
@@ -146,25 +152,27 @@ class Reasoning:
         for mode, learner in self.learners.items():
             started = time.perf_counter()
             lessons[mode] = learner.learn([one for trace in traces[mode] for one in trace.mismatches])
-            self._answering[mode].draft = self._drafting(learner.played())  # old keys and values go, too
+            self._answering[mode].draft = self._drafting(learner.played())  # also drops its old keys and values
             seconds[mode] = time.perf_counter() - started
         self.chunks += 1
         return ChunkRecord(self.chunks, traces, lessons, seconds)
 
     def state(self) -> dict[str, Tensor]:
-        """The states of all learners, each tensor under the name of its mode."""
+        """States of all learners; the names of tensors begin with the mode."""
         found: dict[str, Tensor] = {}
         for mode, learner in self.learners.items():
-            found |= prefixed(f"{mode}.", learner.state())
+            found |= add_prefix(f"{mode}.", learner.state())
         return found
 
     def restore(self, state: dict[str, Tensor], chunks: int) -> None:
-        """Go on behind `chunks` chunks with a `state()`. CheckpointError where it is that of other modes or models."""
+        """Resume after `chunks` chunks from a `state()`. Raises CheckpointError if it has other modes or models."""
         modes = dict.fromkeys(name.partition(".")[0] for name in state)
         if set(modes) != set(self.learners):
-            raise CheckpointError(f"the state is of {', '.join(modes)}", "resume with the modes of the run")
+            raise CheckpointError(
+                f"the saved state has the modes {', '.join(modes)}", "resume with the same modes as the run"
+            )
         for mode, learner in self.learners.items():
-            learner.restore(under(f"{mode}.", state))
+            learner.restore(strip_prefix(f"{mode}.", state))
             self._answering[mode].draft = self._drafting(learner.played())
         self.chunks = chunks
 
@@ -175,18 +183,18 @@ class Reasoning:
             return _DraftAlone(draft, self.recipe)
         return Lookahead(Writer(self.target, self.recipe, self.drafter), self.recipe, draft, self.judges.get(mode))
 
-    def _drafting(self, model: PreTrainedModel) -> Draft:
-        """The draft LM for the decoding core, in the target's dtype; `model` is taken over."""
+    def _drafting(self, model: PreTrainedModel) -> StepDrafter:
+        """Set up the draft LM on the decoding core, in the target's dtype; takes ownership of `model`."""
         playing = cast(model, self.target.device, self.target.dtype).eval()
-        return Draft(Writer(Target(self.draft.name, playing, self.draft.tokenizer), self.recipe), self.target)
+        return StepDrafter(Writer(Target(self.draft.name, playing, self.draft.tokenizer), self.recipe), self.target)
 
 
 class _DraftAlone(Lookahead):
-    """The draft LM answers, in its own tokens."""
+    """Mode `draft`: the draft LM answers alone, in its own tokens."""
 
-    def __init__(self, draft: Draft, recipe: LookaheadRecipe):
+    def __init__(self, draft: StepDrafter, recipe: LookaheadRecipe):
         super().__init__(draft.writer, recipe)
         self._own = draft
 
-    def answer(self, arrival: Arrival) -> ReasoningTrace:
-        return super().answer(Arrival(arrival.prompt, self._own.text(arrival, [])))
+    def answer(self, arrival: EncodedPrompt) -> ReasoningTrace:
+        return super().answer(EncodedPrompt(arrival.prompt, self._own.text(arrival, [])))

@@ -1,7 +1,7 @@
-"""The draft LM learns from the steps that the judge rejected: DPO (`online-lr`), or SFT on the target's (`osd-lr`).
+"""Learning of the draft LM from rejected steps: DPO (`online-lr`), or SFT on the target's steps (`osd-lr`).
 
-Preferences are pairs behind the full context, kept steps included: y_w the target's step, y_l the draft's (Rafailov et
-al. 2023, equation 7). The reference of DPO is the draft LM as it was when the chunk began.
+A preference pair follows its full context, including kept steps: y_w is the target's step, y_l the draft's (Rafailov et
+al. 2023, equation 7). DPO's reference model is the draft LM at the start of the chunk.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from specctl.recipe.lookahead import FULL_BELOW, LearningMode
 
 @dataclass(frozen=True)
 class PreferenceLesson:
-    """The result of learning from a chunk.
+    """Result of learning from a chunk.
 
     Attributes:
-        pairs, steps: preference pairs, and optimizer steps made with them; 0 where there was nothing to learn.
-        loss: mean over those steps; None without any.
-        margin: of DPO, the mean of β · (log-ratio of y_w − that of y_l) over the last epoch's steps.
-        refused: a loss or weight was not finite: the draft LM is as it was.
+        pairs, steps: number of preference pairs and of optimizer steps; 0 if there was nothing to learn.
+        loss: mean over these steps, or None without any.
+        margin: for DPO, the mean of β · (log-ratio of y_w − log-ratio of y_l) over the last epoch's steps.
+        refused: a loss or weight was not finite, so the draft LM was restored.
     """
 
     pairs: int
@@ -47,10 +47,10 @@ class PreferenceLesson:
     refused: bool = False
 
 
-def table(mismatches: Sequence[Mismatch], max_length: int) -> Any:
-    """The pairs as a `datasets.Dataset`, each once: ids as DPO reads them, and text for people.
+def pairs_dataset(mismatches: Sequence[Mismatch], max_length: int) -> Any:
+    """Convert the pairs, without duplicates, to a `datasets.Dataset` with ids for DPO and text for readers.
 
-    Where context and step have more than `max_length` tokens the context loses its beginning.
+    If context and step together exceed `max_length` tokens, the context is cut at its beginning.
     """
     from datasets import Dataset
 
@@ -71,15 +71,15 @@ def table(mismatches: Sequence[Mismatch], max_length: int) -> Any:
 
 
 class PreferenceLearner:
-    """A draft LM that learns chunk by chunk; AdamW's moments persist.
+    """Draft LM that learns chunk by chunk; AdamW's moments persist.
 
     Attributes:
-        model: the LM in fp32, with a LoRA adapter around it where it is large.
-        chunks: learnt from so far. They number the shuffles, so that there is no other random state.
+        model: the LM in fp32, with a LoRA adapter if it is large.
+        chunks: number of chunks learnt from. It seeds the shuffles, so there is no other random state.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, recipe: LookaheadRecipe, mode: LearningMode):
-        """`model` is learnt in place; `recipe` is resolved."""
+        """`model` is trained in place; `recipe` must be resolved."""
         self.recipe, self.mode, self.tokenizer, self.chunks = recipe, mode, tokenizer, 0
         learning, count = recipe.learning, sum(weight.numel() for weight in model.parameters())
         self.adapts = learning.lora if learning.lora is not None else count > FULL_BELOW
@@ -99,16 +99,16 @@ class PreferenceLearner:
         )
 
     def played(self) -> PreTrainedModel:
-        """A copy of the LM as it is now, its adapter merged."""
+        """Return a copy of the current LM, with its adapter merged."""
         model: Any = copy.deepcopy(self.model)
         return model.merge_and_unload() if self.adapts else model
 
     def learn(self, mismatches: Sequence[Mismatch]) -> PreferenceLesson:
-        """Several epochs over the pairs of a chunk.
+        """Train for several epochs on the pairs of a chunk.
 
-        Raises Interrupted between two optimizer steps, with part of the chunk learnt: go on from a `state()`.
+        Raises Interrupted between two optimizer steps, with part of the chunk learnt; resume from a `state()`.
         """
-        pairs = table(mismatches, self.recipe.learning.max_length)
+        pairs = pairs_dataset(mismatches, self.recipe.learning.max_length)
         self.chunks += 1
         if len(pairs) == 0:
             return PreferenceLesson(len(pairs))
@@ -124,30 +124,30 @@ class PreferenceLearner:
         )
 
     def _train(self, pairs: Any) -> tuple[int, list[float], list[float]]:
-        """Run TRL's trainer; optimizer steps, losses of all and margins of the last epoch's."""
+        """Run TRL's trainer. Returns the number of optimizer steps, all losses, and the margins of the last epoch."""
         dpo, epochs = self.mode == "online-lr", self.recipe.epochs_of(self.mode)
         base: Any = cast(Any, self.model).get_base_model() if self.adapts else self.model
         with _quiet(), tempfile.TemporaryDirectory() as place:
-            gc.collect()  # trainers are cycles: that of the chunk before would keep its reference, a whole model
-            trainer = self._preferring(pairs, place) if dpo else self._imitating(pairs, place)
+            gc.collect()  # trainers are reference cycles: the last one would keep its reference model in memory
+            trainer = self._dpo_trainer(pairs, place) if dpo else self._sft_trainer(pairs, place)
             trainer.add_callback(_polling())
             try:
                 trainer.train()
             finally:
-                vars(base).pop("forward", None)  # TRL's own, which would end up in copies of the model
-                base.get_input_embeddings()._forward_hooks.clear()  # every trainer with checkpointing adds some
+                vars(base).pop("forward", None)  # TRL's own, which copies of the model would inherit
+                base.get_input_embeddings()._forward_hooks.clear()  # every trainer with checkpointing adds hooks
                 base.eval()
                 if self.adapts and dpo:
-                    cast(Any, self.model).delete_adapter("ref")  # the next chunk has another reference
+                    cast(Any, self.model).delete_adapter("ref")  # the next chunk has another reference model
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         margins = [entry["rewards/margins"] for entry in log if dpo and entry["epoch"] > epochs - 1]
         return trainer.state.global_step, [entry["loss"] for entry in log], margins
 
-    def _preferring(self, pairs: Any, place: str) -> Any:
-        """DPO on pairs of ids.
+    def _dpo_trainer(self, pairs: Any, place: str) -> Any:
+        """Build a DPO trainer on pairs of token ids.
 
-        TRL's own preparation tokenises text, which may cut it differently than it was written, and ends every step with
-        the end-of-sequence token: a draft LM that learns from that stops after each step.
+        TRL's own preparation tokenises text, possibly differently than it was written. It also ends every step with the
+        end-of-sequence token, so a draft LM that learns from it would stop after each step.
         """
         from trl import DPOConfig, DPOTrainer
 
@@ -165,8 +165,8 @@ class PreferenceLearner:
             optimizers=self._optimizers(),
         )
 
-    def _imitating(self, pairs: Any, place: str) -> Any:
-        """SFT on the target's steps, given their contexts."""
+    def _sft_trainer(self, pairs: Any, place: str) -> Any:
+        """Build an SFT trainer on the target's steps, given their contexts."""
         from datasets import Dataset
         from trl import SFTConfig, SFTTrainer
 
@@ -182,10 +182,10 @@ class PreferenceLearner:
         )
 
     def _options(self, place: str) -> dict[str, Any]:
-        """Arguments of both trainers. On a CPU all is fp32: a chunk moves weights by less than bf16 can tell."""
+        """Arguments of both trainers. On a CPU all is fp32: a chunk changes weights by less than bf16 can represent."""
         learning, cuda = self.recipe.learning, next(self.model.parameters()).device.type == "cuda"
         return {
-            "output_dir": place,  # nothing is written there, but it is made
+            "output_dir": place,  # created, but nothing is written to it
             "save_strategy": "no",
             "report_to": [],
             "disable_tqdm": True,
@@ -203,21 +203,21 @@ class PreferenceLearner:
         }
 
     def _optimizers(self) -> tuple[torch.optim.Optimizer, Any]:
-        """Ours, at a constant rate."""
+        """Our optimizer, with a constant learning rate."""
         return self._optimizer, torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda step: 1.0)
 
     def _trainable(self) -> dict[str, Tensor]:
         return {name: weight for name, weight in self.model.named_parameters() if weight.requires_grad}
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, moments and counters: copies, which later learning leaves as they are."""
+        """Weights, moments and counters, as copies that later learning does not change."""
         found = {f"weight.{name}": weight.detach().clone() for name, weight in self._trainable().items()}
         for place, moments in self._optimizer.state_dict()["state"].items():
             found |= {f"optimizer.{place}.{name}": value.detach().clone() for name, value in moments.items()}
         return found | {"chunks": torch.tensor(self.chunks)}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a `state()`. CheckpointError where it is that of another model."""
+        """Resume from a `state()`. Raises CheckpointError if it belongs to another model."""
         weights = self._trainable()
         if {f"weight.{name}" for name in weights} != {name for name in state if name.startswith("weight.")}:
             raise CheckpointError("the learner's state belongs to another draft model", "start again with --overwrite")
@@ -234,13 +234,13 @@ class PreferenceLearner:
 
 
 def _on_one_gpu(arguments: Any) -> Any:
-    """Else a trainer takes all GPUs of the machine for itself, by `nn.DataParallel`, which TRL refuses."""
+    """Restrict a trainer to one GPU; by default it uses all with `nn.DataParallel`, which TRL refuses."""
     arguments._n_gpu = min(1, arguments.n_gpu)
     return arguments
 
 
 def _polling() -> Any:
-    """Looks for SIGTERM after every optimizer step."""
+    """Callback that checks for SIGTERM after every optimizer step."""
     from transformers import TrainerCallback
 
     class Polling(TrainerCallback):
@@ -252,7 +252,7 @@ def _polling() -> Any:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Neither what TRL says, on stdout and with bars, nor what it does to the generators of the process."""
+    """Suppress TRL's output and progress bars, and restore the process's random states afterwards."""
     from datasets.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
     from transformers.utils import logging as library
 

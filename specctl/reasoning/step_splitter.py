@@ -1,4 +1,4 @@
-"""Reasoning steps: where the tokens of a text fall apart into them, and when a text goes round in circles."""
+"""Split the tokens of a text into reasoning steps, and detect texts that repeat themselves."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ End = Literal["delimiter", "final", "limit"]
 
 @dataclass(frozen=True)
 class Step:
-    """A step as its writer's tokens, delimiter or end-of-sequence token included, and as text without the latter.
+    """Reasoning step: its writer's tokens, with delimiter or end-of-sequence token, and its text without the latter.
 
-    `end`: the delimiter came, the text is over ("final"), or the step was cut because it became too long.
+    `end` tells whether the step ended with the delimiter, with the end of the text ("final"), or at the length limit.
     """
 
     ids: list[int]
@@ -25,33 +25,33 @@ class Step:
 
     @property
     def empty(self) -> bool:
-        """It says nothing: white space and, at most, the end of the text."""
+        """Whether the step contains only white space and, at most, the end of the text."""
         return not self.text.strip()
 
 
-class Stepper:
+class StepSplitter:
     """Cuts the tokens of one model into steps.
 
-    A step ends with the token that completes the delimiter, so that no text is ever tokenised again; what else such a
-    token holds ("\\n   ") belongs to the step that it ends.
+    A step ends with the token that completes the delimiter, so no text is ever tokenised again. Other characters of
+    this token ("\\n   ") also belong to the step.
 
     Attributes:
-        ends: ids of the tokens that hold the delimiter: a decoder may stop there. A delimiter of two tokens is found by
-            `first` only.
+        ends: ids of the tokens that contain the delimiter; a decoder may stop there. A delimiter that spans two
+            tokens is found only by `first`.
     """
 
     def __init__(self, model: Target, delimiter: str, limit: int):
-        """`limit`: tokens of the longest step."""
+        """`limit`: maximal number of tokens per step."""
         self.tokenizer, self.eos_ids = model.tokenizer, model.eos_ids
         self.delimiter, self.limit = delimiter, limit
         self.ends = _holding(self.tokenizer, delimiter)
 
     def text(self, ids: list[int]) -> str:
-        """Text of ids, without special tokens."""
+        """Decode ids to text, without special tokens."""
         return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def first(self, ids: list[int]) -> Step:
-        """The step that `ids` (at least one) begin with."""
+        """Return the first step of `ids` (at least one token)."""
         for count, token in enumerate(ids[: self.limit], 1):
             if token in self.eos_ids:
                 return Step(ids[:count], self.text(ids[:count]), "final")
@@ -61,11 +61,11 @@ class Stepper:
         return Step(cut, self.text(cut), "limit")
 
     def _completed(self, ids: list[int]) -> bool:
-        """Several tokens make up the delimiter, the last of them at the end."""
+        """Whether the last token completes a delimiter that spans several tokens."""
         return len(self.delimiter) > 1 and self.delimiter in self.text(ids[-len(self.delimiter) :])
 
     def split(self, ids: list[int]) -> list[Step]:
-        """All steps of a text."""
+        """Return all steps of a text."""
         steps = []
         while ids:
             steps.append(self.first(ids))
@@ -75,13 +75,13 @@ class Stepper:
 
 @lru_cache(maxsize=4)
 def _holding(tokenizer: Any, delimiter: str) -> frozenset[int]:
-    """Ids of the tokens that hold the delimiter; a second's work for a large vocabulary."""
+    """Ids of the tokens that contain the delimiter; this takes a second for a large vocabulary."""
     pieces = tokenizer.batch_decode([[token] for token in range(len(tokenizer))])
     return frozenset(token for token, piece in enumerate(pieces) if delimiter in piece)
 
 
-def going_round(steps: Sequence[Step], repeats: int) -> bool:
-    """The last step, or the last two in turn, came `repeats` times at the end: a loop that nothing will break."""
+def repeats_itself(steps: Sequence[Step], repeats: int) -> bool:
+    """Whether the text ends with `repeats` repetitions of its last step, or of its last two: an endless loop."""
     texts = [step.text.strip().casefold() for step in steps]
     for period in (1, 2):
         tail = texts[-period * repeats :]

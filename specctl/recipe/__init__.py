@@ -1,7 +1,7 @@
-"""The typed recipe: everything a command can be told, each default declared once, here.
+"""Typed recipes: all options of the commands, with every default declared once, here.
 
-A field that is None is decided by the library (a measured default of the drafter family and device, a path derived from
-the domain). Loading, overrides and error reports are in `specctl.recipe.resolve`.
+If a field is None, the library chooses its value: a measured default for the drafter family and the device, or a path
+that depends on the domain. Loading, overrides and error reports are in `specctl.recipe.resolve`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from specctl.recipe.import_ import ImportRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
 from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
 from specctl.recipe.online import OnlineRecipe, PublicationRecipe
-from specctl.recipe.reason import ReasonRecipe
+from specctl.recipe.reasoning import ReasonRecipe
 from specctl.recipe.router import Perturbation, RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -97,11 +97,11 @@ __all__ = [
 RECIPES: dict[str, type[CommandRecipe]] = {
     name: pkgutil.resolve_name(f"specctl.{row.recipe}") for name, row in SUBCOMMANDS.items() if row.recipe is not None
 }
-"""The recipe model of each command, which has all of its keys."""
+"""Recipe model of each command, with all keys of the command."""
 
 
 def model_for(command: str, values: Mapping[str, Any]) -> type[CommandRecipe]:
-    """The model of a command for these values: `online` has another one for lookahead reasoning."""
+    """Return the recipe model of a command for these values: `online` has a second model for lookahead reasoning."""
     algo = values.get("algo", "")
     named = algo.split(",") if isinstance(algo, str) else algo
     steps = command == "online" and isinstance(named, list) and any(name in REASONING for name in named)

@@ -1,4 +1,4 @@
-"""`specctl bench`."""
+"""Recipe of `specctl bench`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from specctl.recipe.sections import CommandRecipe, DataRecipe, DraftingRecipe, G
 
 
 class BenchRecipe(CommandRecipe):
-    """`specctl bench`: kernels, target steps and batches against their baselines, on this machine.
+    """`specctl bench`: time kernels, target steps and batches against their baselines, on this machine.
 
-    `shape` puts a target with random weights of that size in the place of `target`: speed does not need their values.
-    The part `floors` computes, for `gpus` that need not be here, what a step takes at least.
+    `shape` replaces `target` by a model of that size with random weights, because speed does not depend on their
+    values. The part `floors` computes the least possible time of a step on `gpus`, which need not be in this machine.
     """
 
     parts: Annotated[list[Literal["kernels", "steps", "rounds", "decoding", "floors"]], Field(min_length=1)] = [
@@ -27,12 +27,12 @@ class BenchRecipe(CommandRecipe):
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     drafters: list[Name] = ["lookup"]
-    limit: PositiveInt = 16  # prompts
-    batches: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]
-    draft_lengths: list[PositiveInt] = []  # nodes of a draft; besides each drafter's own default
-    vocabularies: Annotated[list[PositiveInt], Field(min_length=1)] = [32_000, 128_000]
-    drafted: PositiveInt = 8  # rows of a sequence that the kernels verify
-    context: PositiveInt = 256  # of the steps that are timed, and of the floors
-    gpus: Annotated[list[GraphicsCard], Field(min_length=1)] = ["a100-80g", "h100-80g", "h200"]  # of the floors
-    repeats: PositiveInt = 30
+    limit: PositiveInt = 16  # number of prompts that are decoded
+    batches: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]  # sequences at a time
+    draft_lengths: list[PositiveInt] = []  # nodes of a draft, in addition to each drafter's default
+    vocabularies: Annotated[list[PositiveInt], Field(min_length=1)] = [32_000, 128_000]  # sizes, for kernels
+    drafted: PositiveInt = 8  # draft tokens per sequence, for kernels and floors
+    context: PositiveInt = 256  # tokens of every sequence before a step, for steps, rounds and floors
+    gpus: Annotated[list[GraphicsCard], Field(min_length=1)] = ["a100-80g", "h100-80g", "h200"]  # for floors
+    repeats: PositiveInt = 30  # timed calls per measurement
     overwrite: bool = False

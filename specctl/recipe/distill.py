@@ -1,4 +1,4 @@
-"""`specctl distill`."""
+"""Recipe of `specctl distill`."""
 
 from __future__ import annotations
 
@@ -23,41 +23,43 @@ Similarity = Annotated[float, Field(gt=0, le=1)]
 
 
 class FilterRecipe(Section):
-    """Prompts and responses to leave out; similarities are Jaccard's, of word 5-grams, null = no comparison.
+    """Filters that leave out prompts and responses.
 
-    Of 25,000 prompts in nine domains 0.95 drops four, which differ in a full stop or a comma from others; 0.9 drops
-    eleven different questions about one database schema, 0.8 a twentieth of those.
+    A similarity is Jaccard's, over word 5-grams; null = no comparison. On 25,000 prompts in nine domains a threshold of
+    0.95 drops four, which differ from another prompt by a full stop or a comma. A threshold of 0.9 also drops eleven
+    different questions about one database schema, and 0.8 drops a twentieth of such questions.
     """
 
-    near_prompts: Similarity | None = 0.95  # to an earlier prompt
-    near_excluded: Similarity | None = 0.8  # to a prompt of `exclude`: rather one too many
-    near_responses: Similarity | None = None  # to an earlier response of this writer
-    loops: Literal["cut", "drop", "keep"] = "cut"  # an n-gram repeated to the end of a text that reached its length
-    truncated: Literal["keep", "drop"] = "keep"  # responses that reached their length
+    near_prompts: Similarity | None = 0.95  # drop a prompt this similar to an earlier one
+    near_excluded: Similarity | None = 0.8  # drop a prompt this similar to one of `exclude`; low, to be safe
+    near_responses: Similarity | None = None  # drop a response this similar to an earlier one of this job
+    loops: Literal["cut", "drop", "keep"] = "cut"  # an n-gram repeated up to the end of a response of full length
+    truncated: Literal["keep", "drop"] = "keep"  # responses that reached the length limit
 
 
 class DistillRecipe(WriterRecipe):
-    """`specctl distill`: responses sampled from the target; output_dir None = ./distilled/<domain>."""
+    """`specctl distill`: sample responses from the target. The default of output_dir is ./distilled/<domain>."""
 
     sliceable = True
 
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
+    # Temperatures, mixed over the prompts.
     temperatures: Annotated[list[Annotated[float, Field(ge=0)]], Field(min_length=1)] = [0.0, 0.3, 0.7, 1.0]
     samples_per_prompt: PositiveInt = 1
     batch_size: PositiveInt = 64
-    shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"  # this process' part of the prompts: i/n
+    shard: Annotated[str, Field(pattern=r"^\d+/[1-9]\d*$")] = "0/1"  # this job's part of the prompts: i/n
     shard_size: PositiveInt = 1000  # responses per file
     format: Literal["jsonl", "parquet"] = "jsonl"
-    max_response_tokens: PositiveInt | None = None  # stop after so many in all
-    log: Name | None = None  # JSONL of responses that are there already, or "-": they are taken instead of new ones
-    exclude: LocalPath | None = None  # JSONL of prompts, such as those to be measured on, which are left out
+    max_response_tokens: PositiveInt | None = None  # stop after this many tokens in total
+    log: Name | None = None  # JSONL file with existing responses ("-" = stdin), used instead of new ones
+    exclude: LocalPath | None = None  # JSONL file with prompts to leave out, such as a test set
     filters: FilterRecipe = FilterRecipe()
-    server: ServerRecipe = ServerRecipe()  # who answers; without an address the target is loaded here
+    server: ServerRecipe = ServerRecipe()  # engines that answer; none = load the target here
 
     @model_validator(mode="after")
     def _unconditional(self) -> DistillRecipe:
-        """Without a prompt every greedy text is the same; the target's own distribution is that of temperature 1."""
+        """Default to temperature 1, the target's own distribution: without prompts all greedy texts are the same."""
         if self.data.source == "unconditional" and "temperatures" not in self.model_fields_set:
             self.temperatures = [1.0]
         return self
@@ -81,20 +83,20 @@ class DistillRecipe(WriterRecipe):
         }
         for key, there in unused.items():
             if there:
-                raise ValueError(f"{key} is about new responses, log names those that are there: leave one of them out")
+                raise ValueError(f"{key} applies to new responses, but log names existing ones: leave one of them out")
         if "domain" not in self.data.model_fields_set:
             self.data = self.data.model_copy(update={"domain": [label_of(self.log)]})
         elif len(self.data.domain) > 1:
-            raise ValueError("a log is one domain")
+            raise ValueError("a log belongs to one domain: name only one")
         return self
 
     @model_validator(mode="after")
     def _exact_here_only(self) -> DistillRecipe:
         if self.server.urls and self.sampling.exact:
-            raise ValueError("sampling.exact is about forwards of this process, a server has its own: leave it out")
+            raise ValueError("sampling.exact applies only to forwards in this process, not to a server: leave it out")
         return self
 
     @property
     def output(self) -> Path:
-        """Where the responses go."""
+        """Directory of the responses."""
         return self.output_dir or distilled_dir(self.data.domain)

@@ -1,4 +1,4 @@
-"""`specctl eval`."""
+"""Recipe of `specctl eval`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from specctl.recipe.server import ServerRecipe
 
 
 class EvalRecipe(RunRecipe):
-    """`specctl eval`: one row per drafter × domain; output_dir None = the run directory under ./runs.
+    """`specctl eval`: measure drafters, with one row per drafter × domain.
 
-    `matrix` asks for the table of `metric` over pool × domains, its picture, and the test of the diagonal; the domains
-    are then those that the drafters were made for, unless `data.domain` is given.
+    The default of output_dir is a new run directory under ./runs. `matrix` adds a table of `metric` over pool ×
+    domains, its picture, and a test of its diagonal. The drafters' own domains are then measured, unless `data.domain`
+    is given.
     """
 
     sliceable = True
@@ -22,19 +23,19 @@ class EvalRecipe(RunRecipe):
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
-    drafters: list[Name] = []  # drafter directories, or the name of a family without weights: lookup, suffix
+    drafters: list[Name] = []  # drafter directories, or drafters without weights: lookup, suffix
     pool: LocalPath | None = None  # directory of drafter directories
     matrix: bool = False
-    metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # in the cells of the matrix
+    metric: Literal["mat", "speedup", "accept_rate"] = "mat"  # shown in the cells of the matrix
     baselines: list[Literal["vanilla", "transformers"]] = ["vanilla", "transformers"]
     split: Literal["train", "test"] = "test"
-    limit: PositiveInt | None = 100  # prompts per domain; of a file with more, a sample
+    limit: PositiveInt | None = 100  # prompts per domain; a sample if a file has more
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     save_outputs: bool = False
-    server: ServerRecipe = ServerRecipe()  # an engine with its own drafter, measured instead of drafters here
-    baseline_server: ServerRecipe = ServerRecipe()  # the same target without
-    concurrency: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]  # requests in flight, one row each
-    # Beside a baseline server: mats of drafters whose speed is predicted at each of them.
+    server: ServerRecipe = ServerRecipe()  # an engine that drafts itself, measured instead of drafters here
+    baseline_server: ServerRecipe = ServerRecipe()  # an engine with the same target and no drafter
+    concurrency: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]  # requests in flight, one row per number
+    # With baseline_server: for each concurrency, predict the speed of drafters with these mats.
     mats: list[Annotated[float, Field(ge=1)]] = [2.0, 2.5, 3.0, 3.5, 4.0]
 
     @model_validator(mode="after")
@@ -50,7 +51,7 @@ class EvalRecipe(RunRecipe):
     @model_validator(mode="after")
     def _here_or_served(self) -> EvalRecipe:
         if self.baseline_server.urls and not self.server.urls:
-            raise ValueError("baseline_server is what a server is compared with: name that, too")
+            raise ValueError("baseline_server needs a server to compare with: set server, too")
         if not self.server.urls:
             return self
         here = {
@@ -63,7 +64,7 @@ class EvalRecipe(RunRecipe):
         }
         for key, value in here.items():
             if value:
-                raise ValueError(f"{key} is about drafting in this process, a server drafts by itself: leave it out")
+                raise ValueError(f"{key} is for drafting in this process, but a server drafts by itself: leave it out")
         if len(self.seeds) > 1:
-            raise ValueError("a server is asked under one seed")
+            raise ValueError("a server is measured with one seed: name only one")
         return self

@@ -1,4 +1,4 @@
-"""`specctl export`."""
+"""Recipe of `specctl export`."""
 
 from __future__ import annotations
 
@@ -14,35 +14,39 @@ from specctl.recipe.server import ServerRecipe
 
 
 class ExportRecipe(ConverterRecipe):
-    """`specctl export`; output_dir None = ./exported/<drafter>-<to>. The target is the drafter's own unless named."""
+    """`specctl export`: write a drafter in the format of another engine.
+
+    The default of output_dir is ./exported/<drafter>-<to>. The default target is the target of the drafter.
+    """
 
     drafter: LocalPath | None = None
     to: Annotated[str, OneOf(readers)] = "vllm"
-    tokens: PositiveInt = 3  # drafted a round, in the commands shown and, for speculators, in the configuration
-    tune: LocalPath | None = None  # result of `eval --server`, or its run: draft lengths by load from it, not `tokens`
+    tokens: PositiveInt = 3  # draft tokens per round, in the commands shown and in the speculators configuration
+    # Result or run directory of `eval --server`: derive draft lengths by load from that, in place of `tokens`.
+    tune: LocalPath | None = None
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
-    server: ServerRecipe = ServerRecipe()  # SGLang that takes a datastore while it runs; nothing is written then
+    server: ServerRecipe = ServerRecipe()  # running SGLang servers that take a datastore; then nothing is written
 
     @model_validator(mode="after")
     def _one_origin_of_lengths(self) -> ExportRecipe:
         if self.tune is not None and "tokens" in self.model_fields_set:
-            raise ValueError("tune derives the number of tokens from a sweep: leave tokens out")
+            raise ValueError("tune derives the draft lengths from a sweep: leave tokens out")
         return self
 
     @model_validator(mode="after")
     def _taken_while_it_runs(self) -> ExportRecipe:
         if self.server.urls and self.to != "sglang":
-            raise ValueError("server takes datastores while it runs, which SGLang alone does: to=sglang")
+            raise ValueError("server publishes to running servers, which only SGLang supports: set to=sglang")
         return self
 
     @property
     def source(self) -> Path:
-        """The drafter. UsageError where none is named."""
+        """Directory of the drafter. Raises UsageError if none is named."""
         if self.drafter is None:
             raise UsageError("export needs a drafter", hint="specctl export drafters/sql-eagle3 --to vllm")
         return self.drafter
 
     @property
     def output(self) -> Path:
-        """Where the directory goes."""
+        """Directory of the exported drafter."""
         return self.output_dir or Path("exported") / f"{(self.drafter or Path()).name}-{self.to}"

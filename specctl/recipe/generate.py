@@ -1,4 +1,4 @@
-"""`specctl generate`."""
+"""Recipe of `specctl generate`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from specctl.recipe.sections import CommandRecipe, DraftingRecipe, Name, Samplin
 
 
 class GenerateRecipe(CommandRecipe):
-    """`specctl generate`: one prompt with and without a drafter."""
+    """`specctl generate`: answer one prompt with and without a drafter."""
 
     sliceable = True
 

@@ -1,4 +1,4 @@
-"""`specctl import`."""
+"""Recipe of `specctl import`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from specctl.recipe.sections import ConverterRecipe, DataRecipe, Fraction, Local
 
 
 class ProbeRecipe(Section):
-    """The short run of an imported head on a few prompts: wrong layers or RoPE show as an acceptance of nothing."""
+    """Short test of an imported head on a few prompts: with wrong layers or RoPE hardly any draft is accepted."""
 
     enabled: bool = True
     prompts: PositiveInt = 4
     max_new_tokens: PositiveInt = 32
-    suspicious: Fraction = 0.05  # accepted share of the drafted tokens under which it warns
+    suspicious: Fraction = 0.05  # warn if a smaller share of the draft tokens is accepted
 
 
 class ImportRecipe(ConverterRecipe):
-    """`specctl import`; output_dir None = ./drafters/<head>. The probe reads the prompts or the domain of `data`."""
+    """`specctl import`: convert a published head into a drafter.
+
+    The default of output_dir is ./drafters/<head>. The probe uses the prompts or the domain of `data`.
+    """
 
     head: LocalPath | None = None
     format: Annotated[str, OneOf(lambda: ("auto", *FORMATS))] = "auto"
@@ -31,12 +34,12 @@ class ImportRecipe(ConverterRecipe):
 
     @property
     def source(self) -> Path:
-        """The directory of the head. UsageError where none is named."""
+        """Directory of the published head. Raises UsageError if none is named."""
         if self.head is None:
             raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
         return self.head
 
     @property
     def output(self) -> Path:
-        """Where the drafter goes."""
+        """Directory of the drafter."""
         return self.output_dir or Path("drafters") / (self.head or Path()).name

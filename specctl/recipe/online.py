@@ -1,4 +1,4 @@
-"""`specctl online`."""
+"""Recipe of `specctl online`."""
 
 from __future__ import annotations
 
@@ -8,103 +8,107 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from specctl.families import DEFAULT, GROWING, UNTRAINED, learning, mixing
+from specctl.families import DEFAULT, STREAM_RETRIEVAL, TEXT_DRAFTERS, mixable_families, online_families
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
 from specctl.recipe.lookahead import REASONING, LookaheadRecipe
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.server import Listen, ServerRecipe
-from specctl.recipe.stream import LearningRecipe, counted
+from specctl.recipe.stream import LearningRecipe, parse_schedule
 
-Rival = Annotated[str, OneOf(lambda: ("vanilla", "static", *UNTRAINED, GROWING))]
+Baseline = Annotated[str, OneOf(lambda: ("vanilla", "static", *TEXT_DRAFTERS, STREAM_RETRIEVAL))]
 
 
 class BufferRecipe(Section):
-    """The replay buffer: what verification said about the texts to learn from."""
+    """The replay buffer: results of verification for the texts to learn from."""
 
-    max_mb: PositiveFloat = 512.0  # asynchronous: also of the chunks that wait for the learner
-    feedback: Literal["verdict", "rerun"] = "verdict"  # rerun: a second pass of the target, to compare with
-    store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
-    replay: NonNegativeFloat = 0.0  # texts of earlier chunks that are learnt from again, per text of the chunk
+    max_mb: PositiveFloat = 512.0  # MiB; with asynchronous also for chunks that wait for the learner
+    feedback: Literal["verdict", "rerun"] = "verdict"  # rerun: a second pass of the target, for comparison
+    store_tokens: PositiveInt = 1_000_000  # size of the datastore of `retrieval`: the newest tokens, 16 bytes each
+    replay: NonNegativeFloat = 0.0  # texts of earlier chunks to learn from again, per text of the chunk
 
     @property
     def reruns(self) -> bool:
-        """Whether learning runs the target, and not only what is behind its layers."""
+        """Whether learning runs the target's layers, and not only its final norm and vocabulary head."""
         return self.feedback == "rerun"
 
 
-class ChoiceRecipe(Section):
-    """Learning while selecting: how a specialist of `pool` is chosen, every round. Its rules are those of `game`."""
+class PoolPolicyRecipe(Section):
+    """With `pool`: the policy that chooses a specialist in every round, by the rules in `game`."""
 
-    name: str = "hedgespec"  # one of the policies of `specctl select`
+    name: str = "hedgespec"  # a policy of `specctl select`
     options: PolicyRecipe = PolicyRecipe()
-    reset: Literal["query", "chunk"] = "query"  # when it forgets
+    reset: Literal["query", "chunk"] = "query"  # when the policy starts anew
 
 
 class PublicationRecipe(Section):
-    """With `server`: how what is learnt gets into the running engines, and how it proves itself there."""
+    """With `server`: publication of the learned drafter to the running engines, and the test of each version there."""
 
-    enabled: bool = True  # False = learn, and change nothing in the engines
-    # Prompts that are asked for before and after: of the newest texts, those that learner.holdout keeps from the update
-    # where there are any; 0 = trust the learner.
+    enabled: bool = True  # false = learn, but change nothing in the engines
+    # Prompts that are sent before and after a publication, for comparison. They are the newest of the texts that
+    # learner.holdout keeps from the update, or of all texts if it keeps none. 0 = trust the learner.
     probes: NonNegativeInt = 8
-    tokens: PositiveInt = 64  # of the answer to each, at most
-    level: Annotated[float, Field(gt=0, lt=1)] = (
-        0.05  # how often a version that is no worse may be put back all the same
-    )
-    keep: PositiveInt = 3  # versions on the disk
-    dir: LocalPath | None = None  # of the versions, readable by the engines; None = in the run directory
+    tokens: PositiveInt = 64  # longest answer to a probe
+    # Significance level of that comparison: at most this share of the versions that are no worse is rolled back.
+    level: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    keep: PositiveInt = 3  # versions kept on disk
+    dir: LocalPath | None = None  # of the versions, readable by the engines (None = in the run directory)
 
 
 class TrafficRecipe(Section):
-    """With `server`: where the texts come from. Without an entry the prompts of the stream are asked for."""
+    """With `server`: source of the texts. By default the prompts of the stream are sent to the server."""
 
-    listen: Listen | None = None  # a proxy to the servers
-    log: LocalPath | None = None  # requests with their responses, a line each, as they come
+    listen: Listen | None = None  # HOST:PORT of a proxy to the servers
+    log: LocalPath | None = None  # file of requests with responses, one per line, read as it grows
     follow: bool = True  # wait for more lines of the log
-    max_log_mb: PositiveFloat = 256.0  # of the proxy's log, which is then put aside, once
+    max_log_mb: PositiveFloat = 256.0  # size at which the proxy's log is rotated; one old file is kept
 
 
 class OnlineRecipe(LearningRecipe):
     """`specctl online`: drafters that learn along a stream.
 
-    Every prompt is answered by all `baselines`, and by one drafter of each `algo`; or, with `server`, by the engines
-    there, which draft with what one `algo` has learnt.
+    Every prompt is answered by all `baselines` and with one drafter per `algo`. With `server` it is answered by
+    engines, which draft with the drafter that a single `algo` teaches.
     """
 
-    algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # an update rule, or with its family: opt-hydra, ens-eagle3
-    arch: Annotated[str, OneOf(learning)] | None = None  # of rules without one; None = init's
-    init: LocalPath | None = None  # drafter to start from; None = ./drafters/<domain>-<arch>, warmed up if missing
-    pool: LocalPath | None = None  # specialists to choose among: each learns from the texts that it has won
-    policy: ChoiceRecipe = ChoiceRecipe()
+    algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # update rules, also with a family: opt-hydra, ens-eagle3
+    arch: Annotated[str, OneOf(online_families)] | None = (
+        None  # family for rules that name none (None = the family of `init`)
+    )
+    # Drafter to start from. The default is ./drafters/<domain>-<arch>, which is warmed up if it is missing.
+    init: LocalPath | None = None
+    # Directory of specialists to choose among. Each one learns from the texts of which it drafted the most tokens.
+    pool: LocalPath | None = None
+    policy: PoolPolicyRecipe = PoolPolicyRecipe()
     game: GameRecipe = GameRecipe()
-    reasoning: LookaheadRecipe = LookaheadRecipe()  # of algo lr, osd-lr and online-lr, which make a `ReasonRecipe`
+    reasoning: LookaheadRecipe = LookaheadRecipe()  # for lr, osd-lr, online-lr: see `ReasonRecipe`
     learner: LearnerOptions = LearnerOptions()
     buffer: BufferRecipe = BufferRecipe()
-    # The target changes along the stream, as in RL: ./step-100:400,./step-200:400 = so many prompts each, the last one
-    # to the end. They share vocabulary and sizes; `target` says how they are loaded.
+    # Targets that follow each other along the stream, as in RL: ./step-100:400,./step-200:400 means 400 prompts for
+    # each, and the last target stays to the end. They share vocabulary and sizes; `target` says how to load them.
     target_schedule: Names = []
-    draft_length: Literal["fixed", "auto"] = "fixed"  # auto: as deep as pays, by running acceptance and cost
-    # A text drafter that every head drafts with in one tree, learner or not (a hybrid); it decides how deep. auto:
-    # retrieval on a CPU, where nothing else decides that; none on a GPU, where a head alone runs in CUDA graphs.
-    beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
-    draft_cost: NonNegativeFloat | None = None  # auto: α, a draft token's cost in target steps; None = measured
-    asynchronous: bool = False  # a process of its own learns; the decoder takes over its weights between sequences
-    # asynchronous: where it learns; several devices share every batch: cuda:1,cuda:2; cpu,cpu = two processes.
+    draft_length: Literal["fixed", "auto"] = "fixed"  # auto: the depth that pays, by acceptance and cost up to now
+    # Text drafter that drafts in one tree with every head, whether it learns or not. This hybrid chooses its depth
+    # itself. auto: retrieval on a CPU, unless another option sets the depth; none on a GPU, where only a head alone
+    # runs in CUDA graphs.
+    beside: Annotated[str, OneOf(lambda: ("auto", "none", *TEXT_DRAFTERS, STREAM_RETRIEVAL))] = "auto"
+    draft_cost: NonNegativeFloat | None = None  # auto: cost α of a draft token in target steps (None = measured)
+    asynchronous: bool = False  # learn in another process; the decoder loads its weights between sequences
+    # asynchronous: device of the learner. Several devices share every batch: cuda:1,cuda:2; cpu,cpu is two processes.
     learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]
-    # Who answers every prompt, too: plain decoding, the drafter that does not learn, drafters that nobody has to train.
-    baselines: list[Rival] = ["vanilla", "static", "lookup", "retrieval"]
+    # Further contenders for every prompt: plain decoding, the drafter without learning, drafters without training.
+    baselines: list[Baseline] = ["vanilla", "static", "lookup", "retrieval"]
     batch: PositiveInt = 1  # sequences at a time
     save_outputs: bool = False
-    server: ServerRecipe = ServerRecipe()  # engines of the target, which draft with what is learnt here
-    baseline_server: ServerRecipe = ServerRecipe()  # one that keeps its drafter, asked the same prompts of the stream
+    server: ServerRecipe = ServerRecipe()  # engines of the target, which draft with the learned drafter
+    baseline_server: ServerRecipe = ServerRecipe()  # engine with a fixed drafter, sent the same prompts
     traffic: TrafficRecipe = TrafficRecipe()
     publication: PublicationRecipe = PublicationRecipe()
 
     @field_validator("beside", mode="before")
     @classmethod
     def _nothing(cls, beside: Any) -> Any:
-        """Recipes of before there was a default say null."""
+        """Read null as none, for recipes from before there was a default."""
         return "none" if beside is None else beside
 
     @field_validator("algo")
@@ -112,7 +116,7 @@ class OnlineRecipe(LearningRecipe):
     def _known(cls, algo: list[str]) -> list[str]:
         for name in algo:
             if name in REASONING:
-                raise ValueError(f"{name} drafts steps: it takes a ReasonRecipe")
+                raise ValueError(f"{name} drafts steps: it needs a ReasonRecipe")
             rule_and_family(name)
         if len(set(algo)) < len(algo):
             raise ValueError("names an algo twice")
@@ -123,60 +127,60 @@ class OnlineRecipe(LearningRecipe):
     def _devices(cls, devices: list[str]) -> list[str]:
         for name in devices:
             if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-                raise ValueError(f"{name!r} is no device: auto, cpu, cuda or cuda:N, or several such as cuda:1,cuda:2")
+                raise ValueError(f"{name!r} is not a device: use auto, cpu, cuda, cuda:N or several, cuda:1,cuda:2")
         if len(devices) > 1 and set(devices) != {"cpu"}:
             if not all(name.startswith("cuda:") for name in devices):
                 raise ValueError(
-                    f"{','.join(devices)}: several are GPUs with their numbers, such as cuda:1,cuda:2, or all cpu"
+                    f"{','.join(devices)}: several devices must be numbered GPUs, such as cuda:1,cuda:2, or all cpu"
                 )
             if len(set(devices)) < len(devices):
-                raise ValueError(f"{','.join(devices)} names a GPU twice: it takes one process")
+                raise ValueError(f"{','.join(devices)} names a GPU twice: each GPU takes one process")
         return devices
 
     @field_validator("target_schedule")
     @classmethod
     def _counts(cls, schedule: list[str]) -> list[str]:
-        counted(schedule, "./step-100:400,./step-200:400")
+        parse_schedule(schedule, "./step-100:400,./step-200:400")
         return schedule
 
     @model_validator(mode="after")
     def _consistent(self) -> OnlineRecipe:
         if self.reasoning != LookaheadRecipe():
             raise ValueError(f"reasoning is for algo {', '.join(REASONING)}, not for {', '.join(self.algo)}")
-        self._of_server()
-        self._of_learner_elsewhere()
+        self._check_server()
+        self._check_learner_elsewhere()
         if self.learner.combine == "probs":
-            self._of_mixture()
+            self._check_mixture()
         if self.pool is not None:
-            self._of_pool()
-        self._of_stdin()
+            self._check_pool()
+        self._check_stdin()
         if self.beside not in ("auto", "none") and (self.pool is not None or self.draft_length == "auto"):
-            raise ValueError("beside: a hybrid decides itself how deep it drafts, and specialists of a pool have none")
+            raise ValueError("beside excludes pool and draft_length=auto: a hybrid chooses its draft depth itself")
         if "static" in self.baselines and "static" in (rule_and_family(name)[0] for name in self.algo):
-            raise ValueError("the drafter that does not learn is a baseline already: set baselines without static")
+            raise ValueError("static is both an algo and a baseline: set baselines without static")
         return self
 
-    def _of_learner_elsewhere(self) -> None:
-        """The schedule's first target is the target; a learner in another process has one for itself."""
+    def _check_learner_elsewhere(self) -> None:
+        """Check the options of a learner in another process, and make the first target of the schedule the target."""
         if self.learner_device != ["auto"] and not self.asynchronous:
-            raise ValueError("learner_device is of a process of its own, which asynchronous (--async) makes")
+            raise ValueError("learner_device is for a separate learner process: set asynchronous (--async), too")
         if not self.target_schedule:
             return
         if self.asynchronous:
-            raise ValueError("a learner elsewhere has a target of its own: target_schedule and asynchronous exclude")
+            raise ValueError("target_schedule and asynchronous exclude each other: the learner keeps its target")
         self.target = self.target.model_copy(update={"name": self.target_at(0)})
 
-    def _of_server(self) -> None:
-        """ValueError for what engines cannot do, or what is about engines where there are none."""
+    def _check_server(self) -> None:
+        """Raise ValueError for options that engines do not support, and for options of engines without `server`."""
         live = self.traffic.listen is not None or self.traffic.log is not None
         if not self.server.urls:
             if live or self.baseline_server.urls:
-                raise ValueError("traffic and baseline_server are about a server's texts: name it with --server")
+                raise ValueError("traffic and baseline_server need a server: name it with --server")
             return
         if self.traffic.listen is not None and self.traffic.log is not None:
-            raise ValueError("traffic comes through the proxy (listen) or from a log that is there: leave one out")
+            raise ValueError("traffic comes through the proxy (listen) or from an existing log: leave one of them out")
         if live and self.baseline_server.urls:
-            raise ValueError("baseline_server is asked for the prompts of the stream, which traffic has none of")
+            raise ValueError("baseline_server answers the prompts of a stream, but traffic has none: leave one out")
         here = {
             "pool": self.pool is not None,
             "asynchronous": self.asynchronous,
@@ -189,34 +193,35 @@ class OnlineRecipe(LearningRecipe):
         }
         for key, there in here.items():
             if there:
-                raise ValueError(f"{key} is about drafting in this process, a server drafts by itself: leave it out")
+                raise ValueError(f"{key} is for drafting in this process, but a server drafts by itself: leave it out")
         if len(self.algo) > 1 or len(self.seeds) > 1:
-            raise ValueError("a server drafts with what one algo learns, under one seed")
+            raise ValueError("a server drafts with a single learned drafter: name one algo and one seed")
         if rule_and_family(self.algo[0])[0] in ("osd", "static"):
-            raise ValueError("osd learns where drafts are rejected, which no server tells; static learns nothing")
+            raise ValueError("osd needs the rejected positions, which no server reports, and static does not learn")
 
-    def _of_mixture(self) -> None:
-        """ValueError where the members of an ensemble cannot draft as one."""
-        others = [name for name in self.algo if self.family_of(name) not in mixing()]
+    def _check_mixture(self) -> None:
+        """Raise ValueError if the learners of an ensemble cannot draft as one."""
+        others = [name for name in self.algo if self.family_of(name) not in mixable_families()]
         if others or self.pool is not None or self.asynchronous:
             raise ValueError(
-                f"learner.combine=probs mixes heads of {' and '.join(mixing())}, learnt here: weights or sample"
+                f"learner.combine=probs is for {' and '.join(mixable_families())} without pool or asynchronous: "
+                "leave it out"
             )
 
-    def _of_pool(self) -> None:
-        """ValueError for what specialists cannot do that learn while they are chosen among."""
+    def _check_pool(self) -> None:
+        """Raise ValueError for options that the learning specialists of a pool do not support."""
         if self.init is not None:
-            raise ValueError("learners of a pool start from its drafters: init and pool exclude each other")
+            raise ValueError("init and pool exclude each other: learners of a pool start from its drafters")
         if self.asynchronous or self.draft_length == "auto":
-            raise ValueError("a pool learns synchronously, at the drafters' own depth")
+            raise ValueError("pool excludes asynchronous and draft_length=auto: leave them out")
         if any(rule_and_family(name)[1] for name in self.algo):
-            raise ValueError("a pool has drafters of its own: name update rules without a family, such as ogd")
+            raise ValueError("a pool already has drafters: name update rules without a family, such as ogd")
         if self.batch > 1 and self.policy.reset == "chunk":
-            raise ValueError("a policy that is not reset by query hears of one text at a time: batch must be 1")
+            raise ValueError("a policy that is not reset by query learns from one text at a time: set batch to 1")
 
     def target_at(self, prompts: int) -> str:
-        """The target that answers the prompt behind so many."""
-        parts = counted(self.target_schedule) or [(self.target.name, 0)]
+        """Return the target for the prompt that follows the first `prompts` prompts."""
+        parts = parse_schedule(self.target_schedule) or [(self.target.name, 0)]
         for name, count in parts:
             if prompts < count:
                 return name
@@ -224,21 +229,21 @@ class OnlineRecipe(LearningRecipe):
         return parts[-1][0]
 
     def family_of(self, algo: str) -> str:
-        """Family of the drafter that learns by `algo`."""
+        """Return the family of the drafter that learns by `algo`."""
         return rule_and_family(algo)[1] or self.arch or DEFAULT
 
     @property
     def served(self) -> bool:
-        """Whether engines answer, and not this process."""
+        """Whether engines answer the prompts, and not this process."""
         return bool(self.server.urls)
 
     @property
     def companion(self) -> str | None:
-        """The text drafter that every head drafts with."""
+        """Text drafter that drafts in one tree with every head, or None."""
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
         own = self.served or self.pool is not None or self.draft_length == "auto"
-        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else GROWING
+        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else STREAM_RETRIEVAL
 
     @property
     def families(self) -> list[str]:
@@ -247,8 +252,8 @@ class OnlineRecipe(LearningRecipe):
             return []
         return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
 
-    def rule_of(self, algo: str) -> LearnerRecipe:
-        """The learner that `algo` names; constants of its family are still open."""
+    def learner_of(self, algo: str) -> LearnerRecipe:
+        """Return the update rule that `algo` names. The constants of its family are not filled in."""
         return LearnerRecipe(**self.learner.model_dump(), algo=rule_and_family(algo)[0])
 
     @property
@@ -256,6 +261,6 @@ class OnlineRecipe(LearningRecipe):
         """Prompts between two updates."""
         return max(self.stream.chunk_of(family) for family in self.families or [DEFAULT])
 
-    def start_of(self, family: str) -> Path:
-        """The drafter that learners of a family start from."""
-        return self.init or super().start_of(family)
+    def initial_drafter(self, family: str) -> Path:
+        """Return the directory of the drafter from which learners of a family start."""
+        return self.init or super().initial_drafter(family)

@@ -1,4 +1,4 @@
-"""From recipe file, overrides, environment and flags to one validated recipe, or to all that is wrong, at once.
+"""Resolve recipe file, overrides, environment and flags into one validated recipe, or report all problems at once.
 
 Precedence: flag > override (`optimizer.lr=1e-4`) > recipe file > environment > default. An environment variable is
 `SPECCTL_` plus the key in capitals with `__` for the dot: SPECCTL_TARGET__DTYPE=fp32. A section with a `name` may be
@@ -17,16 +17,16 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import RecipeError, brief, did_you_mean
 from specctl.recipe import RECIPES, CommandRecipe, Section, model_for, yaml_file
 from specctl.recipe.yaml_file import KeyPath
 
 ENVIRONMENT = "SPECCTL_"
-SUFFIXES = (".yaml", ".json", ".sbatch")  # of recipes, DeepSpeed configurations, Slurm scripts
-LONGEST = 1 << 20  # characters of a file
-NEAREST_NAMES = 10  # problems beyond these come without a suggestion: each is looked for in all names
-SWITCHES = {
+SUFFIXES = (".yaml", ".json", ".sbatch")  # of file names: recipes, DeepSpeed configurations, Slurm scripts
+MAX_CHARACTERS = 1 << 20  # most characters of a recipe file
+MAX_SUGGESTIONS = 10  # further problems get no suggestion, because each search compares all names
+ENV_SWITCHES = {
     "SPECCTL_KERNELS": ("reference", "cpu", "triton"),
     "SPECCTL_GRAPHS": ("0", "1", "eager"),
     "SPECCTL_ATTENTION": ("kernel", "sdpa"),
@@ -34,13 +34,13 @@ SWITCHES = {
     "SPECCTL_KV": ("paged", "contiguous"),
     "SPECCTL_STEP": ("native", "torch"),
 }
-"""Variables that are no recipe keys, and their values: the kernels' dispatch and the decoding loop read them."""
-SIZES = ("SPECCTL_KV_GIB",)
-"""Variables of the same kind that are GiB."""
+"""Environment variables that are not recipe keys, with their values; kernel dispatch and decoding loop read them."""
+ENV_SIZES = ("SPECCTL_KV_GIB",)
+"""Further such variables, with a number of GiB as their value."""
 
 
 class Setting(NamedTuple):
-    """One value for one key, and where it was written (`file:line`, a flag, an environment variable)."""
+    """One value for one key, with its origin: `file:line`, a flag, or an environment variable."""
 
     path: KeyPath
     value: Any
@@ -48,7 +48,7 @@ class Setting(NamedTuple):
 
 
 class _Text(str):
-    """A value from the command line or the environment: its type is read from the field it is meant for."""
+    """A value from the command line or the environment; its type depends on the recipe field."""
 
 
 def resolve(
@@ -58,7 +58,10 @@ def resolve(
     flags: Iterable[Setting] = (),
     environ: Mapping[str, str] | None = None,
 ) -> CommandRecipe:
-    """The recipe of `command` with every layer applied. RecipeError lists every problem as `origin: key: problem`."""
+    """Return the recipe of `command` with every layer applied.
+
+    Raises RecipeError, which lists every problem as `origin: key: problem`.
+    """
     model = RECIPES[command]
     problems: list[str] = []
     settings = list(_from_environment(model, os.environ if environ is None else environ, problems))
@@ -70,7 +73,7 @@ def resolve(
     values: dict[KeyPath, Any] = {}
     origins: dict[KeyPath, str] = {}
     for setting in settings:
-        for path, value, origin in _leaves(model, setting, problems):
+        for path, value, origin in _to_fields(model, setting, problems):
             values[path] = _merged(values.get(path), value)
             origins[path] = origin
     fallback = str(recipe) if recipe else command
@@ -85,7 +88,7 @@ def resolve(
 
 
 def shipped() -> dict[str, str]:
-    """Names of the recipes in the package (`eval`, `deepspeed/zero2`, `slurm/train-drafter`) → their text."""
+    """Return the recipes in the package: name (`eval`, `deepspeed/zero2`, `slurm/train-drafter`) → text."""
     found: dict[str, str] = {}
 
     def visit(folder: Any, prefix: str) -> None:
@@ -100,15 +103,15 @@ def shipped() -> dict[str, str]:
 
 
 def read(name: str | Path) -> tuple[str, str]:
-    """(text, label for messages) of a file given by path or by the name of a shipped one."""
+    """Return (text, label for messages) of a file, given by its path or by the name of a shipped recipe."""
     if Path(name).is_file():
         try:
-            with regular.opened(name, "r", encoding="utf-8") as file:
-                text = file.read(LONGEST + 1)
+            with regular_files.open_regular(name, "r", encoding="utf-8") as file:
+                text = file.read(MAX_CHARACTERS + 1)
         except (OSError, UnicodeDecodeError) as error:
             raise RecipeError(f"{name}: cannot be read as text: {error}") from error
-        if len(text) > LONGEST:
-            raise RecipeError(f"{name}: too long for a recipe, over {LONGEST >> 20} MiB")
+        if len(text) > MAX_CHARACTERS:
+            raise RecipeError(f"{name}: too long for a recipe, over {MAX_CHARACTERS >> 20} MiB")
         return text, str(name)
     known = shipped()
     key = str(name)
@@ -116,22 +119,22 @@ def read(name: str | Path) -> tuple[str, str]:
         key = key.removesuffix(suffix)
     if key not in known:
         near = _nearest(key, known)
-        raise RecipeError(f"no recipe {str(name)!r}{near}", hint="a file, or a name from `specctl recipes ls`")
+        raise RecipeError(f"no recipe {str(name)!r}{near}", hint="name a file, or a recipe from `specctl recipes ls`")
     return known[key], str(name)
 
 
 def _recipe(name: str | Path) -> tuple[str, str]:
-    """The recipe that `read` gives; RecipeError for the files in the package that are no recipes."""
+    """Read a recipe as `read` does. Raises RecipeError for shipped files that are not recipes."""
     text, label = read(name)
     if not Path(name).is_file() and text.startswith("{"):
         raise RecipeError(f"{label} is a DeepSpeed configuration, not a recipe", hint=f"deepspeed={label}")
     if text.startswith("#!"):
-        raise RecipeError(f"{label} is a script, not a recipe", hint="specctl recipes cp copies it, to be edited")
+        raise RecipeError(f"{label} is a script, not a recipe", hint="copy it with specctl recipes cp and edit that")
     return text, label
 
 
 def command_of(name: str | Path) -> str:
-    """The command a recipe is for, from its `command:` key. RecipeError where it names none."""
+    """Return the command of a recipe, from its `command:` key. Raises RecipeError if that names no command."""
     text, label = _recipe(name)
     command = yaml_file.load(text, label)[0].get("command")
     if command not in RECIPES:
@@ -140,7 +143,7 @@ def command_of(name: str | Path) -> str:
 
 
 def dotted(path: KeyPath) -> str:
-    """`("target", "name")` → `target.name`."""
+    """Join a key path with dots: `("target", "name")` → `target.name`."""
     return ".".join(map(str, path))
 
 
@@ -152,17 +155,17 @@ def _is_size(value: str) -> bool:
 
 
 def _from_environment(model: type[Section], environ: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
-    """A variable that fits another command only is none of this command's business; an unknown one is an error."""
+    """Yield the settings from environment variables. A variable that fits only another command is ignored."""
     others = {field for other in RECIPES.values() for field in other.model_fields} - set(model.model_fields)
     for name, value in sorted(environ.items()):
         path = tuple(name.removeprefix(ENVIRONMENT).lower().split("__"))
-        if name in SIZES:
+        if name in ENV_SIZES:
             if value and not _is_size(value):
-                problems.append(f"{name}: must be GiB, a number above 0 (got {brief(repr(value))})")
+                problems.append(f"{name}: must be a number of GiB above 0 (got {brief(repr(value))})")
             continue
-        if name in SWITCHES:
-            if value and value not in SWITCHES[name]:
-                problems.append(f"{name}: must be one of {', '.join(SWITCHES[name])} (got {brief(repr(value))})")
+        if name in ENV_SWITCHES:
+            if value and value not in ENV_SWITCHES[name]:
+                problems.append(f"{name}: must be one of {', '.join(ENV_SWITCHES[name])} (got {brief(repr(value))})")
         elif name.startswith(ENVIRONMENT) and path[0] not in others:
             yield Setting(path, _Text(value), name)
 
@@ -173,15 +176,15 @@ def _from_file(command: str, recipe: str | Path, problems: list[str]) -> list[Se
     meant_for = data.pop("command", command)
     if meant_for != command:
         problems.append(f"{label}:{lines[('command',)]}: command: this recipe is for {meant_for!r}, not {command!r}")
-    return list(_spread(data, (), label, lines))
+    return list(_flatten(data, (), label, lines))
 
 
-def _spread(data: dict[str, Any], path: KeyPath, label: str, lines: dict[KeyPath, int]) -> Iterator[Setting]:
-    """One setting per innermost key, so that each keeps its own line."""
+def _flatten(data: dict[str, Any], path: KeyPath, label: str, lines: dict[KeyPath, int]) -> Iterator[Setting]:
+    """Yield one setting per innermost key, so that each keeps its line number."""
     for key, value in data.items():
         here = (*path, key)
         if isinstance(value, dict) and value:
-            yield from _spread(value, here, label, lines)
+            yield from _flatten(value, here, label, lines)
         else:
             yield Setting(here, value, f"{label}:{lines[here]}")
 
@@ -190,19 +193,19 @@ def _from_overrides(overrides: Iterable[str], problems: list[str]) -> Iterator[S
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
-            problems.append(f"{override}: an override is written key.sub=value")
+            problems.append(f"{override}: an override has the form key.sub=value")
         else:
             yield Setting(tuple(key.split(".")), _Text(value), brief(override))
 
 
-def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iterator[Setting]:
-    """The setting at the path of a field; nothing, and a problem, when there is no such field."""
+def _to_fields(model: type[Section], setting: Setting, problems: list[str]) -> Iterator[Setting]:
+    """Yield the setting at the path of a field. If there is no such field, add a problem and yield nothing."""
     section: Any = model
     for depth, key in enumerate(setting.path):
         field = section.model_fields.get(key)
         if field is None:
-            near = _nearest(dotted(setting.path), _keys(model)) if len(problems) < NEAREST_NAMES else ""
-            problems.append(f"{_at(setting.origin, setting.path)}: unknown key{near}")
+            near = _nearest(dotted(setting.path), _keys(model)) if len(problems) < MAX_SUGGESTIONS else ""
+            problems.append(f"{_location(setting.origin, setting.path)}: unknown key{near}")
             return
         here, rest = setting.path[: depth + 1], setting.path[depth + 1 :]
         if _is_section(field.annotation):
@@ -215,24 +218,29 @@ def _leaves(model: type[Section], setting: Setting, problems: list[str]) -> Iter
         else:
             yield Setting(here, value, setting.origin)
         return
-    if setting.value == {} or setting.value is None:  # `target:` with nothing under it
+    if setting.value == {} or setting.value is None:  # an empty section: `target:`
         return
     if isinstance(setting.value, str) and "name" in section.model_fields:
         yield Setting((*setting.path, "name"), str(setting.value), setting.origin)
         return
-    problems.append(f"{_at(setting.origin, setting.path)}: needs one of {', '.join(section.model_fields)}")
+    problems.append(
+        f"{_location(setting.origin, setting.path)}: set one of its keys: {', '.join(section.model_fields)}"
+    )
 
 
 def _value(setting: Setting, annotation: Any, here: KeyPath, rest: KeyPath) -> Any:
-    """The value of the field `here` by a setting for it, or for the keys `rest` in it. RecipeError where it is none."""
-    at = _at(setting.origin, here)
-    if rest and not _admits(annotation, dict):
-        raise RecipeError(f"{at}: has no keys of its own (got {brief(repr(dotted(rest)))})")
+    """Return the value of the field `here`, from a setting for the field or for the keys `rest` within the field.
+
+    Raises RecipeError if the field cannot have the value.
+    """
+    at = _location(setting.origin, here)
+    if rest and not _accepts(annotation, dict):
+        raise RecipeError(f"{at}: has no sub-keys (got {brief(repr(dotted(rest)))})")
     value = _typed(setting.value, dict[str, Any] if rest else annotation, at)
-    if not rest and isinstance(value, str) and _admits(annotation, dict):
+    if not rest and isinstance(value, str) and _accepts(annotation, dict):
         value = _mapping(value, at)
-    reason = "nested too deeply" if len(rest) > yaml_file.DEEPEST else _unfit(value)
-    if reason and here != ("prompt",):  # `generate` rejects that as data
+    reason = "nested too deeply" if len(rest) > yaml_file.DEEPEST else _rejection_reason(value)
+    if reason and here != ("prompt",):  # `generate` raises a DataError for a prompt
         raise RecipeError(f"{at}: {reason}")
     for part in reversed(rest):
         value = {part: value}
@@ -240,34 +248,36 @@ def _value(setting: Setting, annotation: Any, here: KeyPath, rest: KeyPath) -> A
 
 
 def _typed(value: Any, annotation: Any, at: str) -> Any:
-    """Read a command line's text as YAML, unless the field wants text (a revision 1234 stays a string)."""
+    """Parse a text from the command line as YAML, unless the field wants text (revision 1234 stays a string)."""
     if not isinstance(value, _Text):
         return value
     parsed = yaml_file.scalar(value, at)
-    wants_text = _admits(annotation, str, Path) and not _admits(annotation, list, dict, int, float)
-    if wants_text and not value:  # `drafter=$UNSET` is no way to say null
+    wants_text = _accepts(annotation, str, Path) and not _accepts(annotation, list, dict, int, float)
+    if wants_text and not value:  # `drafter=$UNSET` does not mean null
         return ""
     return str(value) if wants_text and not isinstance(parsed, str | None) else parsed
 
 
 def _mapping(text: str, at: str) -> Any:
-    """A mapping written as the path of a JSON file or the name of a shipped one (`deepspeed=deepspeed/zero2`)."""
+    """Read a mapping from a JSON file, given by its path or by the name of a shipped file (`deepspeed/zero2`)."""
     try:
         return json.loads(read(text)[0])
     except (RecipeError, ValueError, RecursionError) as error:
         raise RecipeError(f"{at}: neither a mapping nor a JSON file: {error}") from error
 
 
-def _unfit(value: Any, depth: int = 0) -> str | None:
-    """The reason why no key may have this value, whatever its type: tensors, files and reports could not hold it. None
-    where there is none."""
+def _rejection_reason(value: Any, depth: int = 0) -> str | None:
+    """Return the reason why no key of any type may have this value, or None if there is no such reason.
+
+    Tensors, files or reports could not hold such a value.
+    """
     if depth > yaml_file.DEEPEST:
         return "nested too deeply"
     if isinstance(value, dict | list):
         parts = [*value, *value.values()] if isinstance(value, dict) else value
-        return next(filter(None, (_unfit(part, depth + 1) for part in parts)), None)
+        return next(filter(None, (_rejection_reason(part, depth + 1) for part in parts)), None)
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
-        return "a whole number beyond 64 bits"
+        return "an integer beyond 64 bits"
     if isinstance(value, str | Path) and any("\ud800" <= char <= "\udfff" for char in str(value)):
         return "not UTF-8"
     return None
@@ -293,18 +303,18 @@ def _is_section(annotation: Any) -> bool:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
-def _admits(annotation: Any, *types: type) -> bool:
-    """Whether a value of one of `types` can stand there (looks into Optional, Annotated and containers' heads)."""
+def _accepts(annotation: Any, *types: type) -> bool:
+    """Whether an annotation admits one of `types`. Looks into Optional and Annotated, not at elements of containers."""
     origin = getattr(annotation, "__origin__", None)
     if annotation in types or origin in types:
         return True
     if origin in (list, dict):
         return False
-    return any(_admits(arg, *types) for arg in get_args(annotation))
+    return any(_accepts(arg, *types) for arg in get_args(annotation))
 
 
 def _keys(model: type[Section], prefix: str = "") -> list[str]:
-    """Every dotted key of a recipe."""
+    """Return every dotted key of a recipe."""
     keys: list[str] = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
@@ -314,7 +324,7 @@ def _keys(model: type[Section], prefix: str = "") -> list[str]:
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`); may be empty."""
+    """Return ` (did you mean X?)`, by the whole key, else by its last part (`lr` → `optimizer.lr`), else nothing."""
     known = list(known)
     last = {key.rsplit(".", 1)[-1]: key for key in reversed(known)}
     meant = did_you_mean(name, known, cutoff=0.75) or did_you_mean(name.rsplit(".", 1)[-1], last, cutoff=0.75)
@@ -322,7 +332,7 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
-    """One pydantic error as `origin: key: problem`."""
+    """Format a pydantic error as `origin: key: problem`."""
     location: KeyPath = error["loc"]
     origin = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), fallback)
     problem = error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
@@ -331,11 +341,11 @@ def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
     near = ""
     if error["type"] == "literal_error" and isinstance(given, str):
         near = _nearest(given, [part for part in error["ctx"]["expected"].split("'") if part.isidentifier()])
-    return f"{_at(origin, location)}: {problem}{got}{near}"
+    return f"{_location(origin, location)}: {problem}{got}{near}"
 
 
-def _at(origin: str, path: KeyPath) -> str:
-    """`origin: key`, or the origin alone where it spells the key: `--arch`, `optimizer.lr=abc`."""
+def _location(origin: str, path: KeyPath) -> str:
+    """Return `origin: key`, or the origin alone if it contains the key: `--arch`, `optimizer.lr=abc`."""
     key = brief(dotted(path))
     spelt = key in ("", origin.removeprefix("--").replace("-", "_")) or origin.startswith(f"{key}=")
     return origin if spelt else f"{origin}: {key}"

@@ -1,4 +1,4 @@
-"""The classifier that routes a prompt to a drafter (`specctl select --train-router`)."""
+"""Recipe section of the router, a classifier that assigns prompts to drafters (`specctl select --train-router`)."""
 
 from __future__ import annotations
 
@@ -13,24 +13,26 @@ HEAD_SIZE = 32
 
 
 class RouterRecipe(Section):
-    """A classifier, prompt → drafter: a pretrained encoder, or a small one from scratch on the target's tokens.
+    """A classifier from prompts to drafters: a pretrained encoder, or a small one from scratch on the target's tokens.
 
-    `perturbations` are the changes of the held-out prompts under which it is measured, each with its strength.
+    `perturbations` change the held-out prompts on which it is measured, each with its strength.
     """
 
-    prompts: Name | None = None  # JSONL to train on, {domain} in its name; None = prompts of the domains' generators
-    limit: PositiveInt = 300  # prompts of each domain
-    weight: PositiveInt = 8  # warm start: tokens that its opinion counts for
-    model: Name | None = None  # a Hugging Face id or a directory of a BERT-style encoder; None = from scratch
+    # JSONL files to train on, with {domain} in the name. The default is prompts of the domains' generators.
+    prompts: Name | None = None
+    limit: PositiveInt = 300  # prompts per domain
+    weight: PositiveInt = 8  # warm start: number of tokens that its opinion counts as
+    model: Name | None = None  # Hugging Face id or directory of a BERT-style encoder (None = from scratch)
     revision: Name | None = None
     layers: PositiveInt = 2  # from scratch
     hidden_size: Annotated[int, Field(gt=0, multiple_of=HEAD_SIZE)] = 128  # from scratch
-    lr: PositiveFloat | None = None  # None = 2e-5 for a pretrained encoder, 1e-3 from scratch
-    epochs: PositiveInt | None = None  # None = 3 for a pretrained encoder, 10 from scratch
+    lr: PositiveFloat | None = None  # by default 2e-5 for a pretrained encoder, 1e-3 from scratch
+    epochs: PositiveInt | None = None  # by default 3 for a pretrained encoder, 10 from scratch
     warmup: Fraction = 0.1
     max_length: Annotated[int, Field(ge=2)] = 128  # tokens of a prompt that are read, from its beginning
     batch_size: PositiveInt = 32
-    # The drafter made for the domain; or the pool's best one for the prompt in a recorded table (`replay`), by name.
+    # Labels of the prompts. domain: the drafter made for the domain. hindsight: the name of the best drafter for the
+    # prompt in a recorded table (`replay`).
     labels: Literal["domain", "hindsight"] = "domain"
     held_out: Annotated[float, Field(gt=0, lt=1)] = 0.2  # share of every domain's prompts
     seed: NonNegativeInt = 0
@@ -47,10 +49,10 @@ class RouterRecipe(Section):
 
     @property
     def learning_rate(self) -> float:
-        """`lr`, or the usual one."""
+        """Learning rate: `lr`, or its default for the kind of model."""
         return self.lr or (1e-3 if self.model is None else 2e-5)
 
     @property
     def passes(self) -> int:
-        """`epochs`, or the usual number."""
+        """Number of epochs: `epochs`, or its default for the kind of model."""
         return self.epochs or (10 if self.model is None else 3)

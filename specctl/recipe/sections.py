@@ -1,4 +1,4 @@
-"""Sections and bases that several commands' recipes share."""
+"""Recipe sections and base classes that several commands share."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-def _named(value: Any) -> Any:
+def _not_empty(value: Any) -> Any:
     if value == "":
         raise ValueError("is empty")
     return value
 
 
-Name = Annotated[str, BeforeValidator(_named)]
-"""A model, a file, an address: an option that is given says one."""
+Name = Annotated[str, BeforeValidator(_not_empty)]
+"""A text that is not empty: the name of a model, a file or an address."""
 
 
-LocalPath = Annotated[Path, BeforeValidator(_named), Field(strict=False)]
+LocalPath = Annotated[Path, BeforeValidator(_not_empty), Field(strict=False)]
 
 
 class OneOf:
-    """Metadata of a text that is one of some names, read when they are needed: a `Literal` of a table's keys."""
+    """Pydantic metadata of a text that is one of some names, like a `Literal`, but read from a table when needed."""
 
     def __init__(self, names: Callable[[], Iterable[str]]):
         self.names = names
 
     def check(self, value: Any) -> str:
-        """The value, or the error that a `Literal` gives."""
+        """Return the value, or raise the error of a `Literal`."""
         names = list(self.names())
         if value not in names:
             *first, last = map(repr, names)
@@ -68,35 +68,38 @@ GraphicsCard = Literal["a100-40g", "a100-80g", "h100-80g", "h200", "l40s", "rtx4
 Gpu = Literal[GraphicsCard, "cpu"]
 
 
-def _split(value: Any) -> Any:
+def _split_commas(value: Any) -> Any:
     return [part.strip() for part in value.split(",") if part.strip()] if isinstance(value, str) else value
 
 
-Names = Annotated[list[str], BeforeValidator(_split)]
+Names = Annotated[list[str], BeforeValidator(_split_commas)]
 """A list that may be written as one string with commas: `sql,math`."""
 
 
 class Section(BaseModel):
-    """Unknown keys are errors, and nothing is converted silently (YAML is typed)."""
+    """Base class of recipe sections. Unknown keys are errors, and no value is converted silently (YAML is typed)."""
 
     model_config = ConfigDict(extra="forbid", strict=True, validate_default=True, allow_inf_nan=False)
 
     @model_serializer(mode="wrap", when_used="json")
     def _without_passwords(self, inner: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """The JSON form, which is shown, kept, and compared with an earlier run's: a new password resumes that, too."""
+        """Return the JSON form with passwords replaced.
+
+        It is shown, stored, and compared with the recipe of a run to resume, which may have had another password.
+        """
         return redacted(inner(self))
 
 
 class TargetRecipe(Section):
-    """The model that is accelerated: `builtin`, a Hugging Face id, or a local directory."""
+    """The target, the model to accelerate: `builtin`, a Hugging Face id, or a local directory."""
 
     name: Name = "builtin"
     revision: Name | None = None
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
-    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process' GPUs
-    max_memory: Annotated[str, Field(pattern=r"^\d+([KMG]i?)?B$")] | None = None  # with device_map: of each GPU, 60GiB
-    tensor_parallel: PositiveInt = 1  # slices, of which each process of torchrun holds one
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process's GPUs
+    max_memory: Annotated[str, Field(pattern=r"^\d+([KMG]i?)?B$")] | None = None  # with device_map: per GPU, as 60GiB
+    tensor_parallel: PositiveInt = 1  # number of slices; each process of torchrun holds one
     trust_remote_code: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -112,7 +115,7 @@ class TargetRecipe(Section):
 
     @property
     def loading(self) -> dict[str, Any]:
-        """The arguments of `load_target`."""
+        """Arguments for `load_target`."""
         return self.model_dump(exclude={"chat_template_kwargs"})
 
     @property
@@ -120,52 +123,54 @@ class TargetRecipe(Section):
         """Whether this process would load the target on a GPU."""
         if self.device != "auto":
             return self.device != "cpu"
-        import torch  # here, because a recipe is read by commands that never load it
+        import torch  # imported here: commands that never need torch read recipes, too
 
         return torch.cuda.is_available()
 
     @property
     def described(self) -> dict[str, Any]:
-        """The arguments of `load_target_text`."""
+        """Arguments for `load_target_text`."""
         return self.model_dump(include={"name", "revision", "trust_remote_code"})
 
 
 def label_of(prompts: str) -> str:
-    """The name of a prompts file's domain where none is given: `data/My file.jsonl` → `My-file`, `-` → `stdin`."""
+    """Return the default domain name of a prompts file: `data/My file.jsonl` → `My-file`, `-` → `stdin`."""
     stem = "stdin" if prompts == "-" else Path(prompts).name.split(".")[0]
     return re.sub(r"[^\w-]+", "-", stem).strip("-_")[:60] or "prompts"
 
 
 class DataRecipe(Section):
-    """Where prompts come from: a file or stdin first, the public data set when asked, else the domain's generator."""
+    """Source of the prompts: a file or stdin if given, the public data set on request, else the domain's generator."""
 
-    domain: Annotated[Names, Field(min_length=1)] = ["sql"]  # of a prompts file: its name, unless one is given
-    # JSONL file, one per domain with `{domain}` in its name; "-" for stdin; "hub:ID[:CONFIG]" for a data set.
+    domain: Annotated[Names, Field(min_length=1)] = ["sql"]  # by default the name of a prompts file
+    # JSONL file (one per domain with `{domain}` in its name), "-" for stdin, or "hub:ID[:CONFIG]" for a data set.
     prompts: Name | None = None
-    source: Literal["auto", "generator", "public", "unconditional"] = (
-        "auto"  # unconditional: whatever the target writes
-    )
-    limit: PositiveInt | None = None  # prompts per domain; of a file a sample, of stdin the first
-    max_rejected: Fraction = 0.01
+    # unconditional: the target writes without prompts.
+    source: Literal["auto", "generator", "public", "unconditional"] = "auto"
+    limit: PositiveInt | None = None  # prompts per domain: a sample of a file, the first of stdin
+    max_rejected: Fraction = 0.01  # largest share of prompts that may be rejected
     seed: NonNegativeInt = 0
 
     @model_validator(mode="after")
     def _unconditional(self) -> DataRecipe:
         if self.source == "unconditional":
             if self.prompts is not None:
-                raise ValueError("unconditional samples have no prompts")
+                raise ValueError("unconditional samples have no prompts: leave prompts out")
             self.domain = ["unconditional"]
         elif self.prompts is not None and "{domain}" not in self.prompts and "domain" not in self.model_fields_set:
             self.domain = [label_of(self.prompts)]
         return self
 
     def prompts_of(self, domain: str) -> str | None:
-        """The prompts file of one domain."""
+        """Return the prompts file of one domain, or None."""
         return self.prompts and self.prompts.replace("{domain}", domain)
 
 
 class SamplingRecipe(Section):
-    """How the target samples. `exact` runs every forward in one fixed shape, so that text equals plain decoding's."""
+    """Sampling of the target.
+
+    `exact` runs every forward in one fixed shape, so that texts equal the texts of plain decoding.
+    """
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     top_k: NonNegativeInt = 0  # 0 = off
@@ -176,46 +181,49 @@ class SamplingRecipe(Section):
 
 
 class DraftingRecipe(Section):
-    """Shape of the draft tree; None = the measured default of the drafter's family on this device."""
+    """Shape of the draft tree. A default None is the measured default of the drafter's family on this device."""
 
-    depth: PositiveInt | None = None
-    width: PositiveInt | None = None
-    nodes: PositiveInt | None = None
-    children: PositiveInt | None = None
-    stop_below: Fraction | None = None  # stop drafting under this joint probability
-    keep_above: Fraction | None = None  # leave out candidates of a dynamic tree under this joint probability
+    depth: PositiveInt | None = None  # most levels of the tree
+    width: PositiveInt | None = None  # nodes per level that are expanded
+    nodes: PositiveInt | None = None  # draft tokens to verify
+    children: PositiveInt | None = None  # candidates per expanded node
+    stop_below: Fraction | None = None  # stop drafting if the best joint probability of a level is lower
+    keep_above: Fraction | None = None  # leave out candidates of a dynamic tree with a lower joint probability
     proposal: Literal["deterministic", "sampled"] = "deterministic"
-    rule: Literal["token", "block"] = "token"  # of acceptance, for sampled proposals: Leviathan et al., Sun et al.
+    rule: Literal["token", "block"] = "token"  # acceptance of sampled proposals: Leviathan et al., or Sun et al.
 
     @model_validator(mode="after")
     def _rule_of_sampled(self) -> DraftingRecipe:
         if self.rule == "block" and self.proposal != "sampled":
-            raise ValueError("rule=block decides about sampled proposals: set proposal=sampled, too")
+            raise ValueError("rule=block needs sampled proposals: set proposal=sampled, too")
         return self
 
 
 class ResourceRecipe(Section):
-    """Resources the process may use, and the machine that --dry-run estimates for; None = what this machine has."""
+    """Resources that the process may use, and the machine for which --dry-run estimates.
+
+    A default None is the value of this machine.
+    """
 
     threads: PositiveInt | None = None
-    gpus: PositiveInt | None = None  # of all nodes together
+    gpus: PositiveInt | None = None  # over all nodes
     gpu: Gpu | None = None
-    processes: PositiveInt | None = None  # None = one for each GPU, or one in all with target.device_map
+    processes: PositiveInt | None = None  # by default one per GPU, or a single one with target.device_map
 
 
 class CommandRecipe(Section):
-    """Keys that every command's recipe has."""
+    """Recipe of a command; these keys are common to all."""
 
     target: TargetRecipe = TargetRecipe()
     resources: ResourceRecipe = ResourceRecipe()
     output_dir: LocalPath | None = None
 
     sliceable: ClassVar[bool] = False
-    """Whether several processes can carry it out as one, with a target in slices."""
+    """Whether several processes can run the command together, with a target in slices."""
 
     @model_validator(mode="after")
     def _slices(self) -> Self:
-        """Refuse, where the target is in slices, what several processes would do each for itself."""
+        """Refuse options that do not work with a target in slices, because every process would act on them alone."""
         if self.target.tensor_parallel == 1:
             return self
         if not self.sliceable:
@@ -225,17 +233,17 @@ class CommandRecipe(Section):
             "server": server is not None and server.urls,
             "an input on stdin": "-" in (getattr(self, "prompt", None), data and data.prompts),
             "baseline transformers": "transformers" in getattr(self, "baselines", ()),
-            "log": isinstance(getattr(self, "log", None), str),  # of responses; trainings log elsewhere
+            "log": isinstance(getattr(self, "log", None), str),  # of responses, unlike the `log` of train-drafter
             **{key: getattr(self, key, None) for key in ("record", "replay", "train_router")},
         }
         for key, there in alone.items():
             if there:
-                raise ValueError(f"{key} is for one process: leave it out, or target.tensor_parallel")
+                raise ValueError(f"{key} works only in one process: leave it out, or target.tensor_parallel")
         return self
 
 
 class ResumableRecipe(CommandRecipe):
-    """A command that can continue where it stopped."""
+    """Recipe of a command that can resume where it stopped."""
 
     resume: bool = False
     overwrite: bool = False
@@ -248,7 +256,7 @@ class ResumableRecipe(CommandRecipe):
 
 
 class RunRecipe(ResumableRecipe):
-    """A command whose output_dir is the record of a run; None = the run directory under ./runs."""
+    """Recipe of a resumable command with output_dir as its run directory (None = a new directory under ./runs)."""
 
     @model_validator(mode="after")
     def _resumed_by_name(self) -> RunRecipe:
@@ -258,15 +266,15 @@ class RunRecipe(ResumableRecipe):
 
 
 class ConverterRecipe(CommandRecipe):
-    """A command that writes one directory from another, in seconds."""
+    """Recipe of a command that converts one directory into another within seconds."""
 
     overwrite: bool = False
 
 
 class WriterRecipe(ResumableRecipe):
-    """A command whose output_dir is what it makes (data, a drafter), not the record of a run."""
+    """Recipe of a resumable command with output_dir as its product (data, a drafter), not as its run directory."""
 
 
 def distilled_dir(domains: list[str]) -> Path:
-    """Where a domain's distilled data is kept by default: ./distilled/sql, ./distilled/sql+math."""
+    """Return the default directory of distilled data: ./distilled/sql, ./distilled/sql+math."""
     return Path("distilled") / "+".join(domains)

@@ -1,4 +1,4 @@
-"""`specctl select`: pool and stream, and the constants of the policies and of the game that they play."""
+"""Recipe of `specctl select`: pool, stream, policies with their constants, and the rules of the game."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.families import GROWING, UNTRAINED
+from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
 from specctl.recipe.router import RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -24,30 +24,33 @@ from specctl.recipe.server import Listen, ServerRecipe
 
 
 class PolicyRecipe(Section):
-    """Constants of all policies, with the values of their papers; each policy reads its own."""
+    """Constants of all policies, with the values of their papers. Each policy reads only the constants it needs."""
 
-    play: Literal["sample", "argmax"] = "sample"  # how an arm is drawn from weights
-    arm: NonNegativeInt = 0  # fixed: the one it plays
-    delta: Annotated[float, Field(gt=0, lt=1)] = 0.1  # ucbspec: δ, probability that a radius does not hold
-    radius_scale: NonNegativeFloat = 1.0  # ucbspec: 1 is literal, 0.1 practical
-    eta: PositiveFloat | None = None  # exp3spec, hedge: a constant rate η instead of the papers' schedules
-    beta: NonNegativeFloat = 0.01  # metasd-ucb, -ducb, -swucb: β, scale of the radius
+    play: Literal["sample", "argmax"] = "sample"  # draw an arm by its weight, or take the largest weight
+    arm: NonNegativeInt = 0  # fixed: number of the arm to play
+    delta: Annotated[float, Field(gt=0, lt=1)] = 0.1  # ucbspec: δ, probability that a confidence radius fails
+    radius_scale: NonNegativeFloat = 1.0  # ucbspec: factor on the radius; 1 as in the paper, 0.1 in practice
+    eta: PositiveFloat | None = None  # exp3spec, hedge: constant rate η (None = the papers' schedules)
+    beta: NonNegativeFloat = 0.01  # metasd-ucb, -ducb, -swucb: factor β on the confidence radius
     mix: Annotated[float, Field(gt=0, le=1)] = 0.4  # metasd-exp3: γ, share of uniform exploration
-    literal: bool = False  # metasd-sh, -petc: as printed: keeps the worse half, by the last stage's means
+    literal: bool = False  # metasd-sh, -petc as printed: keep the worse half, by the last stage's means
     period: PositiveInt = 1  # metasd-sh: pulls of each surviving arm before a halving
-    # metasd-petc: halving takes about B0 = c ln B rounds; None = 2N. The paper names no c. Of seven arms and 128 tokens
-    # 2 has committed to one after 13 rounds; 2N explores for 63, which is more than 128 tokens take.
+    # metasd-petc: halving takes about B0 = c ln B rounds (None: c = 2N). The paper gives no c. With seven arms and 128
+    # tokens, c = 2 commits to one arm after 13 rounds; c = 2N explores for 63 rounds, longer than 128 tokens take.
     petc_c: PositiveFloat | None = 2.0
-    horizon: Annotated[int, Field(ge=2)] = 128  # metasd-petc: B, tokens that are expected until a reset
-    # metasd-ducb: λ, and metasd-swucb: rounds that count. Not in the paper; on development texts whose kind changes
-    # half-way 0.99 and 100 are no better than not forgetting, and these lose 2 % where nothing changes.
+    horizon: Annotated[int, Field(ge=2)] = 128  # metasd-petc: B, expected number of tokens until a reset
+    # metasd-ducb: discount λ; metasd-swucb: number of rounds in the window. The paper gives no values. On development
+    # texts that change their kind halfway, 0.99 and 100 are no better than never forgetting. The defaults here lose 2 %
+    # on texts that do not change.
     discount: Annotated[float, Field(gt=0, le=1)] = 0.9
     window: PositiveInt = 20
 
 
 class CatchUpRecipe(Section):
-    """The text read by drafters that miss much of it, when they are chosen or scored: everything (`recompute`), or the
-    first `sink` and the last `window` tokens (`streaming`, MetaSD F.11)."""
+    """Text that a drafter reads when it is chosen or scored after it has missed many tokens.
+
+    It reads everything (`recompute`), or the first `sink` and the last `window` tokens (`streaming`, MetaSD F.11).
+    """
 
     name: Literal["recompute", "streaming"] = "recompute"
     sink: PositiveInt = 4
@@ -55,45 +58,51 @@ class CatchUpRecipe(Section):
 
 
 class GameRecipe(Section):
-    """The policies' view of a game. The skipping and the hybrid loss are HedgeSpec's, for full information only."""
+    """Rules of the game: the rewards and losses that a policy sees, and when it sees them.
 
-    # Draft depths of idle drafters that are looked at; None = the longest draft, as in HedgeSpec. On development
-    # prompts one chose as well as two or three, at the least cost.
+    Skipped scorings and the hybrid loss are HedgeSpec's and concern only policies with full information.
+    """
+
+    # Number of draft depths at which idle drafters are scored (None = the longest draft, as in HedgeSpec). On
+    # development prompts one depth led to choices as good as with two or three, at the least cost.
     depth: PositiveInt | None = 1
-    # Of bandits. paper = tokens (BanditSpec), bd (MetaSD), or surplus (cgp-ucb): tokens beyond those that all rounds
-    # make in that time.
+    # Reward of bandits. paper is tokens for BanditSpec's policies, bd for MetaSD's, and surplus for cgp-ucb: the tokens
+    # of a round, less the average number of tokens that all rounds commit in the same time.
     reward: Literal["paper", "tokens", "be", "bd", "throughput", "surplus"] = "paper"
-    # Of full information: expected length (HedgeSpec), that a second of a round, or 1 - γ at depth 1. In a pool of
-    # heads the first two choose alike; beside drafters that cost nothing only seconds tell what is worth playing.
+    # Loss of policies with full information: from the expected accepted length (HedgeSpec), from that length per second
+    # of a round, or 1 - γ at depth 1. In a pool of heads the first two choose alike. If some drafters cost nothing,
+    # only the loss per second shows which drafter to play.
     loss: Literal["length", "throughput", "acceptance"] = "throughput"
-    # Of the expected length. realised is noisier, and unbiased but for what a draft leaves out because it is unlikely
-    # (stop_below, the nodes of a dynamic tree, expansions of one wider than 1): that both count as if it were there.
+    # Estimator of the expected length. realised is noisier. It is unbiased, except for unlikely candidates that a draft
+    # leaves out (by stop_below, by the nodes of a dynamic tree, or in trees wider than 1): both estimators count them
+    # as drafted.
     estimator: Literal["product", "realised"] = "product"
-    unit: Literal["token", "chunk"] = "token"
-    hybrid_rounds: NonNegativeInt = 3  # first loss vectors that are 1 - γ, without delay
-    # Rounds that are all scored: 6 in HedgeSpec. After one the choice is as good as after two, which score more.
+    unit: Literal["token", "chunk"] = "token"  # one loss vector per token, or one per round
+    hybrid_rounds: NonNegativeInt = 3  # number of first loss vectors that use depth 1 alone, without delay
+    # Number of first rounds that are all scored: 6 in HedgeSpec. After one round choices are as good as after two.
     warmup_rounds: NonNegativeInt = 1
-    batch_rounds: PositiveInt = 12  # rounds between two scorings afterwards
-    batch_growth: Annotated[float, Field(ge=1)] = 2.0  # from scoring to scoring; 1 is HedgeSpec's, and costs more
-    # Threshold of Page's test for an arm that accepts less than it did: forget, score now and often again. 5 alarms
-    # after about 4 rounds that are two standard deviations worse, 10 one worse, 400 as ever. null = HedgeSpec's: never.
+    batch_rounds: PositiveInt = 12  # after the warm-up: rounds between two scorings
+    batch_growth: Annotated[float, Field(ge=1)] = 2.0  # growth of that number; HedgeSpec: 1, which costs more
+    # Threshold of Page's test for an arm with falling acceptance. On an alarm the policy forgets, and idle drafters are
+    # scored at once and often again. 5 alarms after about 4 rounds that are two standard deviations worse, after 10
+    # that are one worse, and after 400 without a change. null = never, as in HedgeSpec.
     drift: PositiveFloat | None = 5.0
-    # Of a text that ends within a game, also score the tokens that no scoring has reached; else they are forgotten. A
-    # text that is scored at all costs a prefill of each idle drafter.
+    # If a text ends within a game, also score its tokens that no scoring has reached; otherwise they are dropped. Any
+    # scoring of a text costs a prefill of each idle drafter.
     score_ends: bool = False
-    tokens_per_update: PositiveInt = 6  # afterwards: the mean of so many vectors is one update
-    # A position's vector is complete once every arm's draft from there goes on with less than this probability: all
-    # have missed. null = HedgeSpec's: when the tokens of the longest draft are known.
+    tokens_per_update: PositiveInt = 6  # after the warm-up: loss vectors averaged into an update
+    # A position's loss vector is complete once every arm's draft from there continues with less than this probability,
+    # so all drafts have ended. null = once the tokens of the longest draft are known, as in HedgeSpec.
     settled: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
 
     @property
     def yardstick(self) -> Literal["mat", "throughput"]:
-        """The measure of a game's best arm: tokens a second where these are played for, else mat."""
+        """Measure of a game's best arm: throughput if the reward or the loss counts seconds, else mat."""
         seconds = {self.loss, self.reward} & {"throughput", "surplus"}
         return "throughput" if seconds else "mat"
 
 
-GAMES: dict[str, dict[str, Any]] = {
+GAME_PRESETS: dict[str, dict[str, Any]] = {
     "normalhedge": {
         "depth": None,
         "loss": "length",
@@ -107,34 +116,35 @@ GAMES: dict[str, dict[str, Any]] = {
         "settled": None,
     }
 }
-"""Policies with a game of their own: there these are the defaults. NormalHedge alone is HedgeSpec without its savings:
-every token is scored at all depths, at once, and is an update."""
+"""Policies with other defaults for the rules of the game. `normalhedge` is HedgeSpec without its savings: every token
+is scored at once and at all depths, and is one update."""
 
 
 class ArmRecipe(Section):
-    """Arms that can be chosen: which drafters, and how much they draft.
+    """Arms to choose from: the drafters, and how much they draft.
 
-    The arms are all drafters × (`draft_nodes` and `shapes`), where any are given; 0 nodes is plain decoding, once.
+    If `draft_nodes` or `shapes` are given, the arms are all drafters × (`draft_nodes` and `shapes`). 0 nodes is a
+    single arm of plain decoding.
     """
 
-    names: Names = []  # only these of the pool's drafters; empty = all
+    names: Names = []  # use only these drafters of the pool; empty = all
 
     draft_nodes: list[NonNegativeInt] = []
     shapes: list[DraftingRecipe] = []
-    # Plain decoding as one more arm, for a stream on which every drafter loses. null: for policies that play for
-    # seconds, when decoding; true: for all policies, and in replays.
+    # Plain decoding as one more arm, for a stream on which every drafter loses time. null: only when decoding, for
+    # policies that count seconds. true: for all policies, and in replays.
     plain: bool | None = None
 
 
-SERVED = ("target", "resources", "algo", "policy", "seeds", "output_dir", "overwrite", "server", "listen")
-"""Keys that count where requests are routed among servers."""
+SERVED_KEYS = ("target", "resources", "algo", "policy", "seeds", "output_dir", "overwrite", "server", "listen")
+"""Keys with an effect when requests are routed among servers."""
 
 
 class SelectRecipe(CommandRecipe):
     """`specctl select`: policies that choose a drafter of the pool every round, on one stream of prompts.
 
-    A session is a run of `session` consecutive prompts, of one domain unless `order` says otherwise. What a policy has
-    learnt is forgotten at every `reset`.
+    A session has `session` consecutive prompts, from one domain unless `order` says otherwise. At every `reset` a
+    policy forgets what its rounds have shown; only cgp-ucb keeps its memory of prompts.
     """
 
     sliceable = True
@@ -143,106 +153,114 @@ class SelectRecipe(CommandRecipe):
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
     algo: Annotated[Names, Field(min_length=1)] = ["cgp-ucb"]  # one policy, or several side by side
-    pool: LocalPath | None = None  # None = ./drafters where that is there
-    drafters: list[Name] = []  # further members: directories, or lookup, suffix
-    # A text drafter that every head, arm or rival, drafts with in one tree (a hybrid, which decides how deep), and one
-    # more arm. auto: on a CPU `retrieval`, which reads all earlier texts of the stream, unless another option decides
-    # how heads draft; on a GPU none, because a head with a text drafter does not run in CUDA graphs.
-    beside: Annotated[str, OneOf(lambda: ("auto", "none", *UNTRAINED, GROWING))] = "auto"
-    store_tokens: PositiveInt = 1_000_000  # of the newest texts that `retrieval` reads, 16 bytes each
-    strict: bool = False  # refuse a pool with a member that cannot be used, instead of leaving it out
+    pool: LocalPath | None = None  # directory of drafters (None = ./drafters, if it exists)
+    drafters: list[Name] = []  # further drafters of the pool: directories, lookup or suffix
+    # Text drafter that drafts in one tree with every head, arm or rival. This hybrid chooses its depth itself. The text
+    # drafter is also one more arm. auto: on a CPU `retrieval` from all earlier texts of the stream, unless another
+    # option decides how heads draft; on a GPU none, because a head with a text drafter does not run in CUDA graphs.
+    beside: Annotated[str, OneOf(lambda: ("auto", "none", *TEXT_DRAFTERS, STREAM_RETRIEVAL))] = "auto"
+    store_tokens: PositiveInt = 1_000_000  # size of the datastore of `retrieval`: the newest tokens, 16 bytes each
+    strict: bool = False  # refuse a pool with an unusable drafter, instead of leaving that drafter out
     arms: ArmRecipe = ArmRecipe()
     policy: PolicyRecipe = PolicyRecipe()
     game: GameRecipe = GameRecipe()
     catch_up: CatchUpRecipe = CatchUpRecipe()
-    reset: Literal["query", "session", "stream"] = "query"  # as in the papers, and the hardest
-    session: PositiveInt = 8
-    # Sessions of all domains shuffled; domain after domain; or every session half of one domain and half of another.
+    reset: Literal["query", "session", "stream"] = "query"  # query as in the papers, the hardest case
+    session: PositiveInt = 8  # prompts per session
+    # mixed: sessions of all domains, shuffled. blocks: one domain after the other. shift: every session has half of its
+    # prompts from one domain and half from a second one.
     order: Literal["mixed", "blocks", "shift"] = "mixed"
-    # beside: that text drafter; fixed: every arm by itself; recompute: the policies once more, without what
-    # catch_up=streaming saves and loses
+    # Contenders for comparison. vanilla: plain decoding. beside: the text drafter of the key `beside`. fixed: every arm
+    # alone. draft-all: all drafters draft in every round, and the longest accepted draft counts. recompute: the
+    # policies once more, without the savings and losses of catch_up=streaming.
     baselines: list[Literal["vanilla", "beside", "fixed", "draft-all", "recompute"]] = ["vanilla", "beside"]
-    rivals: list[Name] = []  # drafters measured by themselves that are no arms, such as a generalist
+    rivals: list[Name] = []  # drafters that are measured alone and are no arms, such as a generalist
     batch: PositiveInt = 1  # sequences at a time
-    # Who is given an arm in a round: every text its own, or all texts of a batch one, which a game for each load (texts
-    # at a time, by powers of two) learns along the stream: how much to draft depends on that (BanditSpec, 6.2).
+    # Scope of a choice in a round. text: every text gets its own arm. batch: all texts of a batch get the same arm,
+    # because the best draft length depends on the load (BanditSpec, 6.2). Then each load (number of texts, by powers of
+    # two) has a game, which learns along the stream.
     choice: Literal["text", "batch"] = "text"
     split: Literal["train", "test"] = "test"
-    limit: PositiveInt | None = 40  # prompts per domain; of a file with more, a sample
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # other draws of the policies, live or in replays
-    record: LocalPath | None = None  # write the table of all drafters at all positions here, and stop
+    limit: PositiveInt | None = 40  # prompts per domain; a sample if a file has more
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats with other draws, live or in replays
+    record: LocalPath | None = None  # write a table of all drafters at all positions, and stop
     replay: LocalPath | None = None  # play the policies on such a table instead of decoding
-    pool_sizes: list[PositiveInt] = []  # replay: also on this many of the arms, some subsets each
+    pool_sizes: list[PositiveInt] = []  # replay: also play with this many of the arms, on several subsets each
     router: RouterRecipe = RouterRecipe()
-    router_dir: LocalPath | None = None  # a trained router, for the policy `router` and for warm_start
-    train_router: bool = False  # train one first, into router_dir or the run directory
-    warm_start: bool = False  # full information begins with what the router thinks of the prompt
-    resume: bool = False  # of record
+    router_dir: LocalPath | None = None  # trained router, for the policy `router` and for warm_start
+    train_router: bool = False  # first train a router, into router_dir or the run directory
+    warm_start: bool = False  # policies with full information start from the router's opinion of the prompt
+    resume: bool = False  # continue a recording (`record`)
     save_outputs: bool = False
     overwrite: bool = False
-    server: ServerRecipe = ServerRecipe()  # engines with a drafter each, among which requests are routed
-    listen: Listen | None = None  # the proxy that takes these requests
+    server: ServerRecipe = ServerRecipe()  # engines with different drafters, among which requests are routed
+    listen: Listen | None = None  # HOST:PORT of the proxy that takes the requests
 
     @property
     def companion(self) -> str | None:
-        """The text drafter that every head drafts with."""
+        """Text drafter that drafts in one tree with every head, or None."""
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
         own = self.record is not None or self.replay is not None or self.arms.shapes or self.arms.draft_nodes
-        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else GROWING
+        return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else STREAM_RETRIEVAL
 
     @property
     def companion_arm(self) -> str | None:
-        """The same, where it can be chosen, too: heads that draft with it do not pay everywhere."""
-        others = self.arms.names or self.train_router or self.router_dir  # these know which arms there are
+        """The companion text drafter if it is an arm, too, else None.
+
+        As an arm it drafts alone, because heads that draft with it do not pay off everywhere.
+        """
+        others = self.arms.names or self.train_router or self.router_dir  # options that fix the arms
         return None if others else self.companion
 
     @model_validator(mode="after")
     def _here_or_served(self) -> SelectRecipe:
         if not self.server.urls:
             if self.listen is not None:
-                raise ValueError("listen takes requests for engines: name them with server")
+                raise ValueError("listen takes requests for servers: name them with server")
             return self
         if len(self.server.urls) < 2:
-            raise ValueError("server names one engine: there is nothing to choose from")
+            raise ValueError("server names only one engine: name at least two to choose from")
         if self.listen is None:
-            raise ValueError("listen is missing: HOST:PORT where requests are taken, such as 127.0.0.1:8100")
+            raise ValueError("listen is missing: set HOST:PORT of the proxy, such as 127.0.0.1:8100")
         if len(self.algo) > 1 or len(self.seeds) > 1:
-            raise ValueError("requests are routed by one policy, under one seed")
+            raise ValueError("requests are routed by one policy with one seed: name one of each")
         for key, field in type(self).model_fields.items():
-            if key not in SERVED and getattr(self, key) != field.default:
-                raise ValueError(f"{key} is about choosing in this process, servers draft by themselves: leave it out")
+            if key not in SERVED_KEYS and getattr(self, key) != field.default:
+                raise ValueError(
+                    f"{key} is for drafting in this process, but servers draft by themselves: leave it out"
+                )
         return self
 
     @model_validator(mode="after")
     def _consistent(self) -> SelectRecipe:
         if self.beside not in ("auto", "none"):
             if self.record is not None or self.replay is not None:
-                raise ValueError("beside: a hybrid drafts by what it has seen accepted, so no table knows its rounds")
+                raise ValueError("beside: a hybrid adapts to earlier rounds, which no table can replay: leave it out")
             if self.arms.shapes or self.arms.draft_nodes:
-                raise ValueError("beside: a hybrid decides itself how much it drafts, so arms have no sizes and shapes")
+                raise ValueError("beside: a hybrid chooses its draft size itself: leave out draft_nodes and shapes")
         if self.data.limit is not None:
             raise ValueError("use `limit`, not `data.limit`")
         if self.record is not None and self.replay is not None:
-            raise ValueError("record makes the table that replay plays on: one after the other")
+            raise ValueError("record writes the table that replay reads: run one after the other")
         if (self.warm_start or "router" in self.algo) and not (self.router_dir or self.train_router):
-            raise ValueError("there is no router: name router_dir, or train one with train_router")
+            raise ValueError("there is no router: set router_dir, or train one with train_router")
         if "recompute" in self.baselines and self.catch_up.name != "streaming":
-            raise ValueError("the policies recompute already: the baseline is for catch_up=streaming")
+            raise ValueError("the baseline recompute needs catch_up=streaming: otherwise all policies recompute")
         if self.arms.plain and (self.warm_start or "router" in self.algo):
-            raise ValueError("arms.plain: a router knows drafters only, so plain decoding is no arm beside it")
+            raise ValueError("arms.plain: a router knows only drafters, so plain decoding cannot be an arm")
         if self.resume and self.record is None:
-            raise ValueError("resume goes on with a recording: name `record`")
+            raise ValueError("resume continues a recording: set `record`")
         if self.choice == "batch":
-            self._of_batch()
+            self._check_batch()
         elif self.batch > 1 and self.reset == "stream":
-            raise ValueError("a policy that is never reset hears of one text at a time: batch must be 1")
+            raise ValueError("a policy that is never reset learns from one text at a time: set batch to 1")
         if self.batch > 1 and self.drafting.proposal == "sampled":
-            raise ValueError("sampled and deterministic proposals are verified by different rules: batch must be 1")
+            raise ValueError("sampled and deterministic proposals are verified by different rules: set batch to 1")
         return self
 
-    def _of_batch(self) -> None:
-        """ValueError for what knows texts, and not batches."""
+    def _check_batch(self) -> None:
+        """Raise ValueError for options that need a choice per text, not per batch."""
         of_texts = {
             "record": self.record is not None,
             "replay": self.replay is not None,
@@ -253,9 +271,9 @@ class SelectRecipe(CommandRecipe):
         }
         for key, there in of_texts.items():
             if there:
-                raise ValueError(f"{key} is about texts: leave it out, or choice batch")
+                raise ValueError(f"{key} needs a choice per text: leave it out, or choice=batch")
         if self.reset != "stream":
             raise ValueError(
-                "choice batch: what a load has shown holds for the stream: set reset=stream, and an algo that reads no "
-                "prompts, such as ucbspec (--recipe select/draft-lengths)"
+                "choice=batch keeps the statistics of each load along the stream: set reset=stream, and an algo that "
+                "reads no prompts, such as ucbspec (--recipe select/draft-lengths)"
             )

@@ -1,4 +1,4 @@
-"""The section `server`: engines that are asked over HTTP instead of loading the target."""
+"""Recipe section `server`: engines that are asked over HTTP, so that the target is not loaded here."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from specctl.recipe.sections import Name, Names, PositiveFloat, Section
 
 
 def _addresses(value: object) -> object:
-    """`http://host:8000/v1/, …` as a list of `http://host:8000`."""
+    """Parse `http://host:8000/v1/, …` into a list of `http://host:8000`."""
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
         return value
     for part in parts:
         if not _is_address(part):
-            raise ValueError(f"{part!r} is no address such as http://host:8000")
+            raise ValueError(f"{part!r} is not an address such as http://host:8000")
     addresses = [part.rstrip("/").removesuffix("/v1") for part in parts]
     if len(set(addresses)) < len(addresses):
         raise ValueError("an address is named twice")
@@ -37,22 +37,22 @@ def _is_address(text: str) -> bool:
 def _host_and_port(value: str) -> str:
     host, _, port = value.rpartition(":")
     if not host or re.search(r"\s", host) or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
-        raise ValueError("it is no HOST:PORT such as 127.0.0.1:8100")
+        raise ValueError("must be HOST:PORT, such as 127.0.0.1:8100")
     return value
 
 
 Listen = Annotated[str, AfterValidator(_host_and_port)]
-"""HOST:PORT of a proxy to the servers; port 0 = any that is free."""
+"""HOST:PORT of a proxy to the servers; port 0 = any free port."""
 
 
 class ServerRecipe(Section):
-    """vLLM or SGLang servers of the target. A key is read from the environment, and never kept."""
+    """vLLM or SGLang servers of the target. The API key is read from the environment and never stored."""
 
     urls: Annotated[Names, BeforeValidator(_addresses)] = []
     engine: Literal["auto", "vllm", "sglang"] = "auto"
-    model: Name | None = None  # as the server calls it; None = the first that it lists
+    model: Name | None = None  # name of the model on the server (None = the first in its list)
     concurrency: PositiveInt = 64  # requests in flight, over all addresses
-    retries: NonNegativeInt = 8  # of a request, on failures that may pass
-    timeout_s: PositiveFloat = 600.0  # without a byte
-    wait_s: NonNegativeFloat = 0.0  # for a server that is still loading
-    api_key_env: Annotated[str, Field(pattern=r"^\w+$")] = "SPECCTL_API_KEY"  # the variable that holds the key
+    retries: NonNegativeInt = 8  # per request, after failures that may be temporary
+    timeout_s: PositiveFloat = 600.0  # seconds without a byte until a request fails
+    wait_s: NonNegativeFloat = 0.0  # seconds to wait for a server that is still loading
+    api_key_env: Annotated[str, Field(pattern=r"^\w+$")] = "SPECCTL_API_KEY"  # environment variable that holds the key

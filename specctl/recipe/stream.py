@@ -1,4 +1,4 @@
-"""Commands along a stream of prompts: the order of the stream, the warm-up, and what they have in common."""
+"""Recipe sections of online learning: order of the stream, warm-up, and common keys of `specctl online`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
-from specctl.families import learning
+from specctl.families import online_families
 from specctl.recipe.sections import (
     DataRecipe,
     DraftingRecipe,
@@ -24,57 +24,60 @@ from specctl.recipe.train import CheckpointRecipe
 Kind = Literal["abrupt", "mix", "drift"]
 
 
-def counted(schedule: list[str], example: str = "") -> list[tuple[str, int]]:
-    """`["sql:400", "math:400"]` as (name, prompts). ValueError for a part that is none of a schedule, such as
-    `example`."""
+def parse_schedule(schedule: list[str], example: str = "") -> list[tuple[str, int]]:
+    """Parse `["sql:400", "math:400"]` into (name, prompts) pairs.
+
+    Raises ValueError for a malformed part; the message shows `example`.
+    """
     found = []
     for part in schedule:
         name, _, count = part.rpartition(":")
         if not name or not count.isdecimal() or int(count) == 0:
-            raise ValueError(f"{part!r} is no part of a schedule such as {example}")
+            raise ValueError(f"{part!r} is not NAME:PROMPTS, as in {example}")
         found.append((name, int(count)))
     return found
 
 
 class StreamRecipe(Section):
-    """The order of the prompts, and how many prompts are answered between two updates."""
+    """Order of the prompts, and number of prompts between two updates."""
 
-    # sql:400,math:400 = so many prompts of each; empty = those of data.domain, the first data.limit of each.
+    # Domains in turn: sql:400,math:400 means 400 prompts of each. Empty = the first data.limit prompts of every domain
+    # in data.domain.
     schedule: Names = []
-    shuffle: bool = False  # the prompts of each file in an order of the seed's; without, in that of the file
-    # Of several domains: one after the other; shuffled; or the mixture moves linearly from each to the next. The
-    # prompts of one domain keep their order.
+    shuffle: bool = False  # shuffle the prompts of each file by the seed; false = keep their order
+    # Order of several domains. abrupt: one after the other. mix: shuffled. drift: the mixture moves linearly from each
+    # domain to the next. The prompts of one domain keep their order.
     kind: Kind = "abrupt"
-    chunk: PositiveInt | None = None  # None = that of the drafter's family
-    split: Literal["train", "test"] = "test"  # of generators and public data sets
+    chunk: PositiveInt | None = None  # prompts per chunk (None = the default of the drafter's family)
+    split: Literal["train", "test"] = "test"  # for generators and public data sets
 
     @field_validator("schedule")
     @classmethod
     def _counts(cls, schedule: list[str]) -> list[str]:
-        counted(schedule, "sql:400,math:400,code:400")
+        parse_schedule(schedule, "sql:400,math:400,code:400")
         return schedule
 
     @property
     def segments(self) -> list[tuple[str, int]]:
-        """The schedule as (domain, prompts); a domain that comes twice goes on where it stopped."""
-        return counted(self.schedule)
+        """The schedule as (domain, prompts). A domain that occurs twice continues where it stopped."""
+        return parse_schedule(self.schedule)
 
     def chunk_of(self, family: str) -> int:
-        """Prompts in a chunk for a drafter of this family."""
-        return self.chunk or learning()[family].chunk
+        """Return the number of prompts per chunk for drafters of a family."""
+        return self.chunk or online_families()[family].chunk
 
 
 class WarmupRecipe(Section):
-    """How the drafter that a stream starts with is trained, where there is none: offline, on one domain."""
+    """Offline training, on one domain, of the drafter with which a stream starts, if it does not exist."""
 
-    domain: Name | None = None  # None = the stream's first
-    prompts: Name | None = None  # file of its prompts, None = the domain's generator: never those of the stream
-    responses: PositiveInt = 1000
-    minutes: PositiveFloat | None = None  # of training
+    domain: Name | None = None  # by default the first domain of the stream
+    prompts: Name | None = None  # file of prompts, never the stream's (None = the domain's generator)
+    responses: PositiveInt = 1000  # number of responses to distil
+    minutes: PositiveFloat | None = None  # limit of the training time
 
 
 class LearningRecipe(RunRecipe):
-    """The common part of the recipes of `specctl online`, whether tokens are drafted or steps."""
+    """Common keys of the recipes of `specctl online`, for drafting tokens and for drafting reasoning steps."""
 
     data: DataRecipe = DataRecipe()
     stream: StreamRecipe = StreamRecipe()
@@ -82,13 +85,13 @@ class LearningRecipe(RunRecipe):
     drafting: DraftingRecipe = DraftingRecipe()
     algo: Annotated[Names, Field(min_length=1)]
     warmup: WarmupRecipe = WarmupRecipe()
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats of the whole stream
-    checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # in chunks
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # one pass over the whole stream for each seed
+    checkpoint: CheckpointRecipe = CheckpointRecipe(every=5)  # counted in chunks
 
     @property
     @abstractmethod
     def families(self) -> list[str]:
-        """Families of the drafters that a stream starts with, warmed up where they are missing."""
+        """Families of the drafters with which a stream starts; missing drafters are warmed up."""
 
     @property
     @abstractmethod
@@ -97,21 +100,21 @@ class LearningRecipe(RunRecipe):
 
     @property
     def first_domain(self) -> str:
-        """The domain that warm-up is for."""
+        """Domain of the warm-up."""
         return self.warmup.domain or self.stream_domains[0]
 
     @property
     def stream_domains(self) -> list[str]:
-        """In the order in which they come first."""
+        """Domains of the stream, in order of their first prompt."""
         return list(dict.fromkeys(domain for domain, _ in self.stream.segments)) or self.data.domain
 
-    def start_of(self, family: str) -> Path:
-        """The drafter that learners of a family start from."""
+    def initial_drafter(self, family: str) -> Path:
+        """Return the directory of the drafter from which learners of a family start."""
         return Path("drafters") / f"{self.first_domain}-{family}"
 
-    def _of_stdin(self) -> None:
-        """Raise ValueError for what stdin, which comes once, cannot do."""
+    def _check_stdin(self) -> None:
+        """Raise ValueError for options that need to read or order stdin again."""
         if self.data.prompts == "-" and len(self.seeds) > 1:
-            raise ValueError("stdin comes once: one seed")
+            raise ValueError("stdin can be read only once: name one seed")
         if self.data.prompts == "-" and self.stream.shuffle:
-            raise ValueError("stdin is answered in its order: stream.shuffle is for files")
+            raise ValueError("stdin is answered in its order: stream.shuffle works only with files")

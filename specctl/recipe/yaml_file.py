@@ -1,6 +1,6 @@
-"""YAML as recipes read it: typed like YAML 1.2, no duplicate keys, and the line of every key kept for error messages.
+"""YAML parser for recipes: types of YAML 1.2, no duplicate keys, and the line of every key for error messages.
 
-PyYAML follows YAML 1.1, where `1e-4` is a string, `no` is false and `010` is eight: each has ruined a run somewhere.
+PyYAML follows YAML 1.1, in which `1e-4` is a string, `no` is false and `010` is eight. Each has ruined runs.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import yaml
 from specctl.errors import RecipeError
 
 KeyPath = tuple[str | int, ...]
-MOST_VALUES = 10_000  # of a document, an alias counted as all that it stands for: 400 bytes can mean 9⁹ values
-DEEPEST = 50  # levels
-SCALARS = str | int | float | None  # dates and bytes are for explicit tags, and for no key of a recipe
-MISFITS = (
+MOST_VALUES = 10_000  # in a document with its aliases expanded: 400 bytes can expand to 9⁹ values
+DEEPEST = 50  # levels of nesting
+SCALARS = str | int | float | None  # dates and bytes need explicit tags, and no recipe key takes them
+TAG_ERRORS = (
     ValueError,
     LookupError,
     AttributeError,
-)  # what PyYAML raises for an explicit tag that does not fit: `!!int x`
+)  # errors of PyYAML for an explicit tag that does not fit: `!!int x`
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's, with YAML 1.2's idea of what a plain scalar is; it gives up on documents of too many nodes."""
+    """PyYAML's loader with the plain scalars of YAML 1.2. It refuses documents with too many nodes."""
 
     yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}
     nodes = 0
@@ -47,7 +47,7 @@ for _tag, _pattern, _first in (
 
 
 def load(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
-    """Parse a recipe: (its mapping, the 1-based line of every key path). RecipeError names `source:line`."""
+    """Parse a recipe into (mapping, 1-based line of every key path). Raises RecipeError, which names `source:line`."""
     document = _Document(text, source)
     data = document.read()
     if data is None:
@@ -60,9 +60,9 @@ def load(text: str, source: str) -> tuple[dict[str, Any], dict[KeyPath, int]]:
 
 
 def scalar(text: str, source: str) -> Any:
-    """The value of one override or environment variable (`1e-4`, `true`, `[0, 0.7]`); what is not YAML is a string.
+    """Parse the value of an override or environment variable (`1e-4`, `true`, `[0, 0.7]`). Other text is a string.
 
-    RecipeError names `source` where it is YAML, but means too much, contains itself, or has a key twice.
+    Raises RecipeError, which names `source`, for YAML that has too many values, contains itself, or repeats a key.
     """
     document = _Document(text, source)
     try:
@@ -75,21 +75,21 @@ def scalar(text: str, source: str) -> Any:
 
 
 class NotYaml(RecipeError):
-    """A text that breaks the rules of YAML, or has a tag that does not fit."""
+    """The text breaks the rules of YAML, or has a tag that does not fit."""
 
 
 class _Document:
-    """The values of a document, with the line of every key, and what is wrong with them."""
+    """The values of a document, with the line of every key and the problems found."""
 
     def __init__(self, text: str, source: str):
         self.text, self.source = text, source
         self.lines: dict[KeyPath, int] = {}
         self.problems: list[str] = []
-        self.begins = 1  # line
+        self.begins = 1  # first line
         self._values = 0
 
     def read(self) -> Any:
-        """Raises NotYaml, RecipeError."""
+        """Return the value of the document. Raises NotYaml, RecipeError."""
         try:
             self._loader = _Loader(self.text)
             node = self._loader.get_single_node()
@@ -97,7 +97,7 @@ class _Document:
                 return None
             self.begins = node.start_mark.line + 1
             return self._build(node, (), frozenset())
-        except _Unreasonable as error:
+        except _ForbiddenYaml as error:
             raise RecipeError(_describe(error, self.source)) from error
         except yaml.YAMLError as error:
             raise NotYaml(_describe(error, self.source)) from error
@@ -109,9 +109,9 @@ class _Document:
         if self._values > MOST_VALUES:
             raise _too_many(node.start_mark)
         if id(node) in parents:
-            raise _Unreasonable(None, None, "a value that contains itself", node.start_mark)
+            raise _ForbiddenYaml(None, None, "a value that contains itself", node.start_mark)
         if len(parents) > DEEPEST:
-            raise _Unreasonable(None, None, f"nested too deeply, over {DEEPEST} levels", node.start_mark)
+            raise _ForbiddenYaml(None, None, f"nested too deeply, over {DEEPEST} levels", node.start_mark)
         below = parents | {id(node)}
         if isinstance(node, yaml.SequenceNode):
             return [self._build(item, (*path, i), below) for i, item in enumerate(node.value)]
@@ -120,7 +120,7 @@ class _Document:
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode):
-                raise yaml.constructor.ConstructorError(None, None, "a key that is no text", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, "a key that is not text", key_node.start_mark)
             key, line = key_node.value, key_node.start_mark.line + 1
             here = (*path, key)
             if key in mapping:
@@ -137,17 +137,17 @@ class _Document:
             value = self._loader.construct_object(node, deep=True)
             if isinstance(value, SCALARS):
                 return value
-        except MISFITS:
+        except TAG_ERRORS:
             pass
         raise yaml.constructor.ConstructorError(None, None, f"not a value of {node.tag}", node.start_mark)
 
 
-class _Unreasonable(yaml.MarkedYAMLError):
-    """YAML, but no recipe's."""
+class _ForbiddenYaml(yaml.MarkedYAMLError):
+    """Valid YAML that no recipe may contain."""
 
 
-def _too_many(mark: yaml.Mark) -> _Unreasonable:
-    return _Unreasonable(None, None, f"more than {MOST_VALUES} values (an alias counts as all it stands for)", mark)
+def _too_many(mark: yaml.Mark) -> _ForbiddenYaml:
+    return _ForbiddenYaml(None, None, f"more than {MOST_VALUES} values (with all aliases expanded)", mark)
 
 
 def _describe(error: yaml.YAMLError, source: str) -> str:

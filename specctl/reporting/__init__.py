@@ -1,1 +1,1 @@
-"""Pictures, tables and pages: made from result documents and run directories, and from nothing else."""
+"""Reports: pictures, tables and pages, built only from result documents and run directories."""

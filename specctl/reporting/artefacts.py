@@ -1,4 +1,4 @@
-"""The files that a result document gets beside result.json, because people would rather look at it than read it."""
+"""Write the files that accompany result.json: pictures and tables for human readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specctl.runs import atomic_write
 
 
 def write(document: dict[str, Any], directory: Path) -> None:
-    """Write the pictures and tables of a document into its run directory: so far those of the matrix of `eval`."""
+    """Write a document's pictures and tables into its run directory; currently only the matrix of `eval`."""
     matrix = document.get("matrix")
     if matrix:
         atomic_write(directory / "matrix.csv", tables.matrix_csv(matrix))

@@ -1,4 +1,4 @@
-"""Pictures that compare named things: bars with intervals, shares of a whole. Arrays in, figure out."""
+"""Bar charts that compare named items: bars with intervals, and shares of a whole. Arrays in, figure out."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from specctl.reporting.style import Look, bare, beside, legend, short
+from specctl.reporting.style import Look, grouped_names, legend, short, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ROW, CHARACTER = 0.24, 0.075  # inches
-PANEL, ACROSS = 2.7, 3  # inches of a panel; panels beside one another
+PANEL, ACROSS = 2.7, 3  # inches per panel; number of panels per row
 ALONE = 4.6  # inches of a single panel
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One value and its interval (both ends, or None)."""
+    """One value with its interval (both ends, or None)."""
 
     name: str
     value: float
@@ -27,20 +27,20 @@ class Bar:
 
 
 def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | None = None) -> Figure:
-    """Horizontal bars from 0, names in the same order in all panels; a vertical line at `reference`.
+    """Draw horizontal bars from 0, with names in the same order in all panels, and a vertical line at `reference`.
 
-    panels: by title, which may be empty.
+    `panels` maps titles, which may be empty, to bars.
     """
     from matplotlib.figure import Figure
 
-    names = beside(bar.name for shown in panels.values() for bar in shown)
+    names = grouped_names(bar.name for shown in panels.values() for bar in shown)
     across = min(ACROSS, len(panels))
     down = -(-len(panels) // across)
     width = (ALONE if across == 1 else PANEL * across) + CHARACTER * max(map(len, map(short, names))) + 0.4
     figure = Figure(figsize=(width, down * (ROW * len(names) + 0.45) + 0.45), layout="constrained")
     grid = figure.subplots(down, across, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (title, shown) in zip(grid, panels.items(), strict=False):
-        bare(axes)
+        style_axes(axes)
         axes.grid(False, axis="y")
         if title:
             axes.set_title(short(title), fontsize=9, loc="left", parse_math=False)
@@ -60,14 +60,14 @@ def bars(panels: Mapping[str, Sequence[Bar]], label: str, reference: float | Non
 
 
 def shares(rows: Mapping[str, Sequence[float]], names: Sequence[str], looks: Sequence[Look], label: str) -> Figure:
-    """A bar per row, made of the shares of `names`."""
+    """Draw one bar per row, divided into the shares of `names`."""
     from matplotlib.figure import Figure
 
     beside = CHARACTER * (max(map(len, map(short, names))) + max(map(len, map(short, rows)))) + 0.9
     height = max(0.34 * len(rows) + 0.8, 0.19 * len(names) + 0.3)
     figure = Figure(figsize=(ALONE + beside, height), layout="constrained")
     axes = figure.add_subplot()
-    bare(axes)
+    style_axes(axes)
     axes.grid(False, axis="y")
     handles: dict[str, Any] = {}
     for y, values in enumerate(rows.values()):

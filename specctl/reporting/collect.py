@@ -1,5 +1,8 @@
-"""Run directories as reports read them. Files may be missing (a run that was stopped, an older version): what is there
-is used; a result that is there and broken is an error."""
+"""Read run directories for reports.
+
+Files may be missing, because a run was stopped or is from an older version; the report uses the rest. A broken result
+is an error.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import RecipeError, SpecctlError, UsageError
 from specctl.recipe import yaml_file
-from specctl.reporting.tables import doubts
+from specctl.reporting.tables import unusable_notes
 
 RUNS = Path("runs")
 MARKS = ("run.json", "result.json")
@@ -21,10 +24,10 @@ MARKS = ("run.json", "result.json")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The contents of a run directory. `number` tells runs of one command apart in a report (0: it is the only one).
+    """Contents of a run directory. `number` distinguishes runs of one command in a report (0 = the only run).
 
-    `info` is run.json, `result` result.json, `recipe` the text of recipe.resolved.yaml; empty where the file is
-    missing. `notes` says what a reader of the report should know about gaps.
+    `info` is run.json, `result` is result.json, and `recipe` is the text of recipe.resolved.yaml; each is empty if the
+    file is missing. `notes` tells the reader of the report about gaps.
     """
 
     dir: Path
@@ -36,11 +39,11 @@ class RunRecord:
     notes: list[str] = field(default_factory=list)
 
     def named(self, name: str) -> str:
-        """`name` as a label beside those of other runs of the command."""
+        """Label for `name` that distinguishes it from other runs of the command."""
         return f"{name} #{self.number}" if self.number else name
 
     def keys(self) -> dict[str, Any]:
-        """The recipe as `{"sampling.seed": 0, …}`; empty where it cannot be read."""
+        """Flatten the recipe to `{"sampling.seed": 0, …}`; empty if it cannot be read."""
         try:
             return dict(flat(yaml_file.load(self.recipe, "recipe.resolved.yaml")[0]))
         except RecipeError:
@@ -48,11 +51,11 @@ class RunRecord:
             return {}
 
     def lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """The objects of a .jsonl file, none where it is missing. A line that was cut off by a kill is left out."""
+        """Yield the objects of a .jsonl file, if it exists. Unreadable lines (cut off by a kill) are skipped."""
         path, broken = self.dir / name, 0
         if not path.is_file():
             return
-        with regular.opened(path, "r", encoding="utf-8", errors="replace") as file:
+        with regular_files.open_regular(path, "r", encoding="utf-8", errors="replace") as file:
             for line in file:
                 try:
                     value = parse(line)
@@ -67,9 +70,9 @@ class RunRecord:
 
 
 def read(directories: Sequence[Path]) -> list[RunRecord]:
-    """The runs of directories, each once; those of one command are numbered from 1 where there are several.
+    """Read run directories, each once. If a command has several runs, they are numbered from 1.
 
-    Raises UsageError for what is no run directory, SpecctlError for one whose run.json or result.json is broken.
+    Raises UsageError for a path that is not a run directory, and SpecctlError if run.json or result.json is broken.
     """
     unique = list({path.resolve(): path for path in directories}.values())
     runs = [_read(path) for path in unique]
@@ -82,7 +85,7 @@ def read(directories: Sequence[Path]) -> list[RunRecord]:
 
 
 def newest(root: Path = RUNS) -> Path:
-    """The run directory below `root` that was started last. Raises UsageError where there is none."""
+    """Return the most recently started run directory below `root`. Raises UsageError if there is no run directory."""
     runs = [path for path in root.iterdir() if is_run(path)] if root.is_dir() else []
     if not runs:
         raise UsageError(f"no run directory below ./{root}", hint="name one: specctl report RUN")
@@ -94,16 +97,16 @@ def is_run(path: Path) -> bool:
 
 
 def parse(text: str | bytes) -> Any:
-    """JSON whose strings can be written again: half of a surrogate pair, which UTF-8 has not, becomes `?`.
+    """Parse JSON into strings that can be encoded again: a lone surrogate, which UTF-8 cannot encode, becomes `?`.
 
     Raises ValueError.
     """
-    value = regular.parsed(text)
+    value = regular_files.parse_json(text)
     return json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def flat(document: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """`{"a": {"b": 1}}` as `("a.b", 1)`."""
+    """Flatten nested objects: `{"a": {"b": 1}}` yields `("a.b", 1)`."""
     for key, value in document.items():
         if isinstance(value, dict) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -115,7 +118,7 @@ def _read(directory: Path) -> RunRecord:
     if not directory.is_dir():
         raise UsageError(f"{directory} is not a directory", hint="specctl report takes run directories")
     if not is_run(directory):
-        inside = f"; its runs: specctl report {directory}/*" if any(map(is_run, directory.iterdir())) else ""
+        inside = f"; for the runs inside: specctl report {directory}/*" if any(map(is_run, directory.iterdir())) else ""
         raise UsageError(f"{directory} is not a run directory: no {' or '.join(MARKS)}{inside}")
     info, result = (_object(directory / name) for name in MARKS)
     recipe = directory / "recipe.resolved.yaml"
@@ -124,13 +127,13 @@ def _read(directory: Path) -> RunRecord:
         command=str(result.get("command") or info.get("command") or "unknown"),
         info=info,
         result=result,
-        recipe=regular.text(recipe, errors="replace") if recipe.is_file() else "",
+        recipe=regular_files.read_text(recipe, errors="replace") if recipe.is_file() else "",
     )
     missing = [name for name, there in ((MARKS[0], info), (recipe.name, run.recipe)) if not there]
     run.notes.extend(f"there is no {name}" for name in missing)
     if not result:
-        run.notes.append("there is no result.json: the run was stopped or is still going on")
-    run.notes.extend(doubts(result))
+        run.notes.append("there is no result.json: the run was stopped or is still running")
+    run.notes.extend(unusable_notes(result))
     return run
 
 
@@ -138,7 +141,7 @@ def _object(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = parse(regular.content(path))
+        value = parse(regular_files.read_bytes(path))
     except ValueError as error:
         raise SpecctlError(f"{path} is not JSON: {error}", hint="repeat the run, or leave it out") from error
     if not isinstance(value, dict):
@@ -147,9 +150,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _started(directory: Path) -> tuple[float, str]:
-    """Seconds since 1970, from run.json where it says so; the name decides between equals."""
+    """Sort key of a run directory: its start in seconds since 1970, from run.json or the file's time, then its name."""
     mark = next(directory / name for name in MARKS if (directory / name).is_file())
     try:
-        return datetime.fromisoformat(parse(regular.content(mark))["started"]).timestamp(), directory.name
+        return datetime.fromisoformat(parse(regular_files.read_bytes(mark))["started"]).timestamp(), directory.name
     except (ValueError, KeyError, TypeError):
         return mark.stat().st_mtime, directory.name

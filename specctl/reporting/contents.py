@@ -1,4 +1,4 @@
-"""The parts of a report, before it is a page: headline numbers, pictures, tables."""
+"""Parts of a report before it is rendered as a page: headline numbers, pictures, tables."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.tables import marked
+from specctl.reporting.tables import with_mark
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 COMMON = ("schema_version", "command", "run_dir")
-"""Fields of every result that its report says elsewhere."""
+"""Fields of every result that the report shows elsewhere."""
 
 
 @dataclass(frozen=True)
 class ReportTable:
-    """`name` is that of its CSV file, within the command's."""
+    """Table of a report. `name` names its CSV file, after the command's name."""
 
     name: str
     title: str
@@ -30,7 +30,7 @@ class ReportTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """`name` is that of its PNG file, within the command's; the caption says how to read it."""
+    """Picture of a report. `name` names its PNG file, after the command's name; the caption explains how to read it."""
 
     name: str
     caption: str
@@ -39,7 +39,7 @@ class Picture:
 
 @dataclass
 class Contents:
-    """One command's part of a report."""
+    """Part of a report for one command."""
 
     headline: dict[str, Any] = field(default_factory=dict)
     pictures: list[Picture] = field(default_factory=list)
@@ -47,29 +47,32 @@ class Contents:
 
     @property
     def filled(self) -> list[ReportTable]:
-        """The tables that have a row."""
+        """Tables with at least one row."""
         return [table for table in self.tables if table.rows]
 
 
 def joined(parts: Sequence[Contents]) -> Contents:
-    """The parts of several kinds of runs of one command, with the headline of the first."""
+    """Join the parts for several kinds of runs of one command; the headline is the first part's."""
     pictures = [picture for part in parts for picture in part.pictures]
     return Contents(parts[0].headline, pictures, [table for part in parts for table in part.tables])
 
 
 def numbers(values: Iterable[Any]) -> list[float]:
-    """Floats for a picture; NaN, which leaves a gap, for what is no number."""
+    """Convert values to floats for a picture; other values become NaN, which leaves a gap."""
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
 def records(name: str, title: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, str]) -> ReportTable:
-    """A table of objects: fields and their headings. A field that no row has is left out."""
+    """Build a table from objects. `columns` maps fields to headings; a field that no row has is left out."""
     there = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
-    return ReportTable(name, title, list(there.values()), [[marked(row, key) for key in there] for row in rows])
+    return ReportTable(name, title, list(there.values()), [[with_mark(row, key) for key in there] for row in rows])
 
 
-def generic(runs: Sequence[RunRecord]) -> Contents:
-    """Results that no picture is known for: their scalars, a column per run; and every list of objects as a table."""
+def fallback_contents(runs: Sequence[RunRecord]) -> Contents:
+    """Fallback contents for results without special pictures.
+
+    The scalars form a table with one column per run; each list of objects forms a table.
+    """
     scalars = [
         {key: value for key, value in flat(run.result) if not _objects(value) and key not in COMMON} for run in runs
     ]
@@ -88,7 +91,7 @@ def generic(runs: Sequence[RunRecord]) -> Contents:
 
 
 def differing(runs: Sequence[RunRecord]) -> ReportTable | None:
-    """Recipe keys in which runs of one command differ: the first thing to know of a comparison."""
+    """Table of the recipe keys in which runs of one command differ, or None if their recipes are equal."""
     recipes = [run.keys() for run in runs]
     keys = dict.fromkeys(key for recipe in recipes for key in recipe)
     unequal = [key for key in keys if any(recipe.get(key) != recipes[0].get(key) for recipe in recipes)]

@@ -1,4 +1,4 @@
-"""Pictures with a horizontal axis that something runs along: steps, rounds, depths, batches. Arrays in, figure out."""
+"""Line charts over a running quantity such as steps, rounds, depths or batch sizes. Arrays in, figure out."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from specctl.reporting.contents import Picture
-from specctl.reporting.style import Look, bare, beside, legend, short
+from specctl.reporting.style import Look, grouped_names, legend, short, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WIDTH, LEGEND = 6.6, 0.085  # inches; of a character of the longest name
-HEIGHT = 2.4, 0.7  # inches: of a panel; of what is around them
+WIDTH, LEGEND = 6.6, 0.085  # inches; LEGEND is per character of the longest name
+HEIGHT = 2.4, 0.7  # inches per panel, and around the panels
 LEGEND_LINE = 0.19  # inches
 MOST_MARKERS = 25
-MOST_POINTS = 2000  # a screen shows no more
-SMOOTHED = 0.02  # share of the points that a running mean looks at
+MOST_POINTS = 2000  # a screen cannot show more
+SMOOTHED = 0.02  # share of the points that a running mean covers
 
 
 @dataclass(frozen=True)
 class Curve:
-    """y over x, NaN is a gap. A `noisy` line is drawn as its running mean, with itself behind."""
+    """Curve of y over x; NaN is a gap. A `noisy` curve is drawn as its running mean, a single one over its data."""
 
     name: str
     x: Sequence[float]
@@ -33,7 +33,10 @@ class Curve:
 
 @dataclass(frozen=True)
 class Panel:
-    """Lines over one vertical axis; `reference` is a horizontal line and its meaning; a limit None follows the data."""
+    """Lines over one vertical axis.
+
+    `reference` is a horizontal line and its label. A limit of None follows the data.
+    """
 
     label: str
     lines: list[Curve]
@@ -42,20 +45,23 @@ class Panel:
 
 
 def picture(name: str, caption: str, panels: Sequence[Panel], x_label: str) -> list[Picture]:
-    """A picture of the panels that have lines, over an axis that counts; none where nothing has."""
+    """Draw the panels with lines over an axis of whole numbers. Returns an empty list if all panels are empty."""
     filled = [panel for panel in panels if panel.lines]
     return [Picture(name, caption, lines(filled, x_label, whole=True))] if filled else []
 
 
 def lines(panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False, whole: bool = False) -> Figure:
-    """Panels above one another over a common axis, one legend. `whole`: the axis counts, so it has no halves."""
+    """Draw panels on top of each other with a common horizontal axis and one legend.
+
+    `whole` restricts the axis ticks to whole numbers.
+    """
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
-    names = beside(line.name for panel in panels for line in panel.lines)
+    names = grouped_names(line.name for panel in panels for line in panel.lines)
     figure, grid = _figure(len(panels), names)
     handles: dict[str, Any] = {}
     for axes, panel in zip(grid, panels, strict=True):
-        bare(axes)
+        style_axes(axes)
         axes.set_ylabel(panel.label)
         for line in panel.lines:
             drawn = _draw(axes, line, alone=len(names) == 1)
@@ -81,20 +87,20 @@ def lines(panels: Sequence[Panel], x_label: str, *, powers_of_two: bool = False,
 def stacked(
     x: Sequence[float], shares: Any, names: Sequence[str], looks: Sequence[Look], x_label: str, y_label: str
 ) -> Figure:
-    """Areas that fill the height between them; shares: [len(names), len(x)]."""
+    """Draw stacked areas that fill the whole height; shares: [len(names), len(x)]."""
     figure, (axes,) = _figure(1, names)
-    bare(axes)
+    style_axes(axes)
     drawn = axes.stackplot(x, shares, colors=[look.colour for look in looks], edgecolor="white", linewidth=0.4)
     for area, look in zip(drawn, looks, strict=True):
         area.set_hatch(look.hatch)
     axes.set(xlabel=x_label, ylabel=y_label, ylim=(0, 1))
     axes.margins(x=0)
-    legend(figure, dict(reversed(list(zip(names, drawn, strict=True)))))  # in the order of the areas, from above
+    legend(figure, dict(reversed(list(zip(names, drawn, strict=True)))))  # same order as the areas, from the top
     return figure
 
 
 def running_mean(values: Any, window: int) -> Any:
-    """[n] means of the values around each one that are no NaN; NaN where there are none."""
+    """Means [n] of the values in a window around each point, without NaN; NaN for a window without values."""
     import numpy as np
 
     values = np.asarray(values, dtype=float)
@@ -123,7 +129,7 @@ def _draw(axes: Any, line: Curve, alone: bool) -> Any:
     every = -(-len(x) // MOST_POINTS) or 1
     width = 1.6
     if line.noisy and len(x) > MOST_MARKERS:
-        if alone:  # the noise of several lines would hide all of them
+        if alone:  # the noise of several lines would hide them all
             axes.plot(x[::every], y[::every], color=line.look.colour, alpha=0.25, linewidth=0.6)
         y = running_mean(y, max(3, int(SMOOTHED * len(y))))
     marker = line.look.marker if len(x) <= MOST_MARKERS else ""

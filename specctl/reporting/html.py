@@ -1,7 +1,7 @@
-"""Self-contained HTML: text is escaped on its way in, so that no name, prompt or path can become markup.
+"""Build self-contained HTML. Text is escaped on input, so no name, prompt or path can become markup.
 
-`tag("p", "a < b", tag("b", "c"), id="x")` is `<p id="x">a &lt; b<b>c</b></p>`: strings are text, only what `tag` made
-is markup.
+`tag("p", "a < b", tag("b", "c"), id="x")` is `<p id="x">a &lt; b<b>c</b></p>`: strings are text, and only the results
+of `tag` are markup.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specctl.reporting.tables import text
 
 VOID = ("img", "meta")
 SHOWN = 200
-"""Rows of a table that the page shows; its CSV file has all."""
+"""Maximal number of table rows on the page; the CSV file has all rows."""
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --soft: #5b6470; --line: #d9dde2; --paper: #ffffff; --card: #f5f6f8; }
@@ -63,7 +63,7 @@ pre { background: var(--card); border-radius: 8px; padding: .75rem; font-size: .
 
 @dataclass(frozen=True)
 class Markup:
-    """HTML that `tag` has made."""
+    """HTML fragment built by `tag`."""
 
     html: str
 
@@ -72,7 +72,7 @@ Child = Markup | str | None
 
 
 def tag(name: str, /, *children: Child, **attributes: str) -> Markup:
-    """An element; `class_` is the attribute class. None adds nothing."""
+    """Build an element; `class_` is the attribute class. A child of None adds nothing."""
     given = "".join(f' {key.rstrip("_")}="{html.escape(value)}"' for key, value in attributes.items())
     if name in VOID:
         return Markup(f"<{name}{given}>")
@@ -83,7 +83,7 @@ def tag(name: str, /, *children: Child, **attributes: str) -> Markup:
 
 
 def page(title: str, *body: Child) -> str:
-    """A document that loads nothing and runs nothing: the policy in its head says so to the browser, too."""
+    """Build a document that loads and runs nothing; the content security policy in its head also enforces this."""
     head = tag(
         "head",
         tag("meta", charset="utf-8"),
@@ -102,7 +102,7 @@ def page(title: str, *body: Child) -> str:
 
 
 def headline(values: dict[str, Any]) -> Markup | None:
-    """A few numbers, large."""
+    """Build a row of a few numbers in large type."""
     if not values:
         return None
     return tag(
@@ -113,7 +113,7 @@ def headline(values: dict[str, Any]) -> Markup | None:
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
-    """Columns of numbers are right-aligned; of a long table the first rows."""
+    """Build a table. Numeric columns are right-aligned; a long table shows only its first rows."""
     numeric = [all(isinstance(row[index], int | float | None) for row in rows) for index in range(len(columns))]
     looks = [{"class_": "number"} if number and any(columns) else {} for number in numeric]
     head = tag("tr", *(tag("th", name, **look) for name, look in zip(columns, looks, strict=True)))
@@ -121,13 +121,13 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Markup:
         tag("tr", *(tag("td", text(value), **look) for value, look in zip(row, looks, strict=True)))
         for row in rows[:SHOWN]
     ]
-    left = tag("p", f"… and {len(rows) - SHOWN:,} rows more; specctl report --csv writes all.", class_="soft")
+    left = tag("p", f"… and {len(rows) - SHOWN:,} more rows; specctl report --csv writes all.", class_="soft")
     made = tag("table", tag("thead", head) if any(columns) else None, tag("tbody", *lines))
     return tag("div", made, left if len(rows) > SHOWN else None, class_="wide")
 
 
 def picture(png: bytes, caption: str, pixels_per_inch: int) -> Markup:
-    """A PNG inside the page, in the size that its labels are made for."""
+    """Embed a PNG in the page, at the size for which its labels were designed."""
     width = int.from_bytes(png[16:20]) * 96 // pixels_per_inch
     source = "data:image/png;base64," + base64.b64encode(png).decode()
     return tag("figure", tag("img", src=source, alt=caption, width=str(width)), tag("figcaption", caption))

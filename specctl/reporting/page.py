@@ -1,4 +1,4 @@
-"""The page of a report: a part per command with its numbers, pictures and tables; then how to repeat each run."""
+"""Render a report page: one part per command with numbers, pictures and tables, then how to repeat each run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FACTS = {"started": "started", "seed": "seed", "git": "git commit", "hardware": 
 
 
 def render(runs: Sequence[RunRecord], parts: dict[str, Contents], images: dict[str, list[Markup]]) -> str:
-    """`images` are the pictures of each part, in their order."""
+    """Render the page. `images` holds the pictures of each part, in their order."""
     what = ", ".join(f"{len(_of(runs, name))} × {name}" if len(_of(runs, name)) > 1 else name for name in parts)
     title = f"specctl report: {what}"
     body: list[Child] = [tag("h1", title)]
@@ -73,7 +73,7 @@ def _repeat(run: RunRecord) -> Iterator[Child]:
         facts.append(["target", _fact(target)])
     yield html.table(["", ""], facts)
     if run.recipe:
-        yield tag("p", "Recipe, every default filled in:", class_="soft")
+        yield tag("p", "Recipe with all defaults:", class_="soft")
         yield tag("pre", run.recipe.rstrip(), class_="long")
 
 

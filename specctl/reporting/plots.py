@@ -1,4 +1,4 @@
-"""Pictures of result documents, as matplotlib figures that need no display and leave no global state behind."""
+"""Render matplotlib figures of result documents, without a display and without changes to global state."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ if TYPE_CHECKING:
 
 LABELS = {
     "mat": ("mat", "tokens per target pass"),
-    "speedup": ("speed-up", "tokens/s over plain decoding's"),
-    "accept_rate": ("acceptance", "accepted share of the draft tokens verified"),
+    "speedup": ("speed-up", "tokens/s over plain decoding"),
+    "accept_rate": ("acceptance", "accepted share of the verified draft tokens"),
 }
-COLOURS = "YlGnBu"  # sequential, readable in grey and for the colour-blind
-NOTHING = "#ededed"  # a cell in which nothing was measured
-GAP = 0.18  # of a cell: sets the averages and the baselines apart
+COLOURS = "YlGnBu"  # sequential, readable in grey and by colour-blind readers
+NOTHING = "#ededed"  # a cell without a measurement
+GAP = 0.18  # fraction of a cell, separates averages and baselines from the rest
 ROW, COLUMN, CHARACTER = 0.34, 0.72, 0.082  # inches
 MARGIN_X, MARGIN_Y = 1.0, 1.1  # inches: colour bar and padding; title and labels
 SMALLEST = 5.0, 2.2  # inches
 DPI = 160
-LARGEST = 8000  # pixels of a side; the bars of a hundred runs make a tall picture
+LARGEST = 8000  # pixels per side; bars of a hundred runs make a tall picture
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG, whole or not at all."""
+    """Write a figure as PNG, atomically."""
     atomic_write(path, png(figure))
     return path
 
 
 def png(figure: Figure) -> bytes:
-    """A figure as the bytes of a PNG file."""
+    """Render a figure to the bytes of a PNG file."""
     image = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # of a name in a script that matplotlib's font has not
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # for names in a script that matplotlib's font lacks
         figure.savefig(image, format="png", dpi=min(DPI, LARGEST / max(figure.get_size_inches())))
     return image.getvalue()
 
 
 def heat_map(matrix: dict[str, Any], title: str = "") -> Figure:
-    """The matrix of `eval`: drafters above baselines, domains and their average, the best drafter of each framed."""
+    """Draw the matrix of `eval`: drafters above baselines, domains and their average, the best per column framed."""
     import numpy as np
     from matplotlib import colormaps
     from matplotlib.cm import ScalarMappable
@@ -86,7 +86,7 @@ def heat_map(matrix: dict[str, Any], title: str = "") -> Figure:
 
 
 def _name(axes: Axes, across: list[float], columns: list[str], down: list[float], names: list[str]) -> None:
-    """Write the names above the columns and beside the rows, and what a frame means below."""
+    """Write the names above the columns and next to the rows, and the meaning of a frame below."""
     axes.set_xticks([x + 0.5 for x in across], columns, parse_math=False)
     axes.set_yticks([y + 0.5 for y in down], names, parse_math=False)  # a drafter may be called $a_b
     axes.xaxis.tick_top()
@@ -96,7 +96,7 @@ def _name(axes: Axes, across: list[float], columns: list[str], down: list[float]
 
 
 def _places(first: int, second: int) -> list[float]:
-    """Where each of `first` cells, a gap, and `second` cells begin."""
+    """Start positions of `first` cells and, after a gap, of `second` cells."""
     return [float(i) for i in range(first)] + [first + GAP * (first > 0) + i for i in range(second)]
 
 

@@ -1,4 +1,4 @@
-"""How pictures look: one colour, dash and marker per name, axes with nothing superfluous."""
+"""Visual style of pictures: one colour, dash and marker per name, and axes without decoration."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito 2008, told apart by the colour-blind, without the yellow that white paper swallows.
+# Okabe & Ito 2008, distinguishable by colour-blind readers, without the yellow that is invisible on white paper.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = "osD^vPX"
 HATCHES = ("", "//", "..", "xx")
 GREY = "#8a8a8a"
 BASELINES = ("vanilla", "transformers")
-LONGEST = 36  # characters of a name in a picture
+LONGEST = 36  # maximal characters of a name in a picture
 
 
 @dataclass(frozen=True)
 class Look:
-    """How one name is drawn, as a line (dash, marker) and as an area (hatch)."""
+    """Style of one name, as a line (dash, marker) and as an area (hatch)."""
 
     colour: str
     dash: str | tuple
@@ -32,14 +32,14 @@ class Look:
 
 
 class Looks:
-    """A look per name, the same in all pictures of a report.
+    """Assigns a style to every name, the same in all pictures of a report.
 
-    Beyond seven names colours come again with other dashes, markers and hatches. `name #2` has the colour of `name`,
-    and a dash and hatch of its own. Baselines are grey.
+    After seven names the colours repeat with other dashes, markers and hatches. `name #2` has the colour of `name` with
+    a different dash and hatch. Baselines are grey.
     """
 
     def __init__(self) -> None:
-        self._known: dict[str, dict[str, Look]] = {}  # by name, and by name with its number
+        self._known: dict[str, dict[str, Look]] = {}  # keyed by plain name, then by name with its number
 
     def __getitem__(self, name: str) -> Look:
         plain = name.split(" #")[0]
@@ -63,31 +63,31 @@ class Looks:
 
 
 def grey(number: int, variant: int = 0) -> Look:
-    """The look of a baseline, which the others are compared with."""
+    """Return the style of a baseline."""
     return Look(GREY, DASHES[(number + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
 
 
 def is_baseline(name: str) -> bool:
-    """Plain decoding, and what transformers does without our drafters: `transformers`, `transformers+lookup`, …"""
+    """Whether a name is a baseline: plain decoding, or `transformers` without our drafters (`transformers+lookup`)."""
     return name in BASELINES or name.startswith("transformers+")
 
 
-def beside(names: Iterable[str]) -> list[str]:
-    """Each name once, in order of appearance, but `a #2` behind `a #1`: they are there to be compared."""
+def grouped_names(names: Iterable[str]) -> list[str]:
+    """List each name once, in order of appearance, with `a #2` directly after `a #1` for comparison."""
     unique = list(dict.fromkeys(names))
     plain = list(dict.fromkeys(name.split(" #")[0] for name in unique))
     return sorted(unique, key=lambda name: plain.index(name.split(" #")[0]))
 
 
 def short(name: str) -> str:
-    """A name that fits beside a picture: its middle is what long names can do without."""
+    """Shorten a name for a picture by cutting its middle."""
     one_line = " ".join(name.split()) or "–"
     half = LONGEST // 2
     return one_line if len(one_line) <= LONGEST else f"{one_line[: half - 1]}…{one_line[-half:]}"
 
 
-def bare(axes: Axes) -> None:
-    """Two spines, a light grid behind the data, small labels."""
+def style_axes(axes: Axes) -> None:
+    """Style axes with two spines, a light grid under the data, and small labels."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color("#b0b0b0")
     axes.grid(True, color="#e4e4e4", linewidth=0.7)
@@ -98,7 +98,7 @@ def bare(axes: Axes) -> None:
 
 
 def legend(figure: Figure, handles: dict[str, Artist]) -> None:
-    """Names at the right of the figure, in their order; a single one needs none."""
+    """Add a legend at the right of the figure, in order; a single name needs no legend."""
     if len(handles) < 2:
         return
     made = figure.legend(
@@ -110,5 +110,5 @@ def legend(figure: Figure, handles: dict[str, Artist]) -> None:
         handlelength=2.6,
     )
     for text, name in zip(made.get_texts(), handles, strict=True):
-        text.set_parse_math(False)  # a drafter may be called $a_b; nor may it be dropped for a leading underscore
+        text.set_parse_math(False)  # a drafter may be named $a_b; a leading underscore would also drop the label
         text.set_text(short(name))

@@ -1,4 +1,4 @@
-"""Tables of result documents as CSV, and values as people read them."""
+"""Format tables of result documents as CSV, and values for human readers."""
 
 from __future__ import annotations
 
@@ -10,55 +10,57 @@ from typing import Any
 
 MARK = " !"
 SPEEDS = {"speedup", "speedup_transformers", "speedup_with_training"}
-"""Fields whose figures a row's `unusable` is about."""
+"""Fields to which a row's `unusable` applies."""
 
 
 class Unusable(float):
-    """A figure that is shown with a mark: it cannot be used."""
+    """Number that is shown with a mark because it cannot be used."""
 
 
-def marked(row: Mapping[str, Any], name: str) -> Any:
-    """A field of a row for a table; None where it has none of that name."""
+def with_mark(row: Mapping[str, Any], name: str) -> Any:
+    """Value of a row's field for a table, marked if it cannot be used, or None if the field is missing."""
     value = row.get(name)
     return Unusable(value) if name in SPEEDS and value is not None and row.get("unusable") else value
 
 
-def usable(row: Mapping[str, Any], name: str) -> Any:
-    """A field of a row for a picture or a headline, which have no room for doubts: None where it cannot be used."""
+def usable_value(row: Mapping[str, Any], name: str) -> Any:
+    """Value of a row's field for a picture or a headline, which cannot show marks. Unusable values are None."""
     return None if name in SPEEDS and row.get("unusable") else row.get(name)
 
 
-def doubts(document: Mapping[str, Any]) -> list[str]:
-    """One line on the marked figures of a result document, if there are any."""
+def unusable_notes(document: Mapping[str, Any]) -> list[str]:
+    """Return one line about the marked numbers of a result document, or an empty list."""
     rows = [row for value in document.values() if isinstance(value, list) for row in value]
     unusable = [row for row in rows if isinstance(row, Mapping) and row.get("unusable")]
-    whose = dict.fromkeys(f"{_whose(row)}{row['unusable']}" for row in unusable or [document] if row.get("unusable"))
+    whose = dict.fromkeys(
+        f"{_row_prefix(row)}{row['unusable']}" for row in unusable or [document] if row.get("unusable")
+    )
     if not whose:
         return []
     about = document.get("machine")
     busy = f" ({machine(about)})" if isinstance(about, Mapping) else ""
     return [
-        f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a draft that costs nothing has "
-        f"× plain = mat). The clock saw other work{busy}, or too few tokens: measure again on a quiet machine"
+        f"{MARK.strip()} speeds that cannot be used: {'; '.join(whose)} (even a free draft only has × plain = mat). "
+        f"Other work disturbed the clock{busy}, or there were too few tokens: measure again on an idle machine"
     ]
 
 
 def machine(about: Mapping[str, Any]) -> str:
-    """`machine` of a result document in words."""
-    busy = about.get("others_busy")  # a report reads it from a file: it may be anything
+    """Describe `machine` of a result document in words."""
+    busy = about.get("others_busy")  # read from a file, so it may have any type
     words = [f"{text(about.get(many))} {many[:-1] if about.get(many) == 1 else many}" for many in ("cores", "threads")]
-    return ", ".join([*words, *([f"others kept {text(busy)} cores busy"] if busy is not None else [])])
+    return ", ".join([*words, *([f"other processes kept {text(busy)} cores busy"] if busy is not None else [])])
 
 
-def _whose(row: Mapping[str, Any]) -> str:
-    """`sql-eagle3 in sql: `, by what the row calls itself."""
+def _row_prefix(row: Mapping[str, Any]) -> str:
+    """Prefix that names a row, such as `sql-eagle3 in sql: `."""
     name = row.get("drafter") or row.get("algo")
     where = [f"in {row['domain']}"] if row.get("domain") else [f"batch {row['batch']}"] if row.get("batch") else []
     return f"{' '.join([str(name), *where])}: " if name else ""
 
 
 def text(value: Any) -> str:
-    """A value in a few characters: floats rounded, thousands set apart, nothing (None, NaN) as a dash."""
+    """Format a value in a few characters: rounded floats, thousands separators, and a dash for None and NaN."""
     if value is None or value != value:
         return "–"
     if isinstance(value, Unusable):
@@ -75,30 +77,31 @@ def text(value: Any) -> str:
 
 
 def to_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
-    """Values as they are, unrounded; nothing is an empty cell, a list its items with `;` between them.
+    """Write unrounded CSV. Empty cells stand for None; the items of a list are separated by `;`.
 
-    A text that a spreadsheet would compute has an apostrophe in front of it; a carriage return, which would end the row
-    unquoted, is a line feed.
+    Text that a spreadsheet would evaluate gets a leading apostrophe. A carriage return, which would end the row
+    unquoted, becomes a line feed.
     """
     made = io.StringIO()
     writer = csv.writer(made, lineterminator="\n")
     for row in (columns, *rows):
         plain = [";".join(map(str, value)) if isinstance(value, list) else value for value in row]
-        writer.writerow([_inert(value) if isinstance(value, str) else value for value in plain])
+        writer.writerow([_escape_formula(value) if isinstance(value, str) else value for value in plain])
     return made.getvalue()
 
 
-def _inert(text: str) -> str:
-    """A text that no spreadsheet takes for a formula; `-3;-4` and `-1.5` are numbers, whoever wrote them."""
+def _escape_formula(text: str) -> str:
+    """Escape text that a spreadsheet would take for a formula; numbers such as `-3;-4` and `-1.5` stay."""
     text = text.replace("\r", "\n")
     formula = text.startswith(("=", "+", "-", "@", "\t", "\n")) and not re.fullmatch(r"[-+\d.;e]+", text)
     return f"'{text}" if formula else text
 
 
 def matrix_csv(matrix: dict[str, Any]) -> str:
-    """The matrix of `eval`: a row per drafter and baseline, a column per domain, the macro average last; unrounded.
+    """Format the matrix of `eval` as unrounded CSV.
 
-    Nothing measured is an empty cell.
+    It has a row per drafter and baseline, a column per domain, and the macro average last. Cells without a measurement
+    are empty.
     """
     names = [*matrix["drafters"], *matrix["baselines"]]
     rows = [[name, *line, macro] for name, line, macro in zip(names, matrix["values"], matrix["macro"], strict=True)]

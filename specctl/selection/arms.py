@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specctl import progress
 from specctl.decoding.plain import NoDraft
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, names, pool
@@ -16,26 +16,26 @@ from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.text.lookup import DEPTH
 from specctl.errors import CheckpointError, UsageError
-from specctl.families import UNTRAINED
+from specctl.families import TEXT_DRAFTERS
 from specctl.recipe import DraftingRecipe, SelectRecipe
+from specctl.selection.arm import Arm, taps_of
 from specctl.selection.companion import Companion
-from specctl.selection.guarded import Guarded, taps_of
 
 PLAIN = "no draft"
 DEFAULT_POOL = Path("drafters")
 
 
-def members(recipe: SelectRecipe) -> list[str]:
-    """Paths and names of the pool's drafters; those without weights join where there are fewer than two.
+def pool_paths(recipe: SelectRecipe) -> list[str]:
+    """Paths and names of the pool's drafters. If there are fewer than two, the untrained drafters join.
 
-    Raises UsageError (a member twice), CheckpointError (no drafter in a pool other than the default one).
+    Raises UsageError (a drafter twice), CheckpointError (no drafter in a pool other than the default one).
     """
     names = [*map(str, _directories(recipe.pool)), *recipe.drafters]
-    places = [Path(name).resolve() for name in names]  # ./a is a
+    places = [Path(name).resolve() for name in names]  # ./a and a are the same
     twice = [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]
     if twice:
         raise UsageError(f"{twice[0]} is in the pool twice", hint="name it once")
-    return names if len(names) > 1 else [*names, *(name for name in UNTRAINED if name not in names)]
+    return names if len(names) > 1 else [*names, *(name for name in TEXT_DRAFTERS if name not in names)]
 
 
 def _directories(named: Path | None) -> list[Path]:
@@ -51,50 +51,52 @@ def _directories(named: Path | None) -> list[Path]:
 def load_pool(
     recipe: SelectRecipe, target: Target, paths: Iterable[str], companion: Companion | None = None
 ) -> dict[str, Drafter]:
-    """The drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
+    """Load the drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
 
     Args:
         companion: a text drafter that every head drafts with.
 
-    Raises CheckpointError (strict, or none is left).
+    Raises CheckpointError (strict, or no drafter is left).
     """
     paths = list(paths)
-    joined = [path for path in paths if path in UNTRAINED and path not in recipe.drafters]
+    joined = [path for path in paths if path in TEXT_DRAFTERS and path not in recipe.drafters]
     if joined:
         number = len(paths) - len(joined)
-        progress.log(f"a pool of {number}: {' and '.join(joined)} join it, they need no training")
+        progress.log(f"a pool of {number}: {' and '.join(joined)} join it, because they need no training")
     bases: dict[str, Drafter] = {}
     drafters: dict[str, Drafter] = {}
     for path, name in named(paths).items():
         try:
             alone = pool.load_drafter(path, target, recipe.drafting, bases)
-            drafters[name] = alone if companion is None else companion.beside(path, alone)
+            drafters[name] = alone if companion is None else companion.with_text_drafter(path, alone)
         except CheckpointError as error:
             if recipe.strict:
                 raise
             progress.warn(f"{path} is left out of the pool: {error.message}")
     if not drafters:
-        raise CheckpointError("no drafter of the pool can be used", hint="--strict says why, for the first of them")
-    return {name: drafters[name] for name in chosen(recipe, list(drafters))}
+        raise CheckpointError(
+            "no drafter of the pool can be used", hint="run with --strict to see the error of the first one"
+        )
+    return {name: drafters[name] for name in chosen_names(recipe, list(drafters))}
 
 
-def chosen(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    """The drafters that are to be arms. Raises UsageError where one is named that the pool lacks."""
+def chosen_names(recipe: SelectRecipe, pool: list[str]) -> list[str]:
+    """Names of the drafters that become arms. Raises UsageError if the recipe names one that the pool lacks."""
     missing = [name for name in recipe.arms.names if name not in pool]
     if missing:
-        raise UsageError(f"arms.names: no {missing[0]} in the pool", hint=f"there are {', '.join(pool)}")
+        raise UsageError(f"arms.names: the pool has no {missing[0]}", hint=f"use names of {', '.join(pool)}")
     return recipe.arms.names or pool
 
 
 def named(paths: list[str]) -> dict[str, str]:
-    """Path → name: its last part, or all of it where that is not unique."""
-    return names.named(paths)
+    """Path → name: its last part, or the whole path if the last part is not unique."""
+    return names.labels(paths)
 
 
-def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str, Drafter]) -> dict[str, Kinds]:
-    """The kinds of prompts that drafters were trained on, by name; without those whose directory (`places`) does not
-    say. Kinds can be compared by the same layers' states only: by those that most drafters say them of, among the ones
-    that this pool keeps."""
+def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str, Drafter]) -> dict[str, PromptClusters]:
+    """The kinds of prompts that drafters were trained on, by name, for the drafters with a directory (`places`) that
+    says so. Kinds can only be compared by the states of the same layers. So one set of layers is used: the most
+    frequent one among the sets that this pool keeps."""
     kept = set(taps_of(drafters.values()) or (target.num_layers,))
     told = {name: checkpoint.read_info(place).get(PROMPTS) for name, place in places.items() if Path(place).is_dir()}
     said = {name: prompts for name, prompts in told.items() if prompts and kept.issuperset(prompts["taps"])}
@@ -103,52 +105,50 @@ def trained_on(places: Mapping[str, str], target: Target, drafters: Mapping[str,
     for name, prompts in said.items():
         taps = tuple(prompts["taps"])
         if taps == counts.most_common(1)[0][0]:
-            found[name] = Kinds.of(((kind["mean"], kind["error"]) for kind in prompts["kinds"].values()), taps)
+            found[name] = PromptClusters.of(((kind["mean"], kind["error"]) for kind in prompts["kinds"].values()), taps)
     return found
 
 
 def make_arms(
-    recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter], kinds: Mapping[str, Kinds]
-) -> list[Guarded]:
-    """Every drafter; or every drafter with each of `arms.draft_nodes` and `arms.shapes`, and once plain decoding.
+    recipe: SelectRecipe, target: Target, drafters: dict[str, Drafter], kinds: Mapping[str, PromptClusters]
+) -> list[Arm]:
+    """Make one arm per drafter; or one per drafter and each of `arms.draft_nodes` and `arms.shapes`, and one plain arm.
 
-    `kinds`: of the prompts that drafters were trained on. Raises UsageError where a shape is given and a drafter cannot
+    `kinds`: kinds of prompts that drafters were trained on. Raises UsageError if a shape is given and a drafter cannot
     change its own.
     """
     arms = recipe.arms
     if not arms.draft_nodes and not arms.shapes:
-        return [Guarded(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
+        return [Arm(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     made = [plain_arm()] if 0 in arms.draft_nodes else []
-    own = recipe.choice == "batch"  # else the texts of a batch share the rows that cost little
+    own = recipe.choice == "batch"  # otherwise the texts of a batch share the rows that cost little
     for name, drafter in drafters.items():
-        made += [Guarded(f"{name} ×{nodes}", drafter, nodes, weighs_rows=own) for nodes in arms.draft_nodes if nodes]
-        made += [
-            Guarded(f"{name} {label(shape)}", shaped(name, drafter, shape), weighs_rows=own) for shape in arms.shapes
-        ]
+        made += [Arm(f"{name} ×{nodes}", drafter, nodes, weighs_rows=own) for nodes in arms.draft_nodes if nodes]
+        made += [Arm(f"{name} {label(shape)}", shaped(name, drafter, shape), weighs_rows=own) for shape in arms.shapes]
     return made
 
 
-def plain_arm() -> Guarded:
+def plain_arm() -> Arm:
     """The arm that drafts nothing."""
-    return Guarded(PLAIN, NoDraft())
+    return Arm(PLAIN, NoDraft())
 
 
-def reach(drafter: Drafter) -> int:
-    """The longest draft it can make, in tokens; a hybrid's is a little longer now and then."""
+def longest_draft(drafter: Drafter) -> int:
+    """The longest draft of a drafter, in tokens; a hybrid's is sometimes a little longer."""
     if isinstance(drafter, Hybrid):
-        return max(reach(drafter.head), reach(drafter.text))
+        return max(longest_draft(drafter.head), longest_draft(drafter.text))
     depth: int | None = getattr(getattr(drafter, "shape", drafter), "depth", 0)
     return max(DEPTH.values()) if depth is None else depth
 
 
 def label(shape: DraftingRecipe) -> str:
-    """`depth=4 width=2` of what a shape sets."""
+    """Label of a shape, such as `depth=4 width=2`, from the values it sets."""
     return " ".join(f"{key}={value}" for key, value in shape.model_dump(exclude_unset=True).items()) or "default"
 
 
 def shaped(name: str, drafter: Drafter, shape: DraftingRecipe) -> Drafter:
-    """The same drafter with another shape of its drafts; both read one memory."""
+    """Change the shape of a drafter's drafts; the new drafter and the old one use one memory."""
     change = getattr(drafter, "shaped", None)
     if change is None:
-        raise UsageError(f"drafter {name} has no shape to choose", hint="leave arms.shapes out, or the drafter")
+        raise UsageError(f"drafter {name} has a fixed draft shape", hint="leave out arms.shapes, or the drafter")
     return change(shape)

@@ -1,4 +1,4 @@
-"""A selector put together: arms, a policy by name, the rules of its game, and who scores idle drafters."""
+"""Assembly of a selector: arms, a policy by name, the rules of its game, and the scorer of idle drafters."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from dataclasses import replace
 from functools import partial
 
 from specctl import processes
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
 from specctl.recipe import GameRecipe
-from specctl.selection.arms import reach
+from specctl.selection.arm import Arm
+from specctl.selection.arms import longest_draft
 from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rules import Rules, rules_for
-from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Policy, seed_of
 from specctl.selection.prompt_memory import PromptMemory
 from specctl.selection.recorded.recorder import step_seconds
 
 NewPolicy = Callable[[Arms, Label], Policy]
-"""A fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""
+"""Makes a fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""
 
 
 def make_selector(
     target: Target,
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     name: str,
     recipe: GameRecipe,
     new_policy: NewPolicy,
@@ -41,13 +41,13 @@ def make_selector(
     on_round: Callable[[RoundLine], None],
     greedy: bool = False,
 ) -> Selector:
-    """A `Selector` of the policy `name`.
+    """Build a `Selector` for the policy `name`.
 
     Args:
-        step: `plain_step` of the batches that are decoded, asked where tokens a second are played for. All selectors of
-            a run are given the same figure, so that they play for one unit.
-        within_query: every game is one text.
-        greedy: the texts are decoded at temperature 0.
+        step: returns `plain_step` for the batches that are decoded; called only if tokens per second are played for.
+            All selectors of a run get the same figure, as a common unit.
+        within_query: whether every game is one text.
+        greedy: whether the texts are decoded at temperature 0.
     """
     learns = registry.learns(name)
     rules = _rules(arms, name, recipe, step, greedy)
@@ -64,14 +64,14 @@ def make_selector(
         clock,
         overlaps=overlaps,
         ends=ends,
-        memory=PromptMemory(len(arms), trained_on=[_known(arm) for arm in arms]) if reads else None,
+        memory=PromptMemory(len(arms), trained_on=[_known_kinds(arm) for arm in arms]) if reads else None,
         taps=(target.num_layers,) if reads else (),
         on_round=on_round,
     )
 
 
 def make_batch_selector(
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     name: str,
     recipe: GameRecipe,
     new_policy: NewPolicy,
@@ -80,49 +80,49 @@ def make_batch_selector(
     seed: int,
     on_round: Callable[[RoundLine], None],
 ) -> BatchSelector:
-    """A `BatchSelector` of the policy `name`, one that `check_batch` lets pass; `step` as of `make_selector`."""
+    """Build a `BatchSelector` for the policy `name`, which must pass `check_batch`; `step` as in `make_selector`."""
     rules = _rules(arms, name, recipe, step)
-    # What a round takes depends on the load, so that the games of loads share no clock.
+    # The time of a round depends on the load, so the games of different loads share no clock.
     return BatchSelector(arms, partial(_game, rules, arms, new_policy, seed, None), on_round)
 
 
-def _known(arm: Guarded) -> Kinds:
-    """The kinds of prompts that it is known for: none for a hybrid, which hardly differs from its text drafter where
-    its head is wrong."""
-    return arm.trained_on if arm.scored is arm.drafter else Kinds.none()
+def _known_kinds(arm: Arm) -> PromptClusters:
+    """The kinds of prompts that an arm is known for. A hybrid has none: it hardly differs from its text drafter if its
+    head is wrong."""
+    return arm.trained_on if arm.scored is arm.drafter else PromptClusters.none()
 
 
-def plays_for_seconds(arms: Sequence[Guarded], name: str, recipe: GameRecipe) -> bool:
-    """Whether the policy `name` is told what a round of these arms takes: to one that is not, plain decoding is always
-    the worst arm."""
+def plays_for_seconds(arms: Sequence[Arm], name: str, recipe: GameRecipe) -> bool:
+    """Whether the feedback of the policy `name` counts the seconds of a round. Without seconds, plain decoding is
+    always the worst arm."""
     return _played_for(_rules_of(arms, name, recipe), name) in ("throughput", "surplus")
 
 
 def _played_for(rules: Rules, name: str) -> str | None:
-    """The reward, or the loss, that the policy `name` is told; None where it is told nothing."""
+    """The reward, or the loss, that the policy `name` is told, or None if it learns nothing."""
     return {"reward": rules.reward, "losses": rules.loss}.get(registry.learns(name))
 
 
 def _rules(
-    arms: Sequence[Guarded], name: str, recipe: GameRecipe, step: Callable[[], float], greedy: bool = False
+    arms: Sequence[Arm], name: str, recipe: GameRecipe, step: Callable[[], float], greedy: bool = False
 ) -> Rules:
     rules = _rules_of(arms, name, recipe, greedy)
     if _played_for(rules, name) == "throughput":
-        rules = replace(rules, step=processes.agree(step()))
+        rules = replace(rules, step=processes.broadcast_value(step()))
     return rules
 
 
-def _rules_of(arms: Sequence[Guarded], name: str, recipe: GameRecipe, greedy: bool = False) -> Rules:
-    reaches = tuple(map(_reach, arms))
+def _rules_of(arms: Sequence[Arm], name: str, recipe: GameRecipe, greedy: bool = False) -> Rules:
+    reaches = tuple(map(_longest_draft, arms))
     rules = rules_for(name, recipe, max(1, *reaches), reach=reaches, greedy=greedy)
     if any(arm.scored is not arm.drafter for arm in arms) and "loss" not in recipe.model_fields_set:
-        # A bad head of a hybrid is seldom asked: by its seconds it would be the best.
+        # In a hybrid a bad head seldom drafts: by its seconds it would be the best.
         rules = replace(rules, loss="length" if rules.loss == "throughput" else rules.loss)
     return rules
 
 
 def _game(
-    rules: Rules, arms: Sequence[Guarded], new_policy: NewPolicy, seed: int, clock: ArmClock | None, text: Label
+    rules: Rules, arms: Sequence[Arm], new_policy: NewPolicy, seed: int, clock: ArmClock | None, text: Label
 ) -> Game:
     plain = next((number for number, arm in enumerate(arms) if arm.plain), None)
     seeded = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query), plain)
@@ -130,11 +130,11 @@ def _game(
 
 
 def plain_step(target: Target, batch: int) -> float:
-    """Seconds of a step of plain decoding for each text of a batch: the unit of throughput."""
+    """Seconds of a plain decoding step, divided by the texts of the batch: the unit of throughput."""
     return step_seconds(target, [1], batch)[0] / batch
 
 
-def _reach(arm: Guarded) -> int:
+def _longest_draft(arm: Arm) -> int:
     """The longest draft of an arm, in tokens."""
-    deep = reach(arm.drafter)
+    deep = longest_draft(arm.drafter)
     return deep if arm.nodes is None else min(deep, arm.nodes)

@@ -1,7 +1,7 @@
-"""The controller of `choice=batch`: one arm a round for all texts, by a game for each load.
+"""Controller of `choice=batch`: one arm per round for all texts, chosen by a separate game for each load.
 
-What a draft is worth depends on how many texts share its step, not on which: at a few texts the target has rows to
-spare, at many every row is paid for (BanditSpec, section 6.2, where one draft length is chosen for the batch).
+The worth of a draft depends on how many texts share its step, not on which ones. With a few texts the target has rows
+to spare; with many texts every row costs time (BanditSpec, section 6.2, which chooses one draft length for the batch).
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ from typing import NamedTuple
 
 from specctl import processes
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import Counts, DraftTree, HeardRound, Label, Verdict
+from specctl.decoding.records import Counts, DeviceRoundResult, DraftTree, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
+from specctl.selection.arm import Arm, taps_of
 from specctl.selection.controller import RoundLine, Tally
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
-from specctl.selection.guarded import Guarded, taps_of
 
 
-def load(texts: int) -> int:
-    """The least power of two that so many texts do not exceed."""
+def load_bucket(texts: int) -> int:
+    """The least power of two that is not below the number of texts."""
     return 1 << (texts - 1).bit_length()
 
 
 class Chosen(NamedTuple):
-    """A round that is not over: its arm, and the game that has chosen it."""
+    """An unfinished round: its arm, and the game that has chosen it."""
 
     arm: int
     game: Game
 
 
 class BatchSelector(Controller):
-    """Plays a game for every load, until it is told to forget. Rounds of arms that can run on the device.
+    """Plays one game per load until it is told to forget. Rounds run on the device if the arm can.
 
-    There a load is that of the texts that had not ended as far as the host knew, a round ago.
+    On the device, the load counts the texts that had not ended one round ago, as far as the host knew.
 
     Args:
-        arms: what can be chosen, in the order of the policy's arms.
-        new_game: a fresh game, for the load that the label names.
-        on_round: told every round when it is over.
+        arms: the choices, in the order of the policy's arms.
+        new_game: makes a fresh game for the load that the label names.
+        on_round: called with every finished round.
     """
 
-    late = True
+    accepts_late_counts = True
 
     def __init__(
         self,
-        arms: Sequence[Guarded],
+        arms: Sequence[Arm],
         new_game: Callable[[Label], Game],
         on_round: Callable[[RoundLine], None] | None = None,
     ):
@@ -61,29 +61,29 @@ class BatchSelector(Controller):
         """Forget all games and counts."""
         self.tally = Tally()
         self.games: dict[int, Game] = {}  # by load
-        self._arm: int | None = None  # that has read the texts last
-        self._chosen: deque[Chosen] = deque()  # of rounds that are not over, the oldest first
-        self._seed: int | None = None  # of the texts
+        self._arm: int | None = None  # the last arm that read the texts
+        self._chosen: deque[Chosen] = deque()  # unfinished rounds, oldest first
+        self._seed: int | None = None  # seed of the texts
         for arm in self.arms:
             arm.forget()
 
     @property
     def failures(self) -> int:
-        """Rounds whose drafter raised: they were decoded plainly."""
+        """Rounds that were decoded plainly because their drafter raised."""
         return sum(arm.failures for arm in self.arms)
 
     def begin(self, text: Text) -> None:
-        """Begin anew with the first text of another seed: the same prompts come once more."""
+        """Start over with the first text of another seed, when the same prompts come again."""
         seed = text.request.label.seed if text.request.label else 0
         if seed != self._seed:
             self.games.clear()
             self._seed = seed
 
-    def waits(self, state: DecodeState) -> bool:
-        return any(chosen.game.curious for chosen in self._chosen)
+    def must_wait(self, state: DecodeState) -> bool:
+        return any(chosen.game.awaits_first_reward for chosen in self._chosen)
 
     def choose(self, state: DecodeState) -> Proposer:
-        at = load(len(state.live))
+        at = load_bucket(len(state.live))
         if at not in self.games:
             label = Label(f"load {at}", seed=self._seed or 0)
             self.games[at] = self.new_game(label)
@@ -91,40 +91,40 @@ class BatchSelector(Controller):
         self._chosen.append(Chosen(game.choose(), game))
         return self.arms[self._chosen[-1].arm]
 
-    def ready(self, state: DecodeState) -> None:
+    def prepare_round(self, state: DecodeState) -> None:
         self._lengths = {b: len(state.rows[b].ids) for b in state.live}
         number = self._chosen[-1].arm
         if self._arm not in (None, number):
             self.tally.switches += 1
-            self.tally.caught_up += sum(self.arms[number].drafter.behind(state))
+            self.tally.caught_up += sum(self.arms[number].drafter.lag(state))
             self.tally.switch_s.append(self.arms[number].catch_up(state))
         self._arm = number
-        self._began = time.perf_counter()  # that it had been idle is not what a round of it costs
+        self._began = time.perf_counter()  # catching up does not count as time of the round
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = processes.agree(time.perf_counter() - self._began)
+        seconds = processes.broadcast_value(time.perf_counter() - self._began)
         made = self.arms[self._chosen[0].arm].made
         assert made is not None
-        self._close(
+        self._finish_round(
             [verdict.counts(b, len(state.rows[b].ids) - n) for b, n in self._lengths.items()], seconds, made.failed
         )
 
-    def heard(self, state: DecodeState, round: HeardRound) -> None:
+    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:
         if round.counts:
-            self._close([*round.counts.values()], round.seconds)
+            self._finish_round([*round.counts.values()], round.seconds)
         else:  # all texts had ended before it
-            self.unplayed(state)
+            self.withdraw_choice(state)
 
-    def unplayed(self, state: DecodeState) -> None:
+    def withdraw_choice(self, state: DecodeState) -> None:
         self._chosen.pop().game.withdraw()
 
-    def _close(self, counts: Sequence[Counts], seconds: float, failed: bool = False) -> None:
-        """The oldest round is over; `counts` of its texts."""
+    def _finish_round(self, counts: Sequence[Counts], seconds: float, failed: bool = False) -> None:
+        """Finish the oldest round; `counts` has one entry per text."""
         number, game = self._chosen.popleft()
         self.tally.pulls[number] += 1
         texts, tokens = len(counts), sum(one.committed for one in counts)
         accepted, depth = sum(one.accepted for one in counts), max(one.depth for one in counts)
-        entry = game.played(number, Outcome(tokens, accepted, failed=failed, seconds=seconds, texts=texts))
+        entry = game.round_finished(number, Outcome(tokens, accepted, failed=failed, seconds=seconds, texts=texts))
         self.tally.decide_us.append(entry.decide_us)
         self.tally.dropped += game.dropped
         game.dropped = 0

@@ -1,4 +1,4 @@
-"""The controller of `specctl select`: every text's game chooses its arm, and learns from what the target says."""
+"""Controller of `specctl select`: the game of every text chooses its arm, and learns from the target's verification."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from specctl import processes
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.prompt_features import features_of
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import Counts, DraftTree, HeardRound, Label, Verdict
+from specctl.decoding.records import Counts, DeviceRoundResult, DraftTree, Label, Verdict
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
-from specctl.decoding.timing import clock_of
+from specctl.decoding.timing import work_clock
+from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game, Round
 from specctl.selection.game.rewards import Outcome, surplus_lost
-from specctl.selection.guarded import Guarded, Made, prompt_states, taps_of
 from specctl.selection.policies.contextual import Belief, ContextualUcb
 from specctl.selection.policies.policy import AnyArray, Array
 from specctl.selection.prompt_memory import PromptMemory
 
-GAMES = 256  # that wait for another text of their key; the oldest is forgotten
+GAMES = 256  # games that wait for another text of their key; the oldest is forgotten
 
 
 @dataclass
@@ -36,18 +36,18 @@ class Tally:
     """Counts and costs of choosing, over all texts of a controller."""
 
     pulls: Counter[int] = field(default_factory=Counter)
-    decide_us: list[float] = field(default_factory=list)  # of every round, learning included
-    score_s: list[float] = field(default_factory=list)  # of every scoring
+    decide_us: list[float] = field(default_factory=list)  # per round, learning included
+    score_s: list[float] = field(default_factory=list)  # per scoring
     scored: int = 0  # tokens
-    switches: int = 0  # rounds whose arm was not that of the text's round before
-    caught_up: int = 0  # tokens that the new arms had to read then
-    switch_s: list[float] = field(default_factory=list)  # that it took them, of every arm and round
-    dropped: int = 0  # rewards and losses that were not finite, of games that are over
+    switches: int = 0  # rounds with another arm than the text's round before
+    caught_up: int = 0  # missed tokens that the new arms had to read
+    switch_s: list[float] = field(default_factory=list)  # seconds of this reading, per arm and round
+    dropped: int = 0  # rewards and losses that were not finite, in finished games
 
 
 @dataclass(slots=True)
 class RoundLine:
-    """A line of `rounds.jsonl`. `learnt`: the reward of the arm, or the last losses of all arms, if there were any."""
+    """A line of `rounds.jsonl`. `learnt` is the reward of the arm, or the last losses of all arms, or None."""
 
     query: str
     domain: str
@@ -65,49 +65,49 @@ class RoundLine:
 
 
 @dataclass
-class PlayedText:
+class ActiveText:
     """A text that is being decoded."""
 
     label: Label
     game: Game
-    dropped: int  # what the game had dropped before it
+    dropped: int  # the game's count when the text began
     rounds: int = 0
-    arm: int | None = None  # that has read the text last
-    chosen: deque[int] = field(default_factory=deque)  # arms of rounds that are not over, the oldest first
-    due: bool = False  # its tokens are to be scored
-    heard: tuple[Round, Counts] | None = None  # the last round, where scores may be told of it yet
-    prompt: Array | None = None  # its features, and what was thought of it, where the policy reads prompts
+    arm: int | None = None  # the last arm that read the text
+    chosen: deque[int] = field(default_factory=deque)  # arms of unfinished rounds, oldest first
+    to_score: bool = False  # whether its tokens are to be scored
+    open_round: tuple[Round, Counts] | None = None  # the last round, if scores may still come for it
+    prompt: Array | None = None  # features of the prompt, and the belief about it, if the policy reads prompts
     belief: Belief | None = None
 
     @property
     def reader(self) -> ContextualUcb | None:
-        """The game's policy, where it reads prompts."""
+        """The game's policy, if it reads prompts."""
         return self.game.policy if isinstance(self.game.policy, ContextualUcb) else None
 
 
 class Selector(Controller):
-    """Plays one game for all texts whose labels have one key, which are decoded one after the other, and one for each
-    text without a key. What a game has learnt is nobody else's.
+    """Plays one game for all texts with the same label key, which are decoded one after the other, and one game for
+    each text without a key. Games share no knowledge.
 
-    But for block divergences, rounds can run on the device (`late`). A round that an arm plays for the first time in
-    a bandit's game is waited for, and so is a round after which idle arms are scored, with what is under way then; all
-    others are heard of one round late.
+    Unless rewards are block divergences, rounds can run on the device (`accepts_late_counts`), and the controller hears
+    of each round one round late. There are two exceptions, in which it waits for all pending rounds: a round that an
+    arm plays for the first time in a bandit's game, and a round after which idle arms are scored.
 
     Args:
-        arms: what can be chosen, in the order of the policy's arms.
-        new_game: a fresh game, for the text that it begins with.
-        scorer: of the arms' distinct `scored` drafters, in their order; None where nobody wants scores.
-        clock: seconds of a round of each arm, which the games share.
-        overlaps: rewards are block divergences, made of the drafts' overlaps with the target.
-        ends: texts of one key follow each other, so the last tokens of a text are scored, too.
-        memory: what a policy that reads prompts knows of earlier ones; None for others.
-        taps: hidden states of the target that are kept where no arm reads any.
-        on_round: told every round when it is over.
+        arms: the choices, in the order of the policy's arms.
+        new_game: makes a fresh game for its first text.
+        scorer: scores the arms' distinct `scored` drafters, in their order (None if no scores are needed).
+        clock: seconds per round of each arm, which the games share.
+        overlaps: whether rewards are block divergences, made from the drafts' overlaps with the target.
+        score_ends: whether texts of one key follow each other, so that the last tokens of a text are scored, too.
+        memory: memory of earlier prompts, for a policy that reads prompts; otherwise None.
+        taps: hidden states of the target that are kept if no arm reads any.
+        on_round: called with every finished round.
     """
 
     def __init__(
         self,
-        arms: Sequence[Guarded],
+        arms: Sequence[Arm],
         new_game: Callable[[Label], Game],
         scorer: Scorer | None,
         clock: ArmClock,
@@ -119,22 +119,22 @@ class Selector(Controller):
         on_round: Callable[[RoundLine], None] | None = None,
     ):
         self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
-        self.overlaps, self.ends, self.memory, self.on_round = overlaps, ends, memory, on_round
-        self.late, self.keeps = not overlaps, scorer is not None
+        self.overlaps, self.score_ends, self.memory, self.on_round = overlaps, ends, memory, on_round
+        self.accepts_late_counts, self.keeps_hidden = not overlaps, scorer is not None
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
         self.drafter_of = [drafters.index(arm.scored) for arm in arms]
         self.taps = taps_of(arms) or taps
-        self.moves = ArmClock.of(len(arms))  # seconds in which an arm reads what it has missed
+        self.catch_up_clock = ArmClock.of(len(arms))  # seconds in which an arm reads the tokens it has missed
         self.forget()
 
     def forget(self) -> None:
         """Forget all games, counts and measurements."""
         self.tally = Tally()
         self.clock.forget()
-        self.moves.forget()
-        self.games: OrderedDict[str, Game] = OrderedDict()  # by key, that of the last text last
-        self.plays: dict[Text, PlayedText] = {}
-        self._seed: int | None = None  # of the texts in memory
+        self.catch_up_clock.forget()
+        self.games: OrderedDict[str, Game] = OrderedDict()  # by key; the game of the last text comes last
+        self.plays: dict[Text, ActiveText] = {}
+        self._seed: int | None = None  # seed of the texts in memory
         if self.memory is not None:
             self.memory.forget()
         for arm in self.arms:
@@ -144,37 +144,36 @@ class Selector(Controller):
 
     @property
     def failures(self) -> int:
-        """Times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
+        """Number of times that a drafter raised: rounds decoded plainly, and scorings in which it counted as silent."""
         return sum(arm.failures for arm in self.arms) + (sum(self.scorer.failures) if self.scorer is not None else 0)
 
     def begin(self, text: Text) -> None:
-        """Find the game of a text. ValueError where another text of its key is being decoded: a game hears of one at a
-        time."""
+        """Find the game of a text. Raises ValueError if another text of its key is being decoded."""
         label = text.request.label or Label(str(text.index))
         if label.key is None:
             game = self.new_game(label)
         else:
             if any(play.label.key == label.key for play in self.plays.values()):
-                raise ValueError("texts of one key are decoded one after the other")
+                raise ValueError("sequences with the same key must be decoded one after the other")
             game = self.games.pop(label.key) if label.key in self.games else self.new_game(label)
             self.games[label.key] = game
             while len(self.games) > max(GAMES, len(self.plays) + 1):
                 self.games.popitem(last=False)
-        self.plays[text] = PlayedText(label, game, game.dropped)
+        self.plays[text] = ActiveText(label, game, game.dropped)
 
     def end(self, text: Text) -> None:
         play = self.plays.pop(text)
         self._withdraw(play)
         self.tally.dropped += play.game.dropped - play.dropped
         if self.memory is not None and play.reader is not None and play.prompt is not None:
-            self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.lost)
+            self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.time_cost)
 
-    def waits(self, state: DecodeState) -> bool:
+    def must_wait(self, state: DecodeState) -> bool:
         plays = [self.plays[state.rows[b]] for b in self._own(state)]
-        return any(play.due or play.game.curious for play in plays)
+        return any(play.to_score or play.game.awaits_first_reward for play in plays)
 
     def _own(self, state: DecodeState) -> list[int]:
-        """The slots of its texts that are not finished."""
+        """The slots of this controller's unfinished texts."""
         return [b for b in state.live if state.rows[b] in self.plays]
 
     def choose(self, state: DecodeState) -> Proposer:
@@ -182,32 +181,32 @@ class Selector(Controller):
         for b in live:
             play = self.plays[state.rows[b]]
             if play.prompt is None and self.memory is not None and play.reader is not None:
-                self._read(state, b, play, play.reader, self.memory)
+                self._begin_prompt(state, b, play, play.reader, self.memory)
             play.chosen.append(play.game.choose())
         first = live[0]
         chosen = [self.plays[state.rows[b if b in live else first]].chosen[-1] for b in range(state.batch)]
         arms = [self.arms[arm] for arm in chosen]
         return arms[0] if len(set(arms)) == 1 else PerSequence(arms)
 
-    def ready(self, state: DecodeState) -> None:
+    def prepare_round(self, state: DecodeState) -> None:
         self._live = self._own(state)
         self._lengths = [len(row.ids) for row in state.rows]
-        new: set[int] = set()  # arms that some text was switched to
+        new: set[int] = set()  # arms that a text was switched to
         for b in self._live:
             play = self.plays[state.rows[b]]
             arm = play.chosen[-1]
             if play.arm not in (None, arm):
                 self.tally.switches += 1
-                self.tally.caught_up += self.arms[arm].drafter.behind(state)[b]
+                self.tally.caught_up += self.arms[arm].drafter.lag(state)[b]
                 new.add(arm)
             play.arm = arm
         for arm in sorted(new):
             self.tally.switch_s.append(self.arms[arm].catch_up(state))
-            self.moves.took(arm, self.tally.switch_s[-1])
-        self._began = clock_of(state.device)()  # that they had been idle is not what a round of theirs costs
+            self.catch_up_clock.record(arm, self.tally.switch_s[-1])
+        self._began = work_clock(state.device)()  # catching up does not count as time of the round
 
     def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = self._seconds(state, processes.agree(clock_of(state.device)() - self._began))
+        seconds = self._seconds(state, processes.broadcast_value(work_clock(state.device)() - self._began))
         if self.scorer is not None:
             self.scorer.keep(state, verdict, self._live)
         counts, entries = {}, {}
@@ -216,89 +215,91 @@ class Selector(Controller):
             counts[b] = verdict.counts(b, len(row.ids) - self._lengths[b])
             made = self._made(self._played(state, b))
             overlaps = overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None
-            entries[b] = self._tell(self.plays[row], counts[b], seconds, made.failed, overlaps)
+            entries[b] = self._record_round(self.plays[row], counts[b], seconds, made.failed, overlaps)
         scored = self._score(state, self._live)
         for b in self._live:
             over = state.rows[b].stop is not None
-            self._close(self.plays[state.rows[b]], entries[b], counts[b], over, scored.get(b, 0))
+            self._finish_round(self.plays[state.rows[b]], entries[b], counts[b], over, scored.get(b, 0))
 
-    def heard(self, state: DecodeState, round: HeardRound) -> None:
+    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:
         seconds = round.seconds / max(len(round.counts), 1)
         for b, counts in round.counts.items():
             play = self.plays[state.rows[b]]
-            if play.heard is not None:
-                self._close(play, *play.heard, over=False)
-            play.heard = self._tell(play, counts, {play.chosen[0]: seconds}), counts
+            if play.open_round is not None:
+                self._finish_round(play, *play.open_round, over=False)
+            play.open_round = self._record_round(play, counts, {play.chosen[0]: seconds}), counts
             if self.scorer is None:
-                self._close(play, *play.heard, over=state.rows[b].stop is not None)
+                self._finish_round(play, *play.open_round, over=state.rows[b].stop is not None)
 
     @torch.inference_mode()
-    def settled(self, state: DecodeState) -> None:
-        slots = [b for b, row in enumerate(state.rows) if row in self.plays and self.plays[row].heard is not None]
+    def on_drained(self, state: DecodeState) -> None:
+        slots = [b for b, row in enumerate(state.rows) if row in self.plays and self.plays[row].open_round is not None]
         scored = self._score(state, slots)
         for b in slots:
             play = self.plays[state.rows[b]]
-            if play.heard is not None:
-                self._close(play, *play.heard, state.rows[b].stop is not None, scored.get(b, 0))
+            if play.open_round is not None:
+                self._finish_round(play, *play.open_round, state.rows[b].stop is not None, scored.get(b, 0))
 
-    def _tell(
+    def _record_round(
         self,
-        play: PlayedText,
+        play: ActiveText,
         counts: Counts,
         seconds: dict[int, float],
         failed: bool = False,
         overlaps: AnyArray | None = None,
     ) -> Round:
-        """Tell the game of the text's oldest round that is not over; `seconds` by arm."""
+        """Report the text's oldest unfinished round to the game; `seconds` by arm."""
         arm = play.chosen.popleft()
         self.tally.pulls[arm] += 1
-        outcome = Outcome(counts.committed, counts.accepted, counts.whole, failed, overlaps, seconds[arm])
-        entry = play.game.played(arm, outcome)
-        play.due |= play.game.due() > 0  # its schedule counts the round that ends a text, too
+        outcome = Outcome(counts.committed, counts.accepted, counts.untrimmed, failed, overlaps, seconds[arm])
+        entry = play.game.round_finished(arm, outcome)
+        play.to_score |= play.game.due() > 0  # asked also for the last round of a text: the schedule counts all
         return entry
 
-    def unplayed(self, state: DecodeState) -> None:
+    def withdraw_choice(self, state: DecodeState) -> None:
         for b in self._own(state):
             self._take_back(self.plays[state.rows[b]])
 
     @staticmethod
-    def _take_back(play: PlayedText) -> None:
-        """Strike out a text's last choice."""
+    def _take_back(play: ActiveText) -> None:
+        """Undo a text's last choice."""
         play.chosen.pop()
         play.game.withdraw()
 
-    def _withdraw(self, play: PlayedText) -> None:
-        """Strike out all rounds that are not over: the text is."""
+    def _withdraw(self, play: ActiveText) -> None:
+        """Undo all unfinished rounds of a text that is over."""
         while play.chosen:
             self._take_back(play)
 
-    def _read(self, state: DecodeState, b: int, play: PlayedText, policy: ContextualUcb, memory: PromptMemory) -> None:
-        """Begin a text with what its prompt says, and tell what moving costs."""
-        if play.label.seed != self._seed:  # the same prompts once more
+    def _begin_prompt(
+        self, state: DecodeState, b: int, play: ActiveText, policy: ContextualUcb, memory: PromptMemory
+    ) -> None:
+        """Begin a text: compute its prompt's features, and tell the policy the belief and the costs of switching."""
+        if play.label.seed != self._seed:  # the same prompts come again
             memory.forget()
             self._seed = play.label.seed
         assert state.features is not None
         states = state.features[b, : state.rows[b].prompt_length]
         play.prompt = features_of(prompt_states(self.arms, states, state.taps))
         play.belief = memory.belief(play.prompt)
-        policy.meet(play.belief, memory.overdue)
+        policy.begin_text(play.belief, memory.should_try_drafts)
         if play.game.rules.reward == "surplus":
-            policy.moves = surplus_lost(self.moves.mean, self.clock.rate, play.game.rules.depth)
+            policy.switch_cost = surplus_lost(self.catch_up_clock.mean, self.clock.rate, play.game.rules.depth)
 
     def _played(self, state: DecodeState, b: int) -> int:
-        """The arm of the last round that the host knows of."""
+        """The arm of the last round that the host knows about."""
         arm = self.plays[state.rows[b]].arm
         assert arm is not None
         return arm
 
-    def _made(self, arm: int) -> Made:
+    def _made(self, arm: int) -> TimedDraft:
         made = self.arms[arm].made
         assert made is not None
         return made
 
     def _seconds(self, state: DecodeState, total: float) -> dict[int, float]:
-        """Seconds of a text's round, by arm: its draft, shared by the texts that it was made for, and a text's share of
-        the rest of `total`, which is the verification."""
+        """Seconds of a text's round, by arm: the seconds of its draft, shared by the texts it was made for, and a
+        text's share of the rest of `total`, which is the verification."""
         if len(self._live) == 1:
             return {self._played(state, self._live[0]): total}
         texts = Counter(self._played(state, b) for b in self._live)
@@ -307,19 +308,20 @@ class Selector(Controller):
         return {arm: drafts[arm] / count + rest for arm, count in texts.items()}
 
     def _score(self, state: DecodeState, slots: Sequence[int]) -> dict[int, int]:
-        """Score what the games in `slots` ask for, and what is left of texts that have ended: slot → tokens."""
+        """Score the tokens that the games in `slots` ask for, and the rest of finished texts. Returns the number of
+        scored tokens by slot."""
         wanted = [0] * state.batch
         for b in slots:
             row, play = state.rows[b], self.plays[state.rows[b]]
-            wanted[b] = play.game.unscored if play.due or (self.ends and row.stop is not None) else 0
-            play.due = False
+            wanted[b] = play.game.unscored if play.to_score or (self.score_ends and row.stop is not None) else 0
+            play.to_score = False
         if self.scorer is None or not any(wanted):
             return {}
         began = time.perf_counter()
         scores = self.scorer.score(state, wanted)
         self.tally.score_s.append(time.perf_counter() - began)
         self.tally.scored += sum(wanted)
-        # No draft is deeper than the batch leaves it nodes, or the arm itself.
+        # A draft is no deeper than its number of nodes, which is limited by the batch's budget and by the arm.
         budget = self.arms[self._played(state, slots[0])].budget
         nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
         within = np.arange(self.scorer.depth) < nodes[:, None, None]
@@ -329,9 +331,9 @@ class Selector(Controller):
                 self.plays[state.rows[b]].game.scored(gamma, hit)
         return {b: wanted[b] for b in slots}
 
-    def _close(self, play: PlayedText, entry: Round, counts: Counts, over: bool, scored: int = 0) -> None:
-        """A round is over, and perhaps its text."""
-        game, label, play.heard = play.game, play.label, None
+    def _finish_round(self, play: ActiveText, entry: Round, counts: Counts, over: bool, scored: int = 0) -> None:
+        """Finish a round, and perhaps its text."""
+        game, label, play.open_round = play.game, play.label, None
         if over:
             self._withdraw(play)
             game.ended()

@@ -1,9 +1,9 @@
-"""Requests of clients, each sent to the server whose drafter is expected to be accepted furthest in its text.
+"""Dispatcher of client requests, each to the server with the drafter that should have the most tokens accepted.
 
-The arms are servers of one target that draft with different drafters. The reward is what a server's answer says of its
-own drafts, so nobody has to be asked twice; a text is a round, as it stays where it was begun. The default reads the
-prompt as `selection.policies.contextual` does, where hashed words stand in for the target's states, which no server
-hands out with its answers.
+The arms are servers of one target with different drafters. The reward is the server's own report on its drafts, so no
+request is sent twice. A text is a round, because it stays on the server where it was begun. The default policy reads
+the prompt as `selection.policies.contextual` does. Hashed words take the place of the target's hidden states, which no
+server returns with its answers.
 """
 
 from __future__ import annotations
@@ -18,43 +18,44 @@ from typing import Any
 import numpy as np
 
 from specctl import progress
-from specctl.engines.exchanges import TextCounts
-from specctl.engines.proxy import ServerOrder
-from specctl.engines.records import Drafting
+from specctl.engines.proxy import ServerChoice
+from specctl.engines.proxy_messages import TextCounts
+from specctl.engines.records import DraftCounters
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies import registry
-from specctl.selection.policies.contextual import BETA, Shown, unplayed
+from specctl.selection.policies.contextual import BETA, ArmRounds, prior_bounds
 from specctl.selection.policies.policy import Arms, Array
 from specctl.selection.prompt_memory import PromptMemory
 
 POLICIES = ("cgp-ucb", "metasd-ucb", "metasd-ducb", "metasd-swucb", "random", "fixed")
-"""Policies that can play with requests: the others learn from all arms at once, which no server tells, or count on
-hearing of a round before the next one begins."""
-FEATURES = 256  # that words are hashed to
-HEAD, TAIL = 1000, 3000  # characters of a prompt that are read, of its beginning and of its end
-# Of the distance of two prompts' words, in `PromptMemory`. Simulated with real prompts of two, three and seven domains,
-# and a server of each (mat 3.5, and 2.0 elsewhere), the best one has 97, 96 and 54 % of the texts 50 to 300; with 0.5
-# 93, 90 and 50 %.
+"""Policies that can route requests. The others learn from all arms at once, which no server reports, or need the
+feedback of a round before the next one begins."""
+FEATURES = 256  # number of buckets that words are hashed to
+HEAD, TAIL = 1000, 3000  # characters that are read from the beginning and the end of a prompt
+# Width for the distance of two prompts' words, in `PromptMemory`. Simulated with real prompts of two, three and seven
+# domains, and one server for each (mat 3.5, and 2.0 elsewhere), the best server gets 97, 96 and 54 % of the texts 50 to
+# 300; with 0.5 it gets 93, 90 and 50 %.
 WIDTH = 1.0
-# A server is passed over while it has more requests than so many times those of the least busy one, and so many more.
-TIMES, MORE = 2, 8
+# A server is passed over while it has more requests than `OVERLOAD_FACTOR` times the number of the least busy server,
+# plus `OVERLOAD_SLACK`.
+OVERLOAD_FACTOR, OVERLOAD_SLACK = 2, 8
 
 
 def check(names: Sequence[str]) -> None:
-    """Raise UsageError where a policy cannot play with requests."""
+    """Raise UsageError if a policy cannot route requests."""
     registry.check([*names])
     for name in names:
         if name not in POLICIES:
-            raise UsageError(f"{name} cannot route requests among servers", f"--algo {', '.join(POLICIES)}")
+            raise UsageError(f"{name} cannot route requests among servers", f"use --algo {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True)
-class Routed:
-    """A text that was written: by whom, in how many passes of the target, and what choosing took.
+class RoutedText:
+    """A finished text: its server, its number of tokens and of target passes, and the time of the choice.
 
     Attributes:
-        accepted: drafted tokens among the `tokens`; None where the server does not say.
+        accepted: drafted tokens among the `tokens`, or None if the server does not report them.
     """
 
     url: str
@@ -65,8 +66,8 @@ class Routed:
 
 
 @dataclass(frozen=True)
-class PromptOrder(ServerOrder):
-    """A choice, with what it was made by."""
+class PromptChoice(ServerChoice):
+    """A ranking of the servers, with the prompt's features and the time of the choice."""
 
     features: Array | None
     decide_us: float
@@ -76,18 +77,18 @@ class Dispatcher:
     """The `Dispatch` of a proxy that plays a policy of `POLICIES`, with the servers as arms."""
 
     def __init__(
-        self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int, routed: Callable[[Routed], None]
+        self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int, routed: Callable[[RoutedText], None]
     ):
-        """`routed` is told of every text. Raises UsageError as `check`."""
+        """`on_routed` is called with every text. Raises UsageError like `check`."""
         check([name])
-        self.urls, self.routed = list(urls), routed
+        self.urls, self.on_routed = list(urls), routed
         arms = Arms(len(self.urls), 1, seed)
         self.memory = PromptMemory(arms.count, WIDTH) if registry.contextual(name) else None
         self.policy = registry.build(name, arms, options)
         self._silent: set[str] = set()
 
-    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> PromptOrder:
-        """The servers by what is expected of them, those with too many requests last."""
+    def choose(self, body: Mapping[str, Any], in_flight: Mapping[str, int]) -> PromptChoice:
+        """Rank the servers by their expected reward; servers with too many requests come last."""
         began = perf_counter_ns()
         features = None
         if self.memory is None:
@@ -97,45 +98,45 @@ class Dispatcher:
             features = features_of(body)
             belief = self.memory.belief(features)
             texts = [heard + in_flight[url] for heard, url in zip(self.memory.texts, self.urls, strict=True)]
-            worth = [-float(count) for count in texts] if belief is None else unplayed(belief, BETA)
-        most = TIMES * min(in_flight.values()) + MORE
+            worth = [-float(count) for count in texts] if belief is None else prior_bounds(belief, BETA)
+        most = OVERLOAD_FACTOR * min(in_flight.values()) + OVERLOAD_SLACK
         ranked = sorted(
             zip(self.urls, worth, strict=True),
             key=lambda one: (in_flight[one[0]] > most, -one[1], in_flight[one[0]]),
         )
-        return PromptOrder([url for url, _ in ranked], features, (perf_counter_ns() - began) / 1000)
+        return PromptChoice([url for url, _ in ranked], features, (perf_counter_ns() - began) / 1000)
 
-    def answered(self, choice: ServerOrder, url: str, counts: TextCounts) -> None:
-        """Learn from a text. Where a server does not say what it accepted, it counts as if that were nothing."""
-        assert isinstance(choice, PromptOrder)
+    def learn(self, choice: ServerChoice, url: str, counts: TextCounts) -> None:
+        """Learn from a text. A server that does not report its accepted tokens counts as if it had accepted none."""
+        assert isinstance(choice, PromptChoice)
         if counts.drafting is None and url not in self._silent:
             self._silent.add(url)
             progress.warn(
-                f"{url} does not say which drafted tokens it accepts, and counts as a server without a drafter: "
-                f"vllm serve … --per-request-spec-decode-metrics summary"
+                f"{url} does not report its accepted draft tokens, so it counts as a server without a drafter; "
+                "start it with: vllm serve … --per-request-spec-decode-metrics summary"
             )
-        shown = passes_of(counts)
+        shown = pass_statistics(counts)
         arm = self.urls.index(url)
         if self.memory is not None and choice.features is not None:
-            others = [Shown(0, 0.0, 0.0)] * len(self.urls)
-            # Without the belief, which would blame a hard text for half of what its only server was worth.
+            others = [ArmRounds(0, 0.0, 0.0)] * len(self.urls)
+            # Without the belief: it would blame the difficulty of the text for half of the only server's result.
             self.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
-            self.memory.fit()  # the next request need not wait for it
+            self.memory.fit()  # fit now, so that the next request need not wait
         elif self.policy.learns == "reward":
             self.policy.reward(arm, 1 - shown.rounds / shown.total)
         accepted = None if counts.drafting is None else counts.drafting.accepted
-        self.routed(Routed(url, counts.tokens, shown.rounds, accepted, choice.decide_us))
+        self.on_routed(RoutedText(url, counts.tokens, shown.rounds, accepted, choice.decide_us))
 
 
-def passes_of(counts: TextCounts) -> Shown:
-    """The target's passes over a text, with the tokens of each: one more than it accepted. Passes that had no draft,
-    as the one over the prompt, are in no counter of drafts, and are those that the tokens need besides."""
-    drafting = counts.drafting or Drafting()
-    passes = max(counts.tokens - drafting.accepted, 1)  # of a last draft more may be accepted than there was room for
+def pass_statistics(counts: TextCounts) -> ArmRounds:
+    """Statistics of the target's passes over a text; a pass yields one token more than it accepts. Passes without a
+    draft, such as the prefill, are in no draft counter; they follow from the number of tokens."""
+    drafting = counts.drafting or DraftCounters()
+    passes = max(counts.tokens - drafting.accepted, 1)  # the last draft may be accepted beyond the end of the text
     # Σ (1 + a)² over passes that accept a tokens each; Σ a² = Σ over places (2·place + 1)·(how often accepted there).
     squares = passes + 2 * drafting.accepted
     squares += sum((2 * place + 1) * count for place, count in enumerate(drafting.accepted_at))
-    return Shown(passes, float(counts.tokens), float(squares))
+    return ArmRounds(passes, float(counts.tokens), float(squares))
 
 
 def features_of(body: Mapping[str, Any]) -> Array:
@@ -148,15 +149,15 @@ def features_of(body: Mapping[str, Any]) -> Array:
 
 
 def words_of(body: Mapping[str, Any]) -> list[str]:
-    """The words of a request's prompt, wherever its interface has it: text, messages, or ids as they are."""
+    """The words of a request's prompt, in any of its forms: text, messages or token ids."""
     prompt = next((body[key] for key in ("messages", "prompt", "text", "input_ids") if body.get(key)), "")
     if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
         return [str(token) for token in [*prompt[: HEAD // 4], *prompt[HEAD // 4 :][-TAIL // 4 :]]]
-    text = prompt if isinstance(prompt, str) else " ".join(said(prompt))
+    text = prompt if isinstance(prompt, str) else " ".join(message_texts(prompt))
     return re.findall(r"\w+|[^\w\s]", f"{text[:HEAD]} {text[HEAD:][-TAIL:]}".lower())
 
 
-def said(messages: Any) -> list[str]:
+def message_texts(messages: Any) -> list[str]:
     """The texts in the messages of a conversation."""
     texts: list[str] = []
     for message in messages if isinstance(messages, list) else []:

@@ -1,8 +1,8 @@
-"""Block divergence: how close a drafter's distributions are to the target's along the draft that it made.
+"""Block divergence: how close a drafter's distributions are to the target's along its own draft.
 
-Of every position of a draft, rejected or not, verification has computed p̄ and drafting has computed q̄, both behind the
-tokens that were drafted before it; so the reward needs no further forward (MetaSD, Eq. 4). Of a tree it is the chain of
-first children.
+For every position of a draft, rejected or not, verification has computed p̄ and drafting has computed q̄, both given
+the draft tokens before it. So the reward needs no further forward pass (MetaSD, Eq. 4). In a tree the positions are the
+chain of first children.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from specctl.selection.policies.policy import Array
 def overlap(draft: DraftTree, b: int, logits: Tensor) -> Array:
     """[d] 1 − TV(p̄, q̄) at the d positions of sequence b's draft, at temperature 1 and unfiltered.
 
-    q̄ of a drafter without a distribution is one-hot at what it drafted. NaN where a row is no distribution.
+    For a drafter without a distribution, q̄ is one-hot at the drafted token. NaN if a row is no distribution.
 
     Args:
         logits: [≥ 1 + n, V] the target's rows of the root and the draft's n nodes.
@@ -45,8 +45,8 @@ def _overlap(draft: DraftTree, b: int, chain: list[int], logits: Tensor) -> Arra
 
 
 def overlaps(target: Target, state: DecodeState, drafts: Sequence[DraftTree]) -> list[Array]:
-    """`overlap` of drafts that nobody verifies, of a state of one sequence, in as few steps of the target as its cache
-    has room for; what these steps write there, the next one overwrites."""
+    """`overlap` of drafts that are not verified, for a state with one sequence. It takes as few steps of the target as
+    the room in its cache allows; the cache rows of these steps are overwritten by the next step."""
     read: list[Array] = []
     waiting: list[tuple[DraftTree, list[int]]] = []
     for draft in drafts:
@@ -59,7 +59,7 @@ def overlaps(target: Target, state: DecodeState, drafts: Sequence[DraftTree]) ->
 
 
 def _together(target: Target, state: DecodeState, drafts: list[tuple[DraftTree, list[int]]]) -> list[Array]:
-    """The chains of some drafts, side by side in one step."""
+    """`overlap` of several drafts, with their chains side by side in one step."""
     tokens = [state.rows[0].ids[-1]]
     parents: list[int] = []
     at: list[list[int]] = []  # rows that predict each chain's tokens

@@ -1,8 +1,8 @@
-"""Full information: what every drafter of a pool would have been worth at tokens that the target has committed.
+"""Full information: the worth of every drafter of a pool at tokens that the target has committed.
 
-One `score` prefill per drafter and the rows that verification has computed anyway say, for each committed token, the
-probability γ with which each drafter's proposal would have been accepted there, and whether it was (HedgeSpec,
-Theorem 3).
+One `score` prefill per drafter, and the rows that verification has computed anyway, give two values for each committed
+token and drafter: the probability γ that the drafter's proposal would have been accepted there, and whether it was
+(HedgeSpec, Theorem 3).
 """
 
 from __future__ import annotations
@@ -25,82 +25,82 @@ from specctl.decoding.sampling import DRAFT, Draws, Sampling
 from specctl.decoding.state import DecodeState, PerText
 from specctl.decoding.target import Target
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.stacked import Stacked, teams
+from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.errors import SpecctlError
 from specctl.selection.recorded.trace import INNER, LEAF
 
 UNFILTERED = Sampling(1.0, 0, 1.0)
-SPAN = 128  # positions of a whole text that are scored together: draft rows of K depths are held at once
+SPAN = 128  # positions of a whole text that are scored at once: their draft rows of K depths are in memory together
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """N drafters at S committed tokens and draft depths 1 … K, as `Score` defines them; of draft depths that a drafter
-    never reaches all is 0. NaN where a drafter's row (γ and overlap of that drafter) or the target's is none.
+    """Scores of N drafters at S committed tokens and draft depths 1 … K, as `Score` defines them. Depths that a drafter
+    never reaches are 0. γ is NaN if the drafter's or the target's row is no distribution.
 
     Attributes:
-        gamma: [N, S, K] probability with which the proposal is accepted: Σ min(p, q) of a sampled one, else p of the
-            proposed tokens. p is filtered as the text is sampled; of greedy text it is the softmax at temperature 1,
-            which is smooth (with the argmax, γ would be `hit`). For trees an upper bound: whether the node is still in
-            the draft when others have been pruned is not asked.
-        hit: [N, S, K] the committed token is 0 = none of the proposals, `LEAF` = one behind which a draft does not go
-            on, `INNER` = one behind which it may.
+        gamma: [N, S, K] probability that the proposal is accepted: Σ min(p, q) of a sampled one, otherwise p of the
+            proposed tokens. p is filtered as the text is sampled. For greedy text it is the softmax at temperature 1,
+            which is smooth (with the argmax, γ would be `hit`). For trees it is an upper bound: it ignores that a node
+            may be missing because other branches were kept.
+        hit: [N, S, K] whether the committed token is proposed: 0 = no; `LEAF` = yes, and the draft ends there; `INNER`
+            = yes, and the draft may go on after it.
     """
 
     gamma: NDArray[np.float32]
     hit: NDArray[np.uint8]
 
     def _parts(self, sizes: list[int]) -> list[Feedback]:
-        """Consecutive tokens, so many in each part."""
+        """Split into consecutive parts of `sizes` tokens."""
         cuts = np.cumsum(sizes)[:-1]
         parts = zip(np.split(self.gamma, cuts, 1), np.split(self.hit, cuts, 1), strict=True)
         return [Feedback(*part) for part in parts]
 
 
-class _Kept:
-    """Target rows of one text's committed tokens that are not scored yet: each predicted a token, the last one the
-    token before `end`. Where the state keeps what the rows were made of, `end` is that of the tokens that are scored,
-    and there are no rows."""
+class _PendingRows:
+    """Target rows for committed tokens of one text that are not scored yet. Each row predicted a token, the last row
+    the token before `end`. If the state keeps the hidden states that rows are computed from, there are no rows, and
+    `end` follows the scored tokens."""
 
     def __init__(self) -> None:
         self.rows: deque[Tensor] = deque()  # [V] each
         self.end: int | None = None
 
     def start(self, text: Text) -> int:
-        """The first token behind `end`. That of the prefill pass has no row here."""
+        """The position `end`, or at first the second response token: the prefill's token has no row here."""
         return self.end or text.prompt_length + 1
 
 
 class Scorer:
-    """Scores all drafters on the tokens of the texts being decoded, some rounds after they were committed.
+    """Scores all drafters on the tokens of the texts being decoded, some rounds after the tokens were committed.
 
-    What it keeps for a text stands in `state.memory`, as a drafter's memory does: it moves with the text's slot and
-    ends with it. A text that has finished stays in its slot until the controller's `observe` and `on_round` are through
-    and can be scored to its end there. A drafter that raises is scored as one that proposes nothing; `failures` counts
-    how often each did.
+    The rows kept for a text are in `state.memory`, like a drafter's memory: they move with the text's slot and end with
+    the text. A finished text stays in its slot until the controller's `observe` and `on_round` have run, so it can be
+    scored to its end there. A drafter that raises is scored as if it proposed nothing; `failures` counts these events
+    for each drafter.
     """
 
     def __init__(self, target: Target, drafters: Sequence[Drafter], depth: int):
-        """`depth`: draft depths that are scored. 1 is cheap and biased: drafters that live on their own output get
+        """`depth`: number of draft depths to score. 1 is cheap and biased: drafters that read their own output get
         worse with depth."""
         self.target, self.drafters, self.depth = target, drafters, depth
         self.forget()
-        self._teams = [(places, _stacked([drafters[n] for n in places])) for places in teams(drafters)]
+        self._teams = [(places, _stacked([drafters[n] for n in places])) for places in scoring_groups(drafters)]
 
     def forget(self) -> None:
-        """Forget failures."""
+        """Reset the failure counts."""
         self.failures = [0] * len(self.drafters)
 
-    def _texts(self, state: DecodeState) -> list[_Kept]:
+    def _texts(self, state: DecodeState) -> list[_PendingRows]:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(_Kept, state.batch)
+            memory = state.memory[self] = PerText(_PendingRows, state.batch)
         return memory.rows
 
     def keep(self, state: DecodeState, verdict: Verdict, slots: Collection[int]) -> None:
-        """Retain the target's rows of the tokens that this round has committed in `slots`; to be called after every
-        commit that the host has made, with all of the slots whose texts will be scored. Nothing is to be done where the
-        state keeps what rows are made of (`DecodeState.hidden`)."""
+        """Retain the target's rows of the tokens that this round has committed in `slots`. To be called after every
+        commit on the host, with the slots of all texts that will be scored. Does nothing if the state keeps the hidden
+        states that rows are computed from (`DecodeState.hidden`)."""
         if state.hidden is not None:
             return
         counts: list[int] = []
@@ -111,7 +111,7 @@ class Scorer:
             kept.rows.extend(part.unbind())
 
     def pending(self, state: DecodeState) -> list[int]:
-        """Committed tokens of every text that are not scored yet."""
+        """Number of committed tokens of every text that are not scored yet."""
         if state.hidden is not None:
             return [len(row.ids) - kept.start(row) for kept, row in zip(self._texts(state), state.rows, strict=True)]
         return [len(kept.rows) for kept in self._texts(state)]
@@ -122,7 +122,7 @@ class Scorer:
             return self._score_kept(state, counts, state.hidden)
         spans, rows = [], []
         for kept, row, count in zip(self._texts(state), state.rows, counts, strict=True):
-            assert not kept.rows or kept.end == len(row.ids), "a round was not kept"
+            assert not kept.rows or kept.end == len(row.ids), "the records of a round are missing"
             start = len(row.ids) - len(kept.rows)
             spans.append(range(start, start + count))
             rows += [kept.rows.popleft() for _ in range(count)]
@@ -130,7 +130,7 @@ class Scorer:
         return self._score(state, spans, logits)
 
     def _score_kept(self, state: DecodeState, counts: list[int], hidden: Tensor) -> list[Feedback]:
-        """The same with rows that are made again of the target's last states [B, capacity, H]."""
+        """`score` with rows computed again from the target's last hidden states [B, capacity, H]."""
         spans, states = [], []
         for b, (kept, row, count) in enumerate(zip(self._texts(state), state.rows, counts, strict=True)):
             start = kept.start(row)
@@ -140,7 +140,7 @@ class Scorer:
         return self._score(state, spans, self.target.model.logits(torch.cat(states)))
 
     def _score(self, state: DecodeState, spans: list[range], logits: Tensor) -> list[Feedback]:
-        """`logits` [R, V]: the target's, of all positions of `spans`."""
+        """`score` with the target's `logits` [R, V] of all positions of `spans`."""
         sizes, depth = [len(span) for span in spans], self.depth
         if not any(sizes):
             shape = (len(self.drafters), 0, depth)
@@ -148,9 +148,10 @@ class Scorer:
         scores = self._scores(state, spans)
         draws = state.draws.select([b for b, size in enumerate(sizes) for _ in range(size)])
         committed = [row.ids[at] for row, span in zip(state.rows, spans, strict=True) for at in span]
-        judge = _Judge(logits, draws, spans, torch.tensor(committed, device=state.device))
+        judge = _CommittedRows(logits, draws, spans, torch.tensor(committed, device=state.device))
         judged = [judge.proposals(score, depth) for score in scores]
-        # No draft of depth k began k tokens before the first one that was drafted for.
+        # The first token after the prefill's can only be at depth 1 of a draft, the next one at depth 1 or 2, and so
+        # on.
         first = [row.prompt_length + 1 for row in state.rows]
         age = np.array([at - start + 1 for start, span in zip(first, spans, strict=True) for at in span])
         begun = np.arange(1, depth + 1) <= age[:, None]
@@ -166,19 +167,22 @@ class Scorer:
     def _asked(
         self, state: DecodeState, spans: list[range], places: Sequence[int], stack: Stacked | None
     ) -> list[Score]:
-        """The scores of one drafter, or of a stack of them."""
+        """The scores of one drafter, or of a stack of drafters."""
         try:
             if stack is not None:
                 return [_joined(scores) for scores in stack.score(state, spans, self.depth)]
             return [_joined(self.drafters[n].score(state, spans, self.depth)) for n in places]
-        except SpecctlError:  # says what the user can do: not an accident
+        except SpecctlError:  # an error with advice for the user, not a failure
             raise
         except Exception as error:
             if not any(self.failures):
-                progress.log(f"a drafter cannot be scored, it counts as silent: {type(error).__name__}: {error}")
+                progress.log(
+                    "a drafter cannot be scored, so it counts as one without a proposal: "
+                    f"{type(error).__name__}: {error}"
+                )
             for n in places:
                 self.failures[n] += 1
-                self.drafters[n].invalidate(state)  # what it keeps may be half written
+                self.drafters[n].invalidate(state)  # its memory may be half written
             silence = torch.full((1, sum(map(len, spans)), 1), -1, device=state.device)
             return [Score(range(0), tokens=silence) for _ in places]
 
@@ -187,16 +191,15 @@ class Scorer:
 def table(
     scorer: Scorer, prompt_ids: list[int], output_ids: list[int], sampling: Sampling, *, seed: int = 0
 ) -> Feedback:
-    """Feedback on a whole text that is there already: its T decoded tokens, `output_ids` less the token of the prefill
-    pass.
+    """Feedback on a whole finished text, for its T decoded tokens: `output_ids` without the token of the prefill pass.
 
     Args:
-        seed: of the text. It decides which tokens a drafter that samples would have drawn (`hit`).
+        seed: of the text. It decides which tokens a sampling drafter would have drawn (`hit`).
     """
     target, ids = scorer.target, prompt_ids + output_ids
     taps = tuple(sorted({tap for drafter in scorer.drafters for tap in drafter.taps}))
     state = DecodeState(target, taps=taps, spare=0)
-    state.place([state.sequence(Request(ids[:-1], sampling, 1, seed))])
+    state.assign_slots([state.sequence(Request(ids[:-1], sampling, 1, seed))])
     _, hidden, tapped = target.prefill([ids[:-1]], state.cache, state.taps)
     state.begin([0], ids[-1:], tapped)
     state.rows[0].prompt_length = first = len(prompt_ids)
@@ -214,7 +217,7 @@ def _stacked(team: list[Drafter]) -> Stacked | None:
 
 
 def _joined(scores: list[Score]) -> Score:
-    """The scores of several texts as of one, of R positions; spans have no meaning there."""
+    """Join the scores of several texts into one of R positions; `positions` has no meaning there."""
     first = scores[0]
     if first.tokens is None:
         logits = [score.logits for score in scores if score.logits is not None]
@@ -225,8 +228,8 @@ def _joined(scores: list[Score]) -> Score:
     return replace(first, positions=range(0), tokens=torch.cat(padded, 1))
 
 
-class _Judge:
-    """R target rows and the tokens that were committed from them."""
+class _CommittedRows:
+    """R rows of the target, and the token committed at each."""
 
     def __init__(self, logits: Tensor, draws: Draws, spans: list[range], committed: Tensor):
         self.draws, self.committed = draws, committed
@@ -236,18 +239,17 @@ class _Judge:
         self.p = self.p_bar if all(law == UNFILTERED for law in laws) else _rows(logits, draws, laws)
 
     def proposals(self, score: Score, depth: int) -> tuple[Tensor, Tensor]:
-        """γ and hit of one drafter, each [R, K]; zero at depths that its drafts do not reach."""
+        """γ and hit of one drafter, each [R, K]; zero at depths beyond its drafts."""
         gamma = self.p_bar.lse.new_zeros(len(self.committed), depth)
         hit = torch.zeros_like(gamma, dtype=torch.uint8)
         reach = min(depth, len(score.children))
         if reach:
-            rule = self._drawn if score.sampled else self._listed
+            rule = self._score_sampled if score.sampled else self._score_proposed
             gamma[:, :reach], hit[:, :reach] = rule(score, reach)
         return gamma.masked_fill_(~self.p.valid[:, None], torch.nan), hit
 
-    def _drawn(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
-        """γ and hit of a drafter that samples from q, filtered as p. Every draft depth draws from a random stream of
-        its own."""
+    def _score_sampled(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
+        """γ and hit of a drafter that samples from q, filtered as p. Every depth draws from its own random stream."""
         assert score.logits is not None
         rows = [self.draws.rows(logits.unsqueeze(1)) for logits in score.logits[:reach]]
         gamma, hit = [], []
@@ -256,13 +258,13 @@ class _Judge:
             if k < len(rows):
                 kept = q.logits.masked_fill(q.logits * q.inv_temp[:, None] < q.cut[:, None], -torch.inf)
                 draft = kernels.DraftRows(kept, score.ids, q.inv_temp)
-                gamma.append(kernels.panorama(self.p, [draft], self.committed).accept[0])
+                gamma.append(kernels.drafter_feedback(self.p, [draft], self.committed).accept[0])
             drawn = kernels.sample_rows(q, self.draws.uniform(self.positions, DRAFT + k).reshape(-1))
             hit.append((drawn == self.committed) * INNER)
         return torch.stack(gamma, 1), torch.stack(hit, 1)
 
-    def _listed(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
-        """γ and hit of a drafter that proposes the likeliest tokens of a row, or tokens that it lists."""
+    def _score_proposed(self, score: Score, reach: int) -> tuple[Tensor, Tensor]:
+        """γ and hit of a drafter that proposes the most probable tokens of a row, or a list of tokens."""
         counts = torch.tensor(score.children[:reach], device=self.committed.device)
         if score.tokens is None:
             assert score.logits is not None
@@ -278,7 +280,7 @@ class _Judge:
         mass = (kernels.token_probability(self.p, tokens.clamp_min(0)) * some).sum(-1)
         rank = torch.arange(tokens.shape[-1], device=tokens.device)
         kind = torch.where(rank < (score.inner or tokens.shape[-1]), INNER, LEAF)
-        hit = (((tokens == self.committed[:, None, None]) & some) * kind).sum(-1)  # a token is one child at most
+        hit = (((tokens == self.committed[:, None, None]) & some) * kind).sum(-1)  # at most one child is this token
         return mass.masked_fill(broken, torch.nan), hit * ~broken
 
 

@@ -1,10 +1,10 @@
-"""Checkpoints: what training, or `specctl online`, needs to go on, whole or not at all.
+"""Checkpoints from which `train-drafter` or `specctl online` can resume, each written completely or not at all.
 
     <output>.checkpoints/step-00000200/   state.safetensors, trainer.json, manifest.json (sha256 of each, written last)
 
-A checkpoint is written beside its final place and renamed; resuming takes the newest one whose manifest verifies and
-whose trainer.json says what it should. A manifest is no protection from whoever writes both, so nothing in a checkpoint
-is more than data: JSON and tensors.
+A checkpoint is written next to its final place and renamed. Resuming takes the newest checkpoint with a manifest that
+verifies and a valid trainer.json. A manifest does not protect from an attacker who writes both it and the files, so a
+checkpoint holds nothing but data: JSON and tensors.
 """
 
 from __future__ import annotations
@@ -21,62 +21,63 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from specctl import regular
-from specctl.drafters.checkpoint import TRAINING, read_json, separate, write_tensors
+from specctl import regular_files
+from specctl.drafters.checkpoint import TRAINING, read_json, untied_cpu_copies, write_tensors
 from specctl.errors import CheckpointError, one_line
 from specctl.progress import warn
 from specctl.runs import PRIVATE_DIRECTORY, atomic_write, make_dir, sha256, to_json
-from specctl.training import whole_state
+from specctl.training import portable_state
 
 MANIFEST, STATE, TENSORS = "manifest.json", "trainer.json", "state.safetensors"
 State = TypeVar("State")
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of steps, tokens or bytes in a state."""
+"""Non-negative number of steps, tokens or bytes in a state."""
 
 
 def directory(output: Path) -> Path:
-    """Where the checkpoints of the drafter at `output` are kept."""
+    """Directory for the checkpoints of the drafter at `output`."""
     return output.with_name(output.name + TRAINING)
 
 
 def save(root: Path, engine: Any, step: int, state: dict[str, Any], *, keep: int) -> None:
     """Save the engine and `state` (all ranks call this); the `keep` newest checkpoints stay."""
-    tensors = whole_state.collect(engine)
+    tensors = portable_state.collect(engine)
     if dist.get_rank() == 0:
         save_tensors(root, step, state, tensors, keep=keep)
     dist.barrier()
 
 
-def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors under longer names, as `under` takes them out again."""
+def add_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Add `prefix` to the names of tensors; `strip_prefix` is the inverse."""
     return {f"{prefix}{name}": value for name, value in tensors.items()}
 
 
-def under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose names begin with `prefix`, by the rest of their names."""
+def strip_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors with names that begin with `prefix`, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def save_tensors(root: Path, step: int, state: dict[str, Any], tensors: dict[str, Tensor], *, keep: int) -> None:
-    """Save `state` and tensors of one process; the `keep` newest checkpoints stay. OSError leaves what was there."""
+    """Save `state` and tensors of a single process; the `keep` newest checkpoints stay. OSError leaves earlier ones
+    intact."""
     try:
         _prepare(root, step)
-        write_tensors(_draft(root, step) / TENSORS, separate(tensors))
+        write_tensors(_draft(root, step) / TENSORS, untied_cpu_copies(tensors))
         _finish(root, step, state, keep)
-    except SafetensorError as error:  # a full disk, in its words
+    except SafetensorError as error:  # such as a full disk
         raise OSError(str(error)) from error
     finally:
         shutil.rmtree(_draft(root, step), ignore_errors=True)
 
 
 def load_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint that `save_tensors` wrote, on the CPU. CheckpointError where there are none."""
+    """Load a checkpoint's tensors onto the CPU. CheckpointError if they cannot be read."""
     try:
-        regular.check(path / TENSORS)
+        regular_files.check(path / TENSORS)
         return load_file(path / TENSORS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
-            f"{path / TENSORS} was not loaded: {one_line(error)}", "start with --overwrite"
+            f"{path / TENSORS} cannot be loaded: {one_line(error)}", "start again with --overwrite"
         ) from error
 
 
@@ -86,9 +87,9 @@ def _draft(root: Path, step: int) -> Path:
 
 def _prepare(root: Path, step: int) -> None:
     make_dir(root, PRIVATE_DIRECTORY)
-    with suppress(OSError):  # an earlier specctl made it for all to read, and it holds token ids of users' texts
+    with suppress(OSError):  # earlier versions made it world-readable, and it holds token ids of users' texts
         root.chmod(PRIVATE_DIRECTORY)
-    for left in root.glob(".step-*.tmp"):  # by a kill
+    for left in root.glob(".step-*.tmp"):  # left by a killed run
         shutil.rmtree(left, ignore_errors=True)
     _draft(root, step).mkdir()
 
@@ -104,9 +105,10 @@ def _finish(root: Path, step: int, state: dict[str, Any], keep: int) -> None:
 
 
 def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
-    """The newest checkpoint that verifies, with its state as a `kind`; damaged ones are passed over with a warning.
+    """The newest checkpoint that verifies, with its state as a `kind`; returns None if there are no checkpoints.
 
-    Raises CheckpointError when there are checkpoints and none is whole: starting again silently would lose work.
+    Damaged checkpoints are skipped with a warning. Raises CheckpointError if all are damaged: silently starting again
+    would lose work.
     """
     checkpoints = _found(root)
     for path in checkpoints:
@@ -114,21 +116,21 @@ def newest(root: Path, kind: type[State]) -> tuple[Path, State] | None:
             _verify(path)
             return path, _state(path / STATE, kind)
         except _Damaged as damage:
-            warn(f"checkpoint {path} is damaged ({damage}); trying the one before it")
+            warn(f"checkpoint {path} is damaged ({damage}); trying the previous one")
     if checkpoints:
-        raise CheckpointError(f"no checkpoint in {root} is whole", "start again with --overwrite")
+        raise CheckpointError(f"all checkpoints in {root} are damaged", "start again with --overwrite")
     return None
 
 
 def load(engine: Any, path: Path) -> None:
-    """Restore model and optimizer (all ranks call this). CheckpointError where they are not those of this engine."""
+    """Restore model and optimizer (all ranks call this). CheckpointError if the checkpoint does not fit this engine."""
     if not (path / TENSORS).exists():
         raise CheckpointError(
-            f"checkpoint {path} has no {TENSORS}: an earlier specctl has written it",
-            "go on with that version, or start again with --overwrite",
+            f"checkpoint {path} has no {TENSORS}: an earlier version of specctl wrote it",
+            "continue with that version, or start again with --overwrite",
         )
     try:
-        whole_state.restore(engine, load_tensors(path))
+        portable_state.restore(engine, load_tensors(path))
     except ValueError as error:
         raise CheckpointError(
             f"checkpoint {path} does not fit this run: {error}", "start again with --overwrite"
@@ -136,7 +138,7 @@ def load(engine: Any, path: Path) -> None:
 
 
 def discard(root: Path) -> None:
-    """Forget the checkpoints of an earlier run."""
+    """Delete the checkpoints of an earlier run."""
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -145,11 +147,11 @@ def _found(root: Path) -> list[Path]:
 
 
 class _Damaged(Exception):
-    """A checkpoint cannot be used; the message names file and key."""
+    """Raised for a checkpoint that cannot be used; the message names file and key."""
 
 
 def _verify(path: Path) -> None:
-    """The files of a checkpoint are those of its manifest, neither more nor less. Raises _Damaged."""
+    """Check that a checkpoint has exactly the files of its manifest, with their digests. Raises _Damaged."""
     try:
         expected, present = read_json(path / MANIFEST), digests(path)
     except (CheckpointError, OSError) as error:
@@ -163,9 +165,9 @@ def _verify(path: Path) -> None:
 
 
 def _state(path: Path, kind: type[State]) -> State:
-    """The state in a checkpoint's trainer.json. Raises _Damaged, naming the key that is wrong."""
+    """Read the state from a checkpoint's trainer.json. Raises _Damaged, naming the key that is wrong."""
     try:
-        return TypeAdapter(kind).validate_json(regular.content(path), strict=True)
+        return TypeAdapter(kind).validate_json(regular_files.read_bytes(path), strict=True)
     except OSError as error:
         raise _Damaged(f"{path.name}: {error.strerror}") from error
     except ValidationError as error:
@@ -175,8 +177,8 @@ def _state(path: Path, kind: type[State]) -> State:
 
 
 def digests(path: Path) -> dict[str, str]:
-    """sha256 of every file but the manifest. OSError where something else is there, such as a pipe."""
+    """sha256 of every file except the manifest. OSError if anything else is in the directory, such as a pipe."""
     files = [file for file in sorted(path.rglob("*")) if not file.is_dir() and file != path / MANIFEST]
     if strange := next((file for file in files if not file.is_file()), None):
-        raise OSError(f"{strange.name!r} is no file")
+        raise OSError(f"{strange.name!r} is not a regular file")
     return {str(file.relative_to(path)): sha256(file) for file in files}

@@ -1,4 +1,4 @@
-"""Distilled responses as training examples, and the order in which a run sees them."""
+"""Distilled responses or general text as training examples, with held-out prompts and batches."""
 
 from __future__ import annotations
 
@@ -10,27 +10,30 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.target import Target
 from specctl.distillation import store
 from specctl.distillation.prompts import json_object
 from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe
-from specctl.training import dealing
+from specctl.training import balancing
 from specctl.training.example import Example
 from specctl.training.tokens import TokenArray
 
-SAMPLE = 64  # prompts by which a domain is told from others
-HELD_OUT_PROMPT = 32  # tokens at the beginning of a text that serve as a prompt
+SAMPLE = 64  # prompts kept per domain, from which its features are computed
+HELD_OUT_PROMPT = 32  # first tokens of a held-out document that serve as a prompt
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Training examples, held-out prompts (whose responses are not trained on), and a fingerprint of the data.
+    """Training examples, held-out prompts, and a fingerprint of the data. Responses of held-out prompts are not trained
+    on.
 
-    `responses`: those of each held-out prompt that could have been trained on; `tokens`: where all of these texts are;
-    `prompts`: some of those trained on, by domain, none of texts without.
+    Attributes:
+        responses: usable responses of every held-out prompt.
+        tokens: storage of all these texts.
+        prompts: a sample of the training prompts by domain; empty for general text.
     """
 
     train: list[Example]
@@ -42,41 +45,43 @@ class Corpus:
     prompts: dict[str, list[list[int]]] = field(default_factory=dict)
 
     @property
-    def choosing(self) -> list[list[int]]:
-        """The held-out prompts by which a checkpoint is chosen: its mat on them is the best of several."""
+    def selection_prompts(self) -> list[list[int]]:
+        """Held-out prompts that choose a checkpoint. Its mat on them is biased: it is the best of several."""
         return self.held_out[::2]
 
     @property
-    def reporting(self) -> list[list[int]]:
-        """The others: the mat of what was chosen is measured on them."""
+    def report_prompts(self) -> list[list[int]]:
+        """The other held-out prompts, on which the mat of the chosen checkpoint is measured."""
         return self.held_out[1::2]
 
 
 def load_corpus(recipe: TrainRecipe, target: Target) -> Corpus:
-    """The texts that a recipe trains on: `corpus`, or the distilled data of its domains."""
+    """Load the texts that a recipe trains on: `corpus`, or the distilled data of its domains."""
     limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
     if recipe.corpus is not None:
         return load_text(recipe.corpus, target, *limits)
-    return load_distilled(recipe.sources, target, *limits)
+    return load_distilled(recipe.data_dirs, target, *limits)
 
 
 def load_distilled(directories: list[Path], target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:
     """Read distilled directories, in order.
 
-    A prompt is held out when the hash of its id falls into the first `held_out` fraction, so the split never changes
-    when data is added; at most `prompts` of them are kept, as many of each directory, the others are trained on. Of a
-    handful of prompts that may be none: acceptance is not measured then. Where it would be all, none is held out.
+    A prompt is held out if the hash of its id falls into the first `held_out` fraction, so adding data never changes
+    the split. At most `prompts` prompts are held out, spread evenly over the directories; all others are trained on.
+    Among very few prompts there may be none to hold out; acceptance is then not measured. If all prompts would be held
+    out, all are trained on instead.
 
     Raises:
-        DataError: no usable response.  CheckpointError: the data was written by a target with another vocabulary.
+        DataError: no usable response.
+        CheckpointError: the data was written by a target with another vocabulary.
     """
     examples: list[Example] = []
     stored = TokenArray()
     aside: dict[str, list[int]] = {}
-    spared: dict[str, list[Example]] = {}  # by held-out prompt
+    spared: dict[str, list[Example]] = {}  # usable responses by held-out prompt
     short = 0
     digest = hashlib.sha256()
-    domains: dict[str, list[tuple[float, list[int]]]] = {}  # and the prompts of the largest shares
+    domains: dict[str, list[tuple[float, list[int]]]] = {}  # domain → prompts with the largest hashes
     names = ", ".join(map(str, directories))
     for number, directory in enumerate(directories, 1):
         quota = prompts * number // len(directories)
@@ -88,7 +93,7 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             share = _share(key)
             tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
             example = Example(len(examples), key, stored.add(tokens), len(record["prompt_ids"]))
-            # A slot needs the token after it and the target's distribution after that: two response tokens at least.
+            # A slot needs its next token and the target's distribution after that token: at least two response tokens.
             usable = example.response_length >= 2
             if key in aside or (share < held_out and len(aside) < quota):
                 aside[key] = record["prompt_ids"]
@@ -101,16 +106,19 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
             else:
                 short += 1
     if short:
-        log(f"{short} responses are left out: fewer than two tokens, or none within max_length {max_length}")
+        log(f"{short} responses left out: they have fewer than two tokens, or none within max_length {max_length}")
     if any(spared.values()) and not examples:
-        warn(f"all {len(aside)} prompts of {names} would be held out: training on them, mat is not measured")
+        warn(
+            f"all {len(aside)} prompts of {names} would be held out: they are trained on instead, and mat is "
+            "not measured"
+        )
         kept = [example for responses in spared.values() for example in responses]
         examples, aside, spared = [replace(example, index=i) for i, example in enumerate(kept)], {}, {}
     elif examples and not aside:
         warn(f"no prompt of {names} is held out: mat is not measured; distil more, or raise eval.fraction")
     if not examples:
         raise DataError(
-            f"{names}: no response of two tokens or more within max_length {max_length}",
+            f"{names}: no response has two or more tokens within max_length {max_length}",
             "distil more prompts, or raise max_length",
         )
     kinds = {domain: [ids for _, ids in sample] for domain, sample in domains.items() if sample}
@@ -119,30 +127,31 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
 
 
 def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: Target) -> None:
-    """Raise CheckpointError where a response is of another vocabulary, DataError where it leaves the target's."""
+    """Raise CheckpointError if a response has another vocabulary, DataError if it has ids that the target lacks."""
     if record["target"] != target.identity["vocab_hash"]:
         raise CheckpointError(
-            f"{directory} was distilled by a target with another vocabulary than {target.name}",
-            f"specctl distill --target {target.name} --output-dir DIR, then train on distilled=DIR",
+            f"{directory} was distilled by a target with a different vocabulary from {target.name}",
+            f"run `specctl distill --target {target.name} --output-dir DIR`, then train on distilled=DIR",
         )
     if max(record["prompt_ids"] + record["response_ids"], default=0) >= target.vocab_size:
         raise DataError(
-            f"{directory}: response {record['id']:.40} holds tokens that target {target.name} does not have",
+            f"{directory}: response {record['id']:.40} contains tokens that target {target.name} does not have",
             "distil again with --overwrite",
         )
 
 
 def _share(key: str) -> float:
-    """The place of a prompt in [0, 1), by the hash of its id."""
+    """Position of a prompt in [0, 1), from the hash of its id."""
     return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
 
 
 def load_text(path: Path, target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:
-    """Read general text to train on as it is: JSONL with `text`, or plain text with a blank line between documents.
+    """Read general text as training examples: JSONL with `text`, or plain text with a blank line between documents.
 
-    Documents are cut into pieces of `max_length` tokens; the beginnings of some of those held out serve as prompts.
+    Documents are cut into pieces of `max_length` tokens. Some documents are held out; their first tokens serve as
+    prompts.
 
-    Raises DataError: unreadable, no line with `text`, nothing of three tokens or more.
+    Raises DataError: the file is unreadable, a line has no `text`, or no document has three tokens or more.
     """
     examples: list[Example] = []
     stored = TokenArray()
@@ -159,13 +168,15 @@ def load_text(path: Path, target: Target, max_length: int, held_out: float, prom
             if len(piece) >= 3:
                 examples.append(Example(len(examples), f"{path.name}:{number}", stored.add(piece), 1))
     if not examples:
-        raise DataError(f"{path} holds no text of three tokens or more", 'lines such as {"text": "…"}, or plain text')
+        raise DataError(
+            f"{path} contains no text of three or more tokens", 'give lines such as {"text": "…"}, or plain text'
+        )
     return Corpus(examples, aside, digest.hexdigest()[:16], [path.stem], tokens=stored)
 
 
 def _documents(path: Path) -> Iterator[str]:
     try:
-        content = regular.content(path)
+        content = regular_files.read_bytes(path)
         if path.suffix not in (".jsonl", ".json"):
             yield from (text for text in content.decode("utf-8-sig").split("\n\n") if text.strip())
             return
@@ -176,14 +187,14 @@ def _documents(path: Path) -> Iterator[str]:
             try:
                 row = json_object(line)
             except ValueError as error:
-                raise DataError(f"{path}:{number}: {error}", 'lines such as {"text": "…"}') from error
+                raise DataError(f"{path}:{number}: {error}", 'give lines such as {"text": "…"}') from error
             if not isinstance(row.get("text"), str):
-                raise DataError(f"{path}:{number}: no `text`", 'lines such as {"text": "…"}')
+                raise DataError(f"{path}:{number}: no `text`", 'give lines such as {"text": "…"}')
             yield row["text"]
 
 
 def frequent_tokens(examples: list[Example], size: int, always: frozenset[int]) -> list[int]:
-    """The draft vocabulary: `always` and the tokens most frequent in responses, `size` in all, ascending."""
+    """The draft vocabulary: `always` and the most frequent tokens of the responses, `size` ids in total, ascending."""
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.tokens[example.prompt_length :])
@@ -196,7 +207,7 @@ def frequent_tokens(examples: list[Example], size: int, always: frozenset[int]) 
 
 
 def batches(examples: list[Example], batch_tokens: int, *, seed: int, epoch: int) -> list[list[Example]]:
-    """One epoch of a process on its own as batches of about `batch_tokens` response tokens, a function of (examples,
-    seed, epoch) alone."""
+    """Batches of an epoch for a single process, about `batch_tokens` response tokens each: a function of the arguments
+    alone."""
     rows = [[example] for example in examples]
-    return [share for (share,) in dealing.batches(rows, batch_tokens, seed=seed, epoch=epoch)]
+    return [share for (share,) in balancing.batches(rows, batch_tokens, seed=seed, epoch=epoch)]

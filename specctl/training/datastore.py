@@ -1,4 +1,4 @@
-"""`specctl train-drafter` of a drafter that is collected from distilled data, without gradient steps."""
+"""`specctl train-drafter` for drafters that are collected from distilled data, without gradient steps."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from specctl.errors import RecipeError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import load_corpus
-from specctl.training.outcome import TrainResult, facts, held_out_acceptance, kinds_of, mats
+from specctl.training.outcome import TrainResult, drafter_info, held_out_acceptance, kinds_of, mat_by_prompts
 
 
 def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
     """Index the responses of `recipe.sources`, measure the drafter on held-out prompts, write it to `recipe.output`.
 
     Raises:
-        RecipeError, UsageError: the recipe asks for what only a trained drafter has; several processes.
+        RecipeError, UsageError: the recipe has settings that only trained drafters have; several processes run.
         DataError, CheckpointError: unusable data, a target that does not fit.
     """
     if recipe.drafter != DrafterRecipe() or recipe.objective != "auto" or recipe.init is not None:
         raise RecipeError(
-            f"arch {recipe.arch} has no layers and no objective", hint="leave drafter, objective and init out"
+            f"arch {recipe.arch} has no layers and no objective", hint="leave out drafter, objective and init"
         )
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UsageError(f"arch {recipe.arch} is built by one process", hint="run it without torchrun")
-    family = pool.collected(recipe.arch)
+        raise UsageError(f"arch {recipe.arch} is built by a single process", hint="run it without torchrun")
+    family = pool.collected_family(recipe.arch)
     target = load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     corpus = load_corpus(recipe, target)
@@ -37,14 +37,14 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
     store = family.collect((list(example.tokens), example.prompt_length) for example in corpus.train)
     seconds = time.perf_counter() - started
     tokens = sum(example.response_length for example in corpus.train)
-    drafter = family.drafter(store, target, DraftingRecipe())
+    drafter = family.make_drafter(store, target, DraftingRecipe())
     mat, acceptance = held_out_acceptance(recipe, target, corpus.held_out, drafter)
     run.metrics(step=0, mat=mat, acceptance_by_position=acceptance)
     checkpoint.save(
         recipe.output,
-        config=family.config(store, target.identity),
+        config=family.checkpoint_config(store, target.identity),
         tensors=family.tensors(store),
-        info=facts(recipe, corpus, steps=0, tokens=tokens, mat=mats(corpus, reported=mat))
+        info=drafter_info(recipe, corpus, steps=0, tokens=tokens, mat=mat_by_prompts(corpus, reported=mat))
         | {PROMPTS: kinds_of(target, corpus, drafter)},
         overwrite=True,
     )

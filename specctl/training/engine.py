@@ -17,43 +17,43 @@ from specctl.errors import RecipeError
 from specctl.recipe import TrainRecipe
 from specctl.training.optimizers import make_optimizer
 
-PATIENCE = timedelta(minutes=30)  # of processes for the slowest, which may compute features or acceptance
+PATIENCE = timedelta(minutes=30)  # time that processes wait for the slowest, which may be computing features
 
 
 def start_processes(device: torch.device) -> tuple[int, int]:
-    """Join the process group (one process on its own makes a group of one). Returns (rank, world size)."""
+    """Join the process group; without a launcher, the process is a group by itself. Returns (rank, world size)."""
     if device.type == "cpu":
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     alone = "RANK" not in os.environ
     if alone:
-        local = str(device.index or 0)  # DeepSpeed takes the GPU of this number
+        local = str(device.index or 0)  # DeepSpeed uses the GPU with this index
         os.environ.update(RANK="0", LOCAL_RANK=local, WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
     import torch.distributed as dist
 
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # collectives run where the target is
+        torch.cuda.set_device(device)  # collectives run on the target's device
     backend = "gloo" if device.type == "cpu" else "nccl"
     with _stdout_to_stderr():
         import deepspeed
 
-        # Its shared-memory all-reduce is compiled by a C++ compiler at first use, which a machine need not have.
+        # DeepSpeed compiles its shared-memory all-reduce at first use, which needs a C++ compiler.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         if not dist.is_initialized():
-            if alone:  # no port, which another process could take in the meantime
+            if alone:  # needs no port, which another process could take first
                 dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
             deepspeed.init_distributed(dist_backend=backend, verbose=False, timeout=PATIENCE)
     return dist.get_rank(), dist.get_world_size()
 
 
 def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) -> Any:
-    """A DeepSpeed engine over fp32 weights, with the optimizer and ZeRO stage of the recipe."""
+    """Build a DeepSpeed engine over fp32 weights, with the optimizer and ZeRO stage of the recipe."""
     with _stdout_to_stderr():
         import deepspeed
 
         options = recipe.optimizer
         if recipe.optimizer_type == "muon" and recipe.zero_stage > 0:
             raise RecipeError(
-                f"optimizer.type muon needs whole matrices, ZeRO stage {recipe.zero_stage} splits them",
+                f"optimizer.type muon needs whole matrices, but ZeRO stage {recipe.zero_stage} splits them",
                 "use zero_stage 0 or optimizer.type adamw",
             )
         optimizer = make_optimizer(module, recipe.optimizer_type, options, learning_rate)
@@ -62,7 +62,7 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
             engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=engine_config(recipe))
         except (ValueError, AssertionError, KeyError) as error:
             raise RecipeError(
-                f"DeepSpeed refuses the configuration: {error}", "see `deepspeed:` in the recipe"
+                f"DeepSpeed rejects the configuration: {error}", "check `deepspeed:` in the recipe"
             ) from error
     return engine
 
@@ -70,8 +70,8 @@ def make_engine(module: nn.Module, recipe: TrainRecipe, learning_rate: float) ->
 def autocast(module: nn.Module, recipe: TrainRecipe) -> None:
     """Run the module's forward in the recipe's precision.
 
-    Inside of the module, because on a GPU DeepSpeed switches off an autocast that its own configuration does not know,
-    and with one that it knows it reduces gradients in that precision too.
+    The autocast is inside the module. On a GPU, DeepSpeed switches off an autocast that is missing in its own
+    configuration. If its configuration has one, DeepSpeed reduces gradients in that precision, too.
     """
     device = next(module.parameters()).device
     dtype = compute_dtype(recipe, device)
@@ -80,12 +80,12 @@ def autocast(module: nn.Module, recipe: TrainRecipe) -> None:
 
 
 def engine_config(recipe: TrainRecipe) -> dict[str, Any]:
-    """DeepSpeed's configuration: what the recipe decides, with `recipe.deepspeed` merged into it.
+    """DeepSpeed's configuration: the settings that the recipe decides, with `recipe.deepspeed` merged into them.
 
-    `zero_optimization` is merged key by key: options of the JSON without a stage must not reset that of the recipe.
+    `zero_optimization` is merged key by key: a user's options without a stage must not reset the recipe's stage.
     """
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": 1,  # batches are counted in tokens here; DeepSpeed only wants a number
+        "train_micro_batch_size_per_gpu": 1,  # unused: our batches are counted in tokens, DeepSpeed wants a number
         "gradient_accumulation_steps": 1,
         "gradient_clipping": recipe.optimizer.clip,
         "zero_allow_untested_optimizer": True,
@@ -104,7 +104,7 @@ def compute_dtype(recipe: TrainRecipe, device: torch.device) -> torch.dtype:
 
 
 def set_learning_rate(engine: Any, share: float) -> None:
-    """Every group at `share` of its peak rate."""
+    """Set every parameter group to `share` of its peak learning rate."""
     for group in engine.optimizer.param_groups:
         group["lr"] = share * group.setdefault("peak_lr", group["lr"])
 
@@ -116,7 +116,8 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 
 def gathered(engine: Any, changed: bool = False) -> Any:
-    """The module's parameters made whole, under ZeRO 3; divided again as the first process has `changed` them."""
+    """Context in which the module's parameters are whole under ZeRO 3. With `changed`, the first process' values are
+    divided again at its end."""
     import deepspeed
 
     if engine.zero_optimization_stage() < 3:
@@ -126,6 +127,7 @@ def gathered(engine: Any, changed: bool = False) -> Any:
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """DeepSpeed prints to stdout, and its logger keeps the stdout it finds when imported; ours is for the result."""
+    """Redirect stdout to stderr. DeepSpeed prints to stdout, and its logger keeps the stdout found at import; our
+    stdout is for the result."""
     with contextlib.redirect_stdout(sys.stderr):
         yield

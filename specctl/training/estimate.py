@@ -1,8 +1,8 @@
-"""The cost of a `train-drafter`, from the recipe and the target's configuration alone: memory, disk, time.
+"""Estimate the memory, disk space and time of `train-drafter` from the recipe and the target's configuration alone.
 
-Nothing is measured and no weights are read: target and drafter are built on torch's meta device and counted. The sums
-are those of this code base (fp32 master weights, autocast, no gradient accumulation). The guesses in them, the share of
-a device's peak that is reached and the length of texts that do not exist yet, are part of the result.
+The estimate measures nothing and reads no weights: target and drafter are built on torch's meta device and counted. The
+formulas describe this code base (fp32 master weights, autocast, no gradient accumulation). Two guesses are reported
+with the result: the share of a device's peak that training reaches, and the length of texts that do not exist yet.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config
 from specctl.decoding.target import Target
 from specctl.recipe import TrainRecipe
-from specctl.training.dealing import Batch, batches, level, rows, useful_share
+from specctl.training.balancing import Batch, balanced_rows, batches, rebalance, useful_share
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, fp8_share
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.schedule import Schedule, batch_tokens
+from specctl.training.step_cost import matrix_parameters, passes, reads_features, step_work
 from specctl.training.target_outline import Outline
-from specctl.training.work import matrix_parameters, passes, reads_features, step_work
 
-HEADROOM = 0.9  # of a GPU's memory: the CUDA context, buffers of the collectives and fragmentation take the rest
-FORWARD_TOKENS = 16_384  # at most, padding included, in one forward of the target
-HEAD_ROWS = 4096  # at most, of target logits at a time
-STEP_SECONDS = 0.05  # a step on GPUs takes at least so long: launching kernels, exchanging gradients, the host's part
-SPREAD = 0.4  # responses are as long as their mean, more or less by as much as this share of it
-SAMPLE = 2048  # texts that stand for all
-JSON_BYTES = 12  # of a token in a distilled record: its id as a number, and the text
+HEADROOM = 0.9  # usable share of a GPU's memory: CUDA context, collective buffers and fragmentation take the rest
+FORWARD_TOKENS = 16_384  # most tokens, padding included, in one forward of the target
+HEAD_ROWS = 4096  # most rows of target logits at a time
+STEP_SECONDS = 0.05  # least time of a step on GPUs: kernel launches, gradient exchange, host work
+SPREAD = 0.4  # response lengths lie within the mean ± this share of the mean
+SAMPLE = 2048  # number of texts that represent all texts
+JSON_BYTES = 12  # per token in a distilled record: its id as a number, and the text
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The data: responses, mean tokens of one and of its prompt, and whether they were counted or are assumed."""
+    """Data of an estimate: number of responses, mean tokens per response and per prompt, and whether they were counted
+    or are assumed."""
 
     responses: int
     response_tokens: float
@@ -46,20 +47,23 @@ class Texts:
 
     @property
     def tokens(self) -> float:
-        """Response tokens in all."""
+        """Response tokens in total."""
         return self.responses * self.response_tokens
 
     @property
     def length(self) -> float:
-        """Tokens of text, prompt included, for each response token."""
+        """Tokens of text, prompt included, per response token."""
         return 1 + self.prompt_tokens / self.response_tokens
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The result. Sizes are in GB (10⁹ bytes); `memory_gb` is the peak of the fullest GPU by what takes it, and
-    `advice` names the recipe keys that help when it does not fit, that for the largest part first. `loaded_parameters`:
-    those of the target that training loads, all of them or those outside of its layers."""
+    """Result of an estimate. Sizes are in GB (10⁹ bytes).
+
+    `memory_gb` is the peak of the fullest GPU, divided by use. If that does not fit, `advice` names the recipe keys
+    that help, with the key for the largest use first. `loaded_parameters` counts the target's parameters that training
+    loads: the whole target, or only the parameters outside its layers.
+    """
 
     gpu: str
     gpus: int
@@ -83,10 +87,10 @@ class Estimate:
 
     @property
     def lines(self) -> list[str]:
-        """In words."""
+        """The estimate in words, one line per topic."""
         per = "process" if self.gpu == "cpu" else "GPU"
         length = f"{self.response_tokens / self.responses:.0f} tokens{'' if self.texts_counted else ' (assumed)'}"
-        fit = "fits" if self.fits else "does NOT fit; what helps: " + "; ".join(self.advice)
+        fit = "fits" if self.fits else "does NOT fit; to reduce it: " + "; ".join(self.advice)
         ends = (
             f"estimate: {_count(self.loaded_parameters)} parameters of the target are loaded: embedding, final norm "
             "and vocabulary head, without its layers (features.whole_target=true loads them)"
@@ -105,7 +109,7 @@ class Estimate:
 
 
 def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -> Estimate:
-    """The estimate of a recipe whose family has weights; `config` is the target's, as `load_config` returns it."""
+    """Estimate the cost of a recipe for a drafter family with weights; `config` is the target's, from `load_config`."""
     outline = Outline.of(config, machine.dtype(recipe.target.dtype))
     planned = PlannedTraining(recipe, outline, machine, texts, loads_layers(recipe, outline, machine))
     epoch, useful = planned.epoch()
@@ -139,10 +143,10 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
 
 
 def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> bool:
-    """Whether training loads all of the target. Where the recipe leaves that open it does if all fits beside a training
-    on texts of `max_length` tokens, half of them prompt."""
+    """Whether training loads the whole target. If the recipe leaves that open, it does if the target fits in memory
+    together with a training on texts of `max_length` tokens, half of them prompt."""
     chosen = recipe.features.whole_target
-    if chosen is not None or not recipe.spares_layers:
+    if chosen is not None or not recipe.trains_without_layers:
         return chosen is not False
     half = recipe.max_length / 2
     planned = PlannedTraining(recipe, outline, machine, Texts(1, half, half, counted=False))
@@ -151,10 +155,10 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
 
 
 def loads_layers_here(recipe: TrainRecipe) -> bool:
-    """`loads_layers` of this process' machine; all is loaded on a GPU that the table does not know, and where slices of
-    the target were asked for."""
+    """Whether training on this machine loads the whole target (`loads_layers`). If the recipe leaves that open, it does
+    on a GPU that the table does not know, and under tensor parallelism."""
     chosen, machine = recipe.features.whole_target, machine_for(recipe)
-    if chosen is not None or recipe.target.tensor_parallel > 1 or not recipe.spares_layers or machine is None:
+    if chosen is not None or recipe.target.tensor_parallel > 1 or not recipe.trains_without_layers or machine is None:
         return chosen is not False
     target = recipe.target
     config = load_config(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
@@ -162,20 +166,23 @@ def loads_layers_here(recipe: TrainRecipe) -> bool:
 
 
 class PlannedTraining:
-    """A training that has not begun, and what it would take.
+    """A training run that has not begun, with the resources it would need.
 
     Attributes:
-        target: the outline on the device that it would be on.
-        features: bytes of the target's features of all texts, wherever they are kept; 0 where the drafter reads none.
-        mode: where that is; `auto` keeps them in memory where they are within the budget.
-        loaded: parameters of the target that are loaded.
+        target: the outline, on the type of device that the target would run on.
+        features: bytes of the target features of all texts, in any mode; 0 if the drafter reads none.
+        mode: features.mode with `auto` decided: `memory` if the features are within the budget, else `online`.
+        loaded: number of the target's parameters that are loaded.
     """
 
     def __init__(
         self, recipe: TrainRecipe, outline: Outline, machine: Machine, texts: Texts, loads_layers: bool = True
     ):
         self.recipe, self.outline, self.machine, self.texts = recipe, outline, machine, texts
-        self.loads_layers, self.loaded = loads_layers, outline.parameters if loads_layers else outline.ends
+        self.loads_layers, self.loaded = (
+            loads_layers,
+            outline.parameters if loads_layers else outline.non_layer_parameters,
+        )
         self.drafter = outline.drafter(recipe)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
         device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
@@ -189,15 +196,17 @@ class PlannedTraining:
             self.mode = "memory" if self.features <= budget else "online"
 
     def epoch(self) -> tuple[list[Batch], float]:
-        """The batches of an epoch on texts like these, and the share of the processes' time that is not waiting."""
+        """Batches of an epoch on sample texts, and the share of the processes' time that is not spent waiting."""
         runs_target = self.features and self.mode == "online"
         work = step_work(self.drafter, self.recipe, self.target, 2.0 * self.outline.active if runs_target else 0.0)
-        dealt = rows(sample(self.texts), self.machine.processes, work)
+        dealt = balanced_rows(sample(self.texts), self.machine.processes, work)
         epoch = batches(dealt, self.batch_tokens, seed=0, epoch=0)
-        return epoch, useful_share(epoch if self.mode == "memory" else [level(batch, work) for batch in epoch], work)
+        return epoch, useful_share(
+            epoch if self.mode == "memory" else [rebalance(batch, work) for batch in epoch], work
+        )
 
     def flops(self, steps: int, batch: float) -> float:
-        """Operations of so many steps on so many tokens, and of the target on the texts where it runs here."""
+        """FLOPs of `steps` steps with `batch` response tokens each, plus the target's forward passes that run here."""
         found = steps * batch * drafter_flops(self.drafter, self.depth, self.texts)
         if self.features and self.mode != "server" and self.loads_layers:
             tokens = steps * batch if self.mode == "online" else self.texts.tokens
@@ -205,8 +214,8 @@ class PlannedTraining:
         return found
 
     def memory(self, tokens: float) -> dict[str, float]:
-        """Bytes of a process that takes so many tokens a step, at their peak, on its GPU if it has one. Features that
-        are kept in memory are in that of the host."""
+        """Peak bytes by use of a process that takes `tokens` response tokens per step, on its GPU if it has one.
+        Features that are kept in memory are in host memory, so they count only on a CPU."""
         recipe, outline, machine = self.recipe, self.outline, self.machine
         compute = machine.dtype(recipe.precision)
         found = {
@@ -215,21 +224,21 @@ class PlannedTraining:
             "activations": activation_bytes(self.drafter, tokens, self.depth, self.texts, compute),
         }
         if compute.itemsize < 4:
-            found["autocast"] = self.parameters * compute.itemsize  # a copy of the weights
+            found["autocast"] = self.parameters * compute.itemsize  # a copy of the weights in lower precision
         if self.features:
             kept = self.features / machine.processes if self.mode == "memory" and machine.gpu == "cpu" else 0
-            batches = 1 if self.mode == "online" or machine.gpu == "cpu" else 2  # the next one's are on their way
+            batches = 1 if self.mode == "online" or machine.gpu == "cpu" else 2  # a GPU also holds the next batch
             found["features"] = batches * tokens * feature_bytes(self.drafter, outline, self.texts) + kept
             if self.loads_layers:
                 found["target's forward"] = forward_bytes(outline, machine)
         return found
 
     def disk(self) -> dict[str, float]:
-        """Bytes that training leaves on disk, or needs there meanwhile."""
+        """Bytes by use that training leaves on disk or needs there temporarily."""
         state = 4 * self.parameters + optimizer_bytes(self.drafter, self.recipe.optimizer_type)
         share = fp8_share(self.outline.hidden_size, self.outline.dtype) if self.recipe.features.fp8 else 1
         return {
-            "checkpoints": (self.recipe.checkpoint.keep + 1) * state,  # a new one is whole before an old one goes
+            "checkpoints": (self.recipe.checkpoint.keep + 1) * state,  # + 1: an old one is deleted last
             "drafter": 4 * self.parameters,
             "distilled data": self.texts.tokens * self.texts.length * JSON_BYTES,
             "features": self.features * share if self.mode in ON_DISK else 0,
@@ -237,7 +246,7 @@ class PlannedTraining:
 
 
 def sample(texts: Texts) -> list[Example]:
-    """Some texts with the mean lengths of `texts`, whose responses differ by `SPREAD`."""
+    """Sample texts with the mean lengths of `texts`; response lengths vary evenly by ± `SPREAD` of the mean."""
     count = max(1, min(texts.responses, SAMPLE))
     examples = []
     for index in range(count):
@@ -248,18 +257,19 @@ def sample(texts: Texts) -> list[Example]:
 
 
 def mean_tokens(epoch: list[Batch]) -> float:
-    """Mean response tokens of a batch."""
+    """Mean response tokens per batch."""
     return sum(example.response_length for batch in epoch for share in batch for example in share) / len(epoch)
 
 
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
-    """FLOPs for a response token: 2 a parameter forward and 4 backward, in every pass. A drafter that reads no features
-    runs over prompts, too; for the others these are neglected."""
+    """Training FLOPs per response token: 2 per parameter forward and 4 backward, in every pass. A drafter that reads no
+    features also runs over the prompts; for the other drafters prompts are neglected."""
     return 6 * matrix_parameters(drafter) * (passes if reads_features(drafter) else texts.length)
 
 
 def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
-    """Bytes for a response token: the tapped states of its text, and its own last hidden state."""
+    """Feature bytes per response token: tapped states, including the prompt's share, and one last hidden state. 0 for a
+    drafter that reads no features."""
     if not reads_features(drafter):
         return 0.0
     taps: Any = drafter.taps
@@ -267,7 +277,8 @@ def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
 
 
 def optimizer_bytes(drafter: nn.Module, kind: str) -> int:
-    """AdamW keeps two fp32 moments; Muon one, of hidden matrices."""
+    """Bytes of optimizer state: AdamW keeps two fp32 moments per parameter; Muon keeps one, for hidden matrices
+    only."""
     total = 0
     for name, parameter in drafter.named_parameters():
         hidden = parameter.ndim == 2 and not any(part in name for part in EMBEDDING_LIKE)
@@ -276,9 +287,10 @@ def optimizer_bytes(drafter: nn.Module, kind: str) -> int:
 
 
 def state_bytes(drafter: nn.Module, kind: str, stage: int, processes: int) -> float:
-    """Weights, gradients and optimizer of the drafter in one process: 16 bytes a parameter with AdamW.
+    """Bytes of the drafter's weights, gradients and optimizer state in one process: 16 per parameter with AdamW.
 
-    ZeRO 1 splits the optimizer, 2 the gradients, 3 the weights; from 1 on it updates its own fp32 copy of a part.
+    ZeRO 1 divides the optimizer state, 2 also the gradients, 3 also the weights. From stage 1 on, each process also has
+    an fp32 copy of its part of the weights, which the optimizer updates.
     """
     size = 4 * sum(p.numel() for p in drafter.parameters())
     weights, gradients, optimizer = (processes if stage >= at else 1 for at in (3, 2, 1))
@@ -289,8 +301,8 @@ def state_bytes(drafter: nn.Module, kind: str, stage: int, processes: int) -> fl
 def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Texts, dtype: torch.dtype) -> float:
     """Bytes that a step over `tokens` response tokens keeps for its backward pass.
 
-    Input and output of every product, fp32 inputs of norms; at the vocabulary head also the gradient that the loss
-    makes ahead, and the teacher's row in fp32 and in `dtype`.
+    This counts the input and output of every linear layer and the fp32 inputs of norms. The vocabulary head adds the
+    gradient that the loss computes ahead of the backward pass, and the teacher's row in fp32 and in `dtype`.
     """
     size = dtype.itemsize
     row = 0.0
@@ -305,30 +317,31 @@ def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Te
 
 
 def forward_bytes(outline: Outline, machine: Machine) -> float:
-    """Peak of one forward of the target over `FORWARD_TOKENS`: keys and values, the rows of a layer, some logits."""
+    """Peak bytes of one forward of the target over `FORWARD_TOKENS` tokens: KV cache, one layer, some logits."""
     config, size, width = outline.config, outline.dtype.itemsize, outline.hidden_size
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
     inner = getattr(config, "intermediate_size", None) or 4 * width
     layer = 2 * heads * dim * size
-    if machine.shards > 1 or lean.why_not(config):
+    if machine.shards > 1 or lean.unsupported_reason(config):
         layer += width * size  # transformers returns the states of all layers
     row = layer * outline.num_layers / machine.shards + 3 * inner * size + 12 * width
     return FORWARD_TOKENS * row + HEAD_ROWS * outline.vocab_size * (size + 4)
 
 
 def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: Machine, batch: int) -> list[str]:
-    """Recipe keys that make it fit, the one for the largest part first; `room` is negative: bytes that are missing."""
+    """Recipe keys that make the training fit, with the key for the largest use first. `room` is minus the missing
+    bytes."""
     of_batch = memory["activations"] + memory.get("features", 0)
     fitting = int(batch * (1 + room / of_batch)) // 64 * 64
-    spread = "fewer processes, so that each has more GPUs for its target"
+    spread = "fewer processes, which gives each more GPUs for its target"
     knobs = {"target": spread if machine.shards > 1 else "target.device_map=auto and several GPUs for each process"}
-    if recipe.spares_layers and recipe.features.whole_target:
+    if recipe.trains_without_layers and recipe.features.whole_target:
         knobs["target"] = "features.whole_target=false"
     if machine.processes > 1 and recipe.zero_stage < 3:
         knobs["drafter"] = f"zero_stage={recipe.zero_stage + 1}"
     if fitting > 0:
-        knobs["activations"] = f"batch_tokens={fitting} (it is {batch})"
+        knobs["activations"] = f"batch_tokens={fitting} (now {batch})"
     ordered = sorted(knobs, key=lambda name: -memory.get(name, 0))
     return [knobs[name] for name in ordered]
 
@@ -336,7 +349,7 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
 def _waiting(useful: float, processes: int) -> str:
     if processes == 1:
         return ""
-    return f", processes waiting for the slowest for {1 - useful:.1%} of it (lengths ± {SPREAD:.0%})"
+    return f", of which processes wait {1 - useful:.1%} for the slowest one (lengths ± {SPREAD:.0%})"
 
 
 def _count(number: int) -> str:

@@ -1,12 +1,13 @@
-"""Target features on disk: safetensors shards, written whole or not at all, read through a memory map.
+"""Target features on disk: safetensors shards, each written completely or not at all, and read through a memory map.
 
-    <features.dir>/<key>/manifest.json                what the features are of; the key is its digest
+    <features.dir>/<key>/manifest.json                describes target and data; the key is its digest
                          00003.safetensors            a shard
 
-Features are a function of target and data, not of the drafter or of the number of processes, so they are kept beside
-the data by default, and every run over the same sequences reads the same ones; each process reads those that it needs.
-Another target, other taps or other data make another key, and so does a server that computes them: an engine rounds
-otherwise. Its name and version are in its shards, not in the key: another address or another version goes on.
+Features depend on target and data, not on the drafter or on the number of processes. They are kept next to the data by
+default, and all runs over the same sequences share them. Each process reads only the shards it needs. Another target,
+other taps or other data give another key. So does a server that computes the features, because an engine rounds
+differently. The engine's name and version are in its shards and not in the key, so a run can continue with another
+address or version.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.drafters.checkpoint import sync, write_tensors
 from specctl.errors import CheckpointError, SpecctlError
 from specctl.lock import Lock
@@ -33,23 +34,24 @@ from specctl.progress import log, warn
 from specctl.recipe import FeatureRecipe
 from specctl.runs import atomic_write, make_dir, to_json
 
-OPEN = 16  # shards mapped at a time: what is mapped counts as resident until the kernel wants it back
+OPEN = 16  # shards mapped at a time: mapped pages count as resident until the kernel reclaims them
 MANIFEST, LOCK = "manifest.json", "writer.lock"
-DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}  # the names of safetensors
-ON_DISK = {"cached", "server"}  # modes
-FP8, LARGEST = torch.float8_e4m3fn, 448.0  # and its largest number
-USABLE = 0.95  # of the free space of a disk
+DTYPES = {"torch.bfloat16": "BF16", "torch.float16": "F16", "torch.float32": "F32"}  # names that safetensors uses
+ON_DISK = {"cached", "server"}  # modes that keep features in files
+FP8, LARGEST = torch.float8_e4m3fn, 448.0  # the fp8 type and its largest number
+USABLE = 0.95  # share of a disk's free space that may be used
 GB = 2**30
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of a sequence of S tokens with a prompt of P: S−2 slots (slot i also needs tokens i+1 and i+2).
+    """Features of a sequence of S tokens with a prompt of P tokens, in S−2 slots (slot i also needs tokens i+1 and
+    i+2).
 
     Attributes:
         taps: [S−2, F] tapped states of positions 0 .. S−3.
-        teacher: [S−P−1, Ht] final hidden states of positions P .. S−2: they predict tokens P+1 .. S−1.
-        best: [S−P−1] int32 the target's most probable token after each of them.
+        teacher: [S−P−1, Ht] final hidden states of positions P .. S−2, which predict tokens P+1 .. S−1.
+        best: [S−P−1] int32, the target's most probable next token at every teacher position.
     """
 
     taps: Tensor
@@ -58,13 +60,13 @@ class Features:
 
 
 class FeatureFiles:
-    """{example index: Features}, for all processes of a run, which write some of the shards each and read any.
+    """{example index: Features} for all processes of a run; each process writes some of the shards and reads any.
 
-    `about` describes target and data; `shards` are the examples of every shard: index → (slots, response tokens to be
-    predicted), the lengths of their `Features`.
+    `about` describes target and data. `shards` lists the examples of every shard: index → (number of slots, number of
+    response tokens to predict). These are the lengths of their `Features`.
 
-    What is opened has to have the size that its header says, and the shapes and types of what should be in it. Its
-    bytes are compared with their sha256 once in a run, by `whole`: about a second for a GB.
+    A shard that is opened must have the size that its header states, and the expected names, shapes and types.
+    `is_intact` also compares its bytes with their sha256, once per run: about a second per GB.
     """
 
     def __init__(
@@ -76,13 +78,13 @@ class FeatureFiles:
         self.dir = Path(root) / self.key
         self._shards = shards
         self.shard_of = {index: number for number, shard in enumerate(shards) for index in shard}
-        self.opened: OrderedDict[int, Any] = OrderedDict()  # the shards that were read last, mapped
+        self.opened: OrderedDict[int, Any] = OrderedDict()  # most recently used shards, mapped
 
     def __contains__(self, index: int) -> bool:
         return index in self.shard_of
 
     def __getitem__(self, index: int) -> Features:
-        """Features of an example, as views of the mapped file. CheckpointError where that is not what was written."""
+        """Features of an example, as views of the mapped file. CheckpointError if the shard is damaged."""
         number = self.shard_of[index]
         if number not in self.opened:
             self.opened[number] = self._checked(number)
@@ -94,34 +96,34 @@ class FeatureFiles:
         if self.fp8:
             dtype = getattr(torch, self.about["dtype"].removeprefix("torch."))
             scales = (file.get_tensor(f"{index}.{name}_scale") for name in ("taps", "teacher"))
-            taps, teacher = (widened(*pair, dtype) for pair in zip((taps, teacher), scales, strict=True))
+            taps, teacher = (dequantize_fp8(*pair, dtype) for pair in zip((taps, teacher), scales, strict=True))
         return Features(taps, teacher, best)
 
-    def whole(self, number: int) -> bool:
-        """Whether a shard is on disk, to the last bit; one that is damaged is told of, and is not."""
+    def is_intact(self, number: int) -> bool:
+        """Whether a shard is on disk, intact to the last bit. A damaged shard gets a warning and counts as missing."""
         if not self._path(number).exists():
             return False
         try:
             file = self._checked(number)
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no dictionary)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dictionary)
             if (file.metadata() or {}).get("sha256") != _digest(tensors):
-                raise self._damaged(number, "its contents are not those that were written")
+                raise self._damaged(number, "its contents have changed since it was written")
         except CheckpointError as error:
-            warn(f"{error.message}; it is computed again")
+            warn(f"{error.message}; the file is computed again")
             return False
         return True
 
     def _damaged(self, number: int, problem: str) -> CheckpointError:
         return CheckpointError(
-            f"{self._path(number)}, which holds target features, is damaged: {problem}",
-            "start again with --resume: what is damaged is computed again",
+            f"the file of target features {self._path(number)} is damaged: {problem}",
+            "start again with --resume: damaged files are computed again",
         )
 
     def _checked(self, number: int) -> Any:
-        """A shard's mapped file. CheckpointError where it is not whole, or is not of this key and these examples."""
+        """The mapped file of a shard. CheckpointError if it is damaged, or has another key or other examples."""
         try:
-            regular.check(self._path(number))
-            file = safe_open(self._path(number), framework="pt")  # refuses another size than that of its header
+            regular_files.check(self._path(number))
+            file = safe_open(self._path(number), framework="pt")  # raises if the file's size contradicts its header
             problem = self._problem(file, number)
         except (OSError, SafetensorError) as error:
             problem = str(error)
@@ -130,9 +132,9 @@ class FeatureFiles:
         return file
 
     def _problem(self, file: Any, number: int) -> str | None:
-        """The first thing in a shard that is not as it was written; None where all is."""
+        """The first difference between a shard and its expected contents, or None if they agree."""
         if (file.metadata() or {}).get("key") != self.key:
-            return "it belongs to other data, or to another target"
+            return "it belongs to different data or a different target"
         dtype, taps = "F8_E4M3" if self.fp8 else DTYPES[self.about["dtype"]], len(self.about["taps"])
         expected: dict[str, tuple[list[int], str]] = {}
         for index, (slots, asked) in self._shards[number].items():
@@ -145,7 +147,7 @@ class FeatureFiles:
                     f"{index}.teacher_scale": ([asked, 1], "F32"),
                 }
         if expected.keys() != set(file.keys()):
-            return "it has other examples"
+            return "it has different examples"
         for name, wanted in expected.items():
             part = file.get_slice(name)
             if (part.get_shape(), part.get_dtype()) != wanted:
@@ -154,31 +156,31 @@ class FeatureFiles:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """The directory, held against other runs. Of the processes of a run one holds it while all write. UsageError
-        names who holds it."""
+        """Lock the directory against other runs. One process of a run holds the lock while all of its processes write.
+        UsageError names the holder of the lock."""
         make_dir(self.dir)
-        lock = Lock(self.dir / LOCK, hint="wait until it has ended and start again, or set another features.dir")
+        lock = Lock(self.dir / LOCK, hint="wait until that run has ended, or set another features.dir")
         try:
             atomic_write(self.dir / MANIFEST, to_json(self.about, indent=2) + "\n")
             yield
         finally:
             lock.release()
 
-    def require(self, numbers: list[int]) -> None:
-        """SpecctlError where shards that the processes of this run have just written are not all here."""
+    def check_visible(self, numbers: list[int]) -> None:
+        """Raise SpecctlError if this process does not see all shards that the run's processes have just written."""
         if not all(self._path(number).exists() for number in numbers):
             raise SpecctlError(
-                f"{self.dir} is not the same directory for all processes: features that others wrote are missing",
+                f"{self.dir} is not shared by all processes: features written by other processes are missing",
                 "set features.dir to a file system that all nodes share, or features.mode=online",
             )
 
     def write(self, number: int, examples: Mapping[int, Features], origin: Mapping[str, str]) -> None:
-        """Write a shard aside and rename it. SpecctlError when the disk refuses.
+        """Write a shard to a temporary file and rename it. SpecctlError if the disk refuses.
 
-        `origin` is kept with it, for those who ask: who computed these features.
+        `origin` says which servers computed the features; it is stored in the shard's metadata.
         """
         path = self._path(number)
-        draft = path.with_name(f".{path.name}.tmp")  # under the lock: the leftover of a kill is written over
+        draft = path.with_name(f".{path.name}.tmp")  # may overwrite the leftover of a killed run: the lock is held
         tensors = {
             f"{i}.{name}": tensor.cpu()
             for i, features in examples.items()
@@ -197,7 +199,7 @@ class FeatureFiles:
     def _stored(self, features: Features) -> dict[str, Tensor]:
         tensors = dict(vars(features))
         for name in ("taps", "teacher") if self.fp8 else ():
-            tensors[name], tensors[f"{name}_scale"] = narrowed(tensors[name], self.width)
+            tensors[name], tensors[f"{name}_scale"] = quantize_fp8(tensors[name], self.width)
         return tensors
 
     def _path(self, number: int) -> Path:
@@ -205,19 +207,20 @@ class FeatureFiles:
 
 
 def fp8_share(width: int, dtype: torch.dtype) -> float:
-    """Bytes of states of `width` numbers as `narrowed`, of those that they take in `dtype`."""
+    """Size of fp8 states with their scales (see `quantize_fp8`), relative to the size of the same states in `dtype`."""
     return (1 + 4 / width) / dtype.itemsize
 
 
-def narrowed(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """States x [n, k·width] as e4m3 [n, k·width], and scales [n, k] fp32 by which the largest number of each is 448."""
+def quantize_fp8(x: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Quantize states x [n, k·width] to e4m3, with fp32 scales [n, k] such that the largest number of a state becomes
+    448."""
     states = x.float().unflatten(-1, (x.shape[-1] // width, width))
     scales = (states.abs().amax(-1) / LARGEST).clamp_min(torch.finfo(torch.float32).tiny)
     return (states / scales[..., None]).clamp(-LARGEST, LARGEST).to(FP8).flatten(-2), scales
 
 
-def widened(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The states [n, F] that `narrowed` made x [n, F] and scales [n, k] of."""
+def dequantize_fp8(x: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize x [n, F] and scales [n, k], which `quantize_fp8` returned, to states [n, F] in `dtype`."""
     if not x.shape[-1]:
         return x.to(dtype)
     return (x.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2).to(dtype)
@@ -231,40 +234,42 @@ def _digest(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def disk(path: Path) -> int:
-    """Free bytes where `path` is or would be."""
+def free_bytes(path: Path) -> int:
+    """Free bytes on the file system of `path`, which need not exist yet."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
-def kept(recipe: FeatureRecipe, size: int) -> bool:
-    """Whether `choose` would keep features of `size` bytes a process, had the disk room for them."""
+def would_keep(recipe: FeatureRecipe, size: int) -> bool:
+    """Whether `choose_mode` would keep features of `size` bytes per process, provided that the disk has room for
+    them."""
     if recipe.mode != "auto":
         return recipe.mode != "online"
     return size <= recipe.budget_gb * GB or recipe.dir is not None
 
 
-def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
-    """`memory`, `cached`, `server` or `online`; the log says which and why.
+def choose_mode(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
+    """Choose `memory`, `cached`, `server` or `online`, and log the choice with its reason.
 
-    `auto` writes to a disk only where it was told to: features of a large target are terabytes.
+    `auto` writes to a disk only if features.dir is set: features of a large target are terabytes.
 
     Args:
-        size: bytes of a process' features.
-        missing: bytes that all processes have still to write to the disk of `place`, which has `free`.
+        size: bytes of features per process.
+        missing: bytes that all processes together still have to write to the disk of `place`.
+        free: free bytes on that disk.
 
     Raises:
-        SpecctlError: the mode that was asked for does not fit.
+        SpecctlError: the requested mode does not fit.
     """
     fits, room = size <= recipe.budget_gb * GB, missing <= USABLE * free
     if recipe.mode == "memory" and not fits:
         raise SpecctlError(
-            f"target features take {size / GB:.1f} GB of memory, features.budget_gb is {recipe.budget_gb:g}",
+            f"target features need {size / GB:.1f} GB of memory, but features.budget_gb is {recipe.budget_gb:g}",
             "raise features.budget_gb, or set features.mode to cached (on disk) or online",
         )
     if recipe.mode in ON_DISK and not room:
         raise SpecctlError(
-            f"target features need {missing / GB:.1f} GB more in {place}, where {free / GB:.1f} GB are free",
-            "make room, set features.dir to another disk, lower max_length, or set features.mode=online",
+            f"target features need {missing / GB:.1f} GB more in {place}, but only {free / GB:.1f} GB are free",
+            "free space, set features.dir to another disk, lower max_length, or set features.mode=online",
         )
     budget = f"features.budget_gb is {recipe.budget_gb:g}"
     if recipe.mode != "auto":
@@ -272,11 +277,11 @@ def choose(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: in
     elif fits:
         chosen, why = "memory", budget
     elif recipe.dir is None:
-        chosen, why = "online", f"{budget} and no features.dir is given; features.mode=cached keeps them on disk"
+        chosen, why = "online", f"{budget} and features.dir is not set; features.mode=cached keeps them on disk"
     elif room:
         chosen, why = "cached", budget
     else:
-        chosen, why = "online", f"{budget}, and {place} has {free / GB:.1f} GB free"
+        chosen, why = "online", f"{budget}, and {place} has only {free / GB:.1f} GB free"
     how = {"memory": "kept in memory", "online": "recomputed for every batch"}
-    log(f"target features ({size / GB:.1f} GB a process) are {how.get(chosen, f'kept in {place}')}: {why}")
+    log(f"target features ({size / GB:.1f} GB per process) are {how.get(chosen, f'kept in {place}')}: {why}")
     return chosen

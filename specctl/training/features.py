@@ -1,7 +1,8 @@
-"""The target's side of training sequences: tapped hidden states, and the states its distributions come from.
+"""Target features of training sequences: tapped hidden states, and the final states that give the target's
+distributions.
 
-The target's pass over a sequence is paid once where features can be kept, in memory or on disk, and for every batch
-otherwise. On a CPU the features are the same bits in every mode.
+If features can be kept, in memory or on disk, the target runs once per sequence. Otherwise it runs again for every
+batch. On a CPU the features are the same bits in every mode.
 """
 
 from __future__ import annotations
@@ -24,30 +25,31 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example
-from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose, disk, fp8_share
-from specctl.training.read_ahead import PinnedCopies, ReadAhead
+from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
+from specctl.training.prefetch import PinnedCopies, Prefetcher
 
-# Padded tokens of one target forward, or one sequence. On a CPU each runs alone: that is as fast, and what it is padded
-# to would show in its last bits, which would then depend on the batch and on the number of processes.
+# Most padded tokens in one forward of the target; a longer sequence runs alone. On a CPU every sequence runs alone.
+# That is as fast, and padding would change the last bits of the features: they would depend on the batch and on the
+# number of processes.
 PASS_TOKENS = {"cpu": 1, "cuda": 16_384}
 SHARD_BYTES = 2**27
-HEAD_ROWS = 512  # rows of logits at a time
-# Fractions of the powers of roots of x³ = x + 1 and of the golden ratio: their multiples fill [0, 1) evenly.
+HEAD_ROWS = 512  # rows of logits computed at a time
+# 1/φ (φ: golden ratio), 1/ρ² and 1/ρ (ρ: root of x³ = x + 1). The multiples of each, modulo 1, fill [0, 1) evenly.
 SPREAD = (0.6180339887498949, 0.5698402909980532, 0.7548776662466927)
 
 
 class FeatureStore:
-    """Features by example: kept once `prepare`d, else computed for every batch."""
+    """Target features by example. `prepare` decides whether they are kept or computed for every batch."""
 
     def __init__(self, target: Target, taps: tuple[int, ...]):
         self.target, self.taps = target, taps
-        self.at_home = False  # the features of an example are in the memory of one process
+        self.is_sharded = False  # each example's features are in the memory of one process only
         self.kept: dict[int, Features] | FeatureFiles = {}
-        self.reader: ReadAhead | None = None  # where what is kept has a way to go
-        self.passes = 0  # target tokens run, padding excluded
+        self.reader: Prefetcher | None = None  # for features that are kept and have to be copied to a GPU
+        self.target_tokens = 0  # tokens that the target has run over, padding excluded
 
     def estimate(self, examples: list[Example]) -> int:
-        """Bytes that the features of `examples` take."""
+        """Bytes of the features of `examples`."""
         width, size = self.target.hidden_size, self.target.dtype.itemsize
         slots = sum(len(e.tokens) - 2 for e in examples)
         asked = sum(e.response_length - 1 for e in examples)
@@ -65,12 +67,13 @@ class FeatureStore:
 
         Args:
             place: directory for features on disk, the same for all processes.
-            homes: by rank, the examples whose features it keeps where that is in memory; None = one process has all.
+            homes: by rank, the examples with features that the rank holds if they are kept in memory. The default is a
+                single process with all examples.
 
         Raises:
-            SpecctlError: they do not fit, or are not finite.
-            UsageError: another process is writing them, or some are missing and the target has no layers.
-            Interrupted: SIGTERM or SIGUSR1; shards that were written stay.
+            SpecctlError: the features do not fit, or are not finite.
+            UsageError: another process is writing them, or some are missing and the target's layers are not loaded.
+            Interrupted: SIGTERM or SIGUSR1 arrived; shards that were written stay.
         """
         homes = homes or [examples]
         world = len(homes)
@@ -81,25 +84,26 @@ class FeatureStore:
         about = self._about(examples) | ({"from": "server"} if recipe.mode == "server" else {})
         files = FeatureFiles(place, about, lengths, recipe.fp8)
         checked = [int(number % world == rank and _missing(files, number)) for number in range(len(shards))]
-        *absent, free = over_ranks([*checked, disk(files.dir) if rank == 0 else 0], self.target.device)
+        *absent, free = over_ranks([*checked, free_bytes(files.dir) if rank == 0 else 0], self.target.device)
         missing = [number for number, count in enumerate(absent) if count]
         needed = sum(self.estimate(group) for number in missing for group in shards[number])
         size = self.estimate(examples) // world
         if recipe.fp8:
             share = fp8_share(self.target.hidden_size, self.target.dtype)
             needed, size = round(needed * share), round(size * share)
-        mode = choose(recipe, files.dir, size, needed, free)
+        mode = choose_mode(recipe, files.dir, size, needed, free)
         if missing and mode == "cached" and not self.target.whole:
             raise UsageError(
-                f"{len(missing)} of {len(shards)} shards of target features are not in {files.dir}, and the layers of "
-                f"target {self.target.name} that would compute them are not loaded",
-                "features.whole_target=true computes them here, --features-from http://host:8000 by a server",
+                f"{len(missing)} of {len(shards)} shards of target features are missing in {files.dir}, and "
+                f"the layers of target {self.target.name} that compute them are not loaded",
+                "compute them here with features.whole_target=true, or on a server with --features-from "
+                "http://host:8000",
             )
-        together = self.target.part.count > 1  # every process has a slice of the target: all run it over all texts
+        together = self.target.part.count > 1  # each process has a slice of the target: all run all texts
         mine = missing if together else missing[rank::world]
         if mode == "memory":
             with track("target features", total=len(homes[rank]), unit="responses") as bar:
-                self.kept, self.at_home = self._run(list(self._groups(homes[rank])), bar), True
+                self.kept, self.is_sharded = self._run(list(self._groups(homes[rank])), bar), True
         elif mode in ON_DISK:
             texts = {number: [example for group in shards[number] for example in group] for number in mine}
             total = sum(map(len, texts.values()))
@@ -107,30 +111,30 @@ class FeatureStore:
                 files.writing() if missing and rank == 0 else nullcontext(),
                 track("target features", total=total, unit="responses") as bar,
             ):
-                _meet()  # nobody writes before the directory is held, which ends when all have written
+                _barrier()  # write only while rank 0 holds the lock: until all have written
                 if mode == "cached":
                     for number in mine:
                         computed = self._run(shards[number], bar)
                         if rank == 0 or not together:
                             files.write(number, computed, {})
                 elif mine:
-                    from specctl.training.served_features import served  # HTTP, which nobody else needs
+                    from specctl.training.served_features import served_features  # HTTP client, needed only here
 
-                    for number, features, origin in served(self, texts, recipe.server, world, bar):
+                    for number, features, origin in served_features(self, texts, recipe.server, world, bar):
                         files.write(number, features, origin)
-                _meet()
-            files.require(missing)
+                _barrier()
+            files.check_visible(missing)
             self.kept = files
         if mode != "online" and self.target.device.type == "cuda":
-            self.reader = ReadAhead(lambda index: self.kept[index], PinnedCopies(self.target.device))
+            self.reader = Prefetcher(lambda index: self.kept[index], PinnedCopies(self.target.device))
 
-    def ahead(self, examples: list[Example]) -> None:
-        """Read the features of a batch before `get` asks for them, where that pays."""
+    def prefetch(self, examples: list[Example]) -> None:
+        """Start to read the features of a batch before `get` asks for them, if they have to be copied to a GPU."""
         if self.reader is not None:
             self.reader.start([example.index for example in examples if example.index in self.kept])
 
     def get(self, examples: list[Example]) -> list[Features]:
-        """Features of `examples`, in order, on the target's device. CheckpointError where a file of them is damaged."""
+        """Features of `examples`, in order, on the target's device. CheckpointError if a features file is damaged."""
         unknown = [example for example in examples if example.index not in self.kept]
         here = {} if self.reader is None else self.reader.take([example.index for example in examples])
         here |= {e.index: f for group in self._groups(unknown) for e, f in zip(group, self.compute(group), strict=True)}
@@ -138,25 +142,25 @@ class FeatureStore:
         return [_moved(features, self.target.device) for features in asked]
 
     def _run(self, groups: list[list[Example]], bar: Progress) -> dict[int, Features]:
-        """Features of all groups, in the memory of the host."""
+        """Compute the features of all groups into host memory."""
         kept: dict[int, Features] = {}
         for group in groups:
             interrupts.check()
             for example, features in zip(group, self.compute(group), strict=True):
                 kept[example.index] = _moved(features, torch.device("cpu"))
-            bar.update(len(group), tokens=self.passes)
+            bar.update(len(group), tokens=self.target_tokens)
         return kept
 
     @torch.inference_mode()
     def compute(self, examples: list[Example]) -> list[Features]:
-        """Features of `examples`, in order, by one pass of the target over them all."""
+        """Compute features of `examples`, in order, in one forward of the target over the whole list."""
         target = self.target
-        width = max(len(e.tokens) for e in examples) - 1  # nothing needs the state of the last token
+        width = max(len(e.tokens) for e in examples) - 1  # the last token's state is not needed
         tokens = torch.tensor([[*e.tokens[:width], *[0] * (width - len(e.tokens))] for e in examples])
         cache = target.model.new_cache(len(examples), width)
         plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
         hidden, tapped = target.model.forward(tokens.to(target.device), cache, plan, self.taps)
-        self.passes += sum(len(e.tokens) - 1 for e in examples)
+        self.target_tokens += sum(len(e.tokens) - 1 for e in examples)
         return [
             self.features(example, hidden[row], None if tapped is None else tapped[row])
             for row, example in enumerate(examples)
@@ -164,24 +168,24 @@ class FeatureStore:
 
     @torch.inference_mode()
     def features(self, example: Example, hidden: Tensor, tapped: Tensor | None) -> Features:
-        """Features of an example of S tokens from its states: hidden [≥ S−1, H] behind the final norm, tapped
-        [≥ S−2, F]. SpecctlError where they are not finite."""
+        """Features of an example of S tokens. `hidden` [≥ S−1, H] are its states after the final norm, `tapped` [≥ S−2,
+        F] its tapped states. SpecctlError if they are not finite."""
         length = len(example.tokens)
         teacher = hidden[example.prompt_length : length - 1].clone()
         taps = hidden.new_empty(length - 2, 0) if tapped is None else tapped[: length - 2].clone()
-        # Logits of a long response over a large vocabulary would be gigabytes.
+        # In parts: logits of a long response over a large vocabulary take gigabytes.
         parts = [self.target.model.logits(part).float().max(-1) for part in teacher.split(HEAD_ROWS)]
-        # One pass over each: a sum is finite iff (short of fp32's range) its terms are; a maximum hides no NaN.
+        # One pass per tensor: a sum is finite iff its terms are (short of fp32's range), and a maximum hides no NaN.
         sums = [x.sum(dtype=torch.float32) for x in (taps, teacher, *(part.values for part in parts))]
         if not torch.stack(sums).sum().isfinite():
             raise SpecctlError(
-                f"target {self.target.name} gives states that are not finite for prompt {example.prompt_id}",
-                "fp16 overflows in many models: set target.dtype to bf16 or fp32; else take the prompt out",
+                f"target {self.target.name} computes hidden states that are not finite for prompt {example.prompt_id}",
+                "fp16 overflows in many models: set target.dtype to bf16 or fp32; otherwise remove the prompt",
             )
         return Features(taps, teacher, torch.cat([part.indices for part in parts]).int())
 
     def _groups(self, examples: list[Example]) -> Iterator[list[Example]]:
-        """Examples of similar length that share a pass, whose length is a function of `examples` alone."""
+        """Groups of examples of similar length that share a forward. Groups and padding depend on `examples` alone."""
         limit = PASS_TOKENS["cpu" if self.target.device.type == "cpu" else "cuda"]
         group: list[Example] = []
         for example in sorted(examples, key=lambda e: (len(e.tokens), e.index)):
@@ -193,7 +197,7 @@ class FeatureStore:
             yield group
 
     def _shards(self, groups: list[list[Example]]) -> Iterator[list[list[Example]]]:
-        """Consecutive groups, about SHARD_BYTES in each shard."""
+        """Shards of consecutive groups, about SHARD_BYTES each."""
         shard: list[list[Example]] = []
         size = 0
         for group in groups:
@@ -206,7 +210,8 @@ class FeatureStore:
             yield shard
 
     def _about(self, examples: list[Example]) -> dict[str, Any]:
-        """All that features depend on. Its sequences are those trained on, by data, held-out split and max_length."""
+        """Description of everything that features depend on. Its fingerprint covers the sequences, and so the data, the
+        held-out split and max_length."""
         digest = hashlib.sha256()
         for example in examples:
             digest.update(f"{example.index} {example.prompt_length} {list(example.tokens)}\n".encode())
@@ -225,20 +230,20 @@ def _moved(features: Features, device: torch.device) -> Features:
 
 
 def _missing(files: FeatureFiles, number: int) -> bool:
-    """Whether a shard is to be computed. It is read through, so that a signal is heard between two of them."""
+    """Whether a shard has to be computed. The check reads the whole shard, so it looks for interrupts first."""
     interrupts.check()
-    return not files.whole(number)
+    return not files.is_intact(number)
 
 
 def over_ranks(values: list[int], device: torch.device) -> list[int]:
-    """Each of `values` summed over all ranks."""
+    """Sum each of `values` over all ranks."""
     total = torch.tensor(values, device=device)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total.tolist()
 
 
-def _meet() -> None:
+def _barrier() -> None:
     """Wait for the other ranks."""
     if dist.is_initialized():
         dist.barrier()
@@ -250,9 +255,10 @@ def slot_batch(
     """Pack examples for the training-time test of `steps` steps.
 
     Args:
-        inside: [V] bool membership in the draft vocabulary; slots whose teacher prefers a token outside are not valid.
-        stride, phase: every `stride`-th response slot goes on to steps 1, 2, … ; which ones depends on the example and
-            `phase` alone, not on the batch, so that several processes choose what one would.
+        inside: [V] bool membership in the draft vocabulary. A slot is not valid if the teacher prefers a token outside
+            the draft vocabulary.
+        stride, phase: every `stride`-th response slot goes on to steps 1, 2, … . The choice depends on the example and
+            `phase` alone, not on the batch, so several processes choose the same slots as one.
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
@@ -290,12 +296,12 @@ def slot_batch(
         query_rows=torch.tensor(query_rows, device=device),
         later_rows=torch.tensor(later_rows, dtype=torch.long, device=device),
         teacher=torch.cat((teacher, teacher.new_zeros(tail, teacher.shape[1]))),
-        inside=torch.cat((inside[best], inside.new_zeros(tail))),
+        in_draft_vocab=torch.cat((inside[best], inside.new_zeros(tail))),
         labels=torch.tensor(labels + [0] * tail, device=device),
-        left=torch.tensor(left, device=device),
+        valid_steps=torch.tensor(left, device=device),
         layout=Layout(slot_ranges, query_ranges, at, device),
         later_layout=Layout(
             slot_ranges, ranges([len(rows) for rows in later]), [at[row] for row in later_rows], device
         ),
-        draws=torch.tensor(draws),
+        sample_draws=torch.tensor(draws),
     )

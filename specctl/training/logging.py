@@ -1,4 +1,4 @@
-"""Metrics to a tracker the user watches (`--log tensorboard|wandb|trackio`), beside metrics.jsonl."""
+"""Trackers that show training metrics to a user (`--log tensorboard|wandb|trackio`), in addition to metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specctl.runs import Run
 
 
 class Trackers:
-    """Fans scalar metrics out to the trackers that were asked for."""
+    """Sends scalar metrics to all requested trackers."""
 
     def __init__(self, names: list[Any], run: Run, recipe: TrainRecipe):
         self.writer: Any = None

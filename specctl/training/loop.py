@@ -1,9 +1,10 @@
-"""`specctl train-drafter`: one loop for every family, on a DeepSpeed engine.
+"""Training loop of `specctl train-drafter`: one loop for all drafter families, on a DeepSpeed engine.
 
-The measure that counts is `mat`, taken by the decoding core on held-out prompts while training goes on: high training
-accuracy with low acceptance in service is the most frequent complaint in this field. The best drafter by mat is kept,
-and measured once more on prompts that did not choose it. Where the target's layers are not loaded, the length that
-held-out responses let expect stands in for it (`expected.py`).
+The metric that counts is `mat`, the mean accepted tokens per target pass. The decoding core measures it on held-out
+prompts during training, because high training accuracy with low acceptance in service is the most frequent complaint in
+this field. The drafter with the best mat is kept. It is measured once more on held-out prompts that had no part in the
+choice. If the target's layers are not loaded, the expected length on held-out responses replaces mat
+(`expected_length.py`).
 """
 
 from __future__ import annotations
@@ -25,109 +26,124 @@ from specctl.errors import SpecctlError
 from specctl.families import FAMILIES
 from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
-from specctl.runs import Run, make_dir, sweep
+from specctl.runs import Run, make_dir, remove_leftovers
 from specctl.training import checkpoint
+from specctl.training.balancing import Batch, balanced_rows, batches, drop_seen, rebalance, texts_by_rank
 from specctl.training.data import Corpus, load_corpus
 from specctl.training.datastore import collect
-from specctl.training.dealing import Batch, batches, columns, level, rows, without
 from specctl.training.engine import make_engine, set_learning_rate, start_processes, weights
 from specctl.training.estimate import loads_layers_here
 from specctl.training.example import Example
-from specctl.training.expected import ExpectedLength, HeldOut
+from specctl.training.expected_length import ExpectedLength, HeldOut
 from specctl.training.logging import Trackers
-from specctl.training.outcome import TrainResult, facts, held_out_acceptance, kinds_of, made_of, mats, recipe_hash
-from specctl.training.progressed import Progressed, check_same
+from specctl.training.outcome import (
+    TrainResult,
+    drafter_info,
+    held_out_acceptance,
+    input_digests,
+    kinds_of,
+    mat_by_prompts,
+    recipe_hash,
+)
+from specctl.training.run_state import RunState, check_same
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.tokens import share
-from specctl.training.trainees import Trainee, make_trainee
+from specctl.training.trainable import TrainableDrafter, make_trainable
 
 
 def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
-    """Train the drafter that `recipe` describes, or collect it where nothing is trained, and write it to
+    """Train the drafter that `recipe` describes, or collect it if its family is not trained, and write it to
     `recipe.output`.
 
     Raises:
         DataError, CheckpointError: unusable data, a checkpoint of another run, a target that does not fit.
         UsageError: another process is training this drafter, or `resume` finds a checkpoint of another recipe.
         Interrupted: SIGTERM or SIGUSR1 arrived; a checkpoint was saved.
-        SpecctlError: the loss or a gradient is not finite; the last checkpoint is from before that.
+        SpecctlError: the loss or a gradient is not finite; the last checkpoint is from an earlier step.
     """
     make_dir(recipe.output.parent)
-    with lock.held(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
-        sweep(recipe.output.parent, recipe.output.name)
-        if FAMILIES[recipe.arch].trainee is None:
+    with lock.hold(recipe.output.with_name(f".{recipe.output.name}{lock.NAME}"), recipe.output):
+        remove_leftovers(recipe.output.parent, recipe.output.name)
+        if FAMILIES[recipe.arch].trainable is None:
             return collect(recipe, run)
         trainer = make_trainer(recipe, run)
         try:
             trainer.start()
             trainer.train()
             result = trainer.result()
-            processes.leave_at_exit()  # not after a failure: the others may wait in a collective
+            processes.leave_at_exit()  # not after a failure: the others may be waiting in a collective
             return result
         finally:
             trainer.trackers.close()
 
 
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
-    """Load target and data, join the other processes, and build the drafter with its engine."""
+    """Load target and data, join the process group, and build the drafter with its engine."""
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
     whole = loads_layers_here(recipe)
     if not whole:
-        log(f"target {recipe.target.name} is loaded without its layers: mat is expected, not measured")
+        log(f"target {recipe.target.name} is loaded without its layers: mat is estimated, not measured")
     target = load_target(**recipe.target.loading, whole=whole)
     corpus = load_corpus(recipe, target)
     rank, world = start_processes(target.device)
     share(corpus.tokens)
-    trainee = make_trainee(recipe, target, corpus)
-    return Trainer(recipe, run, target, corpus, trainee, rank, world)
+    trainable = make_trainable(recipe, target, corpus)
+    return Trainer(recipe, run, target, corpus, trainable, rank, world)
 
 
 class Trainer:
-    """The state of one run; `train` is the loop."""
+    """State of one training run; `train` is the loop."""
 
     def __init__(
-        self, recipe: TrainRecipe, run: Run, target: Target, corpus: Corpus, trainee: Trainee, rank: int, world: int
+        self,
+        recipe: TrainRecipe,
+        run: Run,
+        target: Target,
+        corpus: Corpus,
+        trainable: TrainableDrafter,
+        rank: int,
+        world: int,
     ):
-        self.recipe, self.run, self.target, self.corpus, self.trainee = recipe, run, target, corpus, trainee
+        self.recipe, self.run, self.target, self.corpus, self.trainable = recipe, run, target, corpus, trainable
         self.rank, self.world = rank, world
-        self.work = trainee.work(corpus.train, world)
+        self.work = trainable.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target, sum(text.response_length for text in corpus.train))
-        self.schedule = Schedule.of(recipe, target, len(self._dealt(0, world)))
-        self.epoch: list[Batch] = []  # under way
-        self.params = sum(parameter.numel() for parameter in trainee.module.parameters())
-        self.engine = make_engine(trainee.module, recipe, self.schedule.peak)
+        self.schedule = Schedule.of(recipe, target, len(self._batches_without(0, world)))
+        self.epoch: list[Batch] = []  # batches of the epoch under way
+        self.params = sum(parameter.numel() for parameter in trainable.module.parameters())
+        self.engine = make_engine(trainable.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
-        self.at = Progressed(recipe=recipe_hash(recipe), made_of=made_of(recipe, target, corpus), world=world)
+        self.state = RunState(recipe=recipe_hash(recipe), made_of=input_digests(recipe, target, corpus), world=world)
         server = recipe.features.mode == "server"
-        self.held = HeldOut(trainee, corpus) if server and not target.whole else None
+        self.held_out = HeldOut(trainable, corpus) if server and not target.whole else None
         self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
 
     def start(self) -> None:
-        """Continue from the newest checkpoint where asked, and compute the features that are kept."""
-        newest = checkpoint.newest(self.checkpoints, Progressed) if self.recipe.resume else None
+        """Resume from the newest checkpoint if the recipe asks for it, and compute the features that are kept."""
+        newest = checkpoint.newest(self.checkpoints, RunState) if self.recipe.resume else None
         if newest is not None:
             path, there = newest
-            check_same(self.recipe, path, there, self.at)
+            check_same(self.recipe, path, there, self.state)
             checkpoint.load(self.engine, path)
-            self.at = replace(there, made_of=self.at.made_of, world=self.world)
+            self.state = replace(there, made_of=self.state.made_of, world=self.world)
             if there.world != self.world:
-                self._deal_anew(path, there)
-            self.run.go_on(Path(self.at.run), self.at.metrics)
-            log(f"resumed from step {self.at.step}")
+                self._redistribute_epoch(path, there)
+            self.run.resume_from(Path(self.state.run), self.state.metrics)
+            log(f"resumed from step {self.state.step}")
         self.run.annotate(target=self.target.identity)
-        store, recipe = self.trainee.store, self.recipe
-        if store is not None and self.at.step < self.schedule.steps:
-            homes = columns(rows(self.corpus.train, self.world, self.work))
+        store, recipe = self.trainable.store, self.recipe
+        if store is not None and self.state.step < self.schedule.steps:
+            homes = texts_by_rank(balanced_rows(self.corpus.train, self.world, self.work))
             store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
-            if self.held is not None:
-                self.held.prepare(recipe, self.rank, self.world)
-        if newest is None and self.rank == 0:  # features that do not fit refuse a start, which leaves what was there
+            if self.held_out is not None:
+                self.held_out.prepare(recipe, self.rank, self.world)
+        if newest is None and self.rank == 0:  # only here: a start that fails above keeps the old checkpoints
             checkpoint.discard(self.checkpoints)
         dist.barrier()
 
     def train(self) -> None:
-        """Steps until the schedule ends; evaluation, checkpoints and interrupts between them."""
-        recipe, at = self.recipe, self.at
+        """Run steps until the schedule ends, with evaluation, checkpoints and interrupts between them."""
+        recipe, at = self.recipe, self.state
         with track("train", total=self.schedule.steps, unit="steps") as bar:
             bar.skip(at.step)
             while not self.schedule.ended(at.step, at.seconds):
@@ -136,22 +152,23 @@ class Trainer:
                 if at.step % recipe.eval.every == 0 or last:
                     self._evaluate()
                     dist.barrier()
-                stopping = bool(self.largest(interrupts.requested()))
+                stopping = bool(self.max_over_ranks(interrupts.requested()))
                 if at.step % recipe.checkpoint.every == 0 or last or stopping:
                     self.save()
                 if stopping:
                     interrupts.check()
                     raise SystemExit(75)  # another rank was signalled
-        if at.step < self.schedule.steps:  # a cap beside a number of steps is for machines that are in trouble
+        if at.step < self.schedule.steps:  # with max_steps, a time limit is only a safety net
             tell = warn if recipe.max_steps else log
             tell(
                 f"max_minutes={recipe.max_minutes:g} ended the training after {at.step:,} of {self.schedule.steps:,} "
-                "steps: a drafter of fewer steps has a lower mat"
+                "steps: a drafter trained for fewer steps has a lower mat"
             )
 
     def step(self, bar: Progress) -> None:
-        """One optimizer step: rate, loss over all processes, update, metrics. SpecctlError where it is not finite."""
-        at, schedule = self.at, self.schedule
+        """Run one optimizer step: learning rate, loss over all processes, update, metrics. SpecctlError if the loss or
+        a gradient is not finite."""
+        at, schedule = self.state, self.schedule
         started = time.perf_counter()
         if not self.epoch:
             self.epoch = self.batches(at.epoch)
@@ -167,9 +184,9 @@ class Trainer:
         losses = (sums[:, 0] / sums[:, 1].clamp_min(1)).tolist()
         if not math.isfinite(losses[0]):
             raise SpecctlError(
-                f"loss is {losses[0]} at step {at.step}", "lower optimizer.lr; the last checkpoint is intact"
+                f"the loss is {losses[0]} at step {at.step}", "lower optimizer.lr; the last checkpoint is intact"
             )
-        # DeepSpeed averages gradients over ranks; the loss is a sum over all of them divided by the common weight.
+        # DeepSpeed averages gradients over ranks, but the loss is the sum over all ranks divided by their total weight.
         self.engine.backward(total * (self.world / sums[0, 1].clamp_min(1)))
         self._check_gradients()
         self.engine.step()
@@ -177,81 +194,83 @@ class Trainer:
         at.step += 1
         at.loss = losses[0]
         at.tokens += sum(example.response_length for share in chosen for example in share)
-        # One clock for all: the rate follows it, and a process that ended before the others would keep them waiting.
-        at.seconds = self.largest(at.seconds + time.perf_counter() - started)
+        # One clock for all: the learning rate follows it, and a process that stops early would block the others.
+        at.seconds = self.max_over_ranks(at.seconds + time.perf_counter() - started)
         self.run.metrics(
             step=at.step, epoch=at.epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
             tokens_per_s=at.tokens / at.seconds,
         )  # fmt: skip
         self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
         lengths = {"mat": at.best_mat, "expected_mat": at.best_expected}
-        measured = {name: length for name, length in lengths.items() if length}  # from the first check on: none is 0
+        measured = {name: length for name, length in lengths.items() if length}  # 0 before the first check
         bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
         at.place += 1
-        if at.place == len(self.epoch):  # texts are dealt out anew: one epoch may have a batch more than another
+        if at.place == len(self.epoch):  # each epoch is dealt anew and may have one batch more
             self._next_epoch()
 
     def _next_epoch(self) -> None:
-        self.at.epoch, self.at.place, self.at.taken, self.epoch = self.at.epoch + 1, 0, [], []
+        self.state.epoch, self.state.place, self.state.taken, self.epoch = self.state.epoch + 1, 0, [], []
 
-    def _deal_anew(self, path: Path, there: Progressed) -> None:
-        """Go on with what the checkpoint's processes have left of their epoch."""
-        self.at.taken, self.at.place = [*there.taken, (there.world, there.place)], 0
+    def _redistribute_epoch(self, path: Path, there: RunState) -> None:
+        """Continue with the texts of the epoch that the checkpoint's processes have not trained on yet."""
+        self.state.taken, self.state.place = [*there.taken, (there.world, there.place)], 0
         warn(
-            f"WORLD_SIZE was {there.world} when {path} was written, and is {self.world} now: "
-            "what is left of the epoch is dealt anew"
+            f"WORLD_SIZE was {there.world} when {path} was written and is {self.world} now: "
+            "the rest of the epoch is distributed again"
         )
-        if not self.batches(self.at.epoch):
+        if not self.batches(self.state.epoch):
             self._next_epoch()
 
     def forward(self, chosen: Batch) -> tuple[torch.Tensor, torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Loss sums over this rank's share of a batch; a rank without a share runs one example at weight zero."""
-        mine, texts = self._own(chosen)
-        # Dropout and noise depend on the step alone: a resumed run draws what an uninterrupted one would.
-        torch.manual_seed(self.recipe.data.seed + 2**16 * (self.at.step * self.world + self.rank))
-        batch = self.trainee.batch(texts, self.at.step)
-        self._read_ahead()
-        total, weight, steps = self.trainee.loss(self.engine, batch)
+        """Loss sums over this rank's share of a batch. A rank without a share runs one example with weight zero."""
+        mine, texts = self._local_share(chosen)
+        # Seeded by step and rank: a resumed run draws the same dropout and noise as an uninterrupted run.
+        torch.manual_seed(self.recipe.data.seed + 2**16 * (self.state.step * self.world + self.rank))
+        batch = self.trainable.batch(texts, self.state.step)
+        self._prefetch()
+        total, weight, steps = self.trainable.loss(self.engine, batch)
         if not mine:
             total, weight, steps = total * 0, weight * 0, [(a * 0, b * 0) for a, b in steps]
         return total, weight, steps
 
-    def _read_ahead(self) -> None:
-        """Begin to read the features of the next batch, if this epoch has one and the training goes on."""
-        store, following = self.trainee.store, self.epoch[self.at.place + 1 : self.at.place + 2]
-        if store is not None and following and not self.schedule.ended(self.at.step + 1, self.at.seconds):
-            store.ahead(self._own(following[0])[1])
+    def _prefetch(self) -> None:
+        """Start to read the features of the next batch, if this epoch has one and training goes on."""
+        store, following = self.trainable.store, self.epoch[self.state.place + 1 : self.state.place + 2]
+        if store is not None and following and not self.schedule.ended(self.state.step + 1, self.state.seconds):
+            store.prefetch(self._local_share(following[0])[1])
 
-    def _own(self, chosen: Batch) -> tuple[bool, list[Example]]:
-        """Whether this rank has a share of a batch, and the texts that it runs: that, or one of another rank."""
-        store = self.trainee.store
-        dealt = chosen if store is not None and store.at_home else level(chosen, self.work)
+    def _local_share(self, chosen: Batch) -> tuple[bool, list[Example]]:
+        """Whether this rank has a share of a batch, and the texts that it runs: its share, or else a text of another
+        rank."""
+        store = self.trainable.store
+        dealt = chosen if store is not None and store.is_sharded else rebalance(chosen, self.work)
         mine = dealt[self.rank]
         return bool(mine), mine or next(share for share in dealt if share)[:1]
 
     def batches(self, epoch: int) -> list[Batch]:
-        """The batches of an epoch, the same in all processes and whenever they are asked for; without the texts that
-        other numbers of processes have had in it."""
+        """Batches of an epoch, the same in all processes and in every call. Texts that other numbers of processes have
+        already trained on in this epoch are left out."""
         seen: set[int] = set()
-        for world, count in self.at.taken:
-            had = self._dealt(epoch, world, frozenset(seen))[:count]
+        for world, count in self.state.taken:
+            had = self._batches_without(epoch, world, frozenset(seen))[:count]
             seen |= {example.index for batch in had for share in batch for example in share}
-        return self._dealt(epoch, self.world, frozenset(seen))
+        return self._batches_without(epoch, self.world, frozenset(seen))
 
-    def _dealt(self, epoch: int, world: int, seen: frozenset[int] = frozenset()) -> list[Batch]:
-        """The batches of an epoch for `world` processes, without the texts in `seen`."""
-        work = self.work if world == self.world else self.trainee.work(self.corpus.train, world)
-        left = without(rows(self.corpus.train, world, work), seen)
+    def _batches_without(self, epoch: int, world: int, seen: frozenset[int] = frozenset()) -> list[Batch]:
+        """Batches of an epoch for `world` processes, without the texts in `seen`."""
+        work = self.work if world == self.world else self.trainable.work(self.corpus.train, world)
+        left = drop_seen(balanced_rows(self.corpus.train, world, work), seen)
         return batches(left, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch) if left else []
 
     def _check_gradients(self) -> None:
-        """Before the update, where every process holds whole gradients."""
+        """Check the gradients before the update if every process holds whole gradients."""
         if self.engine.zero_optimization_stage() == 0:
-            gradients = [p.grad for p in self.trainee.module.parameters() if p.grad is not None]
+            gradients = [p.grad for p in self.trainable.module.parameters() if p.grad is not None]
             self._require_finite(torch.nn.utils.get_total_norm(gradients).item())
 
     def _check_norm(self) -> None:
-        """After the update, where gradients are partitioned: DeepSpeed's own norm, which says −1 for one not finite."""
+        """Check DeepSpeed's gradient norm after the update if gradients are partitioned; −1 stands for a norm that is
+        not finite."""
         if self.engine.zero_optimization_stage() > 0:
             norm = float(self.engine.get_global_grad_norm() or 0.0)
             self._require_finite(norm if norm >= 0 else math.nan)
@@ -259,11 +278,12 @@ class Trainer:
     def _require_finite(self, norm: float) -> None:
         if not math.isfinite(norm):
             raise SpecctlError(
-                f"a gradient is not finite at step {self.at.step}", "lower optimizer.lr; the last checkpoint is intact"
+                f"a gradient is not finite at step {self.state.step}",
+                "lower optimizer.lr; the last checkpoint is intact",
             )
 
-    def largest(self, value: float) -> float:
-        """The largest of what the processes have."""
+    def max_over_ranks(self, value: float) -> float:
+        """Maximum of `value` over all processes."""
         if self.world == 1:
             return value
         largest = torch.tensor(value, dtype=torch.float64, device=self.target.device)
@@ -271,19 +291,19 @@ class Trainer:
         return largest.item()
 
     def _evaluate(self) -> None:
-        """Decode the held-out prompts with the current weights, or see what their responses let expect where there are
-        no layers to decode with; write the drafter when it is the best so far."""
+        """Decode the held-out prompts with the current weights, and write the drafter if it is the best yet. Without
+        the target's layers, use the expected length instead."""
         if not self.target.whole:
-            self._expect()
+            self._evaluate_expected()
             return
         tensors = weights(self.engine)
         if self._decodes:
-            at = self.at
-            if not self.corpus.choosing:  # nothing to choose by: the last one is kept
+            at = self.state
+            if not self.corpus.selection_prompts:  # no prompts to choose by: keep the latest weights
                 self._write(tensors)
                 return
-            drafter = self.trainee.drafter(tensors)
-            mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.choosing, drafter)
+            drafter = self.trainable.drafter(tensors)
+            mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.selection_prompts, drafter)
             self.run.metrics(step=at.step, mat=mat, acceptance_by_position=acceptance)
             self.trackers.log(at.step, mat=mat)
             if mat > at.best_mat:
@@ -292,14 +312,14 @@ class Trainer:
 
     @property
     def _decodes(self) -> bool:
-        """Whether this process decodes held-out prompts: the first one, or all that have a slice of the target."""
+        """Whether this process decodes held-out prompts: rank 0, or every process with a slice of the target."""
         return self.rank == 0 or self.target.part.count > 1
 
-    def _expect(self) -> None:
-        """Write the drafter when more is expected of it than so far; the last one where nothing can be expected."""
-        at, choosing, reporting = self.at, ExpectedLength(), ExpectedLength()
-        if self.held is not None:
-            choosing, reporting = self.held.measure(self.engine, self.rank, self.world)
+    def _evaluate_expected(self) -> None:
+        """Write the drafter if its expected length is the best yet; without held-out responses, always."""
+        at, choosing, reporting = self.state, ExpectedLength(), ExpectedLength()
+        if self.held_out is not None:
+            choosing, reporting = self.held_out.measure(self.engine, self.rank, self.world)
         tensors = weights(self.engine)
         if self.rank:
             return
@@ -314,33 +334,37 @@ class Trainer:
             self._write(tensors)
 
     def _write(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Write the drafter with these weights, from the first process."""
+        """Write the drafter with these weights (first process only)."""
         if self.rank:
             return
-        at, recipe = self.at, self.recipe
-        mat = mats(self.corpus, choosing=at.best_mat or math.nan)
-        expected = mats(self.corpus, reported=at.reported_expected or math.nan, choosing=at.best_expected or math.nan)
-        info = facts(recipe, self.corpus, steps=at.step, tokens=at.tokens, mat=mat, expected=expected)
-        kept = self.trainee.tensors(tensors)
-        drafter_directory.save(recipe.output, config=self.trainee.config(), tensors=kept, info=info, overwrite=True)
+        at, recipe = self.state, self.recipe
+        mat = mat_by_prompts(self.corpus, choosing=at.best_mat or math.nan)
+        expected = mat_by_prompts(
+            self.corpus, reported=at.reported_expected or math.nan, choosing=at.best_expected or math.nan
+        )
+        info = drafter_info(recipe, self.corpus, steps=at.step, tokens=at.tokens, mat=mat, expected=expected)
+        kept = self.trainable.tensors(tensors)
+        drafter_directory.save(recipe.output, config=self.trainable.config(), tensors=kept, info=info, overwrite=True)
 
     def save(self) -> None:
         """Write a checkpoint of weights, optimizer and progress; all processes call this."""
-        self.at.run, self.at.metrics = str(self.run.dir.absolute()), self.run.metrics_size
-        checkpoint.save(self.checkpoints, self.engine, self.at.step, asdict(self.at), keep=self.recipe.checkpoint.keep)
+        self.state.run, self.state.metrics = str(self.run.dir.absolute()), self.run.metrics_size
+        checkpoint.save(
+            self.checkpoints, self.engine, self.state.step, asdict(self.state), keep=self.recipe.checkpoint.keep
+        )
 
     def _measured(self) -> tuple[float, list[float]]:
-        """mat and acceptance by position of the kept drafter on the prompts that did not choose it; written beside its
-        weights, with what those it was trained on are like."""
+        """Return mat and acceptance by position of the kept drafter on the prompts that did not choose it. Save the mat
+        with the drafter's weights, together with the kinds of prompts it was trained on."""
         if not self._decodes or not self.target.whole:
             return math.nan, []
         kept = drafter_directory.load(self.recipe.output)
         drafter = load_drafter(str(self.recipe.output), self.target, DraftingRecipe())
-        mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.reporting, drafter)
+        mat, acceptance = held_out_acceptance(self.recipe, self.target, self.corpus.report_prompts, drafter)
         if not math.isnan(mat):
-            self.run.metrics(step=self.at.step, reported_mat=mat)
-            self.trackers.log(self.at.step, reported_mat=mat)
-        measured = mats(self.corpus, reported=mat, choosing=self.at.best_mat or math.nan)
+            self.run.metrics(step=self.state.step, reported_mat=mat)
+            self.trackers.log(self.state.step, reported_mat=mat)
+        measured = mat_by_prompts(self.corpus, reported=mat, choosing=self.state.best_mat or math.nan)
         info = kept.info | {"mat": measured, PROMPTS: kinds_of(self.target, self.corpus, drafter)}
         if self.rank == 0:
             tensors = kept.tensors
@@ -348,8 +372,8 @@ class Trainer:
         return mat, acceptance
 
     def result(self) -> TrainResult:
-        """The result document, with the kept drafter measured."""
-        at = self.at
+        """Measure the kept drafter and return the result document."""
+        at = self.state
         mat, acceptance = self._measured()
         return TrainResult(
             arch=self.recipe.arch,

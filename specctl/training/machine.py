@@ -1,4 +1,4 @@
-"""The machine that an estimate is for: named in the recipe's `resources`, or the one at hand."""
+"""The machine that an estimate is for: the recipe's `resources`, or this machine."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Device:
-    """Peak dense bf16 TFLOP/s, memory in GB and its bandwidth in TB/s (NaN: as here), all by data sheet; and the share
-    of the peak that is assumed of training."""
+    """Data-sheet values of a device: peak dense bf16 TFLOP/s, memory in GB, and its bandwidth in TB/s.
+
+    NaN stands for a value that is taken from this machine. `utilisation` is the share of the peak that training is
+    assumed to reach.
+    """
 
     tflops: float
     memory_gb: float
@@ -34,19 +37,19 @@ DEVICES = {
     "h200": Device(989, 141, 4.8),
     "l40s": Device(362, 48, 0.864),
     "rtx4090": Device(165, 24, 1.008),
-    # Of one core with AVX512-BF16; the share is what the built-in target's head reaches.
+    # One core with AVX512-BF16; the utilisation is measured with a head for the built-in target.
     "cpu": Device(0.4, math.nan, math.nan, 0.07),
 }
-"""By the names of `resources.gpu`."""
+"""Devices by the names of `resources.gpu`."""
 PRODUCTS = {"A100": "a100-80g", "H100": "h100-80g", "H200": "h200", "L40S": "l40s", "RTX 4090": "rtx4090"}
 
 
 @dataclass(frozen=True)
 class Machine:
-    """`gpus` devices `gpu` (on a CPU: cores) in `processes` processes.
+    """Hardware of a training run: `gpus` devices of type `gpu` (for a CPU: cores), in `processes` processes.
 
-    `memory_gb` is that of one GPU, or a process' part of the CPU's. Where a process has several GPUs, its target is
-    spread over them and they work one after the other.
+    `memory_gb` is the memory of one GPU, or the part of the CPU's memory that one process gets. If a process has
+    several GPUs, its target is spread over them, and they work one after the other.
     """
 
     gpu: str
@@ -60,21 +63,21 @@ class Machine:
 
     @property
     def flops(self) -> float:
-        """A second, of all processes, at the assumed utilisation."""
+        """FLOP/s of all processes together, at the assumed utilisation."""
         device = DEVICES[self.gpu]
         return device.tflops * 1e12 * device.utilisation * (self.gpus if self.gpu == "cpu" else self.processes)
 
     def dtype(self, name: str) -> torch.dtype:
-        """`pick_dtype` for a machine that need not be this one."""
+        """Resolve a dtype name like `pick_dtype`, for a machine that need not be this one."""
         if name != "auto":
             return DTYPES[name]
         return torch.bfloat16 if self.gpu != "cpu" or cpu_has_bf16() else torch.float32
 
 
 def machine_for(recipe: TrainRecipe, environ: Mapping[str, str] = os.environ) -> Machine | None:
-    """The machine that `resources` names, or this one; None for a GPU that the table does not know.
+    """The machine that `resources` names, or this one. Returns None for a GPU that the table does not know.
 
-    Under a launcher WORLD_SIZE counts the processes; else `resources.processes` does.
+    Under a launcher WORLD_SIZE counts the processes; otherwise `resources.processes` does.
     """
     resources = recipe.resources
     name, count, memory = _here(recipe)
@@ -89,7 +92,7 @@ def machine_for(recipe: TrainRecipe, environ: Mapping[str, str] = os.environ) ->
 
 
 def _here(recipe: TrainRecipe) -> tuple[str | None, int, float]:
-    """(name in the table, number, memory in GB) of the GPUs of this machine, or of its cores."""
+    """(name in the table, number, memory in GB) of this machine's GPUs, or of its cores."""
     if recipe.target.device == "cpu" or recipe.resources.gpu == "cpu" or not torch.cuda.is_available():
         import psutil
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from specctl.decoding.models.loading import pick_dtype
 from specctl.recipe import OptimizerRecipe
 
-# Matrices whose rows are tokens, and one of a single row: Muon's geometry does not fit them.
+# Matrices with one row per token, and one with a single row: Muon's geometry does not fit them.
 EMBEDDING_LIKE = ("lm_head", "embed_tokens", "confidence_head")
 
 
@@ -20,7 +20,7 @@ STEPS, LEAST_NORM = 5, 1e-7
 
 
 def orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nearly U Vᵀ of `update` = U S Vᵀ [m, n], by Newton and Schulz's iteration in `dtype` (Jordan et al. 2024)."""
+    """Approximate U Vᵀ of `update` = U S Vᵀ [m, n] by Newton–Schulz iteration in `dtype` (Jordan et al. 2024)."""
     a, b, c = NEWTON_SCHULZ
     tall = update.shape[0] > update.shape[1]
     x = (update.mT if tall else update).to(dtype)
@@ -32,18 +32,18 @@ def orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon in the precision that the device is fast in. Its own is bf16, which a CPU without the instructions
-    computes fifty times slower than fp32: training took 25 times as long there."""
+    """torch's Muon, computed in a precision that is fast on the device. torch itself uses bf16, which a CPU without
+    bf16 instructions computes fifty times slower than fp32: training took 25 times as long there."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._move(parameter, parameter.grad, group)
+                    self._update(parameter, parameter.grad, group)
 
-    def _move(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        """A step with Nesterov's momentum, of AdamW's typical size (Liu et al. 2025)."""
+    def _update(self, parameter: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        """Take a step with Nesterov momentum, scaled to AdamW's typical size (Liu et al. 2025)."""
         momentum, rate = group["momentum"], group["lr"]
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -55,10 +55,10 @@ class Muon(torch.optim.Muon):
 
 
 def adamw(parameters: list[nn.Parameter], options: OptimizerRecipe, lr: float) -> torch.optim.AdamW:
-    """torch's AdamW, fused: one pass over weights, gradients and moments instead of one for each of its operations.
+    """torch's AdamW, fused: one pass over weights, gradients and moments instead of one pass per operation.
 
-    torch has it for CPUs as well as for GPUs, and compiles nothing, as DeepSpeed's FusedAdam does. For the built-in
-    head one thread takes 1.4 ms instead of 6.7, of a step of 350.
+    It runs on CPUs and GPUs. Unlike DeepSpeed's FusedAdam, it compiles nothing. For the built-in head on one thread,
+    the update takes 1.4 ms instead of 6.7 ms, in a step of 350 ms.
     """
     betas = (options.betas[0], options.betas[1])
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, weight_decay=options.weight_decay, fused=True)
@@ -67,9 +67,9 @@ def adamw(parameters: list[nn.Parameter], options: OptimizerRecipe, lr: float) -
 class MuonWithAdamW(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) on hidden matrices, AdamW on norms and vocabulary matrices, as one optimizer.
 
-    An engine takes one optimizer with one list of groups. This class forwards to both halves and presents their groups
-    and states together. Updates of a Muon matrix are scaled to AdamW's typical size (Liu et al.
-    2025), so that one `lr` with a factor for the AdamW part serves both.
+    An engine takes one optimizer with one list of groups. This class forwards to both optimizers and presents their
+    groups and states together. Updates of a Muon matrix are scaled to AdamW's typical size (Liu et al. 2025), so one
+    `lr`, with a factor for the AdamW part, serves both.
     """
 
     def __init__(self, matrices: list[nn.Parameter], others: list[nn.Parameter], options: OptimizerRecipe, lr: float):
@@ -96,7 +96,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
 
 def make_optimizer(module: nn.Module, kind: str, options: OptimizerRecipe, lr: float) -> torch.optim.Optimizer:
-    """`kind` ("adamw" or "muon") over the trainable parameters of `module`."""
+    """Build the optimizer `kind` ("adamw" or "muon") over the trainable parameters of `module`."""
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if kind == "adamw":
         return adamw([p for _, p in named], options, lr)

@@ -1,4 +1,4 @@
-"""The report of `train-drafter` on the drafter it made: acceptance on held-out prompts, drafter.json, the result."""
+"""Outcome of `train-drafter`: acceptance on held-out prompts, drafter.json, and the result document."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.decoding import metrics
-from specctl.decoding.loop import decode
-from specctl.decoding.prompt_features import kind_of
+from specctl.decoding.offline import decode
+from specctl.decoding.prompt_features import cluster_of
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
@@ -22,11 +22,14 @@ from specctl.training.data import Corpus
 
 @dataclass(frozen=True)
 class TrainResult:
-    """The result document. `tokens_per_s` counts response tokens over the time spent in training steps (or collecting);
-    `mat` and `acceptance_by_position` are those of the kept drafter on held-out prompts that had no part in choosing
-    it, `choosing_mat` its mat on those that had, the best of all checks; NaN (null in JSON) without any. Where the
-    target's layers were not loaded, `expected_mat` and `choosing_expected_mat` are there instead: no measurement, see
-    `expected.py`."""
+    """Result document of `train-drafter`.
+
+    `tokens_per_s` counts response tokens over the time spent in training steps (or in collecting). `mat` and
+    `acceptance_by_position` are measured with the kept drafter on held-out prompts that had no part in choosing it.
+    `choosing_mat` is its mat on the prompts that chose it, the best of all checks. Each is NaN (null in JSON) if there
+    are no such prompts. If the target's layers were not loaded, `expected_mat` and `choosing_expected_mat` take their
+    place. These two are not measured, see `expected_length.py`.
+    """
 
     arch: str
     domain: str
@@ -46,16 +49,16 @@ class TrainResult:
 def held_out_acceptance(
     recipe: TrainRecipe, target: Target, prompts: list[list[int]], drafter: Drafter
 ) -> tuple[float, list[float]]:
-    """mat and acceptance by position of `drafter` on held-out prompts, decoded greedily; (NaN, []) without any."""
+    """Decode held-out prompts greedily, and return mat and acceptance by position; (NaN, []) without prompts."""
     if not prompts:
         return math.nan, []
-    decoded = greedily(target, prompts, recipe.eval.max_new_tokens, drafter)
+    decoded = decode_greedily(target, prompts, recipe.eval.max_new_tokens, drafter)
     mat = metrics.mat(decoded)
     return 1.0 if mat is None else mat, [share or 0.0 for share in metrics.acceptance_by_position(decoded)]
 
 
-def greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
-    """Greedy answers to texts, each decoded by itself as far as rounding goes."""
+def decode_greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
+    """Decode texts greedily. Up to rounding, each is decoded as if it were alone."""
     return decode(
         target,
         texts,
@@ -67,7 +70,7 @@ def greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafte
     )
 
 
-def facts(
+def drafter_info(
     recipe: TrainRecipe,
     corpus: Corpus,
     *,
@@ -76,7 +79,7 @@ def facts(
     mat: dict[str, float],
     expected: dict[str, float] | None = None,
 ) -> dict[str, Any]:
-    """drafter.json: where the drafter comes from, and how well it drafts, or is expected to."""
+    """Contents of drafter.json: where the drafter comes from, and its measured or expected mat."""
     told = {"expected_mat": expected} if expected else {}
     return {
         "domain": corpus.domains,
@@ -86,37 +89,38 @@ def facts(
         "train_tokens": tokens,
         "mat": mat,
         **told,
-        "licence": "that of the target",
+        "licence": "same as the target",
     }
 
 
 def kinds_of(target: Target, corpus: Corpus, drafter: Drafter) -> dict[str, Any]:
-    """The kinds of prompts that a drafter was trained on, as drafter.json has them: for every domain the mean of their
-    features, by the target's states of `taps`, and its error. `select` learns no more of the prompts."""
+    """Kinds of prompts that a drafter was trained on, for drafter.json: per domain, the mean features of its prompts
+    and the error of this mean. The features are made of the target's states at `taps`. `select` learns nothing else
+    about the prompts."""
     taps = drafter.taps or (target.num_layers,)
     kinds = {}
     for domain, prompts in corpus.prompts.items():
-        mean, error = kind_of(target, prompts, taps)
+        mean, error = cluster_of(target, prompts, taps)
         kinds[domain] = {"mean": [float(f"{value:.4g}") for value in mean], "error": round(error, 4)}
     return {"taps": list(taps), "kinds": kinds}
 
 
-def mats(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.nan) -> dict[str, float]:
-    """mat by the prompts it was measured on, as cards have it; what was not measured is left out."""
+def mat_by_prompts(corpus: Corpus, *, reported: float = math.nan, choosing: float = math.nan) -> dict[str, float]:
+    """mat by the prompts on which it was measured, in the form that cards show. Missing measurements are left out."""
     name = "held-out " + "+".join(corpus.domains)
     measured = {name: reported, f"{name}, prompts that chose it": choosing}
     return {key: round(value, 3) for key, value in measured.items() if not math.isnan(value)}
 
 
-def made_of(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[str, str]:
-    """Digests of what a recipe only names: another one behind the same name makes another drafter."""
+def input_digests(recipe: TrainRecipe, target: Target, corpus: Corpus) -> dict[str, str]:
+    """Digests of the data, target and init that a recipe only names; new contents under an old name change them."""
     digests = {"data": corpus.fingerprint, "target": target.identity["weights"] or ""}
     return digests | ({"init": checkpoint.fingerprint(recipe.init)} if recipe.init else {})
 
 
 def recipe_hash(recipe: TrainRecipe) -> str:
-    """16 hex digits over what decides the weights: everything but where and how the run is recorded or continued, and
-    where features are kept."""
+    """16 hex digits over all settings that decide the weights. Settings for recording, continuing, resources and the
+    storage of features are left out."""
     values: dict[str, Any] = recipe.model_dump(
         mode="json", exclude={"resume", "overwrite", "output_dir", "log", "resources", "features"}
     )

@@ -1,4 +1,4 @@
-"""How long a run lasts and its learning rate along the way."""
+"""Length of a training run, and its learning rate at every step."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from specctl.decoding.target import Target
 from specctl.families import FAMILIES
 from specctl.recipe import TrainRecipe
 
-# Least and most response tokens of a step. A small target learns from many small steps, and a GPU works best on large
-# ones. But a head needs about as many steps as `STEPS` says: of SmolLM2-135M's 2,400 sql responses 70 steps of 16,384
-# tokens made a head of 2.5 tokens per round, 1,200 steps of 768 one of 5.1 (held-out prompts, one H100).
+# Least and most response tokens per step. A small target learns from many small steps, and a GPU works best on large
+# steps. But a head needs about `STEPS` steps. On 2,400 sql responses of SmolLM2-135M, 70 steps of 16,384 tokens gave
+# 2.5 tokens per round, and 1,200 steps of 768 tokens gave 5.1 (held-out prompts, one H100).
 BATCH_TOKENS = {"cpu": (384, 384), "cuda": (768, 16_384)}
 STEPS = 1200
-# The first draft position decides most, and the steps after it cost the same each: on a CPU a third of the positions
-# goes on, which loses nothing measurable and pays for six steps instead of three.
+# The first draft position matters most, but each later step costs as much. On a CPU only a third of the positions takes
+# part in the later steps. This has no measurable loss and makes six steps affordable instead of three.
 TTT_STRIDE = {"cpu": 3, "cuda": 1}
-LORA_RATE = (
-    4.0  # of an adapter's rate to that of all weights: measured with eagle3 at ranks 16 to 64; 9 × diverges at 64
-)
+# Learning rate of an adapter relative to training all weights: measured with eagle3 at ranks 16 to 64; 9 × diverges at
+# rank 64.
+LORA_RATE = 4.0
 
 
 def batch_tokens(recipe: TrainRecipe, target: Target, tokens: float = math.inf) -> int:
-    """Response tokens of one optimizer step at most, over all processes; but each has one text at least.
+    """Maximum response tokens of an optimizer step over all processes; each process still gets at least one text.
 
-    `tokens`: response tokens of an epoch. Where the recipe sets no size, batches of few data are smaller, so that a run
-    has `STEPS` steps.
+    `tokens`: response tokens of an epoch. If the recipe sets no size, batches of small data sets are smaller, so that a
+    run has `STEPS` steps.
     """
     if recipe.batch_tokens is not None:
         return recipe.batch_tokens
@@ -36,13 +36,13 @@ def batch_tokens(recipe: TrainRecipe, target: Target, tokens: float = math.inf) 
 
 
 def ttt_stride(recipe: TrainRecipe, target: Target) -> int:
-    """Every how many-th response position takes part in the later steps of the training-time test."""
-    return recipe.ttt_stride or (TTT_STRIDE[target.device.type] if FAMILIES[recipe.arch].strides else 1)
+    """Stride of the response positions that take part in the later steps of the training-time test; 1 = all."""
+    return recipe.ttt_stride or (TTT_STRIDE[target.device.type] if FAMILIES[recipe.arch].supports_stride else 1)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """`steps` optimizer steps at most, and `seconds` of training at most (inf without a limit)."""
+    """Limits and learning rate of a run: at most `steps` optimizer steps and `seconds` of training (inf = no limit)."""
 
     steps: int
     seconds: float
@@ -66,7 +66,8 @@ class Schedule:
     def rate(self, step: int, seconds: float) -> float:
         """Share of the peak learning rate after `step` steps: linear warm-up, then cosine, linear or constant.
 
-        With a time limit the schedule runs on whichever of steps and time is further, so that it is always finished.
+        With a time limit, the schedule follows the larger of two shares, steps done and time used, so it always reaches
+        its end.
         """
         done = min(1.0, max(step / self.steps, seconds / self.seconds))
         if done < self.warmup:

@@ -1,6 +1,9 @@
-"""Target features that an engine computes: its hidden states of the training texts, made into what our own forward
-would have given. The forward of the target in this process runs over one text only, to which the engine's is compared;
-where the target has no layers here, its vocabulary head has to make of the last states what the engine itself does.
+"""Target features computed by a server: the engine's hidden states of the training texts, in the form of our own
+forward.
+
+If the target's layers are loaded here, one text also runs through our own forward, and both results are compared.
+Otherwise, the vocabulary head here must turn the engine's last states into the log probabilities that the engine
+reports.
 """
 
 from __future__ import annotations
@@ -16,8 +19,8 @@ from specctl.decoding.models.gguf_target import is_gguf
 from specctl.decoding.models.loading import location
 from specctl.decoding.target import Target
 from specctl.engines.client import Client
-from specctl.engines.questions import distance
-from specctl.engines.records import EngineError, Refusal, Wanted
+from specctl.engines.endpoints import distance
+from specctl.engines.records import EngineError, HiddenStatesSpec, Refusal
 from specctl.engines.registry import DIALECTS
 from specctl.errors import CheckpointError, UsageError
 from specctl.progress import Progress, interrupts, log
@@ -25,14 +28,20 @@ from specctl.recipe import ServerRecipe
 from specctl.training.example import Example
 from specctl.training.feature_files import Features
 
-FAR = 0.1  # nats, of the mean of the probe's tokens: bf16 makes 0.01 of it, fp8 0.03, the layer before 1
-PLAUSIBLE = 1 / 3  # of the next tokens: a model's own texts are 0.6 … 1, foreign prose half, chance is nothing
-TEXTS = 8  # that are looked at
-SAME = 0.15  # of a state's length: what other kernels, bf16 and fp8 weights make of it is less, another layer is more
+MAX_LOGPROB_DISTANCE = (
+    0.1  # nats, mean over the probe's tokens: bf16 causes 0.01, fp8 0.03, the layer before the last 1
+)
+MIN_PREDICTED = (
+    1 / 3
+)  # of the next tokens must be predicted: a model's own texts give 0.6 … 1, other prose 0.5, chance 0
+PROBED_TEXTS = 8  # number of texts that `check_plausible` asks for
+MAX_STATE_DIFFERENCE = (
+    0.15  # of a state's length: other kernels, bf16 and fp8 weights differ by less, another layer by more
+)
 
 
 class OwnForward(Protocol):
-    """The features that this process would compute itself: `FeatureStore`."""
+    """Interface of `FeatureStore`, which computes features in this process."""
 
     target: Target
     taps: tuple[int, ...]
@@ -41,35 +50,41 @@ class OwnForward(Protocol):
     def features(self, example: Example, hidden: Tensor, tapped: Tensor | None) -> Features: ...
 
 
-def wanted(target: str, revision: str | None, taps: tuple[int, ...], layers: int, width: int) -> Wanted:
-    """The states that features of `taps` are made of, for a target of so many layers. Its last state is never among
-    the others: `transformers` has it behind the final norm, engines before it, or after it."""
-    model = target if is_gguf(target) else location(target)  # the cache has no weights of a GGUF file
-    return Wanted(model, revision, tuple(sorted({*taps, layers})), width)
+def needed_states(
+    target: str, revision: str | None, taps: tuple[int, ...], layers: int, width: int
+) -> HiddenStatesSpec:
+    """The states from which features of `taps` are made, for a target with `layers` layers and hidden size `width`. The
+    last layer is always requested and never used as a plain tap: `transformers` gives its state after the final norm,
+    engines before or after the norm."""
+    model = target if is_gguf(target) else location(target)  # a GGUF file's `location` has no weights
+    return HiddenStatesSpec(model, revision, tuple(sorted({*taps, layers})), width)
 
 
-def commands(recipe: ServerRecipe, states: Wanted) -> list[str]:
-    """How a server that hands these states out is started, for each engine that can."""
+def commands(recipe: ServerRecipe, states: HiddenStatesSpec) -> list[str]:
+    """Commands that start a server with these states, one for each engine that can provide them."""
     names = DIALECTS if recipe.engine == "auto" else [recipe.engine]
-    return [command for name in names if (command := DIALECTS[name].capturing(states)) is not None]
+    return [command for name in names if (command := DIALECTS[name].capture_command(states)) is not None]
 
 
-def served(
+def served_features(
     store: OwnForward, shards: dict[int, list[Example]], recipe: ServerRecipe, processes: int, bar: Progress
 ) -> Iterator[tuple[int, dict[int, Features], dict[str, str]]]:
-    """Features of every shard as it is complete: its number, features by example, and who computed them.
+    """Yield each shard when all its examples are done: its number, its features by example, and the servers that
+    computed them.
 
     Args:
-        shards: the examples of each, of which there are some.
-        processes: those of this run, which share the requests that the recipe allows.
+        shards: the examples of each shard, by number; not empty.
+        processes: number of processes in this run, which share the concurrent requests that the recipe allows.
 
     Raises:
-        EngineError: a server does not give what is needed, or goes on failing.  CheckpointError: it serves another
-        target.  UsageError: none is named.  Interrupted.
+        EngineError: a server does not give the needed states, or keeps failing.
+        CheckpointError: a server serves another target.
+        UsageError: the recipe names no server.
+        Interrupted: SIGTERM or SIGUSR1 arrived.
     """
     target = store.target
-    states = wanted(target.name, target.identity["revision"], store.taps, target.num_layers, target.hidden_size)
-    with _asked(recipe, states, processes) as client:
+    states = needed_states(target.name, target.identity["revision"], store.taps, target.num_layers, target.hidden_size)
+    with _connected_client(recipe, states, processes) as client:
         client.compare(target)
         client.check_states(states)
         origin = {"server": ", ".join(sorted({f"{one.facts.engine} {one.facts.version}" for one in client.servers}))}
@@ -78,12 +93,12 @@ def served(
         if target.whole:
             check_same(store, client, states, longest[0])
         else:
-            check_plausible(store, client, states, longest[:TEXTS])
+            check_plausible(store, client, states, longest[:PROBED_TEXTS])
         done: dict[int, dict[int, Features]] = {number: {} for number in shards}
         tokens = 0
-        for place, rows in client.states([_sent(example) for _, example in texts], states):
+        for place, rows in client.states([_tokens_to_send(example) for _, example in texts], states):
             number, example = texts[place]
-            done[number][example.index] = made(store, client, states, example, rows)
+            done[number][example.index] = to_features(store, client, states, example, rows)
             tokens += len(example.tokens) - 1
             bar.update(1, tokens=tokens)
             if len(done[number]) == len(shards[number]):
@@ -92,9 +107,9 @@ def served(
 
 
 @contextmanager
-def _asked(recipe: ServerRecipe, states: Wanted, processes: int) -> Iterator[Client]:
-    """A client of the recipe's servers. Where there are none, the error says how one is started."""
-    how = "; or ".join(commands(recipe, states)) or "vLLM hands out what this drafter needs"
+def _connected_client(recipe: ServerRecipe, states: HiddenStatesSpec, processes: int) -> Iterator[Client]:
+    """A client of the recipe's servers. If there are none or they do not answer, the error says how to start one."""
+    how = "; or ".join(commands(recipe, states)) or "vLLM provides the states that this drafter needs"
     if not recipe.urls:
         raise UsageError("features.mode=server needs a server: --features-from http://host:8000", f"start one: {how}")
     share = recipe.model_copy(update={"concurrency": max(1, recipe.concurrency // processes)})
@@ -106,109 +121,125 @@ def _asked(recipe: ServerRecipe, states: Wanted, processes: int) -> Iterator[Cli
         yield client
 
 
-def _sent(example: Example) -> list[int]:
-    """The tokens whose states are needed: nothing needs that of the last one."""
+def _tokens_to_send(example: Example) -> list[int]:
+    """Tokens to send to the server: all but the last, since no feature needs its state."""
     return list(example.tokens[:-1])
 
 
-def made(store: OwnForward, client: Client, states: Wanted, example: Example, rows: Tensor | Refusal) -> Features:
-    """Features of an example from an engine's states [S−1, layers, H]. EngineError where it has refused the text."""
+def to_features(
+    store: OwnForward, client: Client, states: HiddenStatesSpec, example: Example, rows: Tensor | Refusal
+) -> Features:
+    """Make the features of an example from an engine's states [S−1, layers, H]. EngineError if the engine refused the
+    text."""
     if isinstance(rows, Refusal):
         raise EngineError(
-            f"a server refuses the text of prompt {example.prompt_id} ({len(example.tokens)} tokens): {rows.reason}",
+            f"a server rejects the sequence of prompt {example.prompt_id} ({len(example.tokens)} tokens): "
+            f"{rows.reason}",
             "; or ".join([f"start one: {command}" for command in commands(client.recipe, states)])
-            + "; for texts that are too long lower max_length",
+            + "; if the sequence is too long, lower max_length",
         )
     target = store.target
     rows = rows.to(target.device)
     with torch.inference_mode():
-        last = final(target, client, rows)
+        last = final_states(target, client, rows)
         parts = {tap: rows[:, place].to(target.dtype) for place, tap in enumerate(states.ids[:-1])}
         parts[target.num_layers] = last
         tapped = torch.cat([parts[tap] for tap in store.taps], -1) if store.taps else None
     return store.features(example, last, tapped)
 
 
-def final(target: Target, client: Client, rows: Tensor) -> Tensor:
-    """The final states [S, H] behind the norm, of an engine's states [S, layers, H] on the target's device."""
-    return rows[:, -1].to(target.dtype) if client.servers[0].dialect.NORMED else target.model.normed(rows[:, -1])
+def final_states(target: Target, client: Client, rows: Tensor) -> Tensor:
+    """Final states [S, H] after the norm, from an engine's states [S, layers, H] on the target's device."""
+    return (
+        rows[:, -1].to(target.dtype)
+        if client.servers[0].dialect.HIDDEN_STATES_NORMED
+        else target.model.normed(rows[:, -1])
+    )
 
 
-def check_same(store: OwnForward, client: Client, states: Wanted, example: Example) -> None:
-    """The features of one text are those of our own forward, at every server; asked twice, so that the second answer
-    may come from a cache. CheckpointError where they are not."""
+def check_same(store: OwnForward, client: Client, states: HiddenStatesSpec, example: Example) -> None:
+    """Check that every server gives the features of our own forward for one text. Each server is asked twice, since the
+    second answer may come from a cache. CheckpointError if they differ."""
     (own,) = store.compute([example])
     count = len(client.servers)
     worst = 0.0
     for _ in range(2):
-        for _, rows in client.states([_sent(example)] * count, states):  # one each: the idlest server is asked
-            theirs = made(store, client, states, example, rows)
+        for _, rows in client.states(
+            [_tokens_to_send(example)] * count, states
+        ):  # one per server: the least busy is asked
+            theirs = to_features(store, client, states, example, rows)
             worst = max([worst, *differences(own, theirs, len(store.taps))])
-            if worst > SAME:
-                raise _others(store, client, states, f"they differ by {worst:.0%}")
+            if worst > MAX_STATE_DIFFERENCE:
+                raise _mismatch_error(store, client, states, f"they differ from its own states by {worst:.0%}")
     interrupts.check()
-    log(f"states of the server differ from the target's own by {worst:.2g} of their length")
+    log(f"the server's hidden states differ from the target's own by {worst:.2g} of their norm")
 
 
-def check_plausible(store: OwnForward, client: Client, states: Wanted, examples: list[Example]) -> None:
-    """The states are what they should be, as far as it shows without the target's layers. CheckpointError where not.
+def check_plausible(store: OwnForward, client: Client, states: HiddenStatesSpec, examples: list[Example]) -> None:
+    """Check the servers' states as far as is possible without the target's layers. CheckpointError if they are
+    implausible.
 
-    Every server makes of its own last states what the vocabulary head here does: the log probabilities of the probe's
-    tokens, if it tells them. The head finds the next token of `examples` in their states often enough, and each server
-    gives the same states twice, and those that the others give.
+    From each server's last states of the probe, the vocabulary head here must compute the log probabilities that the
+    server itself reports, if it reports any. From the states of `examples`, the head must predict the next token often
+    enough. Each server must give the same states twice, and all servers must agree.
 
-    This tells other vocabulary heads and final norms, another layer as the last one, rows in the wrong place or out of
-    a cache, weights that have nothing to do with the texts. It does not tell which layers the other states are of, nor
-    weights that share the head and write alike, as a fine-tune's, nor a norm applied twice where its weight is even.
+    The check detects another vocabulary head or final norm, another layer as the last one, rows in the wrong place or
+    from a cache, and weights that are unrelated to the texts. It does not detect from which layers the other states
+    come. It also misses weights with the same head and similar text, such as a fine-tune's, and a norm that is applied
+    twice and has uniform weights.
     """
     target, count = store.target, len(client.servers)
     furthest = right = total = 0.0
     for _, rows in client.states([client.probe] * count, states):
-        if isinstance(rows, Tensor):  # a refusal is told with the text that is refused
+        if isinstance(rows, Tensor):  # a refusal is reported below, with the refused text
             own = _logprobs(target, client, rows, client.probe)
             furthest = max([furthest, *(distance(one.logprobs, own) for one in client.servers)])
-    if furthest > FAR:
-        what = f"the vocabulary head makes log probabilities of them that are {furthest:.2g} nats off the server's own"
-        raise _others(store, client, states, what)
+    if furthest > MAX_LOGPROB_DISTANCE:
+        what = (
+            f"their log probabilities, by the target's vocabulary head, differ by {furthest:.2g} nats from the server's"
+        )
+        raise _mismatch_error(store, client, states, what)
     for example in examples:
         answers = []
         for _ in range(2):
-            asked = client.states([_sent(example)] * count, states)  # one each: the idlest server is asked
-            answers += [made(store, client, states, example, rows) for _, rows in asked]
+            asked = client.states([_tokens_to_send(example)] * count, states)  # one per server: the least busy is asked
+            answers += [to_features(store, client, states, example, rows) for _, rows in asked]
         interrupts.check()
         for answer in answers[1:]:
-            if max(differences(answers[0], answer, len(store.taps))) > SAME:
-                raise _others(store, client, states, "they are not the same when they are asked for again")
+            if max(differences(answers[0], answer, len(store.taps))) > MAX_STATE_DIFFERENCE:
+                raise _mismatch_error(store, client, states, "they change when requested again")
         following = torch.tensor(example.tokens[example.prompt_length + 1 :])
         right += min((answer.best.cpu() == following).sum().item() for answer in answers)
         total += len(following)
     share = right / total
-    if share < PLAUSIBLE:
-        raise _others(store, client, states, f"they predict {share:.0%} of the next tokens of the texts")
+    if share < MIN_PREDICTED:
+        raise _mismatch_error(
+            store, client, states, f"they predict only {share:.0%} of the next tokens of the sequences"
+        )
     told = f"; log probabilities within {furthest:.2g} nats" if any(one.logprobs for one in client.servers) else ""
-    log(f"states of the server predict {share:.0%} of the next tokens of {len(examples)} texts{told}")
+    log(f"the server's hidden states predict {share:.0%} of the next tokens of {len(examples)} sequences{told}")
 
 
 @torch.inference_mode()
 def _logprobs(target: Target, client: Client, rows: Tensor, ids: list[int]) -> list[float]:
-    """Log probabilities of all ids but the first, by the vocabulary head here on an engine's states [S, layers, H]."""
-    logits = target.model.logits(final(target, client, rows[:-1].to(target.device))).float()
+    """Log probabilities of all ids except the first: the vocabulary head here on an engine's states [S, layers, H]."""
+    logits = target.model.logits(final_states(target, client, rows[:-1].to(target.device))).float()
     following = torch.tensor(ids[1:], device=target.device)
     return logits.log_softmax(-1).gather(1, following[:, None])[:, 0].tolist()
 
 
-def _others(store: OwnForward, client: Client, states: Wanted, what: str) -> CheckpointError:
-    """The error where states are not the target's, and what shows it."""
+def _mismatch_error(store: OwnForward, client: Client, states: HiddenStatesSpec, what: str) -> CheckpointError:
+    """The error for states that are not the target's; `what` is the evidence."""
     return CheckpointError(
-        f"states from {', '.join(one.url for one in client.servers)} are not those of target {store.target.name}: "
-        f"{what}; other weights, or other layers than {list(states.ids)}",
+        f"hidden states from {', '.join(one.url for one in client.servers)} do not match target {store.target.name}: "
+        f"{what}; the weights differ, or the layers are not {list(states.ids)}",
         "; or ".join(f"start it with: {command}" for command in commands(client.recipe, states)),
     )
 
 
 def differences(own: Features, theirs: Features, taps: int) -> list[float]:
-    """The difference of every tapped layer's states, and of the final ones, as a share of their length: that of the
-    median token, since the first ones of some models are of another size than all others."""
+    """Difference of the final states and of every tapped layer's states, relative to their length. It is the median
+    over tokens, since some models' first tokens have states of another size than the rest."""
     pairs = [(own.teacher, theirs.teacher)]
     pairs += zip(own.taps.chunk(taps, -1), theirs.taps.chunk(taps, -1), strict=True) if taps else []
     shares = [((b.float() - a.float()).norm(dim=-1) / a.float().norm(dim=-1).clamp_min(1e-12)) for a, b in pairs]

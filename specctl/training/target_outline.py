@@ -1,4 +1,4 @@
-"""A target without its weights: what can be known from its configuration, on torch's meta device."""
+"""Sizes of a target without its weights: its configuration, built on torch's meta device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from specctl.decoding.models.ends import without_layers
+from specctl.decoding.models.layerless import without_layers
 from specctl.decoding.target import Target
 from specctl.drafters import pool
 from specctl.kernels.distill import Squash
@@ -21,15 +21,16 @@ class Outline:
     """The part of a `Target` that families read to build a drafter, and its numbers of parameters.
 
     Attributes:
-        parameters: all of them, shared ones once.
-        active: those of matrices that every token is multiplied with (a mixture visits a few of its experts).
-        ends: those outside of the layers.
+        parameters: all parameters; shared ones count once.
+        active: parameters of matrices that every token is multiplied with (a mixture uses a few of its experts per
+            token).
+        non_layer_parameters: parameters outside the layers.
     """
 
     config: Any
     parameters: int
     active: int
-    ends: int
+    non_layer_parameters: int
     hidden_size: int
     vocab_size: int
     num_layers: int
@@ -45,7 +46,7 @@ class Outline:
 
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> Outline:
-        """`config`: as `load_config` returns it."""
+        """Build the outline from `config`, as `load_config` returns it."""
         from transformers import AutoModelForCausalLM
 
         with torch.device("meta"):
@@ -59,7 +60,7 @@ class Outline:
             config=text,
             parameters=sum(p.numel() for p in model.parameters()),
             active=round(sum(count * _visited(name, text) for name, count in matrices)) - looked_up,
-            ends=sum(p.numel() for p in ends.parameters()),
+            non_layer_parameters=sum(p.numel() for p in ends.parameters()),
             hidden_size=embedding.shape[1],
             vocab_size=embedding.shape[0],
             num_layers=text.num_hidden_layers,
@@ -73,13 +74,13 @@ class Outline:
 
     def drafter(self, recipe: TrainRecipe) -> nn.Module:
         """The drafter that the recipe would train, on the meta device."""
-        family = pool.trainable(recipe.arch)
+        family = pool.trainable_family(recipe.arch)
         with torch.device("meta"):
             return family.build(recipe, cast(Target, self), lambda size: list(range(size)))
 
 
 def _visited(name: str, config: Any) -> float:
-    """Share of a parameter that one token is multiplied with."""
+    """Share of a parameter that each token is multiplied with; less than 1 for experts of a mixture."""
     chosen = getattr(config, "num_experts_per_tok", None)
     experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
     return chosen / experts if chosen and experts and ".experts." in name else 1.0

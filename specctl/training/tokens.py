@@ -1,4 +1,4 @@
-"""The tokens of all training texts, four bytes each, and one copy of them for all processes of a machine."""
+"""Token ids of all training texts, four bytes each, in one copy that all processes of a machine share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch.distributed as dist
 
 
 class TokenArray:
-    """The tokens of many texts, one text behind the other, as int32: a Python integer in a list takes nine times that.
+    """Tokens of many texts, concatenated as int32. A Python integer in a list takes nine times as many bytes.
 
     Attributes:
-        ids: all of them; what stands at a place never changes, so texts may move to an equal array.
+        ids: tokens of all texts. Stored tokens never change, so `ids` may be replaced by an equal array.
     """
 
     def __init__(self) -> None:
@@ -57,10 +57,10 @@ class Text(Sequence[int]):
 
 
 def share(tokens: TokenArray) -> None:
-    """Keep `tokens` once for all processes of a machine, in a file that they map (all processes of a run call this).
+    """Keep one copy of `tokens` for all processes of a machine, in a mapped file (all processes of a run call this).
 
-    The file loses its name at once, so nothing is left behind. A process that cannot read it, or has other tokens,
-    keeps its own.
+    The file is deleted as soon as all processes have opened it, so none is left on disk. A process keeps its own copy
+    if it cannot read the file or has other tokens.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -74,21 +74,21 @@ def share(tokens: TokenArray) -> None:
         found = _gathered(path)[writer]
         if found is not None:
             tokens.ids = _mapped(found, tokens.ids)
-        dist.barrier()  # all have it open
+        dist.barrier()  # all processes have opened the file
     finally:
         if path is not None:
             Path(path).unlink(missing_ok=True)
 
 
 def _gathered(mine: str | None) -> list[Any]:
-    """Values of all processes, by rank."""
+    """Gather the value of every process, by rank."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
     return every
 
 
 def _written(tokens: TokenArray) -> str | None:
-    """The path of a new file of the tokens; None where there is no room for it."""
+    """Write the tokens to a new temporary file and return its path, or None if the disk refuses."""
     try:
         with tempfile.NamedTemporaryFile(prefix="specctl-tokens-", delete=False) as file:
             np.asarray(tokens.ids).tofile(file)
@@ -98,7 +98,7 @@ def _written(tokens: TokenArray) -> str | None:
 
 
 def _mapped(path: str, own: Any) -> Any:
-    """The tokens of a file that is mapped, or `own` where it does not hold the same."""
+    """Map a file of tokens, or return `own` if the file cannot be read or holds other tokens."""
     try:
         ids = np.memmap(path, np.int32, "r")
     except (OSError, ValueError):  # another machine of the same name; an empty file

@@ -2,7 +2,7 @@
 
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from tests.measuring.streams import QUESTIONS

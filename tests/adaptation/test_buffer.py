@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.decoding.device.rounds import DeviceRounds
-from specctl.decoding.loop import decode, stream
+from specctl.decoding.offline import decode, stream
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
@@ -32,7 +32,7 @@ from specctl.runs import Run
 from specctl.training.data import Corpus, load_distilled
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore
-from specctl.training.trainees import make_trainee
+from specctl.training.trainable import make_trainable
 from tests.lossless.drafters import bushes, own_weights, perfect, ragged
 
 TAPS = (2, 5, 7)
@@ -65,8 +65,8 @@ SEEDS = [1, 2, 3, 4, 5]
 
 
 @pytest.fixture(scope="module")
-def trainees(target):
-    """`trainees(arch)`: one whose module is untrained."""
+def trainables(target):
+    """`trainables(arch)`: one whose module is untrained."""
     known = {}
 
     def make(arch):
@@ -76,7 +76,7 @@ def trainees(target):
             recipe = TrainRecipe(
                 arch=arch, objective="soft_ce", ttt_steps=3, ttt_stride=2, drafter=sizes.get(arch, DrafterRecipe())
             )
-            known[arch] = make_trainee(recipe, target, Corpus([Example(0, "", list(range(600)), 1)], [], "", []))
+            known[arch] = make_trainable(recipe, target, Corpus([Example(0, "", list(range(600)), 1)], [], "", []))
         return known[arch]
 
     return make
@@ -99,7 +99,7 @@ def run(
     return decode(
         target, prompts, sampling=sampling, max_new_tokens=lengths, seeds=SEEDS[: len(prompts)], drafter=drafter,
         slots=slots, taps=taps, exact=exact, on_round=watch,
-        labels=[Label(f"prompt {n}") for n in range(len(prompts))], **buffer.listening,
+        labels=[Label(f"prompt {n}") for n in range(len(prompts))], **buffer.decode_options,
     )  # fmt: skip
 
 
@@ -129,7 +129,7 @@ def drafter_of(name, target, texts, head):
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
-def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainees, monkeypatch, name, options):
+def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainables, monkeypatch, name, options):
     """Five texts through three slots. Catches rows of rejected nodes, an off-by-one between states and tokens, rows of
     the text that was in the slot before, and taps of other drafters taken for one's own."""
     options, rounds = dict(options), []
@@ -141,10 +141,10 @@ def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainees,
         rounds.append(None)
     taps = () if "taps" in options else (2, 7)  # fewer than the loop keeps
     buffer = ReplayBuffer(target, taps, max_bytes=ROOM)
-    drafter = drafter_of(name, target, plain(options.get("sampling", GREEDY)), trainees("eagle3").module)
+    drafter = drafter_of(name, target, plain(options.get("sampling", GREEDY)), trainables("eagle3").module)
     decoded = run(target, five, buffer, drafter=drafter, **options)
     examples = buffer.examples()
-    assert buffer.passes == 0 == buffer.dropped and rounds
+    assert buffer.target_tokens == 0 == buffer.dropped and rounds
     assert sorted(example.prompt_id for example in examples) == [f"prompt {n}" for n in range(5)]
     for example, found in zip(examples, buffer.get(examples), strict=True):
         one = decoded[int(example.prompt_id[-1])]
@@ -154,7 +154,7 @@ def test_free_feedback_is_that_of_a_fresh_prefill(target, five, plain, trainees,
             torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         copies = vars(buffer.kept[example.index]).values()
         assert all(x.untyped_storage().nbytes() == x.nbytes for x in copies), "holds the decoding's own tensors"
-    assert buffer.passes == 0
+    assert buffer.target_tokens == 0
 
 
 def test_accepted_tokens_behind_the_end_are_no_data(target, five, plain):
@@ -207,31 +207,31 @@ def online(target, offline):
     return make
 
 
-def learn(trainee, store, examples, step=1, only=None):
+def learn(trainable, store, examples, step=1, only=None):
     """(loss, its weight, the same by draft step, the gradient) of a training step."""
-    trainee.store = store
-    batch = trainee.batch(examples, step)
+    trainable.store = store
+    batch = trainable.batch(examples, step)
     if only is not None:
         batch = only(batch, examples)
-    trainee.module.zero_grad()
-    total, weight, steps = trainee.loss(trainee.module, batch)
+    trainable.module.zero_grad()
+    total, weight, steps = trainable.loss(trainable.module, batch)
     total.backward()
-    gradient = torch.cat([p.grad.flatten() for p in trainee.module.parameters() if p.grad is not None])
+    gradient = torch.cat([p.grad.flatten() for p in trainable.module.parameters() if p.grad is not None])
     return total.detach(), weight, [pair for step in steps for pair in step], gradient
 
 
 @pytest.mark.parametrize("arch", ["eagle3", "lm"])
 @pytest.mark.parametrize("feedback", ["verdict", "rerun"])
-def test_a_step_on_feedback_is_that_on_distilled_data(target, trainees, offline, online, arch, feedback):
-    """Loss, weights and gradient, through the trainee that `train-drafter` has. The random sample of later rows goes by
-    the examples' index, which is the one thing that the two paths do not share."""
-    trainee, buffer = trainees(arch), online(feedback)
+def test_a_step_on_feedback_is_that_on_distilled_data(target, trainables, offline, online, arch, feedback):
+    """Loss, weights and gradient, through the trainable that `train-drafter` has. The random sample of later rows goes
+    by the examples' index, which is the one thing that the two paths do not share."""
+    trainable, buffer = trainables(arch), online(feedback)
     mine = buffer.examples()
     places = {tuple(example.tokens): example for example in offline}
     distilled = [replace(places[tuple(example.tokens)], index=example.index) for example in mine]
     assert len(distilled) == 4 and [e.prompt_length for e in mine] == [e.prompt_length for e in distilled]
-    ours = learn(trainee, buffer, mine)
-    theirs = learn(trainee, FeatureStore(target, TAPS), distilled)
+    ours = learn(trainable, buffer, mine)
+    theirs = learn(trainable, FeatureStore(target, TAPS), distilled)
     assert ours[1] > 0
     torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
 
@@ -240,7 +240,7 @@ def test_a_rerun_runs_the_target_once_a_text(offline, online, target):
     buffer = online("rerun")
     examples = buffer.examples()
     first, second = buffer.get(examples), buffer.get(examples)
-    assert buffer.passes == sum(len(example.tokens) - 1 for example in examples)
+    assert buffer.target_tokens == sum(len(example.tokens) - 1 for example in examples)
     fresh = FeatureStore(target, TAPS).get(examples)
     for other in (second, fresh):
         for a, b in zip(first, other, strict=True):
@@ -278,14 +278,14 @@ def test_a_draft_that_is_always_right_leaves_nothing_to_osd(target, five, plain)
     assert len(buffer.examples()) == 5 and buffer.examples("rejected") == []
 
 
-def test_lm_learns_from_rejected_tokens_only(target, trainees, online):
+def test_lm_learns_from_rejected_tokens_only(target, trainables, online):
     """Against cross-entropies that are written out, token by token."""
-    trainee, buffer = trainees("lm"), online("verdict")
+    trainable, buffer = trainables("lm"), online("verdict")
     examples = buffer.examples()
-    total, weight, _, _ = learn(trainee, buffer, examples, only=buffer.only_rejected)
+    total, weight, _, _ = learn(trainable, buffer, examples, only=buffer.only_rejected)
     wanted = []
     for example, features in zip(examples, buffer.get(examples), strict=True):
-        logits = trainee.module.model(torch.tensor([example.tokens])).logits[0]
+        logits = trainable.module.model(torch.tensor([example.tokens])).logits[0]
         for place in buffer.texts[example.index].rejected:
             teacher = target.model.logits(features.teacher[place : place + 1])[0].softmax(-1)
             wanted.append(F.cross_entropy(logits[example.prompt_length + place], teacher))
@@ -293,23 +293,30 @@ def test_lm_learns_from_rejected_tokens_only(target, trainees, online):
     torch.testing.assert_close(total, torch.stack(wanted).sum().detach(), atol=1e-2, rtol=1e-4)
 
 
-def test_heads_learn_from_rejected_tokens_only(target, trainees, online):
+def test_heads_learn_from_rejected_tokens_only(target, trainables, online):
     """At every draft depth the rows whose label is such a token, of those that count in all."""
-    trainee, buffer = trainees("eagle3"), online("verdict")
+    trainable, buffer = trainables("eagle3"), online("verdict")
     examples = buffer.examples()
-    trainee.store = buffer
-    whole = trainee.batch(examples, 0)
+    trainable.store = buffer
+    whole = trainable.batch(examples, 0)
     only = buffer.only_rejected(whole, examples)
     places, start = [], 0
     for example in examples:
         places += [start + place for place in buffer.texts[example.index].rejected]
         start += example.response_length - 1
-    assert only.inside.nonzero()[:, 0].tolist() == [place for place in places if whole.inside[place]] != []
-    rows, later = torch.arange(len(only.left)), only.later_rows
-    expected = [(only.inside[at + k] & (only.left[at] > k)).sum().item() for k, at in enumerate([rows, later, later])]
-    _, _, steps, _ = learn(trainee, buffer, examples, step=0, only=buffer.only_rejected)
+    assert (
+        only.in_draft_vocab.nonzero()[:, 0].tolist() == [place for place in places if whole.in_draft_vocab[place]] != []
+    )
+    rows, later = torch.arange(len(only.valid_steps)), only.later_rows
+    expected = [
+        (only.in_draft_vocab[at + k] & (only.valid_steps[at] > k)).sum().item()
+        for k, at in enumerate([rows, later, later])
+    ]
+    _, _, steps, _ = learn(trainable, buffer, examples, step=0, only=buffer.only_rejected)
     assert [int(count) for count in steps[1::2]] == expected
-    assert torch.equal(whole.inside, trainee.batch(examples, 0).inside), "the batch itself is left as it was"
+    assert torch.equal(whole.in_draft_vocab, trainable.batch(examples, 0).in_draft_vocab), (
+        "the batch itself is left as it was"
+    )
 
 
 def test_the_oldest_texts_make_room(target, five, plain):
@@ -341,7 +348,7 @@ def test_a_text_broken_off_leaves_nothing(target, five, plain):
     """As SIGTERM in the middle of a chunk: what had ended is there, and the next decoding begins anew."""
     buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     options = dict(sampling=GREEDY, max_new_tokens=LENGTHS, seeds=SEEDS, taps=TAPS)
-    options |= buffer.listening
+    options |= buffer.decode_options
     decoding = stream(target, five, slots=3, **options)
     first = next(decoding)
     decoding.close()
@@ -360,7 +367,7 @@ def test_one_token_is_no_text(target, five):
 
 
 @pytest.mark.parametrize("name", ["plain", "eagle3", "hydra", "dflash"])
-def test_the_device_tells_what_the_host_tells(target, five, trainees, monkeypatch, name):
+def test_the_device_tells_what_the_host_tells(target, five, trainables, monkeypatch, name):
     """Texts, the places of their rejections and their features, in the order of their ends."""
     drafting, drafter, taps = (
         DraftingRecipe(depth=3, width=2, nodes=8, children=2, stop_below=0.0, keep_above=0.0),
@@ -368,7 +375,7 @@ def test_the_device_tells_what_the_host_tells(target, five, trainees, monkeypatc
         TAPS,
     )
     if name != "plain":
-        drafter = pool.family(name).drafter(trainees(name).module, target, drafting)
+        drafter = pool.family_module(name).make_drafter(trainables(name).module, target, drafting)
         taps = tuple(sorted({*TAPS, *drafter.taps}))
     buffers, rounds, whole = [], [], DeviceRounds.round
     monkeypatch.setattr(DeviceRounds, "round", lambda *args: (rounds.append(args), whole(*args)))
@@ -379,7 +386,7 @@ def test_the_device_tells_what_the_host_tells(target, five, trainees, monkeypatc
         run(target, five, buffers[-1], drafter=drafter, taps=taps)
     assert rounds
     host, device = buffers
-    assert [text.facts() for text in host.texts.values()] == [text.facts() for text in device.texts.values()]
+    assert [text.to_json() for text in host.texts.values()] == [text.to_json() for text in device.texts.values()]
     assert any(text.rejected for text in host.texts.values()) or name == "plain"
     for ours, theirs in zip(host.get(host.examples()), device.get(device.examples()), strict=True):
         for left, right in zip(vars(ours).values(), vars(theirs).values(), strict=True):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from specctl.adaptation.draft_length import AutoLength, best_length, tokens_per_cost
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
@@ -49,7 +49,7 @@ def test_it_drafts_as_deep_as_pays_and_changes_no_text(target, prompts, drafter,
     found = [decode(target, [p], **{**options, "seeds": [0]}, controller=length, taps=())[0] for p in prompts]
     assert [one.output_ids for one in found] == [one.output_ids for one in plain]
     assert set(length.rounds) == used
-    assert length.take_mean() is not None and length.take_mean() is None
+    assert length.pop_mean_length() is not None and length.pop_mean_length() is None
 
 
 def test_costs_are_measured(target, prompts, drafter):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.adaptation.updates.holdout import HOME, STAY, WHOLE, places, split
+from specctl.adaptation.updates.holdout import HOME, STAY, WHOLE, best_places, split
 from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
 from specctl.recipe import LearnerRecipe
 
@@ -31,7 +31,7 @@ CASES = [
 def test_the_way_by_hand(quadratic, played, chunk, held, centre, scale, w):
     _, learner = quadratic([8.0], algo="ogd")
     outcome = learner.learn(chunk([0.0]), held(centre))
-    assert outcome.scales == (scale,) and outcome.vain == (scale == 0)
+    assert outcome.scales == (scale,) and outcome.no_improvement == (scale == 0)
     assert played(learner).tolist() == [w]
 
 
@@ -41,7 +41,7 @@ def test_back_home(quadratic, played, chunk, held):
     learner.learn(chunk([0.0]), held([0.0]))
     assert played(learner).tolist() == [0.0]
     outcome = learner.learn(chunk([6.0]), held([8.0]))
-    assert outcome.scales == (None,) and not outcome.vain
+    assert outcome.scales == (None,) and not outcome.no_improvement
     assert played(learner).tolist() == [8.0] and learner.members[0].h.tolist() == [0.0]
 
 
@@ -104,7 +104,7 @@ def moved(law, texts, learners, gain=0.0, level=0.05):
     draws = torch.from_numpy(GAINS[law](np.random.default_rng(texts), (DRAWS, 2, texts, learners)) + gain)
 
     def any_moves(way, home):
-        chosen = places(lambda place: -(home if place is HOME else place * way), level)
+        chosen = best_places(lambda place: -(home if place is HOME else place * way), level)
         return any(place != STAY for place in chosen)
 
     return sum(any_moves(way, home) for way, home in draws) / DRAWS
@@ -148,7 +148,7 @@ def test_the_ball_holds_for_a_part_of_the_way(quadratic, played, chunk, held):
 def test_nothing_held_out_is_the_papers_rule(quadratic, played, chunk):
     _, learner = quadratic([8.0], algo="ogd")
     outcome = learner.learn(chunk([0.0]))
-    assert outcome.scales == () and not outcome.vain
+    assert outcome.scales == () and not outcome.no_improvement
     assert played(learner).tolist() == [4.0]
 
 

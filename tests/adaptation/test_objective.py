@@ -31,10 +31,10 @@ class Lesson:
         sizes = {"vocab_size": 256} if arch in ("eagle3", "peagle", "dflash", "hydra", "medusa") else {}
         sizes |= {"hidden_size": 48, "num_layers": 1} if arch == "lm" else {}
         recipe = TrainRecipe(arch=arch, ttt_steps=2, drafter=DrafterRecipe(**sizes, **drafter or {}), **options)
-        family = pool.trainable(arch)
+        family = pool.trainable_family(arch)
         random_layer = arch == "mtp"  # the target has none
         self.head = mtp.head(target) if random_layer else family.build(recipe, target, lambda size: list(range(size)))
-        family.prepare(self.head, recipe)
+        family.set_training_options(self.head, recipe)
         random = torch.Generator().manual_seed(0)
         tokens = [torch.randint(5, 250, (size,), generator=random).tolist() for size, _ in SIZES]
         examples = [Example(i, str(i), tokens[i], prompt) for i, (_, prompt) in enumerate(SIZES)]

@@ -6,7 +6,7 @@ import torch
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint
-from specctl.families import learning
+from specctl.families import online_families
 from tests.adaptation.lessons import answered, taught
 from tests.measuring.streams import QUESTIONS, recipe, sure_target, write_copy, write_head
 
@@ -82,7 +82,7 @@ def test_a_target_in_fp16_can_be_learnt_from(tmp_path, tiny, family):
     assert lesson.outcome.status == "updated"
 
 
-@pytest.mark.parametrize("family", sorted(learning()))
+@pytest.mark.parametrize("family", sorted(online_families()))
 def test_learning_from_verdicts_needs_no_layers_of_the_target(tmp_path, tiny, tiny_directory, family):
     """What a learner in a process of its own is given: the same chunks make the same weights."""
     if family == "lm":

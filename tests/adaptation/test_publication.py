@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from specctl.adaptation.publication import Publisher, acceptance, worse
+from specctl.adaptation.publication import Publisher, acceptance, accepts_less
 from specctl.adaptation.traffic import ServedText
-from specctl.engines.records import Answer, Drafting, EngineError, Loaded, Refusal
+from specctl.engines.records import DraftCounters, EngineError, GenerationResult, LoadedDrafter, Refusal
 from specctl.recipe import PublicationRecipe
 
 
@@ -28,8 +28,8 @@ class Engines:
                 continue
             draw = random.Random(f"{ask.prompt_ids}{self.served}")
             accepted = round(100 * (self.mats[self.directory] - 1 + draw.uniform(-0.05, 0.05)))
-            drafting = None if self.silent else Drafting(100, 300, accepted, [accepted])
-            yield place, Answer([1] * ask.max_new_tokens, "length", drafting)
+            drafting = None if self.silent else DraftCounters(100, 300, accepted, [accepted])
+            yield place, GenerationResult([1] * ask.max_new_tokens, "length", drafting)
 
     def publish(self, directory, version):
         assert (directory / "head").is_file()
@@ -37,7 +37,7 @@ class Engines:
         self.log.append(version)
 
     def loaded(self):
-        return [Loaded(self.served, None)]
+        return [LoadedDrafter(self.served, None)]
 
 
 def texts(count):
@@ -141,18 +141,18 @@ def test_a_version_that_changes_nothing_is_put_back_as_seldom_as_said():
     draw = random.Random(1)
 
     def drafts(shift=0.0):
-        return [Drafting(50, 150, round(50 * (1 + shift + draw.gauss(0, 0.3)))) for _ in range(8)]
+        return [DraftCounters(50, 150, round(50 * (1 + shift + draw.gauss(0, 0.3)))) for _ in range(8)]
 
-    refused = sum(worse(drafts(), drafts(), 0.05) for _ in range(2000)) / 2000
+    refused = sum(accepts_less(drafts(), drafts(), 0.05) for _ in range(2000)) / 2000
     assert 0.005 < refused < 0.07
-    assert sum(worse(drafts(), drafts(-0.8), 0.05) for _ in range(200)) / 200 > 0.9
+    assert sum(accepts_less(drafts(), drafts(-0.8), 0.05) for _ in range(200)) / 200 > 0.9
 
 
 def test_one_text_and_texts_without_drafts_say_nothing():
-    better, less = Drafting(10, 30, 20), Drafting(10, 30, 5)
-    assert not worse([better], [less], 0.05) and not worse([], [], 0.05)
-    assert not worse([better, Drafting()], [less, Drafting()], 0.05)
-    assert worse([better] * 2, [less] * 2, 0.05) and not worse([less] * 2, [better] * 2, 0.05)
+    better, less = DraftCounters(10, 30, 20), DraftCounters(10, 30, 5)
+    assert not accepts_less([better], [less], 0.05) and not accepts_less([], [], 0.05)
+    assert not accepts_less([better, DraftCounters()], [less, DraftCounters()], 0.05)
+    assert accepts_less([better] * 2, [less] * 2, 0.05) and not accepts_less([less] * 2, [better] * 2, 0.05)
 
 
 def test_a_refused_prompt_is_left_out_on_both_sides(publisher):
@@ -163,7 +163,7 @@ def test_a_refused_prompt_is_left_out_on_both_sides(publisher):
 
 
 def test_acceptance_counts_rejected_places_of_texts_since_the_publication():
-    full = Drafting(10, 30, 24, [10, 8, 6])  # 6 of 10 rounds were accepted whole
+    full = DraftCounters(10, 30, 24, [10, 8, 6])  # 6 of 10 rounds were accepted whole
     served = [ServedText("a", "", [1], [1, 2], full, began=5.0), ServedText("b", "", [1], [1, 2], full, began=15.0)]
     assert acceptance(served).texts == ((24, 28), (24, 28)) and acceptance(served, since=10.0).texts == ((24, 28),)
     assert acceptance([ServedText("a", "", [1], [1, 2])]).texts == ()

@@ -91,7 +91,7 @@ def test_dropout_differs_by_rank(tiny, heads):
     )
     answered(pupil, tiny).into(pupil.buffer)
     (batch,) = pupil.batches(pupil.buffer.examples())
-    module, run, w = pupil.trainee.module, pupil.trainee.loss, pupil.objective.start()
+    module, run, w = pupil.trainable.module, pupil.trainable.loss, pupil.objective.start()
     losses = []
     for rank in (0, 0, 1):
         ranked = Group()
@@ -103,5 +103,7 @@ def test_dropout_differs_by_rank(tiny, heads):
 def test_a_gpu_that_is_not_there():
     group.check(["auto"]), group.check(["cpu", "cpu"])
     missing = f"cuda:{torch.cuda.device_count()}"
-    with pytest.raises(RecipeError, match=f"no {missing}, this machine has {torch.cuda.device_count()} GPU"):
+    with pytest.raises(
+        RecipeError, match=f"{missing} does not exist, this machine has {torch.cuda.device_count()} GPU"
+    ):
         group.check(["cpu", missing])

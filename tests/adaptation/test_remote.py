@@ -12,8 +12,8 @@ import torch
 
 from specctl.adaptation import remote
 from specctl.adaptation.online_drafter import OnlineDrafter
-from specctl.adaptation.remote import RemoteOnlineDrafter
-from specctl.adaptation.worker import Learnt, Parcel, Ready
+from specctl.adaptation.remote import AsyncOnlineDrafter
+from specctl.adaptation.worker import LearnerResult, PackedTensors, Ready
 from specctl.errors import Interrupted, SpecctlError
 from specctl.progress import interrupts
 from tests.adaptation.lessons import ACCEPTANCE, answered, taught
@@ -35,22 +35,22 @@ def test_a_parcel_brings_what_was_put_into_it():
         "weights": torch.randn(4, 3).T,
         "rate": torch.tensor(0.1, dtype=torch.float64),
     }
-    parcel = Parcel.of(sent)
+    parcel = PackedTensors.of(sent)
     found = parcel.tensors()
     assert found.keys() == sent.keys() and parcel.bytes.nbytes == sum(x.nbytes for x in sent.values())
     assert all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in sent.items())
-    assert Parcel.of({}).tensors() == {}
+    assert PackedTensors.of({}).tensors() == {}
 
 
 def hand_over(pupil, chunk):
     chunk.into(pupil.buffer)
-    pupil.sit(ACCEPTANCE, 0.0)
+    pupil.learn_chunk(ACCEPTANCE, 0.0)
 
 
 def wait_for(pupil):
     """Until everything is learnt from, with pauses in which all stand still, wherever they are."""
     while pupil.pending:
-        with pupil.awake():
+        with pupil.active():
             pupil.receive(0.02)
 
 
@@ -85,8 +85,8 @@ def test_meeting_places_of_killed_runs_are_removed(tmp_path, monkeypatch):
     monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp_path))
     (tmp_path / "specctl-learner-dead" / "ranks").mkdir(parents=True)
     (tmp_path / "other").mkdir()
-    place, kept = remote.meeting_place()
-    another, its = remote.meeting_place()
+    place, kept = remote.rendezvous_directory()
+    another, its = remote.rendezvous_directory()
     assert {path.name for path in tmp_path.iterdir()} == {"other", Path(place.name).name, Path(another.name).name}
     for found, fd in ((place, kept), (another, its)):
         found.cleanup()
@@ -102,7 +102,7 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     made = recipe(
         "unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"], asynchronous=True
     )
-    pupil = RemoteOnlineDrafter(made, "ogd", tiny, 0)
+    pupil = AsyncOnlineDrafter(made, "ogd", tiny, 0)
     inbox, outbox = boxes
     first, *others = chunks = [answered(pupil, tiny) for _ in range(6)]
     limit = pupil.buffer.max_bytes = int(2.5 * first.bytes)
@@ -112,19 +112,19 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
         hand_over(pupil, chunk)
         assert sum(one.bytes for one in pupil.waiting) <= limit
     assert [one.texts for one in pupil.sent + pupil.waiting] == [one.texts for one in (first, *chunks[3:5])]
-    with pupil.awake():
+    with pupil.active():
         others[4].into(pupil.buffer)
     assert [one.texts for one in pupil.waiting] == [chunks[4].texts] and pupil.buffer.bytes + first.bytes <= limit
-    lesson = pupil.sit(ACCEPTANCE, 0.0)
-    assert (lesson.dropped, lesson.behind) == (3 * len(QUESTIONS), 3)
+    lesson = pupil.learn_chunk(ACCEPTANCE, 0.0)
+    assert (lesson.dropped, lesson.lag_chunks) == (3 * len(QUESTIONS), 3)
     assert capsys.readouterr().err.count("slower than the stream") == 1
 
-    again = RemoteOnlineDrafter(made, "ogd", tiny, 0)
+    again = AsyncOnlineDrafter(made, "ogd", tiny, 0)
     again.restore(*pupil.state())
-    assert again.pending == 3 and again.sit(ACCEPTANCE, 0.0).dropped == 3 * len(QUESTIONS)
+    assert again.pending == 3 and again.learn_chunk(ACCEPTANCE, 0.0).dropped == 3 * len(QUESTIONS)
     facts, tensors = OnlineDrafter.state(pupil)
-    outbox.put(Learnt(lesson, pupil.played(), facts, Parcel.of(tensors)))
-    with pupil.awake():
+    outbox.put(LearnerResult(lesson, pupil.played(), facts, PackedTensors.of(tensors)))
+    with pupil.active():
         pass
     assert [one.texts for one in inbox.get_nowait()] == [one.texts for one in chunks[4:]] and not pupil.waiting
     pupil.close()
@@ -151,15 +151,17 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
     threads = [4]
-    there = RemoteOnlineDrafter(made, "ensemble", tiny, 0)
-    with there.awake():
+    there = AsyncOnlineDrafter(made, "ensemble", tiny, 0)
+    with there.active():
         assert threads == [4, 2]
     assert threads == [4, 2, 4]
     there.restore(*here.state())
     for chunk in chunks[1:]:  # one of them has nothing of a text that judges
         hand_over(there, chunk)
         wait_for(there)
-    assert len({x.untyped_storage().data_ptr() for x in there._known[1].values()}) == 1, "every tensor is an open file"
+    assert len({x.untyped_storage().data_ptr() for x in there._learner_state[1].values()}) == 1, (
+        "every tensor is an open file"
+    )
     lessons, expected = taught(here, chunks[1:])
     moved = float((expected - start).abs().max())
     torch.testing.assert_close(there.played(), expected, rtol=0, atol=1e-3 * moved)
@@ -169,8 +171,8 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     while not all(map(stopped, pids)):
         assert time.monotonic() < until, "one was not told to stop"
     hand_over(there, last)
-    monkeypatch.setattr(remote, "PATIENCE_S", 0.01)
-    interrupts.note(signal.SIGTERM)
+    monkeypatch.setattr(remote, "TIMEOUT_S", 0.01)
+    interrupts.handle(signal.SIGTERM)
     with pytest.raises(Interrupted):
         there.finish()
     interrupts.reset()

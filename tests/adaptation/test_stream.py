@@ -26,7 +26,7 @@ def no_signal():
 
 
 def sigterm():
-    interrupts.note(signal.SIGTERM)
+    interrupts.handle(signal.SIGTERM)
 
 
 def line(text):
@@ -125,7 +125,7 @@ def test_sigterm_ends_a_silent_stdin(make, pipe, monkeypatch, capsys):
     assert texts([next(chunks)]) == [["a", "b"]]
     with pytest.raises(Interrupted):
         next(chunks)
-    assert "behind the first 2 prompts is not answered" in capsys.readouterr().err
+    assert "after the first 2 prompts are not answered" in capsys.readouterr().err
 
 
 def test_a_pipe_that_ends(make, pipe):
@@ -209,9 +209,9 @@ def test_stdin_cannot_be_rewound(make, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(b"".join(map(line, "abc")))))
     stream = make(DataRecipe(prompts="-"), size=2)
     position = {"chunks": 3, "prompts": 6, "digest": "0" * 16}
-    with pytest.raises(UsageError, match="behind its first 6 prompts") as caught:
+    with pytest.raises(UsageError, match="after its first 6 prompts") as caught:
         stream.resume(position)
-    assert "continue with the lines that come" in caught.value.hint
+    assert "continue with new lines from stdin" in caught.value.hint
     stream.resume(position, rewind=False)
     assert texts(stream.chunks()) == [["a", "b"], ["c"]]
     assert stream.position()["prompts"] == 9 and stream.position()["chunks"] == 5
@@ -241,7 +241,7 @@ def test_empty_streams(make, tmp_path, monkeypatch):
 
 def test_a_schedule_asks_for_more_than_there_is(make, file):
     """Said before the first prompt is answered, with the number that there is; rejected lines are none."""
-    with pytest.raises(DataError, match=r"p\.jsonl has 10 prompts, the schedule asks for 11 of legal"):
+    with pytest.raises(DataError, match=r"p\.jsonl has 10 prompts, but the schedule asks for 11 of legal"):
         make(DataRecipe(prompts=file), schedule=["legal:6", "legal:5"])
     assert len(domains(make(DataRecipe(prompts=file), schedule=["legal:10"]).chunks())) == 10
 
@@ -249,7 +249,7 @@ def test_a_schedule_asks_for_more_than_there_is(make, file):
 def test_fewer_than_scheduled_for_want_of_room(make, tmp_path, capsys):
     file = write(tmp_path / "p.jsonl", line("a"), line("word " * 3000), line("b"))
     assert texts(make(DataRecipe(prompts=file), schedule=["legal:3"]).chunks()) == [["a", "b"]]
-    assert "asks for 3 prompts, 2 came" in capsys.readouterr().err
+    assert "asks for 3 prompts, but only 2" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("recipe", [{"schedule": ["sql:2", "maths:2"]}, {"data": DataRecipe(domain=["sql", "maths"])}])
@@ -260,7 +260,7 @@ def test_an_unknown_domain_is_said_at_once(make, recipe):
 
 
 def test_a_schedule_and_a_limit(make):
-    with pytest.raises(UsageError, match=r"leave data\.limit out"):
+    with pytest.raises(UsageError, match=r"leave out data\.limit"):
         make(DataRecipe(limit=4), schedule=["sql:2"])
 
 
@@ -306,7 +306,7 @@ def test_a_bad_line_among_few(make, monkeypatch, tmp_path, source):
 
 @pytest.mark.parametrize("part", ["sql", "sql:", ":4", "sql:0", "sql:-1", "sql:many"])
 def test_schedules_that_are_none(part):
-    with pytest.raises(ValidationError, match="no part of a schedule"):
+    with pytest.raises(ValidationError, match="is not NAME:PROMPTS"):
         StreamRecipe(schedule=["math:3", part])
 
 

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from specctl import progress
-from specctl.adaptation.traffic import BACKLOG, LogPlace, LogTraffic, Tail, text_of
+from specctl.adaptation.traffic import MAX_BACKLOG_CHUNKS, LogPosition, LogTraffic, Tail, parse_served_text
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation.prompts import Rejections
-from specctl.engines import exchanges
+from specctl.engines import proxy_messages
 from specctl.errors import DataError, Interrupted
 
 
@@ -45,14 +45,14 @@ def flat(chunks):
 
 
 def test_ids_and_counters_are_the_engines(text):
-    served = text_of(row(9), text, {})
+    served = parse_served_text(row(9), text, {})
     assert (served.prompt_ids, served.output_ids, served.began) == ([5, 9], [7, 8, 9], 12.5)
     assert (served.drafting.rounds, served.drafting.accepted, served.drafting.accepted_at) == (3, 2, [2])
 
 
 def test_sglang_gives_ids_of_its_own(text):
     about = {"finish_reason": {"type": "length"}, "prompt_tokens": 2, "completion_tokens": 2}
-    served = text_of(
+    served = parse_served_text(
         {"request": {"input_ids": [5, 6]}, "response": {"output_ids": [7, 8], "meta_info": about}}, text, {}
     )
     assert (served.prompt_ids, served.output_ids, served.drafting) == ([5, 6], [7, 8], None)
@@ -61,7 +61,7 @@ def test_sglang_gives_ids_of_its_own(text):
 def test_without_ids_the_template_makes_them(text):
     given = row(9)
     given["response"] = {"choices": [{"message": {"content": "SELECT 1"}, "finish_reason": "stop"}]}
-    served = text_of(given, text, {})
+    served = parse_served_text(given, text, {})
     assert served.prompt_ids == text.render([{"role": "user", "content": "question 9"}])
     assert text.tokenizer.decode(served.output_ids, skip_special_tokens=True).strip() == "SELECT 1"
     assert served.output_ids[-1] in text.eos_ids and served.drafting is None
@@ -76,7 +76,7 @@ def test_without_ids_the_template_makes_them(text):
         ({"token_ids": [7] * 10**6}, "context"),
         ({"finish_reason": "abort"}, "abort"),
         ({"finish_reason": "content_filter", "token_ids": None}, "content_filter"),
-        ({"token_ids": None, "message": {"content": "a", "reasoning": "b"}}, "thinking apart from its content"),
+        ({"token_ids": None, "message": {"content": "a", "reasoning": "b"}}, "thinking outside its content"),
         ({"token_ids": None, "message": {"content": "", "tool_calls": [{}]}}, "tools"),
     ],
 )
@@ -84,7 +84,7 @@ def test_what_nothing_can_be_learnt_from_is_told(text, change, reason):
     given = row(9)
     given["response"]["choices"][0] |= change
     with pytest.raises(ValueError, match=reason):
-        text_of(given, text, {})
+        parse_served_text(given, text, {})
 
 
 @pytest.mark.parametrize("key", ["stop_reason", "matched_stop"])
@@ -93,11 +93,11 @@ def test_streams_keep_their_thinking_and_what_stopped_them(text, key):
     deltas = [{"reasoning_content": "hm"}, {"reasoning_content": ", so"}, {"content": "SELECT"}, {"content": " 1"}]
     pieces = [{"choices": [{"delta": delta, "finish_reason": None}]} for delta in deltas]
     pieces[-1]["choices"][0] |= {"finish_reason": "stop", key: "###"}
-    response = exchanges.joined(pieces)
+    response = proxy_messages.joined(pieces)
     assert response["choices"][0]["message"]["reasoning_content"] == "hm, so"
-    with pytest.raises(ValueError, match="thinking apart from its content"):
-        text_of(row(9, response=response), text, {})
-    served = text_of(row(9, response=exchanges.joined(pieces[2:])), text, {})
+    with pytest.raises(ValueError, match="thinking outside its content"):
+        parse_served_text(row(9, response=response), text, {})
+    served = parse_served_text(row(9, response=proxy_messages.joined(pieces[2:])), text, {})
     assert text.tokenizer.decode(served.output_ids) == "SELECT 1"
 
 
@@ -107,7 +107,7 @@ def test_an_interrupted_text_has_no_end(text, ids, reason):
     given = row(9, began=["no time"])
     message = {"content": "SELECT 1"}
     given["response"]["choices"][0] |= {"token_ids": ids, "finish_reason": reason, "message": message}
-    served = text_of(given, text, {})
+    served = parse_served_text(given, text, {})
     assert served.began == 0.0
     assert served.output_ids == ids if ids else (served.output_ids[-1] in text.eos_ids) == (reason == "stop")
 
@@ -180,7 +180,7 @@ def test_a_place_is_found_in_a_log_that_was_put_aside(tmp_path):
     again.seek(place)
     assert list(again.lines()) == [b"two\n", b"three\n"]
     lost = Tail(path)
-    lost.seek(LogPlace(inode=1, offset=10**9))
+    lost.seek(LogPosition(inode=1, offset=10**9))
     assert list(lost.lines()) == [b"three\n"]
 
 
@@ -200,7 +200,7 @@ def test_the_oldest_are_passed_over_where_learning_is_slower(text, tmp_path):
     write(tmp_path / "log", range(1, 101))
     reading = traffic(tmp_path / "log", text, limit=100)
     found = flat(numbers(reading.chunks()))
-    assert found == [*range(101 - BACKLOG * 3, 101)] and reading.passed_over == 100 - BACKLOG * 3
+    assert found == [*range(101 - MAX_BACKLOG_CHUNKS * 3, 101)] and reading.passed_over == 100 - MAX_BACKLOG_CHUNKS * 3
 
 
 def test_a_signal_ends_the_waiting(text, tmp_path, monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.adaptation.updates.watchdog import Acceptance, Watchdog, as_normal, fell
+from specctl.adaptation.updates.watchdog import Acceptance, Watchdog, fell, normal_equivalent
 from specctl.recipe import LearnerRecipe
 
 
@@ -31,9 +31,9 @@ def test_the_error_of_a_rate_by_hand():
     one = Acceptance.of([(10, 10), (2, 30), (0, 0)])
     assert one.rate == 0.3 and one.variance == pytest.approx(2 * 98 / 1600)
     # P(T > 3.319) of 38 degrees of freedom is P(Z > 3.09) = 0.001, and so is P(T > 7.173) of 4.
-    assert as_normal(3.319, 38) == pytest.approx(3.09, abs=0.01) and as_normal(7.173, 4) == pytest.approx(
-        3.09, abs=0.05
-    )
+    assert normal_equivalent(3.319, 38) == pytest.approx(3.09, abs=0.01) and normal_equivalent(
+        7.173, 4
+    ) == pytest.approx(3.09, abs=0.05)
 
 
 @pytest.mark.parametrize("texts", [5, 20])

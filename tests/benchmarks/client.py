@@ -19,7 +19,7 @@ from pathlib import Path
 from specctl import api
 from specctl.decoding.target_text import load_target_text
 from specctl.engines.client import Client
-from specctl.engines.records import Ask
+from specctl.engines.records import GenerationRequest
 from specctl.recipe import ServerRecipe
 
 TOKENS, PROMPT, ROUNDS = 256, 200, 12
@@ -67,7 +67,10 @@ def _serve(seconds, stamps, port) -> None:
 
 def asked(recipe: ServerRecipe, requests: int) -> None:
     """Ask with the client alone."""
-    asks = [Ask([5 + (3 * place + number) % 200 for place in range(PROMPT)], TOKENS) for number in range(requests)]
+    asks = [
+        GenerationRequest([5 + (3 * place + number) % 200 for place in range(PROMPT)], TOKENS)
+        for number in range(requests)
+    ]
     with Client(recipe) as client:
         assert sum(1 for _ in client.answers(asks)) == requests
 

@@ -25,7 +25,7 @@ from specctl.training.data import batches
 from specctl.training.engine import compute_dtype
 from specctl.training.features import Features
 from specctl.training.loop import Trainer, make_trainer
-from specctl.training.trainees import FeatureTrainee
+from specctl.training.trainable import TrainableHead
 from tests.benchmarks.against_speculators import Side, read, serve
 
 DOCUMENTS = 256  # of the distilled data: every side keeps their features in memory
@@ -61,7 +61,7 @@ def trainer_for(
 
 def as_theirs(trainer: Trainer) -> None:
     """What `speculators` does not train is not trained."""
-    head = trainer.trainee.module
+    head = trainer.trainable.module
     if isinstance(head, BlockHead):
         assert head.mask_embedding is not None
         with torch.no_grad():
@@ -79,11 +79,11 @@ def write(file: Path, trainer: Trainer, steps: int) -> None:
     Tensors: `tokens` [M] x_{i+1} of slot i; `taps` [M, F], `teacher` [N, H] and `best` [N] as in `Features`; `inside`
     [N] whether `best` is in the draft vocabulary; `embedding` [V, H], `target_head` [Vd, H]; our weights as `head.*`.
     """
-    recipe, examples, trainee = trainer.recipe, trainer.corpus.train, trainer.trainee
-    assert isinstance(trainee, FeatureTrainee)
-    head = trainee.module
-    trainee.store.prepare(examples, FeatureRecipe(mode="memory"), recipe.features_dir)
-    features = trainee.store.get(examples)
+    recipe, examples, trainable = trainer.recipe, trainer.corpus.train, trainer.trainable
+    assert isinstance(trainable, TrainableHead)
+    head = trainable.module
+    trainable.store.prepare(examples, FeatureRecipe(mode="memory"), recipe.features_dir)
+    features = trainable.store.get(examples)
     best = torch.cat([f.best for f in features])
     epochs = (batches(examples, trainer.batch_tokens, seed=recipe.data.seed, epoch=epoch) for epoch in count())
     order = islice((batch for epoch in epochs for batch in epoch), steps)  # the trainer's own
@@ -109,7 +109,7 @@ def write(file: Path, trainer: Trainer, steps: int) -> None:
         "best": best,
         "inside": head.t2d[best.long()],
         "embedding": trainer.target.model.embedding,
-        "target_head": trainee.target_head,
+        "target_head": trainable.target_head,
         **{f"head.{name}": value for name, value in head.state_dict().items()},
     }
     save_file({k: v.contiguous() for k, v in tensors.items()}, file, metadata={"settings": json.dumps(settings)})
@@ -135,14 +135,14 @@ def losses(trainer: Trainer) -> list[float]:
 def our_side(place: Path, distilled: Path, arch: str, variant: str) -> Side:
     """The trainer's own step."""
     trainer = trainer_for(place, distilled, arch, variant)
-    assert isinstance(trainer.trainee, FeatureTrainee)
-    trainer.trainee.store.kept = read_features(shared(place))
+    assert isinstance(trainer.trainable, TrainableHead)
+    trainer.trainable.store.kept = read_features(shared(place))
 
     def step() -> int:
-        before = trainer.at.tokens
+        before = trainer.state.tokens
         with track("step", quiet=True) as bar:
             trainer.step(bar)
-        return trainer.at.tokens - before
+        return trainer.state.tokens - before
 
     return Side(lambda: losses(trainer), step)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
@@ -29,7 +29,7 @@ class Foretold(NamedTuple):
     depth: int
     own: float
     confidence: float
-    came_true: bool
+    calibration: bool
 
 
 def area(scores: np.ndarray, came_true: np.ndarray) -> float:
@@ -41,7 +41,7 @@ def area(scores: np.ndarray, came_true: np.ndarray) -> float:
 @torch.inference_mode()
 def chains(place: str, prompts: list[list[int]], target, temperature: float) -> list[list[Foretold]]:
     """The places of all chains that were drafted for some prompts."""
-    module = pool.module(checkpoint.load(place), target)
+    module = pool.load_module(checkpoint.load(place), target)
     assert module.confidence_head is not None, "train it with drafter.confidence=true"
     drafter = pool.load_drafter(place, target, CHAIN)
     drafted: list[list[tuple[float, float]]] = []
@@ -83,16 +83,16 @@ def main(place: str, file: str, temperature: float) -> None:
         texts = [json.loads(line)["prompt"] for line, _ in zip(lines, range(PROMPTS), strict=False)]
     prompts = [target.render([{"role": "user", "content": text}]) for text in texts]
     found = chains(place, prompts, target, temperature)
-    reached = [one for chain in found for one in chain if one.depth <= sum(other.came_true for other in chain)]
+    reached = [one for chain in found for one in chain if one.depth <= sum(other.calibration for other in chain)]
     begun = [
         Foretold(
-            end, *(float(np.prod([claim[1 + who] for claim in chain[: end + 1]])) for who in (0, 1)), last.came_true
+            end, *(float(np.prod([claim[1 + who] for claim in chain[: end + 1]])) for who in (0, 1)), last.calibration
         )
         for chain in found
         for end, last in enumerate(chain)
     ]
     for name, places in (("a place that was reached", reached), ("the beginning of a chain", begun)):
-        true = np.array([one.came_true for one in places])
+        true = np.array([one.calibration for one in places])
         own, sure = (area(np.array([one[1 + who] for one in places]), true) for who in (0, 1))
         print(f"{name}: its own probability {own:.3f}, confidence head {sure:.3f} ({len(places)} of them)")
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from torch.profiler import ProfilerActivity, profile
 
 from specctl.errors import SpecctlError
-from specctl.families import trained
+from specctl.families import trainable_families
 from specctl.progress import track
 from specctl.recipe import Arch, TrainRecipe
 from specctl.runs import Run
@@ -54,7 +54,7 @@ def steps(trainer: Trainer, count: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--distilled", type=Path, required=True)
-    parser.add_argument("--arch", default="eagle3", choices=sorted(trained()))
+    parser.add_argument("--arch", default="eagle3", choices=sorted(trainable_families()))
     parser.add_argument("--steps", type=int, default=None, help="60, or 24 against speculators")
     parser.add_argument("--against-speculators", type=Path, metavar="PYTHON", help="time the step against theirs")
     parser.add_argument("--gradient-checkpointing", action="store_true")
@@ -85,14 +85,15 @@ def profiled_steps(distilled: Path, arch: Arch, count: int, gradient_checkpointi
         trainer.start()
         features = time.perf_counter() - started
         steps(trainer, 10)  # warm-up
-        before = trainer.at.tokens
+        before = trainer.state.tokens
         seconds = steps(trainer, count)
-        tokens = trainer.at.tokens - before
+        tokens = trainer.state.tokens - before
         with profile(activities=[ProfilerActivity.CPU]) as profiled:
             steps(trainer, count)
-    store = trainer.trainee.store
+    store = trainer.trainable.store
     if store is not None and store.kept:
-        print(f"target features: {store.passes} tokens in {features:.1f} s ({store.passes / features:.0f} tokens/s)")
+        passed = store.target_tokens
+        print(f"target features: {passed} tokens in {features:.1f} s ({passed / features:.0f} tokens/s)")
     print(f"training: {tokens / seconds:.0f} response tokens/s, {1000 * seconds / count:.0f} ms a step")
     print(f"peak resident memory: {peak_memory() / 2**30:.2f} GB")
     events = {event.key: event for event in profiled.key_averages()}

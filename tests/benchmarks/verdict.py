@@ -4,7 +4,7 @@ The options are those of `specctl online`, which runs with them. Of every update
 of the way, is compared with the weights before by the texts held out: by their loss, which is what decides, and by
 their accepted length; and by the loss of the texts held out of the last `CHUNKS` chunks, which are learnt from all the
 same with the next one unless the first option is --reservoir. The next chunk's texts then tell what the candidate was
-worth. All verdicts are `adaptation.student.gained` at the learner's level, of one candidate.
+worth. All verdicts are `adaptation.skewed_t_test.mean_gain_is_significant` at the learner's level, of one candidate.
 """
 
 import sys
@@ -17,11 +17,11 @@ import torch
 from torch.func import functional_call
 
 from specctl.adaptation.online_drafter import OnlineDrafter
-from specctl.adaptation.student import gained
+from specctl.adaptation.skewed_t_test import mean_gain_is_significant
 from specctl.adaptation.updates import holdout
 from specctl.adaptation.updates.ensemble import Ensemble
 from specctl.recipe.learner import LearnerRecipe
-from specctl.training.expected import hits_of
+from specctl.training.expected_length import hits_of
 
 LEVEL = LearnerRecipe().level
 CHUNKS = 3  # whose texts are in the reservoir
@@ -43,9 +43,9 @@ class Update:
 @torch.no_grad()
 def accepted(pupil: OnlineDrafter, w: torch.Tensor, example) -> float:
     """Draft tokens that weights w have accepted behind a token of a text, in the mean."""
-    module, parameters = pupil.trainee.module.eval(), pupil.objective.parameters(w)
+    module, parameters = pupil.trainable.module.eval(), pupil.objective.parameters(w)
     counts = hits_of(
-        pupil.trainee, lambda *args, **more: functional_call(module, parameters, args, more), pupil.buffer, example
+        pupil.trainable, lambda *args, **more: functional_call(module, parameters, args, more), pupil.buffer, example
     )
     return float(counts[:, 0].sum() / counts[0, 1])
 
@@ -74,12 +74,12 @@ def watched(updates: list[Update], *, apart: bool) -> None:
         texts_of.clear()
         return settled(self, descents, held)
 
-    def told(self, acceptance, *, short=False):
+    def told(self, acceptance, *, no_time=False):
         if updates and not updates[-1].worth:
             last = updates[-1]
             fresh = [example for example in self.buffer.examples("all") if example.index >= self._seen]
             last.worth = [accepted(self, last.after, one) - accepted(self, last.before, one) for one in fresh]
-        return learn(self, acceptance, short=short)
+        return learn(self, acceptance, no_time=no_time)
 
     OnlineDrafter._batch, Ensemble._settled, OnlineDrafter.learn = noted, judged, told
     if apart:
@@ -103,7 +103,7 @@ def main() -> None:
     print(f"{len(known)} updates, {sum(gain > 0 for gain in worth)} of them good for the next chunk")
     for name in ("by_loss", "by_length", "by_reservoir"):
         gains = [getattr(update, name) for update in known]
-        taken = [len(some) > 1 and gained(np.array([some]), LEVEL)[0] for some in gains]
+        taken = [len(some) > 1 and mean_gain_is_significant(np.array([some]), LEVEL)[0] for some in gains]
         good = sum(worth > 0 for worth, took in zip(worth, taken, strict=True) if took)
         told = correlation([fmean(some) for some in gains], worth)
         print(f"{name}: {sum(taken)} taken, {good} of them good; correlation with what they were worth {told:.2f}")

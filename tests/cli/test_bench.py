@@ -70,7 +70,7 @@ def test_rounds_of_random_weights(specctl, monkeypatch):
 
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     monkeypatch.setitem(shapes.SHAPES, "1b", shapes.Shape(4, 32, 2, 1, 48, 4096, 16))
-    monkeypatch.setattr(bench_rounds, "NEW", 16)
+    monkeypatch.setattr(bench_rounds, "NEW_TOKENS", 16)
     done = specctl(
         "bench", "--json", "--shape", "1b", "--parts", "rounds", "--device", "cpu", "repeats=1", "context=20",
         "drafting.stop_below=0", "drafting.keep_above=0", "drafting.width=2", "drafting.depth=3", "drafting.nodes=8",
@@ -124,7 +124,7 @@ def test_floors_of_a_target(specctl):
 @pytest.mark.parametrize("flags", [[], ["--dry-run"]])
 def test_a_shape_without_room_is_refused(specctl, monkeypatch, flags):
     """Before anything of it is made; of the part that needs twice the memory, that part."""
-    monkeypatch.setattr(shapes, "free", lambda device: 20e9)
+    monkeypatch.setattr(shapes, "free_memory", lambda device: 20e9)
     done = specctl("bench", "--shape", "32b", "--dtype", "bf16", "--device", "cpu", *flags)
     assert done.code == 2 and "66 GB of weights" in done.err and "--parts floors" in done.err
     done = specctl("bench", "--shape", "8b", "--dtype", "bf16", "--device", "cpu", *flags)

@@ -92,7 +92,7 @@ def test_out_of_memory_names_what_needs_less(command, knob, error):
 def test_the_knobs_for_memory_exist():
     """A hint that names a key which is gone helps nobody."""
     for command, row in SUBCOMMANDS.items():
-        for key in row.smaller:
+        for key in row.memory_keys:
             value = RECIPES[command]()
             for name in key.partition("=")[0].split("."):
                 value = getattr(value, name)
@@ -132,6 +132,11 @@ def test_a_name_that_no_file_can_have_is_a_matter_of_usage(specctl):
     assert done.code == 2 and "File name too long" in done.err
 
 
+def test_a_name_that_is_too_long_is_no_drafter(specctl):
+    done = specctl("eval", "--drafter", "x" * 5000, "--dry-run")
+    assert done.code == 2 and "no drafter xxx" in done.err and "File name too long" not in done.err
+
+
 def test_messages_fit_a_screen_whatever_was_given(specctl, library):
     found = explain(errors.UsageError("\n".join(f"{n}: " + "x" * 5000 for n in range(2_000)), "y" * 5000))
     assert len(found.message) < 2000 and len(found.message.splitlines()) <= 12 and len(found.hint) < 500
@@ -145,7 +150,7 @@ def test_an_endpoint_that_is_no_address_is_named(monkeypatch):
     error = ValueError("Port could not be cast to integer value as 'abc'")
     monkeypatch.setenv("HF_ENDPOINT", "http://localhost:abc")
     found = explain(error)
-    assert (found.code, found.message) == (2, "HF_ENDPOINT is no address: http://localhost:abc")
+    assert (found.code, found.message) == (2, "HF_ENDPOINT is not an address: http://localhost:abc")
     monkeypatch.setenv("HF_ENDPOINT", "https://huggingface.co")
     assert explain(error).message.startswith("unexpected ValueError")
 
@@ -155,7 +160,7 @@ def test_a_full_disk_is_named_where_the_system_names_none(specctl, library, comm
     """A write that fails has no file name: `error: No space left on device`."""
     library(command, raiser(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     done = specctl(command, *(["--output-dir", "mine"] if command == "eval" else []))
-    assert done.code == 1 and done.err.startswith(f"error: {place}: No space left on device (hint: make room")
+    assert done.code == 1 and done.err.startswith(f"error: {place}: No space left on device (hint: free space")
 
 
 def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatch):

@@ -40,11 +40,11 @@ def test_what_becomes_of_responses_is_said(specctl):
 
     def said(*options):
         steps = specctl("distill", "--domain", "sql", "--dry-run", "--json", *options).json["steps"]
-        return [step for step in steps if step.startswith("of the responses")]
+        return [step for step in steps if step.startswith("filter the responses: ")]
 
-    assert said() == ["of the responses cut loops"] and said("filters.loops=keep") == []
+    assert said() == ["filter the responses: cut loops"] and said("filters.loops=keep") == []
     (every,) = said("filters.loops=drop", "filters.truncated=drop", "filters.near_responses=0.9")
-    assert every.endswith("drop loops, drop truncated ones, drop those 0.9 similar to an earlier one")
+    assert every.endswith("drop loops, drop truncated responses, drop near-duplicates (similarity 0.9)")
 
 
 def test_a_store_is_not_said_to_be_trained(specctl):
@@ -161,7 +161,7 @@ def test_the_command_of_a_server_with_the_drafters_states(specctl, options, ids)
     steps = specctl("train-drafter", "--domain", "sql", *options, "--dry-run", "--json").json["steps"]
     assert any(f'"eagle_aux_hidden_state_layer_ids": {ids}' in step for step in steps)
     assert any("sglang.launch_server" in step for step in steps) == (len(ids) == 1)
-    assert any("ask http://h:1 for the target's states" in step for step in steps) == (len(ids) == 1)
+    assert any("request the target's hidden states from http://h:1" in step for step in steps) == (len(ids) == 1)
 
 
 def test_the_plan_says_what_a_target_without_layers_cannot(specctl, tmp_path):
@@ -171,7 +171,7 @@ def test_the_plan_says_what_a_target_without_layers_cannot(specctl, tmp_path):
     )
     assert any(step.startswith("measure mat") for step in whole)
     assert not any(step.startswith("measure mat") for step in ends)
-    assert any(step.startswith("expect a mat") and "eval --server" in step for step in ends)
+    assert any(step.startswith("estimate mat") and "eval --server" in step for step in ends)
     assert any("without its layers" in step for step in ends)
 
 

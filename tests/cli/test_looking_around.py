@@ -9,7 +9,7 @@ import transformers
 
 from specctl import data_prep
 from specctl.cli import doctor
-from specctl.threads import Facts
+from specctl.threads import CpuFacts
 from tests.conftest import SIZES, write_tiny
 
 
@@ -50,7 +50,7 @@ def test_domains_are_listed_and_shown(specctl):
     done = specctl("domains", "show", "sql", "--samples", "2", "--json")
     assert len(done.json["samples"]) == 2
     assert done.json["public"]["licence"]
-    assert "prompts of the generator" in specctl("domains", "show", "sql").out
+    assert "prompts from the generator" in specctl("domains", "show", "sql").out
 
 
 def test_doctor_is_content_here(specctl):
@@ -83,12 +83,14 @@ def test_every_missing_finding_has_a_fix():
 
 
 def test_doctor_sees_that_the_cores_are_taken():
-    quiet, busy = Facts(8, 8, busy=0.1), Facts(8, 8, busy=3.0)
-    assert doctor.taken(quiet, None) == doctor.Finding("threads", "ok", "8 threads on 8 cores")
-    assert doctor.taken(quiet, 2).state == "ok", "fewer than are free were asked for"
-    assert doctor.taken(busy, None).value.startswith("5 threads on 8 cores: others keep 3.0 of 8 cores busy")
-    assert "unset OMP_NUM_THREADS" in doctor.taken(busy, 8).fix
-    too_many = doctor.taken(quiet, 16)
+    quiet, busy = CpuFacts(8, 8, busy=0.1), CpuFacts(8, 8, busy=3.0)
+    assert doctor.threads_finding(quiet, None) == doctor.Finding("threads", "ok", "8 threads on 8 cores")
+    assert doctor.threads_finding(quiet, 2).state == "ok", "fewer than are free were asked for"
+    assert doctor.threads_finding(busy, None).value.startswith(
+        "5 threads on 8 cores: other processes keep 3.0 of 8 cores busy"
+    )
+    assert "unset OMP_NUM_THREADS" in doctor.threads_finding(busy, 8).fix
+    too_many = doctor.threads_finding(quiet, 16)
     assert too_many.value == "16 threads on 8 cores", "nobody else is to blame"
     assert "unset OMP_NUM_THREADS" in too_many.fix
 
@@ -126,7 +128,7 @@ def test_doctor_describes_a_target_without_its_weights(specctl, tmp_path):
     assert about["bytes"] == about["parameters"] * {"bf16": 2, "fp32": 4}[about["dtype"]]
     assert "'gemma2' is not one of" in about["why"]
     shown = specctl("doctor", "--target", directory).out
-    for words in ("the forward of transformers", "4 of dimension 16, 2 of keys", "head tied", "hidden states 0 to 2"):
+    for words in ("the forward of transformers", "4 of dimension 16, 2 KV heads", "head tied", "hidden states 0 to 2"):
         assert words in shown
 
 
@@ -136,7 +138,7 @@ def test_doctor_shows_where_longrope_ends(specctl, tmp_path):
     sizes = SIZES | {"rope_parameters": rope, "original_max_position_embeddings": 64}
     directory = write_tiny(tmp_path / "phi", "Phi3Config", sizes)
     assert specctl("doctor", "--target", directory, "--json").json["target"]["context_length"] == 64
-    assert "64 of 256: behind them longrope changes" in specctl("doctor", "--target", directory).out
+    assert "64 of 256: beyond that, longrope changes" in specctl("doctor", "--target", directory).out
 
 
 def test_doctor_finds_a_target_in_the_hugging_face_cache(specctl, tmp_path, monkeypatch):
@@ -166,7 +168,7 @@ def test_doctor_refuses_targets_that_cannot_be_used(specctl, tmp_path):
     transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path / "mute")
     for name, words in {
         "./nowhere": "does not exist",
-        "./empty": "no model directory: it has no config.json",
+        "./empty": "not a model directory: it has no config.json",
         "./mamba": "recurrent state",
         "./unknown": "never-heard-of",
         "./seven": "not a multiple of the number of attention heads",
@@ -189,7 +191,7 @@ def test_doctor_notes_a_target_without_chat_template(specctl, tmp_path):
 def test_a_directory_without_a_configuration_is_no_target(specctl, tmp_path):
     """transformers' own words were: Unrecognized model in ."""
     done = specctl("generate", "hi", "--target", ".")
-    assert done.code == 4 and ". is no model directory: it has no config.json" in done.err
+    assert done.code == 4 and ". is not a model directory: it has no config.json" in done.err
     assert "no config.json" in specctl("doctor", "--target", str(tmp_path)).out
 
 
@@ -203,7 +205,7 @@ def test_a_pool_may_be_deep(specctl, tmp_path):
 
 
 def test_nobody_wonders_which_prompt_was_answered(specctl):
-    assert "no prompt was given" in specctl("generate", "--dry-run").err
+    assert "no prompt given" in specctl("generate", "--dry-run").err
     assert specctl("generate", "hi", "--dry-run").err == ""
     done = specctl("generate", "\udcff\udcfe", "--dry-run")
     assert done.code == 3 and "not UTF-8" in done.err

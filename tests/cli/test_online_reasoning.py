@@ -27,8 +27,8 @@ def start(tmp_path, target):
     sizes = DrafterRecipe(preset="tiny", hidden_size=32, num_heads=2, intermediate_size=32, num_layers=1)
     model = LM(LlamaForCausalLM(architecture(sizes, target)))
     info = {"domain": ["math"], "mat": {"math": 2.0}}
-    tensors = lm.published(model.state_dict())
-    checkpoint.save(tmp_path / "lm", config=lm.config(model, target.identity), tensors=tensors, info=info)
+    tensors = lm.stored_state(model.state_dict())
+    checkpoint.save(tmp_path / "lm", config=lm.checkpoint_config(model, target.identity), tensors=tensors, info=info)
     return ["--dtype", "fp32", "--device", "cpu", "--prompts", "prompts.jsonl", "reasoning.draft=./lm"]
 
 
@@ -36,17 +36,17 @@ def start(tmp_path, target):
     ("argv", "code", "says"),
     [
         (["--algo", "onlin-lr"], 2, "did you mean online-lr?"),
-        (["--algo", "online-lr,ogd"], 2, "they take runs of their own"),
-        (["--algo", "lr", "--batch", "2"], 2, "batch is of learning by tokens"),
+        (["--algo", "online-lr,ogd"], 2, "use separate runs"),
+        (["--algo", "lr", "--batch", "2"], 2, "batch is for token-level learning"),
         (["--algo", "lr", "--lr", "1e-4"], 2, "set reasoning.learning"),
         (["--algo", "lr", "--init", "lm"], 2, "name the draft LM by reasoning.draft"),
         (["--algo", "lr", "--baselines", "vanilla"], 2, "set reasoning.baselines"),
-        (["--algo", "lr", "--async"], 2, "asynchronous is of learning by tokens"),
+        (["--algo", "lr", "--async"], 2, "asynchronous is for token-level learning"),
         (["--algo", "lr", "--max-new-tokens", "9"], 2, "reasoning.budget"),
-        (["--algo", "lr", "drafting.depth=3"], 2, "drafting is of learning by tokens"),
-        (["--algo", "lr", "--temperature", "0", "reasoning.temperature=1"], 2, "one and the same: 0.0 or 1.0?"),
+        (["--algo", "lr", "drafting.depth=3"], 2, "drafting is for token-level learning"),
+        (["--algo", "lr", "--temperature", "0", "reasoning.temperature=1"], 2, "but differ (0.0 or 1.0)"),
         (["--algo", "ogd", "reasoning.depth=2"], 2, "reasoning is for algo lr, osd-lr, online-lr"),
-        (["--algo", "lr", "reasoning.judge.kind=model"], 2, "needs judge.name"),
+        (["--algo", "lr", "reasoning.judge.kind=model"], 2, "set judge.name"),
         (["--algo", "lr", "reasoning.depht=2"], 2, "did you mean reasoning.depth"),
         (["--algo", "lr", "reasoning.draft=./nowhere"], 4, "./nowhere"),
         (["--algo", "lr", "reasoning.drafter=./nowhere"], 2, "no drafter ./nowhere"),
@@ -74,7 +74,7 @@ def test_the_plan(specctl):
     assert recipe["sampling"]["seed"] == recipe["reasoning"]["seed"] == recipe["data"]["seed"] == 5
     assert recipe["reasoning"]["allow_code_execution"] is False
     assert recipe["data"]["domain"] == ["math"] and "train a drafter of family lm" in said
-    assert "as target, draft, lr, online-lr" in said and "after every 25 prompts online-lr learn" in said
+    assert "in modes target, draft, lr, online-lr" in said and "after every 25 prompts online-lr learn" in said
     Path("again.yaml").write_text(json.dumps({"command": "online", **recipe}))
     again = specctl("online", "--recipe", "again.yaml", "--dry-run", "--json")
     assert again.code == 0 and again.json["recipe"] == recipe, again.err
@@ -92,7 +92,7 @@ def test_it_warms_up_a_draft_lm_first(specctl, library):
     done = specctl("online", "--algo", "online-lr")
     assert done.code == 1 and [name for name, _ in called] == ["distill"]
     assert called[0][1].data.domain == ["math"]
-    assert "no drafter in drafters/math-lm: warming one up on 1000 responses first" in done.err
+    assert "no drafter in drafters/math-lm: training one on 1000 responses first" in done.err
 
 
 @pytest.mark.slow
@@ -116,14 +116,16 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
     resumed = specctl(*argv, "--resume")
     assert resumed.code == 0, resumed.err
     told = 3 - by_mode["target"]["unanswered"]
-    assert told and f"where the target alone has one, {told} of 3 prompts" in resumed.out
+    assert told and f"on the {told} of 3 prompts that the target alone answered" in resumed.out
     assert "answers of the target" in resumed.out and "100.0 % [100.0, 100.0]" in resumed.out
-    assert "online-lr − lr, steps accepted" in resumed.out and "osd-lr learnt: run/drafters/osd-lr" in resumed.out
+    assert (
+        "steps accepted, online-lr minus lr" in resumed.out and "learned by osd-lr: run/drafters/osd-lr" in resumed.out
+    )
     shown = specctl("report", "run", "--csv", "--json")
     assert shown.code == 0, shown.err
     assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == ["online-steps.png"]
     page = Path(shown.json["report"]).read_text()
-    assert "answers of the target alone" in page and "What learning gained" in page
+    assert "answers of the target alone" in page and "Gain of learning" in page
     write_prompts(tmp_path, ["Say hi."])
     options = [*start[:-1], "--max-new-tokens", "6", "--json"]
     measured = specctl("eval", *options, "--drafter", "run/drafters/online-lr")

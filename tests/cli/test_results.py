@@ -45,8 +45,8 @@ def test_speeds_that_cannot_be_are_marked_and_explained_once(specctl, library):
     assert next(line for line in lines if "lookup" in line).split()[5] == "1.31"
     (told,) = [line for line in lines if line.startswith("!")]
     assert told.startswith("! speeds that cannot be used: head in sql: above its mat (")
-    assert "cores busy), or too few tokens: measure again" in told
-    assert any(line.startswith("measured on: ") and "test prompts each of sql, greedy" in line for line in lines)
+    assert "cores busy), or there were too few tokens: measure again" in told
+    assert any(line.startswith("measured on: ") and "test prompts per domain (sql), greedy" in line for line in lines)
     rows.pop(0)
     assert "cannot be used" not in specctl("eval", "--drafter", "lookup").out
     assert specctl("eval", "--drafter", "lookup", "--json").json["rows"][0]["unusable"] is None

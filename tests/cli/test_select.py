@@ -20,7 +20,7 @@ def test_the_line_of_the_readme_without_a_pool(specctl):
     done = specctl("select", "--algo", "hedgespec", "--pool", "./drafters", "--dry-run", "--json")
     assert done.code == 0, done.err
     assert any(
-        "lookup, suffix, retrieval, and plain decoding where seconds are played for, by hedgespec" in step
+        "lookup, suffix, retrieval (and plain decoding, for policies that count seconds) with hedgespec" in step
         for step in done.json["steps"]
     )
 
@@ -32,15 +32,19 @@ def test_the_line_of_the_readme_without_a_pool(specctl):
         (["--algo", "ucbspec,ucbspec"], 2, "named twice"),
         (["--pool", "nowhere"], 2, "no pool directory"),
         (["--algo", "router"], 2, "there is no router"),
-        (["--record", "a", "--replay", "b"], 2, "one after the other"),
-        (["--resume"], 2, "name `record`"),
+        (["--record", "a", "--replay", "b"], 2, "run one after the other"),
+        (["--resume"], 2, "set `record`"),
         (["--batch", "4", "--reset", "stream"], 2, "one text at a time"),
         (["--rival", "nothing-here"], 2, "no drafter nothing-here"),
         (["drafting.proposal=sampled", "batch=2"], 2, "different rules"),
         (["choice=batch", "--algo", "ucbspec"], 2, "set reset=stream"),
         (["choice=batch", "--reset", "stream"], 2, "there are fixed, random, ucbspec"),
         (["choice=batch", "--reset", "stream", "--algo", "metasd-ucb"], 2, "game.reward=throughput"),
-        (["choice=batch", "--reset", "stream", "--algo", "ucbspec", "--record", "a"], 2, "record is about texts"),
+        (
+            ["choice=batch", "--reset", "stream", "--algo", "ucbspec", "--record", "a"],
+            2,
+            "record needs a choice per text",
+        ),
     ],
 )
 def test_what_is_refused(specctl, argv, code, says):
@@ -55,11 +59,11 @@ def test_what_policies_bring_is_told(specctl):
         "select", "--algo", "normalhedge,metasd-ucb,ucbspec,hedgespec,router", *ROUTER, "--dry-run", "--json"
     )
     assert done.code == 0, done.err
-    brought = [step for step in done.json["steps"] if "brings" in step]
+    brought = [step for step in done.json["steps"] if "sets" in step.split()]
     assert [step.split()[0] for step in brought] == ["normalhedge", "metasd-ucb", "ucbspec"]
     assert "game.batch_rounds=1" in brought[0] and 'game.reward="bd"' in brought[1] and "game.drift=null" in brought[0]
     done = specctl("select", "--algo", "metasd-ucb", "game.reward=be", "--dry-run", "--json")
-    assert not any("brings" in step for step in done.json["steps"])
+    assert not any("sets" in step.split() for step in done.json["steps"])
 
 
 @pytest.mark.parametrize(
@@ -67,7 +71,7 @@ def test_what_policies_bring_is_told(specctl):
     [
         ("live", "mat", ["in games of 256 tokens", "× plain "], ["after 256", "modelled"]),
         ("replay", "mat", ["after 256 tokens", "modelled", "of best arm"], ["in games of"]),
-        ("replay", "throughput", ["fastest arm played", "by its fastest arm"], ["of best arm"]),
+        ("replay", "throughput", ["fastest arm played", "the fastest arm of every"], ["of best arm"]),
     ],
 )
 def test_headings_say_what_is_shown(mode, yardstick, there, absent):
@@ -122,8 +126,8 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     done = specctl("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "t.parquet")
     assert done.code == 0 and "table: t.parquet" in done.out, done.err
     done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
-    assert done.code == 0 and "modelled" in done.out and "every query by its fastest arm" in done.out
-    assert "1 seed × 2 queries" in done.out and "reading up and scoring" in done.out
+    assert done.code == 0 and "modelled" in done.out and "the fastest arm of every query" in done.out
+    assert "1 seed × 2 queries" in done.out and "catching up and scoring" in done.out
     run = tmp_path / "run"
     again = ("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "u.parquet")
     (tmp_path / "u.parquet.pieces").mkdir()
@@ -131,7 +135,7 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     run.mkdir()
     (run / "run.json").write_text('{"command": "select"}')
     refused = specctl(*again, "--output-dir", str(run))
-    assert refused.code == 2 and "u.parquet was begun" in refused.err and "--resume goes on with it" in refused.err
+    assert refused.code == 2 and "u.parquet is incomplete" in refused.err and "continue it with --resume" in refused.err
     (tmp_path / "u.parquet.pieces" / "0000000.parquet").unlink()
     resumed = specctl(*again, "--output-dir", str(run), "--resume")
     assert resumed.code == 0 and "table: u.parquet" in resumed.out, resumed.err
@@ -151,7 +155,7 @@ def test_rounds_run_on_the_device_where_all_contenders_have_them(
     for seed, family in enumerate(("eagle3", "medusa")):
         write_head(tmp_path / "pool" / family, target, family, seed)
     ran, run = [], DeviceRounds.round
-    monkeypatch.setattr(DeviceRounds, "round", lambda *args: (ran.append(args[0].playing), run(*args)))
+    monkeypatch.setattr(DeviceRounds, "round", lambda *args: (ran.append(args[0].active_drafter), run(*args)))
 
     def selected(place, *more, mode="eager"):
         monkeypatch.setenv("SPECCTL_GRAPHS", mode)

@@ -34,7 +34,7 @@ def calls(library):
     return seen
 
 
-@pytest.mark.parametrize(("mat", "says"), [(2.5, "2.50 (held-out prompts"), (math.nan, "–")])
+@pytest.mark.parametrize(("mat", "says"), [(2.5, "2.50 (on held-out prompts"), (math.nan, "–")])
 def test_a_mat_says_what_it_was_measured_on(capsys, mat, says):
     """Where there is one: of too few prompts none is held out."""
     Console(width=200).print(show({"mat": mat}))
@@ -48,7 +48,7 @@ def test_it_distils_first_and_says_so(specctl, calls):
     assert [command for command, _ in calls] == ["distill", "train-drafter"]
     first = calls[0][1]
     assert (first.data.domain, first.data.limit, first.data.seed) == (["math"], 7, 5)
-    assert first.output == calls[1][1].sources[0] == Path("distilled/math")
+    assert first.output == calls[1][1].data_dirs[0] == Path("distilled/math")
     assert "distilling" in done.err
 
 
@@ -64,9 +64,9 @@ def test_a_target_without_what_a_family_is_made_of_is_refused_first(specctl, cal
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["drafter.taps=[1,99]"], "the target has hidden states 0 to"),
-        (["--arch", "dflash", "drafter.taps=[3,3]"], "each to be read once"),
-        (["--arch", "dflash", "drafter.conv_kernel_size=9"], "a block has 8 slots"),
+        (["drafter.taps=[1,99]"], "the taps must be distinct hidden states from 0 to"),
+        (["--arch", "dflash", "drafter.taps=[3,3]"], "must be distinct hidden states"),
+        (["--arch", "dflash", "drafter.conv_kernel_size=9"], "exceeds the 8 slots of a block"),
         (["--arch", "lm", "drafter.preset=huge"], "unknown preset"),
     ],
 )
@@ -99,7 +99,7 @@ def test_what_has_no_say_in_data_that_is_there_is_told(specctl, calls, distilled
     done = specctl("train-drafter", "--domain", "sql", "--prompts", "mine.jsonl", "distill.responses=7")
     assert done.code == 0 and [command for command, _ in calls] == ["train-drafter"]
     assert "data.prompts, distill.responses" in done.err and "specctl distill" in done.err
-    assert "what target other wrote, not builtin" in done.err
+    assert "was written by target other, not builtin" in done.err
     meta.write_text(json.dumps(json.loads(meta.read_text()) | {"target": {"name": "builtin"}}))
     assert specctl("train-drafter").err == ""
 
@@ -111,7 +111,7 @@ def test_unfinished_data_is_finished_on_resume(specctl, calls, distilled, tmp_pa
     assert done.code == 0, done.err
     assert [command for command, _ in calls] == commands
     assert calls[0][1].resume == bool(argv)
-    assert ("unfinished" in done.err) != bool(argv)
+    assert ("is incomplete" in done.err) != bool(argv)
 
 
 def test_unfinished_data_that_was_trained_on_is_left_as_it_is(specctl, calls, distilled, tmp_path):
@@ -119,7 +119,7 @@ def test_unfinished_data_that_was_trained_on_is_left_as_it_is(specctl, calls, di
     distilled(tmp_path / "distilled/sql", complete=False)
     (tmp_path / "drafters/sql-eagle3.checkpoints").mkdir(parents=True)
     done = specctl("train-drafter", "--resume")
-    assert done.code == 0 and "unfinished" in done.err
+    assert done.code == 0 and "is incomplete" in done.err
     assert [command for command, _ in calls] == ["train-drafter"]
 
 
@@ -146,7 +146,7 @@ def test_a_mixture_reads_every_domain_s_data(specctl, calls, distilled, tmp_path
     assert specctl("train-drafter", "--domain", "sql,math").code == 0
     assert [command for command, _ in calls] == ["distill", "train-drafter"]
     assert calls[0][1].data.domain == ["math"]
-    assert [str(path) for path in calls[1][1].sources] == ["distilled/sql", "distilled/math"]
+    assert [str(path) for path in calls[1][1].data_dirs] == ["distilled/sql", "distilled/math"]
     assert str(calls[1][1].output) == "drafters/sql+math-eagle3"
 
 
@@ -226,6 +226,6 @@ def test_auto_without_a_generalist(specctl, calls, distilled, tmp_path):
     """A new head, said aloud; an adapter of nothing is refused."""
     distilled(tmp_path / "distilled/sql")
     done = specctl("train-drafter", "--init", "auto")
-    assert done.code == 0 and calls[0][1].init is None and "a new head is trained" in done.err
+    assert done.code == 0 and calls[0][1].init is None and "training a new head" in done.err
     done = specctl("train-drafter", "--init", "auto", "--lora")
     assert done.code == 2 and "an adapter needs one" in done.err and len(calls) == 1

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from specctl import progress
 from specctl.commands.eval import evaluate, with_domains_of_drafters
 from specctl.decoding import metrics
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.lm import drafter as lm
@@ -91,8 +91,8 @@ def test_drafters_and_assistants_of_a_recipe(tmp_path, prompts, target):
         model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny"), target)))
         checkpoint.save(
             tmp_path / place,
-            config=lm.config(model, target.identity),
-            tensors=lm.published(model.state_dict()),
+            config=lm.checkpoint_config(model, target.identity),
+            tensors=lm.stored_state(model.state_dict()),
             info={},
         )
     paths = [str(tmp_path / "a/small"), str(tmp_path / "b/small")]
@@ -185,7 +185,7 @@ def stopping(scripted):
 
 
 def sigterm():
-    progress.interrupts.note(signal.SIGTERM)
+    progress.interrupts.handle(signal.SIGTERM)
 
 
 def fail():
@@ -325,7 +325,7 @@ def pool_of(tmp_path, target):
     """Two specialists and a generalist, as small as they get."""
     for name, domains in (("sql-lm", ["sql"]), ("chat-lm", ["chat"]), ("all-lm", ["chat", "sql"])):
         model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny", num_layers=1), target)))
-        config, tensors = lm.config(model, target.identity), lm.published(model.state_dict())
+        config, tensors = lm.checkpoint_config(model, target.identity), lm.stored_state(model.state_dict())
         checkpoint.save(tmp_path / "pool" / name, config=config, tensors=tensors, info={"domain": domains})
     return tmp_path / "pool"
 
@@ -356,7 +356,7 @@ def test_domains_of_a_matrix(tmp_path, prompts, target):
     named = recipe(prompts, pool=pool, matrix=True, data={"domain": ["sql"]})
     assert with_domains_of_drafters(named) is named
     assert with_domains_of_drafters(recipe(prompts, pool=pool)).data.domain == ["sql"], "no matrix, no change"
-    with pytest.raises(UsageError, match="which domain"):
+    with pytest.raises(UsageError, match="no drafter names the domain"):
         with_domains_of_drafters(recipe("{domain}.jsonl", drafters=["lookup"], matrix=True))
 
 

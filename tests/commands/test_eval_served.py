@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 from specctl.commands.eval import evaluate
-from specctl.commands.eval_served import worths
+from specctl.commands.eval_served import predict_worth
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation.prompts import prompt_id
 from specctl.errors import DataError
@@ -87,7 +87,7 @@ def test_counters_of_the_engine_where_texts_say_nothing(go, text):
         engine.scraped = page
         row = go(engine, data={"domain": ["sql"]}, concurrency=[2]).servers[0]
     assert (row.mat, row.acceptance_by_position, row.mat_interval) == (3.0, [1.0], None)
-    assert worths([row], [2.0]) == [], "without a baseline there is nothing to break even with"
+    assert predict_worth([row], [2.0]) == [], "without a baseline there is nothing to break even with"
 
 
 def test_a_prompt_that_is_refused_is_named(go, text):
@@ -171,11 +171,11 @@ def test_buckets_double(tokens, up_to):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"drafters": ["lookup"]}, "drafters is about drafting in this process"),
+        ({"drafters": ["lookup"]}, "drafters is for drafting in this process"),
         ({"matrix": True, "pool": "x"}, "this process"),
-        ({"resume": True, "output_dir": "x"}, "resume is about"),
+        ({"resume": True, "output_dir": "x"}, "resume is for"),
         ({"seeds": [0, 1]}, "one seed"),
-        ({"server": {}, "baseline_server": {"urls": ["http://a"]}}, "name that, too"),
+        ({"server": {}, "baseline_server": {"urls": ["http://a"]}}, "set server, too"),
         ({"concurrency": []}, "at least 1"),
         ({"mats": [0.5]}, "greater than or equal to 1"),
     ],
@@ -202,4 +202,4 @@ def test_the_command_on_a_suite(text, suite, specctl):
         arguments = ("eval", "--server", engine.url, "--prompts", suite["prompts"], "--concurrency", "2")
         done = specctl(*arguments)
     assert done.code == 0, done.err
-    assert "writing" in done.out and "3 prompts are later turns of conversations, behind the server's" in done.out
+    assert "writing" in done.out and "3 prompts are later turns of conversations and follow the server's" in done.out

@@ -6,7 +6,7 @@ import pytest
 
 from specctl.commands.generate import Piece, generate, pieces
 from specctl.decoding.device import rounds
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.errors import UsageError
 from specctl.recipe import GenerateRecipe, SamplingRecipe, TargetRecipe
@@ -64,7 +64,9 @@ def test_rounds_run_on_the_device(target, plain, monkeypatch, drafts):
     """Where they can, as on a GPU: with the same result."""
     drafter = eagle3(target, SHAPES["tree"], words=sorted({*plain.output_ids})) if drafts else None
     launched, launch = [], rounds.DeviceRounds._launch
-    monkeypatch.setattr(rounds.DeviceRounds, "_launch", lambda self: (launched.append(self.playing), launch(self))[1])
+    monkeypatch.setattr(
+        rounds.DeviceRounds, "_launch", lambda self: (launched.append(self.active_drafter), launch(self))[1]
+    )
     results = []
     for mode in ("0", "eager"):
         monkeypatch.setenv("SPECCTL_GRAPHS", mode)

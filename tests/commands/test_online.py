@@ -341,7 +341,9 @@ def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, m
     chosen, a mixture), all others are, too: they would else win by running ahead on a device. Plain decoding is what
     all are measured against, as fast as it can be; and `eval` lets everybody."""
     rounds, run = [], device_round.DeviceRounds.round
-    monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[0].playing), run(*args)))
+    monkeypatch.setattr(
+        device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[0].active_drafter), run(*args))
+    )
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     baselines = ["vanilla", "static"] if slower else ["vanilla", "static", "lookup"]
     made = recipe(prompts, heads("eagle3"), tiny, **{"drafting": STEADY, "baselines": baselines} | slower)
@@ -357,6 +359,22 @@ def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, m
         rounds.clear()
 
 
+def test_graphs_of_plain_decoding_are_not_those_of_who_draft(tmp_path, prompts, tiny, heads, monkeypatch):
+    """A run said that its rounds were the device's where only the rounds of plain decoding were."""
+    captured = []
+
+    def capture(run, *_):
+        captured.append(run)
+        return SimpleNamespace(replay=run, pool=lambda: None)
+
+    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    monkeypatch.setattr(graphs, "capture", capture)
+    made = recipe(prompts, heads("eagle3"), tiny, drafting=STEADY, baselines=["vanilla", "lookup"])
+    found, _ = learnt(tmp_path / "run", made, tiny)
+    assert captured and found.rounds_on == "host"
+
+
 @pytest.mark.parametrize(
     ("family", "feedback"), [("eagle3", "verdict"), ("eagle3", "rerun"), ("medusa", "verdict"), ("dflash", "verdict")]
 )
@@ -367,7 +385,7 @@ def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, 
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host, _ = learnt(tmp_path / "host", made, tiny)
     monkeypatch.delenv("SPECCTL_GRAPHS")
-    monkeypatch.setattr(graphs, "available", lambda device, shape: True)
+    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
     monkeypatch.setattr(graphs, "WARM_UP", 1)
     capture = lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None)  # noqa: E731
     monkeypatch.setattr(graphs, "capture", capture)
@@ -390,7 +408,7 @@ def test_a_rate_beyond_all_bounds(tmp_path, prompts, tiny, copy, capsys):
     assert found.lossless.sequences == 3 * len(QUESTIONS) and found.lossless.mismatches == 0
     said = capsys.readouterr().err
     for name in names:
-        assert f"{name}: the last update did harm" in said
+        assert f"{name}: the last update lowered acceptance" in said
         assert all(value.isfinite().all() for value in weights(tmp_path / "run", name).values())
 
 

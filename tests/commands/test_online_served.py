@@ -104,7 +104,7 @@ def test_what_is_worse_is_taken_back_here_and_there(go, engine, head, tmp_path):
 
 def test_harm_without_end_ends_it(go, engine):
     engine.histograms = {f"v00000{n}": WORSE for n in range(2, 9)}
-    with pytest.raises(SpecctlError, match="nothing was learnt from 5 chunks"):
+    with pytest.raises(SpecctlError, match="nothing was learned from 5 chunks"):
         go(engine, prompts=12)
     assert engine.version == "v000001"
 
@@ -222,7 +222,7 @@ def test_another_head_than_the_one_that_runs_is_refused(go, target, tmp_path, he
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"hidden_size": 1}))
     other = LiveEngine(target, tmp_path / "other")
-    with other, pytest.raises(EngineError, match="has another form: hidden_size is 256"):
+    with other, pytest.raises(EngineError, match="differs in form: hidden_size is 256"):
         go(other)
 
 
@@ -236,12 +236,12 @@ def test_sglang_is_given_tensors(go, target, exported):
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"traffic": {"listen": "127.0.0.1:1"}}, "about a server's texts"),
-        ({"baseline_server": {"urls": ["http://b:1"]}}, "about a server's texts"),
+        ({"traffic": {"listen": "127.0.0.1:1"}}, "need a server"),
+        ({"baseline_server": {"urls": ["http://b:1"]}}, "need a server"),
         ({"server": {"urls": ["http://a:1"]}, "algo": ["ogd", "optimistic"]}, "one algo"),
-        ({"server": {"urls": ["http://a:1"]}, "algo": ["osd"]}, "where drafts are rejected"),
-        ({"server": {"urls": ["http://a:1"]}, "asynchronous": True}, "asynchronous is about drafting in this process"),
-        ({"server": {"urls": ["http://a:1"]}, "pool": "p"}, "pool is about drafting in this process"),
+        ({"server": {"urls": ["http://a:1"]}, "algo": ["osd"]}, "rejected positions"),
+        ({"server": {"urls": ["http://a:1"]}, "asynchronous": True}, "asynchronous is for drafting in this process"),
+        ({"server": {"urls": ["http://a:1"]}, "pool": "p"}, "pool is for drafting in this process"),
         ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "a:1", "log": "b"}}, "leave one out"),
         ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "nowhere"}}, "listen"),
         (
@@ -250,7 +250,7 @@ def test_sglang_is_given_tensors(go, target, exported):
                 "traffic": {"log": "b"},
                 "baseline_server": {"urls": ["http://b:1"]},
             },
-            "prompts of the stream",
+            "prompts of a stream",
         ),
     ],
 )
@@ -282,7 +282,7 @@ def test_a_log_that_is_not_there(go, engine, tmp_path):
 
 def test_one_engine_for_all(go, engine, target, exported, tmp_path):
     other = LiveEngine(target, exported / "sglang", "sglang")
-    with other, pytest.raises(UsageError, match="for one engine"):
+    with other, pytest.raises(UsageError, match="run different engines"):
         go(engine, server={"urls": [engine.url, other.url]})
 
 
@@ -301,7 +301,7 @@ def test_an_engine_that_fails_for_a_moment_does_not_end_the_proxy(go, engine):
 
 
 def test_clients_are_served_when_learning_has_ended(go, engine, monkeypatch):
-    monkeypatch.setattr("specctl.adaptation.traffic.BACKLOG", 100)
+    monkeypatch.setattr("specctl.adaptation.traffic.MAX_BACKLOG_CHUNKS", 100)
     engine.histograms = {f"v00000{n}": WORSE for n in range(2, 9)}
     result = through_proxy(go, engine, 14)
     assert verdicts(result) == ["rolled back"] * 5 + [None] * 2 and engine.version == "v000001"

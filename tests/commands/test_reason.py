@@ -183,7 +183,7 @@ def stop(monkeypatch):
 
         def interrupted(self, arrival):
             if next(turns) == turn:
-                progress.interrupts.note(15)
+                progress.interrupts.handle(15)
             return answer(self, arrival)
 
         monkeypatch.setattr(Lookahead, "answer", interrupted)
@@ -216,7 +216,7 @@ def test_lines_behind_the_state_are_forgotten(tmp_path, make, tiny, whole):
     again(place, make(), tiny)
     same_runs(place, whole[0])
     (place / "chunks.jsonl").write_text("")
-    with pytest.raises(CheckpointError, match="has lost chunks"):
+    with pytest.raises(CheckpointError, match="lacks chunks"):
         again(place, make(), tiny)
 
 
@@ -255,7 +255,7 @@ def test_a_judge_that_is_down_aligns_nothing(tmp_path, make, tiny, capsys):
     found = learnt(tmp_path / "run", make(algo=["lr"], seeds=[0], reasoning={"judge": judge}), tiny)[0]
     counts = found.judges["lr"]
     assert counts["unanswered"] == counts["asked"] > 0 and counts["aligned"] == counts["identical"]
-    assert capsys.readouterr().err.count("gave no ruling") == 1
+    assert capsys.readouterr().err.count("gave no verdict") == 1
     assert found.modes[2].agreement == found.modes[0].agreement
 
 
@@ -270,7 +270,7 @@ def test_a_lesson_that_is_not_finite_is_told_of(tmp_path, make, tiny, draft, cap
     learning = {"lr": 1e30, "epochs": 2, "batch": 1}
     found = learnt(tmp_path / "run", make(algo=["osd-lr"], seeds=[0], reasoning={"learning": learning}), tiny)[0]
     assert any(row.refused for row in found.per_chunk)
-    assert "osd-lr: chunk 1 taught what is not finite" in capsys.readouterr().err
+    assert "osd-lr: a loss or weight was not finite, so chunk 1" in capsys.readouterr().err
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run", "osd-lr").values())
 
 

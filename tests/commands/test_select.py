@@ -19,7 +19,7 @@ from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.plain import PLAIN
-from specctl.decoding.prompt_features import kind_of
+from specctl.decoding.prompt_features import cluster_of
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import load_target
 from specctl.distillation.prompts import Prompt, Rejections
@@ -35,15 +35,15 @@ from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.measuring import select_contenders
 from specctl.measuring.contenders import Case, measure
-from specctl.measuring.policy_rows import Stream
-from specctl.measuring.select_contenders import SelectContenders, sessions, turns
+from specctl.measuring.policy_rows import StreamAnswers
+from specctl.measuring.select_contenders import SelectContenders, make_sessions, prompt_batches
 from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
+from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN as PLAIN_ARM
 from specctl.selection.assembly import make_selector
-from specctl.selection.guarded import Guarded
-from specctl.selection.recorded.hindsight import walk
+from specctl.selection.recorded.hindsight import round_starts
 from specctl.selection.recorded.table_file import read_table
 from tests.lossless.drafters import own_weights
 from tests.measuring.streams import contents, write_copy, write_head
@@ -131,7 +131,9 @@ def test_speeds_are_against_the_fastest_plain_decoding(tmp_path, prompts, target
     nobody needs a drafter for, runs ahead on a device."""
     run = device_round.DeviceRounds.round
     rounds = []
-    monkeypatch.setattr(device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[0].playing), run(*args)))
+    monkeypatch.setattr(
+        device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[0].active_drafter), run(*args))
+    )
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed"])
     found, _, _ = selected(tmp_path, made, target, {"lookup": pool["lookup"], "suffix": pool["suffix"]})
@@ -156,7 +158,7 @@ def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, 
         began.append(len(captured))
         return measure(*args, **named)
 
-    monkeypatch.setattr(graphs, "available", lambda device, shape: True)
+    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "WARM_UP", 1)
     monkeypatch.setattr(select_contenders, "measure", measured)
@@ -186,7 +188,7 @@ def test_plain_decoding_is_an_arm_of_who_plays_for_seconds(tmp_path, prompts, ta
 
 
 def test_a_router_and_plain_decoding_exclude_each_other(tmp_path, prompts):
-    with pytest.raises(ValidationError, match=r"arms\.plain: a router knows drafters only"):
+    with pytest.raises(ValidationError, match=r"arms\.plain: a router knows only drafters"):
         recipe(prompts, arms={"plain": True}, algo=["router"], router_dir=tmp_path)
 
 
@@ -353,7 +355,7 @@ class Interrupting(Lookup):
     def propose(self, state, budget):
         self.when -= 1
         if not self.when:
-            progress.interrupts.note(signal.SIGTERM)
+            progress.interrupts.handle(signal.SIGTERM)
         return super().propose(state, budget)
 
 
@@ -386,7 +388,7 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, targe
     table = tmp_path / "table.parquet"
     table.write_bytes(b"PAR1")
     taken = made.model_copy(update={"record": table, "overwrite": False})
-    with pytest.raises(UsageError, match=r"table\.parquet exists"):
+    with pytest.raises(UsageError, match=r"table\.parquet already exists"):
         selected(tmp_path, taken, target, pool)
     with pytest.raises(CheckpointError, match=r"table\.parquet"):
         selected(tmp_path, taken.model_copy(update={"resume": True}), target, pool)
@@ -404,17 +406,17 @@ def test_sessions_are_runs_of_one_domain(prompts):
     made = recipe(prompts, session=3, order="mixed")
     made = made.model_copy(update={"data": DataRecipe(domain=["sql", "math"])})
     cases = [case(domain, n) for domain in ("sql", "math") for n in range(7)]
-    found = sessions(cases, made)
+    found = make_sessions(cases, made)
     assert sorted(len(session) for session in found) == [1, 1, 3, 3, 3, 3]
     assert all(len({one.prompt.domain for one in session}) == 1 for session in found)
-    assert found == sessions(cases, made)
-    blocks = sessions(cases, made.model_copy(update={"order": "blocks"}))
+    assert found == make_sessions(cases, made)
+    blocks = make_sessions(cases, made.model_copy(update={"order": "blocks"}))
     assert [one for session in blocks for one in session] == cases != [one for session in found for one in session]
 
 
 def test_a_batch_never_holds_two_prompts_of_a_session():
     stream = [[case("a", n) for n in range(3)], [case("b", n) for n in range(2)], [case("c", 0)]]
-    found = turns(stream, 2)
+    found = prompt_batches(stream, 2)
     assert [[one.prompt.id for one in turn] for turn in found] == [["a0", "b0"], ["a1", "b1"], ["a2"], ["c0"]]
 
 
@@ -466,9 +468,9 @@ def familiar(place, target, drafted):
     for name, asked in drafted.items():
         store = Datastore.of([target.tokenizer(text)["input_ids"] for text in asked])
         prompts = [prompt_ids(target, text) for text in asked]
-        mean, error = kind_of(target, prompts, (target.num_layers,))
+        mean, error = cluster_of(target, prompts, (target.num_layers,))
         told = {"taps": [target.num_layers], "kinds": {"sql": {"mean": mean.tolist(), "error": error}}}
-        made = {"config": retrieval.config(store, target.identity), "tensors": retrieval.tensors(store)}
+        made = {"config": retrieval.checkpoint_config(store, target.identity), "tensors": retrieval.tensors(store)}
         checkpoint.save(place / name, **made, info={"domain": ["sql"], "prompts": told})
     return place
 
@@ -603,7 +605,7 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, target, monkeypatc
 def test_a_hybrid_is_judged_by_its_head(target, pool, monkeypatch):
     """A head that is seldom asked costs little: by its seconds the worst would be the best."""
     head, game = pool["good"], GameRecipe()
-    arms = [Guarded(name, Lookup(4), scored=head) for name in "ab"]
+    arms = [Arm(name, Lookup(4), scored=head) for name in "ab"]
 
     def built(arms, game):
         options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=lambda line: None)
@@ -612,16 +614,25 @@ def test_a_hybrid_is_judged_by_its_head(target, pool, monkeypatch):
     assert built(arms, game).scorer.drafters == [head]
     rules = []
     monkeypatch.setattr("specctl.selection.assembly.Game", lambda policy, given, *_: rules.append(given))
-    for made in (arms, [Guarded("a", head)]):
+    for made in (arms, [Arm("a", head)]):
         built(made, game).new_game(Label("q"))
     built(arms, GameRecipe(loss="throughput")).new_game(Label("q"))
     assert [rule.loss for rule in rules] == ["length", "throughput", "throughput"]
 
 
+@pytest.mark.parametrize(("temperature", "estimator"), [(0.0, "realised"), (1.0, "product")])
+def test_greedy_texts_are_judged_by_their_hits(prompts, target, pool, monkeypatch, temperature, estimator):
+    """Products of γ, a softmax at temperature 1, would promise far too few tokens for the seconds of a head."""
+    monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
+    made = recipe(prompts, game={}, sampling={"temperature": temperature}, baselines=[])
+    game = SelectContenders(made, target, [], pool).selectors["hedgespec"].new_game(Label("q"))
+    assert game.rules.loss == "throughput" and game.rules.estimator == estimator
+
+
 def test_what_cannot_be_beside_is_refused(prompts, tmp_path):
-    with pytest.raises(ValidationError, match="no table knows its rounds"):
+    with pytest.raises(ValidationError, match="no table can replay"):
         recipe(prompts, beside="lookup", record=tmp_path / "t.parquet")
-    with pytest.raises(ValidationError, match="no sizes and shapes"):
+    with pytest.raises(ValidationError, match="leave out draft_nodes and shapes"):
         recipe(prompts, beside="lookup", arms={"draft_nodes": [2]})
     assert recipe(prompts, beside="auto").companion == "retrieval"
     assert recipe(prompts, beside="auto", record=tmp_path / "t.parquet").companion is None
@@ -667,7 +678,7 @@ def test_pools_of_several_sizes(tmp_path, recorded, target, pool):
     assert sizes.keys() == {(n, name) for n in (1, 2) for name in ("hedgespec", "random", "oracle")}
     assert sizes[1, "random"].share_of_best == pytest.approx(1)
     assert sizes[2, "oracle"].mat >= sizes[2, "hedgespec"].mat
-    with pytest.raises(UsageError, match="pool_sizes names 9 arms, the table has 3"):
+    with pytest.raises(UsageError, match="pool_sizes names 9 arms, but the table has 3"):
         selected(tmp_path, made.model_copy(update={"pool_sizes": [9]}), target, pool, rounds=False)
 
 
@@ -677,7 +688,7 @@ def test_an_option_that_a_policys_own_game_overrules_is_told(tmp_path, recorded,
     made = recipe(prompts, replay=table, algo=["normalhedge"], game={"drift": 5.0, "warmup_rounds": 3})
     selected(tmp_path, made, target, pool, rounds=False)
     said = capsys.readouterr().err
-    assert "normalhedge plays a game of its own: game.drift=None;" in said and "warmup" not in said
+    assert "normalhedge uses its own game settings: game.drift=None;" in said and "warmup" not in said
 
 
 def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
@@ -685,7 +696,7 @@ def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
     made = recipe(prompts, replay=table, arms={"names": ["suffix", "good"]})
     found, _, _ = selected(tmp_path, made, target, pool, rounds=False)
     assert found.arms == ["suffix", "good"]
-    with pytest.raises(UsageError, match=r"no gold in the pool.*"):
+    with pytest.raises(UsageError, match=r"the pool has no gold.*"):
         made = recipe(prompts, replay=table, arms={"names": ["gold"]})
         selected(tmp_path / "b", made, target, pool, rounds=False)
 
@@ -733,6 +744,12 @@ def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
     assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
 
 
+def test_drafts_of_metasd_are_of_one_length():
+    """Its block divergence is of N_max positions; heads would end drafts where they are unsure."""
+    drafting = resolve("select", "replicate/metasd", []).drafting
+    assert (drafting.stop_below, drafting.keep_above) == (0, 0)
+
+
 def test_modelled_speeds_pay_for_scoring(tmp_path, prompts, target, recorded):
     """Full information does not look at all arms for nothing, in a replay as little as live."""
     _, table, _ = recorded
@@ -750,11 +767,11 @@ def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
         return Decoded([1], [2] * 41, "length", passes, 40 - passes, 0, 0, [], [], 0.0, seconds)
 
     answers = {"long": [answer(10, 5.0)] * 2, "short": [answer(20, 2.0)] * 2}
-    stream = Stream(answers, [0, 1], ["a", "b"], ["long", "short"], None, True, by)
-    assert stream.best == {"a": best, "b": best} and stream.oracle_mat == (4 if by == "mat" else 2)
+    stream = StreamAnswers(answers, [0, 1], ["a", "b"], ["long", "short"], None, True, by)
+    assert stream.best_arm_of == {"a": best, "b": best} and stream.oracle_mat == (4 if by == "mat" else 2)
     assert stream.share_of_best("long").value == pytest.approx(share)
     assert GameRecipe(loss="throughput" if best == "short" else "length").yardstick == by
-    assert stream.judged == (by == "mat"), "passes beyond those of the fastest arm are no regret"
+    assert stream.has_regret == (by == "mat"), "passes beyond those of the fastest arm are no regret"
 
 
 def test_repeats_make_no_interval_narrower():
@@ -765,7 +782,7 @@ def test_repeats_make_no_interval_narrower():
 
     once = {"policy": answers(12, 20, 13, 30), "arm": answers(10, 18, 12, 20)}
     found = [
-        Stream(
+        StreamAnswers(
             {name: times * own for name, own in once.items()},
             times * [0, 0, 1, 2],
             [f"{repeat} {n}" for repeat in range(times) for n in range(4)],
@@ -802,7 +819,7 @@ def test_a_router_is_taught_the_arms_of_the_pool(tmp_path, recorded, order):
     assert len(examples) == len(QUESTIONS)
     whole = read_table(table)
     best = {order[example.arm] for example in examples}
-    alone = {arm: [int(walk(t.accepted)[whole.arms.index(arm)].sum()) for t in whole.traces] for arm in order}
+    alone = {arm: [int(round_starts(t.accepted)[whole.arms.index(arm)].sum()) for t in whole.traces] for arm in order}
     assert best == {min(order, key=lambda arm: alone[arm][n]) for n in range(len(QUESTIONS))}
     with pytest.raises(CheckpointError, match="no arm gold"):
         router_examples(made, {**paths, "gold": "gold"}, Rejections(tmp_path / "rejected.jsonl", 0.0))
@@ -835,7 +852,7 @@ def test_the_router_plays_what_it_says(tmp_path, prompts, target, pool):
 def test_half_sessions_of_two_domains(prompts):
     made = recipe(prompts, session=4, order="shift")
     made = made.model_copy(update={"data": DataRecipe(domain=["sql", "math"])})
-    found = sessions([case(domain, n) for domain in ("sql", "math") for n in range(4)], made)
+    found = make_sessions([case(domain, n) for domain in ("sql", "math") for n in range(4)], made)
     assert [len(session) for session in found] == [4, 4]
     for session in found:
         domains = [one.prompt.domain for one in session]

@@ -95,7 +95,7 @@ def routing(made, capsys):
     try:
         yield address, found
     finally:
-        progress.interrupts.note(signal.SIGTERM)
+        progress.interrupts.handle(signal.SIGTERM)
         thread.join(20)
         progress.interrupts.reset()
     if isinstance(found[0], BaseException):
@@ -221,7 +221,7 @@ def refused(made, **how):
 def test_servers_of_different_models_are_refused(tokenizer, engines, tmp_path):
     sql, math = engines
     math.model = "other"
-    assert f"{sql.url} serves toy, and {math.url} other" in refused(recipe(tmp_path, sql, math))
+    assert f"{sql.url} serves toy, but {math.url} serves other" in refused(recipe(tmp_path, sql, math))
     math.model, math.shift = "toy", 1.0
     assert "serve different weights" in refused(recipe(tmp_path, sql, math))
     math.shift = 0.0
@@ -231,19 +231,19 @@ def test_servers_of_different_models_are_refused(tokenizer, engines, tmp_path):
             return tokenizer.encode(text, **options)[::-1]
 
     math.tokenizer = Reversed()
-    assert "with another tokenizer than the others" in refused(recipe(tmp_path, sql, math))
+    assert "with a different tokenizer from the other servers" in refused(recipe(tmp_path, sql, math))
 
 
 def test_a_target_that_is_named_is_compared(tokenizer, engines, tmp_path):
     for one in engines:
         one.tokenizer = type("Other", (), {"encode": lambda self, text, **options: [1, 2, 3]})()
     said = refused(recipe(tmp_path, *engines, target={"name": "builtin"}))
-    assert "another tokenizer than that of target builtin" in said
+    assert "a different tokenizer from target builtin" in said
 
 
 def test_a_server_that_is_not_there_is_named(engines, tmp_path):
     made = recipe(tmp_path, engines[0], "http://127.0.0.1:1")
-    with pytest.raises(EngineError, match="no server answers at"):
+    with pytest.raises(EngineError, match="no server responds at"):
         select_served(made, Run.create("select", made, tmp_path))
 
 
@@ -251,12 +251,12 @@ def test_a_server_that_is_not_there_is_named(engines, tmp_path):
     ("settings", "words"),
     [
         (["listen=127.0.0.1:1"], "name them with server"),
-        (["server.urls=http://a", "listen=h:1"], "there is nothing to choose from"),
+        (["server.urls=http://a", "listen=h:1"], "server names only one engine"),
         (["server.urls=http://a,http://b"], "listen is missing"),
         (["server.urls=http://a,http://b", "listen=here"], "listen"),
         (["server.urls=http://a,http://b", "listen=h:1", "algo=cgp-ucb,random"], "by one policy"),
-        (["server.urls=http://a,http://b", "listen=h:1", "pool=drafters"], "pool is about choosing in this process"),
-        (["server.urls=http://a,http://b", "listen=h:1", "sampling.temperature=1"], "sampling is about choosing"),
+        (["server.urls=http://a,http://b", "listen=h:1", "pool=drafters"], "pool is for drafting in this process"),
+        (["server.urls=http://a,http://b", "listen=h:1", "sampling.temperature=1"], "sampling is for drafting"),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings, words):

@@ -70,11 +70,11 @@ def test_two_processes_write_what_one_does(command, two, tmp_path, monkeypatch):
     [
         ("bench", None, None, "for generate, distill, eval, select and train-drafter"),
         ("train-drafter", "features.mode", "online", "set features.mode=cached"),
-        ("eval", "limit", 1, "baseline transformers is for one process"),
-        ("distill", "server.urls", ["http://localhost:1"], "server is for one process"),
-        ("distill", "data.prompts", "-", "an input on stdin is for one process"),
-        ("distill", "log", "answers.jsonl", "log is for one process"),
-        ("select", "record", "table.parquet", "record is for one process"),
+        ("eval", "limit", 1, "baseline transformers works only in one process"),
+        ("distill", "server.urls", ["http://localhost:1"], "server works only in one process"),
+        ("distill", "data.prompts", "-", "an input on stdin works only in one process"),
+        ("distill", "log", "answers.jsonl", "log works only in one process"),
+        ("select", "record", "table.parquet", "record works only in one process"),
         ("generate", "target.device_map", "auto", "exclude each other"),
     ],
 )

@@ -170,7 +170,9 @@ def test_splits_share_no_prompt_whatever_the_seed(name):
 
 def test_asking_for_more_than_there_is_is_an_error_that_says_how_many_there_are():
     small = Domain("small", "one of fifty", DOMAINS["sql"].public, lambda random: f"prompt {random.randrange(50)}")
-    with pytest.raises(PromptsExhausted, match=r"domain small has about \d\d distinct train prompts; 1000 were asked"):
+    with pytest.raises(
+        PromptsExhausted, match=r"domain small has about \d\d distinct train prompts, but 1000 were requested"
+    ):
         list(small.generate(1000, seed=0))
     assert issubclass(PromptsExhausted, ValueError)
 

@@ -33,12 +33,12 @@ def test_sections_and_rules_in_their_order(tmp_path):
     ("text", "message"),
     [
         ("one\n[a]\n", r"fruit\.txt:1: a phrase before the first \[section\]"),
-        ("[a]\none\n\n[a]\ntwo\n", r"fruit\.txt:4: section \[a\] is there twice"),
-        ("[rules]\nfruit: fig\nkiwi\n", r"fruit\.txt:3: neither `name: alternative"),
-        ("[rules]\n| fig\n", r"fruit\.txt:2: goes on with `\|`, but there is no rule above"),
-        ("[rules]\nfruit: fig\nfruit: kiwi\n", r"fruit\.txt:3: rule 'fruit' is there twice"),
-        ("[a]\none\n[b]\n", r"fruit\.txt: nothing stands under b$"),
-        ("[rules]\nfruit:\n", r"fruit\.txt: nothing stands under fruit$"),
+        ("[a]\none\n\n[a]\ntwo\n", r"fruit\.txt:4: section \[a\] occurs twice"),
+        ("[rules]\nfruit: fig\nkiwi\n", r"fruit\.txt:3: expected `name: alternative"),
+        ("[rules]\n| fig\n", r"fruit\.txt:2: continues a rule with `\|`, but there is no rule above"),
+        ("[rules]\nfruit: fig\nfruit: kiwi\n", r"fruit\.txt:3: rule 'fruit' is defined twice"),
+        ("[a]\none\n[b]\n", r"fruit\.txt: no phrases under b$"),
+        ("[rules]\nfruit:\n", r"fruit\.txt: no phrases under fruit$"),
     ],
 )
 def test_a_mistake_is_named_with_its_line(tmp_path, text, message):

@@ -34,7 +34,7 @@ def test_it_is_the_formula(monkeypatch, padded, rows, shape, gaps):
         BASE, rows, device="cpu", dtype=torch.float32, visible=visible if shape == "tree" else None,
         depth=torch.zeros(3, rows, dtype=torch.long) if shape == "tree" else None,
     )  # fmt: skip
-    plan = plan.without(gaps, torch.float32)
+    plan = plan.without_slots(gaps, torch.float32)
     q = torch.randn(3, rows, HEADS, DIM)
     found = attend(q, cache, LAYER, plan, 0.3).view(3, rows, HEADS, DIM)
     assert len(plan.blocks(HEADS // KV)) == (3 if padded == 0 else 1)
@@ -60,7 +60,7 @@ def test_a_sequence_alone_reads_nothing_of_its_gap(rows):
     q = torch.randn(1, rows, HEADS, DIM)
     expected = torch.cat((cache.store[:, :, : gap.start], cache.store[:, :, gap.stop : end]), 2)
     cache.store[:, :, gap.start : gap.stop] = torch.nan
-    found = attend(q, cache, LAYER, plan.without([gap], torch.float32), 0.3)
+    found = attend(q, cache, LAYER, plan.without_slots([gap], torch.float32), 0.3)
     dense = KVCache(2, 1, KV, end - len(gap), DIM, dtype=torch.float32, device="cpu")
     dense.store.copy_(expected)
     plan = plan_rows([40 - len(gap)], rows, device="cpu", dtype=torch.float32)

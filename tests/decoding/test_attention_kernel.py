@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding import attention, loop
+from specctl.decoding import attention, offline
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import attend
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.errors import UsageError
-from specctl.kernels import reference, trial
+from specctl.kernels import reference, self_check
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -73,11 +73,11 @@ PLANS = {
     "device chain": lambda: device([40, 0, 17], 5, 5, chain=True),
     "device tree": lambda: device([40, 0, 17], 5, 5),
     "a level of a tree": lambda: device([40, 0, 17], 4, 12),
-    "window": lambda: host([40, 3, 17], 5).within(9, FP32),
-    "window of one row": lambda: host([40], 1).within(9, FP32),
-    "window of a tree": lambda: device([40, 0, 17], 4, 12).within(13, FP32),
+    "window": lambda: host([40, 3, 17], 5).with_window(9, FP32),
+    "window of one row": lambda: host([40], 1).with_window(9, FP32),
+    "window of a tree": lambda: device([40, 0, 17], 4, 12).with_window(13, FP32),
     "one of several rows": lambda: device([40, 0, 17], 5, 5, chain=True).row(torch.tensor([4, 0, 2])),
-    "and its window": lambda: device([40, 0, 17], 5, 5).within(9, FP32).row(torch.tensor([1, 0, 3])),
+    "and its window": lambda: device([40, 0, 17], 5, 5).with_window(9, FP32).row(torch.tensor([1, 0, 3])),
 }
 
 
@@ -104,10 +104,10 @@ def test_attention_is_that_of_the_mask(monkeypatch, kernel, name):
 
 def test_skipped_slots_have_a_mask(kernel):
     gaps = [range(0), range(1, 3), range(4, 15)]
-    expected = host([40, 3, 17], 5).without(gaps, FP32)
+    expected = host([40, 3, 17], 5).without_slots(gaps, FP32)
     kernel()
-    assert torch.equal(host([40, 3, 17], 5).without(gaps, FP32).mask, expected.mask)
-    assert host([40, 3, 17], 5).without([range(0)] * 3, FP32).mask is None
+    assert torch.equal(host([40, 3, 17], 5).without_slots(gaps, FP32).mask, expected.mask)
+    assert host([40, 3, 17], 5).without_slots([range(0)] * 3, FP32).mask is None
 
 
 def test_what_is_packed_best_by_pytorch_stays_there(kernel):
@@ -130,7 +130,7 @@ class Guess:
         for row in state.rows:
             answer = self.answers[tuple(row.ids[: row.prompt_length])][len(row.output) :]
             right = [*answer[:2], 7] if len(row.ids) % 3 else [9, 9, 9]
-            right = right[: max(min(row.room, budget - 3), 0)]
+            right = right[: max(min(row.draft_room, budget - 3), 0)]
             if self.chain:
                 drafts.append((right, list(range(-1, len(right) - 1))))
             else:  # beside each of them a wrong one, in front of it
@@ -158,16 +158,16 @@ def test_texts_are_those_of_pytorchs_attention(small, prompts, kernel, chain):
     """In fp32, of a ragged batch of the built-in target: plain, and with drafts of which some are wrong."""
     short = [prompts[0], prompts[1][:40]]
     how = dict(sampling=[GREEDY, Sampling(0.8, 40, 0.9)], max_new_tokens=[7, 6], seeds=[1, 2])
-    plain = loop.decode(small, short, **how)
+    plain = offline.decode(small, short, **how)
     calls = kernel()
     if chain:
-        assert [one.output_ids for one in loop.decode(small, short, **how)] == [one.output_ids for one in plain]
+        assert [one.output_ids for one in offline.decode(small, short, **how)] == [one.output_ids for one in plain]
     answers = {tuple(one.prompt_ids): one.output_ids for one in plain}
-    drafted = loop.decode(small, short, drafter=Guess(answers, chain), **how)
+    drafted = offline.decode(small, short, drafter=Guess(answers, chain), **how)
     assert [one.output_ids for one in drafted] == [one.output_ids for one in plain]
     assert sum(one.accepted for one in drafted) > 3
     assert max(args[0].shape[1] for args in calls) > 2
-    assert any(args[2].bits is not None for args in calls) != chain
+    assert any(args[2].ancestor_bits is not None for args in calls) != chain
 
 
 def test_exact_mode_is_exact(small, prompts, kernel, monkeypatch):
@@ -183,11 +183,13 @@ def test_exact_mode_is_exact(small, prompts, kernel, monkeypatch):
 
     monkeypatch.setattr(small, "step", watched)
     how = dict(sampling=GREEDY, max_new_tokens=9, seeds=[0], exact=True)
-    plain = loop.decode(small, prompts[:1], **how)[0]
+    plain = offline.decode(small, prompts[:1], **how)[0]
     text = plain.prompt_ids + plain.output_ids
     alone = {start: logits[0] for start, _, logits in steps}
     steps.clear()
-    drafted = loop.decode(small, prompts[:1], drafter=Guess({tuple(plain.prompt_ids): plain.output_ids}, True), **how)
+    drafted = offline.decode(
+        small, prompts[:1], drafter=Guess({tuple(plain.prompt_ids): plain.output_ids}, True), **how
+    )
     assert drafted[0].output_ids == plain.output_ids
     inside = 0
     for start, tokens, logits in steps:
@@ -212,7 +214,9 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
     attention._tried.cache_clear()
     try:
         wrong = torch.zeros(1, 1, 4, 16), torch.zeros(1, 3, 4, 16)
-        with pytest.warns(UserWarning, match="attention on cpu is PyTorch's: 4 and 2 heads of 16"):
+        with pytest.warns(
+            UserWarning, match="attention on cpu runs in PyTorch: 4 query and 2 KV heads of dimension 16"
+        ):
             assert not attention.served(*wrong)
         count = len(tried)
         right = torch.zeros(1, 1, 4, 8), torch.zeros(1, 3, 4, 8)
@@ -244,7 +248,7 @@ def test_a_kernel_that_raises_leads_back_to_the_mask(monkeypatch, kernel):
     monkeypatch.setattr(kernels, "attention", refuse)
     monkeypatch.setattr(attention, "_refused", set())
     attention._tried.cache_clear()
-    with pytest.warns(UserWarning, match="6 and 2 heads of 8 in torch.float32 fail: no such heads"):
+    with pytest.warns(UserWarning, match="6 query and 2 KV heads of dimension 8 in torch.float32 fail: no such heads"):
         torch.testing.assert_close(attend(q, cache, 0, plan, 0.3), expected, rtol=1e-5, atol=1e-5)
     attention._tried.cache_clear()
 
@@ -256,24 +260,24 @@ def test_the_trial_sees_one_wrong_bit():
     def changed(change):
         return lambda q, rows, ancestry, span, scale: reference.attention(q, rows, *change(ancestry, span), scale)
 
-    assert trial.attention_shortcoming(reference.attention, *how) is None
+    assert self_check.attention_mismatch(reference.attention, *how) is None
     wrong = [
-        lambda a, span: (a if a.bits is None else a._replace(bits=a.bits | 2), span),
+        lambda a, span: (a if a.ancestor_bits is None else a._replace(ancestor_bits=a.ancestor_bits | 2), span),
         lambda a, span: (a._replace(base=a.base.clamp(min=1)), span),
         lambda a, span: (a._replace(first=(a.base[:, None] > 200) * torch.full((3, 1), 128)), span),
     ]
     for change in wrong:
-        assert "not what the reference" in trial.attention_shortcoming(changed(change), *how)
+        assert "a different result from the reference" in self_check.attention_mismatch(changed(change), *how)
 
 
 def test_the_trial_sees_a_wrong_page():
     how = (CPU, torch.bfloat16, 8, 2, 16)
-    assert trial.attention_shortcoming(reference.attention, *how, paged=True) is None
+    assert self_check.attention_mismatch(reference.attention, *how, paged=True) is None
 
     def of_a_neighbour(*args):
         return reference.attention(*args[:5], args[5].roll(1, 0))
 
-    assert "not what the reference" in trial.attention_shortcoming(of_a_neighbour, *how, paged=True)
+    assert "a different result from the reference" in self_check.attention_mismatch(of_a_neighbour, *how, paged=True)
 
 
 def test_who_decides(monkeypatch):

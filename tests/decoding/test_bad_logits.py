@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target

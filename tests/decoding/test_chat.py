@@ -55,7 +55,7 @@ def test_ids_are_those_of_the_tokenizer(render, tokenizer):
         ("{{ range(10 ** 9) | list }}", "OverflowError"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("{{ raise_exception('x\\n' * 9999) }}", "x x x"),
-        ("", "no token"),
+        ("", "to no tokens"),
     ],
 )
 def test_a_template_that_fails(render, template, says):
@@ -90,7 +90,7 @@ def test_a_target_goes_on_behind_a_failure_and_follows_its_tokenizer(target, mon
     with monkeypatch.context() as patch:
         patch.setattr(target.tokenizer, "chat_template", "{{ raise_exception(messages[0].content) }}")
         for text in ("one", "two"):
-            with pytest.raises(ChatTemplateError, match=f"refuses it: {text}"):
+            with pytest.raises(ChatTemplateError, match=f"rejects a conversation: {text}"):
                 target.render([{"role": "user", "content": text}])
         patch.setattr(target.tokenizer, "chat_template", "{{ 'a' * 10 ** 12 }}")
         with pytest.raises(CheckpointError):

@@ -16,13 +16,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from specctl import kernels
-from specctl.decoding import attention, engine, loop
+from specctl.decoding import attention, engine, offline
 from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.device.resident import ancestors
-from specctl.decoding.device.rooms import Room, RoomKey, Rooms
+from specctl.decoding.device.device_batch import ancestors
+from specctl.decoding.device.kept_caches import CacheKey, KeptCache, KeptCaches
 from specctl.decoding.models import linear
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.paged import PagedCache
@@ -79,7 +79,7 @@ def tiny(tiny_directory):
 def decode(target, prompts=PROMPTS, **more):
     count = len(prompts)
     options = dict(max_new_tokens=NEW[:count], seeds=[1, 2, 3, 4, 5][:count], share_rows=False) | more
-    return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in loop.decode(target, prompts, **options)]
+    return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in offline.decode(target, prompts, **options)]
 
 
 EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "sliding_window": 64}
@@ -107,7 +107,7 @@ def eagle3(target, shape, words=WORDS, num_heads=4, **options):
 
 
 def eagle1(target, shape):
-    drafter = eagle.drafter(eagle.build(TrainRecipe(), target, None), target, DraftingRecipe())
+    drafter = eagle.make_drafter(eagle.build(TrainRecipe(), target, None), target, DraftingRecipe())
     drafter.shape, drafter.head.bias = shape, target.model.head.bias
     return drafter
 
@@ -124,20 +124,20 @@ def small_lm(target, proposal):
     torch.manual_seed(0)
     for weight in model.parameters():
         weight.data += 0.3 * weight.std(correction=0) * torch.randn_like(weight)
-    drafter = lm.drafter(LM(model), target, DraftingRecipe(depth=4, stop_below=0.0, proposal=proposal))
+    drafter = lm.make_drafter(LM(model), target, DraftingRecipe(depth=4, stop_below=0.0, proposal=proposal))
     drafter.model.head.bias = target.model.head.bias
     return drafter
 
 
 def depth_heads(target, family, shape, words=WORDS):
     """Heads that start from the target, disturbed: blocks start at zero."""
-    own = pool.family(family)
+    own = pool.family_module(family)
     torch.manual_seed(0)
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(draft_heads=4, vocab_size=words and len(words)))
     module = own.build(recipe, target, lambda size: words)
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
-    drafter = own.drafter(module.eval(), target, DraftingRecipe(**vars(shape)))
+    drafter = own.make_drafter(module.eval(), target, DraftingRecipe(**vars(shape)))
     if drafter.ids is None:
         for head in drafter.heads:
             head.bias = target.model.head.bias
@@ -424,7 +424,7 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention, keeps):
     monkeypatch.setenv("SPECCTL_ATTENTION", attention)
     monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
-    rounds = loaded(tiny, drafters(name), sampling, monkeypatch, keeps=keeps)
+    rounds = loaded(tiny, drafters(name), sampling, monkeypatch, keeps_hidden=keeps)
     with torch.inference_mode(), NoHost(monkeypatch):
         rounds.round(rounds.state.capacity)
 
@@ -521,7 +521,7 @@ def graphs_on(monkeypatch):
             captured.append(run)
             return SimpleNamespace(replay=lambda: replay(run), pool=lambda: "pool")
 
-        monkeypatch.setattr(graphs, "available", lambda device, shape: (device, shape) not in graphs._refused)
+        monkeypatch.setattr(graphs, "may_capture", lambda device, shape: (device, shape) not in graphs._refused)
         monkeypatch.setattr(graphs, "capture", capture)
         monkeypatch.setattr(graphs, "_refused", set())
         return captured
@@ -548,6 +548,7 @@ def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypat
     """Three of eight texts end before the graph is captured; their rows all write to the page of rows without a text,
     and what they read there differs from run to run. That says nothing about the graph."""
     monkeypatch.setenv("SPECCTL_KV", "paged")
+    monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")  # PyTorch's reads that page as zeros
     monkeypatch.setattr(tiny, "_pool", None)
     torch.manual_seed(0)
 
@@ -562,10 +563,10 @@ def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypat
     how = dict(sampling=HOT, seeds=[*range(8)], max_new_tokens=[2, 3, 2, *[30] * 5], share_rows=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        texts = loop.decode(tiny, prompts, drafter=drafters(name), **how)
+        texts = offline.decode(tiny, prompts, drafter=drafters(name), **how)
     assert captured and texts[-1].replays > 0
     monkeypatch.setenv("SPECCTL_KV", "contiguous")
-    plain = loop.decode(tiny, prompts, **how)
+    plain = offline.decode(tiny, prompts, **how)
     assert [text.output_ids for text in texts] == [text.output_ids for text in plain]
 
 
@@ -578,15 +579,15 @@ def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, 
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host = [decode(tiny, one, drafter=drafter, **how) for one in ask]
     monkeypatch.delenv("SPECCTL_GRAPHS")
-    captured, rooms = graphs_on(), Rooms()
+    captured, kept_caches = graphs_on(), KeptCaches()
     for one, wanted in zip(ask, host, strict=True):
-        assert decode(tiny, one, drafter=drafter, rooms=rooms, **how) == wanted
+        assert decode(tiny, one, drafter=drafter, kept_caches=kept_caches, **how) == wanted
     assert len(captured) == 1
-    decode(tiny, [prompt for (prompt,) in ask], drafter=drafter, rooms=rooms, **how)
+    decode(tiny, [prompt for (prompt,) in ask], drafter=drafter, kept_caches=kept_caches, **how)
     assert len(captured) > 1
     other, before = drafters("eagle3 chain"), len(captured)
     for one in ask:
-        decode(tiny, one, drafter=other, rooms=rooms, **how)
+        decode(tiny, one, drafter=other, kept_caches=kept_caches, **how)
     assert len(captured) == before + 1
 
 
@@ -597,44 +598,46 @@ def test_a_room_that_has_no_place_for_a_text_is_made_larger(tiny, drafters, grap
     host = [decode(tiny, one, drafter=drafter, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])]
     monkeypatch.delenv("SPECCTL_GRAPHS")
     graphs_on()
-    rooms = Rooms()
+    kept_caches = KeptCaches()
     assert [
-        decode(tiny, one, drafter=drafter, rooms=rooms, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])
+        decode(tiny, one, drafter=drafter, kept_caches=kept_caches, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])
     ] == host
 
 
 def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_on, monkeypatch):
     """A drafter that was made to forget has other keys and values, and the room's graphs are not its own."""
     drafter, how = drafters("eagle3 tree"), {"sampling": GREEDY, "max_new_tokens": 20}
-    captured, rooms = graphs_on(), Rooms()
-    first = decode(tiny, PROMPTS, drafter=drafter, rooms=rooms, slots=1, **how)
-    (room,) = rooms._rooms.values()
+    captured, kept_caches = graphs_on(), KeptCaches()
+    first = decode(tiny, PROMPTS, drafter=drafter, kept_caches=kept_caches, slots=1, **how)
+    (room,) = kept_caches._caches.values()
     drafter.invalidate(room.state)
     before = len(captured)
-    assert decode(tiny, PROMPTS, drafter=drafter, rooms=rooms, slots=1, **how) == first
+    assert decode(tiny, PROMPTS, drafter=drafter, kept_caches=kept_caches, slots=1, **how) == first
     assert len(captured) > before
 
 
 def test_rooms_are_few():
     """Those that were used last stay."""
-    rooms, plain = Rooms(), object()
-    rooms.take("target", plain, fit := RoomKey(1, (), False, True))
+    kept_caches, plain = KeptCaches(), object()
+    kept_caches.take("target", plain, fit := CacheKey(1, (), False, True))
     for batch in (1, 2, 3):
-        rooms.keep(fit._replace(batch=batch), Room(SimpleNamespace(nbytes=8, device=torch.device("cpu")), None))
-    assert rooms.take("target", plain, fit) is None
-    assert rooms.take("target", plain, fit._replace(batch=3)) is not None
-    assert rooms.take("another target", plain, fit._replace(batch=2)) is None
+        kept_caches.keep(
+            fit._replace(batch=batch), KeptCache(SimpleNamespace(nbytes=8, device=torch.device("cpu")), None)
+        )
+    assert kept_caches.take("target", plain, fit) is None
+    assert kept_caches.take("target", plain, fit._replace(batch=3)) is not None
+    assert kept_caches.take("another target", plain, fit._replace(batch=2)) is None
 
 
 def test_a_shape_that_fails_leaves_the_others_their_graphs(monkeypatch):
     gpu, seven = torch.device("cuda", 7), ("Eagle3Drafter", 64)
     monkeypatch.setattr(graphs, "_refused", set())
     graphs.refuse(gpu, seven)
-    assert not graphs.available(gpu, seven)
-    assert graphs.available(gpu, ("Eagle3Drafter", 1)) and graphs.available(torch.device("cuda", 6), seven)
+    assert not graphs.may_capture(gpu, seven)
+    assert graphs.may_capture(gpu, ("Eagle3Drafter", 1)) and graphs.may_capture(torch.device("cuda", 6), seven)
     for batch in (1, 2):
         graphs.refuse(gpu, ("NoDraft", batch))
-    assert not graphs.available(gpu, ("NoDraft", 3)), "nothing works there"
+    assert not graphs.may_capture(gpu, ("NoDraft", 3)), "nothing works there"
 
 
 def raising(*args):
@@ -676,7 +679,7 @@ def test_the_end_is_known_one_round_late(tiny, drafters, on_device, monkeypatch)
         ended = {row.index for row in self.state.rows if row.stop is not None}
         lengths = {row.index: len(row.ids) for row in self.state.rows}
         found = book(self)
-        late.extend(index for index in ended if self.under_way is not None)
+        late.extend(index for index in ended if self.pending is not None)
         assert all(len(row.ids) == lengths[row.index] for row in self.state.rows if row.index in ended)
         assert all(len(row.ids) > lengths[row.index] for row in self.state.rows if row.index not in ended)
         return found
@@ -704,7 +707,9 @@ def test_rounds_go_with_their_stream(tiny, drafters, graphs_on, monkeypatch):
     monkeypatch.setattr(device_round.DeviceRounds, "load", lambda self: (found.append(weakref.ref(self)), load(self)))
     gc.disable()
     try:
-        texts = loop.stream(tiny, PROMPTS, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * 5, drafter=drafters("lm"))
+        texts = offline.stream(
+            tiny, PROMPTS, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * 5, drafter=drafters("lm")
+        )
         next(texts)
         assert found[0]() is not None
         texts.close()

@@ -9,7 +9,7 @@ from specctl.decoding import engine as engine_module
 from specctl.decoding import state as state_module
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Label, Request
@@ -103,8 +103,8 @@ def test_texts_come_and_go(tiny, monkeypatch, name, seed, rounds):
     own = drafter if name == "lm sampled" else None  # the ratio rule's texts depend on the drafter, plain ones do not
     expected = [alone(tiny, request, own) for request in asked]
     monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
-    monkeypatch.setattr(state_module, "ROOM", 4)
-    monkeypatch.setattr(engine_module, "AHEAD", 20)
+    monkeypatch.setattr(state_module, "GROWTH", 4)
+    monkeypatch.setattr(engine_module, "TWO_ROUNDS_TOKENS", 20)
     engine = Engine(tiny, drafter=drafter, slots=rng.choice([None, 2, 4]), share_rows=False)
     told, cancelled, waiting = {}, set(), list(asked)
     while waiting or engine.busy:
@@ -134,18 +134,18 @@ def test_what_waits_can_be_cancelled(tiny):
     drain(engine, told)
     assert told[second][0] == [] and told[second][1][0].ended.stop == "cancelled"
     assert told[first][1][0].ended.stop in ("eos", "length")
-    with pytest.raises(UsageError, match="text 0 has ended"):
+    with pytest.raises(UsageError, match="sequence 0 has ended"):
         engine.cancel(first)
-    with pytest.raises(UsageError, match="there is no text 7"):
+    with pytest.raises(UsageError, match="there is no sequence 7"):
         engine.cancel(7)
 
 
 BAD = {
     "0 tokens": Request([], GREEDY, 4),
     "takes 1 to": Request([40] * 10_000, GREEDY, 4),
-    "a prompt holds id -1": Request([40, -1], GREEDY, 4),
-    "a prompt holds id 99999": Request([99999], GREEDY, 4),
-    "ends holds id 99999": Request([40], GREEDY, 4, ends=frozenset({99999})),
+    "a prompt contains token id -1": Request([40, -1], GREEDY, 4),
+    "a prompt contains token id 99999": Request([99999], GREEDY, 4),
+    "ends contains token id 99999": Request([40], GREEDY, 4, ends=frozenset({99999})),
     "max_new_tokens is 0": Request([40], GREEDY, 0),
 }
 
@@ -313,7 +313,7 @@ def test_a_text_that_fails_in_its_prompt_is_let_go(tiny, monkeypatch):
 
 def test_room_is_made_as_texts_get_longer(tiny, monkeypatch):
     """Not for as many tokens as they might have; and what was kept is still there."""
-    monkeypatch.setattr(state_module, "ROOM", 8)
+    monkeypatch.setattr(state_module, "GROWTH", 8)
     request = Request([40, 41], Sampling(1.0, 0, 1.0), 400, 0, frozenset())
     monkeypatch.setattr(tiny, "eos_ids", frozenset())
     engine = Engine(tiny, drafter=eagle3(tiny, SHAPES["tree"]))

@@ -18,11 +18,11 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models import gguf_file, gguf_target, gguf_tokenizer, identity
-from specctl.decoding.models.ends import load_ends
+from specctl.decoding.models.layerless import load_layerless
 from specctl.decoding.models.loading import builtin_path, is_hub_id, load_config, load_model, load_tokenizer
 from specctl.decoding.models.parallel import Slice, load_slice
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
@@ -199,7 +199,7 @@ def test_logits_and_texts_are_those_of_transformers(directories, tmp_path, name)
 def test_the_ends_and_slices_of_a_file_are_those_of_the_whole(directories, tmp_path):
     original = write(directories("llama-bias"), tmp_path / "m.gguf", Kind.Q8_0)
     name, options = str(tmp_path / "m.gguf"), {"device": CPU, "dtype": torch.float32}
-    ends = load_ends(name, **options)
+    ends = load_layerless(name, **options)
     assert torch.equal(ends.get_input_embeddings().weight, original.get_input_embeddings().weight)
     parts = [load_slice(name, load_config(name), Slice(rank, 2), **options) for rank in range(2)]
     for projection, side in (("q_proj", 0), ("o_proj", 1)):
@@ -296,14 +296,14 @@ def test_a_cache_that_cannot_be_written_is_told_of(file, tmp_path, monkeypatch):
         ({"arch": "gemma3"}, ["'gemma3'", "llama, qwen2, qwen3"]),
         ({"leave_out": ["blk.1.attn_k.weight"]}, ["lacks", "blk.1.attn_k.weight"]),
         ({"leave_out": ["token_embd.weight"]}, ["lacks", "token_embd.weight"]),
-        ({"beside": "blk.0.attn_sinks.weight"}, ["blk.0.attn_sinks.weight", "no place"]),
+        ({"beside": "blk.0.attn_sinks.weight"}, ["blk.0.attn_sinks.weight", "does not have"]),
         ({"feed_forward_length": 97}, ["blk.0.ffn_gate.weight", "[96, 64]", "[97, 64]"]),
-        ({"feed_forward_length": None}, ["lack llama.feed_forward_length"]),
+        ({"feed_forward_length": None}, ["lacks llama.feed_forward_length"]),
         ({"block_count": 10**6}, ["block_count", "1000"]),
         ({"attention.head_count": 0}, ["attention.head_count is 0"]),
         ({"expert_count": 8}, ["expert_count is 8"]),
         ({"tokenizer": False}, ["no tokenizer"]),
-        ({"tokenizer.model": "bert"}, ["'bert'", "gpt2, llama"]),
+        ({"tokenizer.model": "bert"}, ["'bert'", "gpt2 or llama"]),
         ({"tokenizer.pre": "youtu"}, ["'youtu'", "qwen2"]),
         ({"tokenizer.eos": 10**6}, ["eos_token_id is 1000000"]),
     ],
@@ -330,17 +330,17 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        (b"", "no GGUF file"),
-        (b"PK\x03\x04 and so on", "no GGUF file"),
+        (b"", "not a GGUF file"),
+        (b"PK\x03\x04 and so on", "not a GGUF file"),
         (b"GGUF" + struct.pack(">I", 3) + bytes(99), "big-endian"),
         (b"GGUF" + struct.pack("<IQQ", 1, 0, 0), "version 1"),
-        (pairs()[:20], "ends within its header"),
-        (pairs(count=2**62), "more than it has room for"),
-        (pairs(tensors=2**63), "more than it has room for"),
-        (pairs(key(b"a", 9, struct.pack("<IQ", 0, 2**63))), "more than it has room for"),
-        (pairs(key(b"a", 9, struct.pack("<IQ", 8, 2**60))), "more than it has room for"),
+        (pairs()[:20], "ends inside its header"),
+        (pairs(count=2**62), "more than fit in the file"),
+        (pairs(tensors=2**63), "more than fit in the file"),
+        (pairs(key(b"a", 9, struct.pack("<IQ", 0, 2**63))), "more than fit in the file"),
+        (pairs(key(b"a", 9, struct.pack("<IQ", 8, 2**60))), "more than fit in the file"),
         (pairs(key(b"a", 9, struct.pack("<IQ", 9, 1) + bytes(99))), "type 9"),
-        (pairs(key(b"a", 8, struct.pack("<Q", 2**64 - 1))), "more than it has room for"),
+        (pairs(key(b"a", 8, struct.pack("<Q", 2**64 - 1))), "more than fit in the file"),
         (pairs(key(b"a", 8, struct.pack("<Q", 1) + b"\xff")), "not UTF-8"),
         (pairs(key(b"a", 77, bytes(9))), "type 77"),
         (pairs(key(b"general.alignment", 4, struct.pack("<I", 0))), "general.alignment"),

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from specctl.decoding.models import identity
-from specctl.decoding.models.identity import weights_digest, with_weights
+from specctl.decoding.models.identity import weights_digest, with_weights_digest
 from specctl.decoding.models.loading import load_config, load_tokenizer, location
 from specctl.errors import CheckpointError
 
@@ -60,8 +60,8 @@ def test_a_directory_without_weights_has_none(tmp_path):
 
 def test_what_was_kept_before_says_nothing_of_weights():
     now = {"target": {"name": "m", "weights": "ab"}}
-    assert with_weights({"target": {"name": "m"}}, now) == now
-    assert with_weights({"target": {"name": "m", "weights": "cd"}}, now)["target"]["weights"] == "cd"
+    assert with_weights_digest({"target": {"name": "m"}}, now) == now
+    assert with_weights_digest({"target": {"name": "m", "weights": "cd"}}, now)["target"]["weights"] == "cd"
 
 
 @pytest.mark.parametrize(

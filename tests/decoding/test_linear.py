@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from specctl.decoding import loop
+from specctl.decoding import offline
 from specctl.decoding.models import linear
 from specctl.decoding.models.linear import LARGEST, ROUNDED, DraftLinear, Linear, VocabularyHead, fits_half
 from specctl.decoding.sampling import Sampling
@@ -118,6 +118,29 @@ def test_logits_on_a_gpu_are_in_fp32(monkeypatch, dtype, bias):
             assert logits.dtype == torch.float32 and logits.shape == (*shape, 16)
 
 
+def _missing(*args, **options):
+    raise TypeError("mm() got an unexpected keyword argument 'out_dtype'")
+
+
+PRODUCTS = {
+    "kept": lambda x, y, out_dtype, mm=torch.mm: mm(x.to(out_dtype), y.to(out_dtype)),
+    "rounded": lambda x, y, out_dtype, mm=torch.mm: mm(x, y).to(out_dtype),
+    "missing": _missing,
+}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_a_gpu_is_asked_whether_it_keeps_sums(monkeypatch, product):
+    """One that is not here: logits are fp32 where torch has such products for it, and they are not rounded."""
+    full = torch.full
+    monkeypatch.setattr(torch, "full", lambda *args, device, **options: full(*args, **options))
+    monkeypatch.setattr(torch, "mm", PRODUCTS[product])
+    asked = linear._keeps_sums.__wrapped__
+    for dtype in (torch.bfloat16, torch.float16):
+        assert asked(torch.device("cuda"), dtype) == (product == "kept")
+    assert not asked(torch.device("cpu"), torch.bfloat16) and not asked(torch.device("cuda"), torch.float32)
+
+
 @pytest.fixture
 def sums(monkeypatch):
     """The CPU keeps the sums of products in half precision, as a GPU does."""
@@ -156,7 +179,7 @@ def test_texts_of_such_logits_are_those_of_plain_decoding(sums, tiny_directory, 
         return said
 
     target.step = watched
-    texts = [loop.decode(target, [[5, 9, 30], [8, 4]], drafter=who, **how) for who in (None, drafter)]
+    texts = [offline.decode(target, [[5, 9, 30], [8, 4]], drafter=who, **how) for who in (None, drafter)]
     assert kinds == {torch.float32} and texts[1][0].drafted > 0
     if proposal == "deterministic":
         assert [text.output_ids for text in texts[0]] == [text.output_ids for text in texts[1]]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specctl.decoding import metrics
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
 
@@ -129,4 +129,4 @@ def test_bootstrap_covers_the_mean():
     ],
 )
 def test_a_speedup_above_its_mat_is_none(speedup, interval, mat, reason):
-    assert metrics.unusable(speedup, interval, mat) == reason
+    assert metrics.why_unusable(speedup, interval, mat) == reason

@@ -14,7 +14,7 @@ from specctl.decoding.device import rounds as device_round
 from specctl.decoding.engine import SHARED_ROWS, Engine
 from specctl.decoding.models import lean, linear
 from specctl.decoding.paged import PagedCache
-from specctl.decoding.pages import IDLE, Form, PagePool, budget, pages_for
+from specctl.decoding.pages import SCRATCH_PAGE, PagePool, PoolLayout, budget, pages_for
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
@@ -24,7 +24,7 @@ from specctl.kernels import PAGE
 from tests.decoding.test_device_round import SHAPES, WORDS, NoHost, depth_heads, eagle3, loaded
 
 CPU = torch.device("cpu")
-FORM = Form(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
+FORM = PoolLayout(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
 
 
 @pytest.fixture(scope="module")
@@ -95,10 +95,10 @@ def texts(target, asked, watch=None, **options):
 def no_page_is_two_texts(engine):
     cache = engine.state.cache
     used = [page for lease in cache.leases if lease is not None for page in lease.pages]
-    assert len({*used}) == len(used) and IDLE not in used
+    assert len({*used}) == len(used) and SCRATCH_PAGE not in used
     for row, lease, table in zip(engine.state.rows, cache.leases, cache.table.tolist(), strict=True):
         taken = [] if lease is None else lease.pages
-        assert table == taken + [IDLE] * (len(table) - len(taken))
+        assert table == taken + [SCRATCH_PAGE] * (len(table) - len(taken))
         assert (row.stop is None) == (lease is not None), "what has ended has no pages, what has not has some"
         assert lease is None or len(taken) * PAGE >= len(row.ids)
 
@@ -108,7 +108,7 @@ def no_page_is_two_texts(engine):
 @pytest.mark.parametrize("name", MADE)
 def test_texts_are_those_of_contiguous_ones(tiny, pages, monkeypatch, name, mode, attention):
     """Token for token in fp32, of texts that come, grow over pages and go; rounds of the host and of the device."""
-    monkeypatch.setattr(state_module, "ROOM", 140)
+    monkeypatch.setattr(state_module, "GROWTH", 140)
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
     monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
     monkeypatch.setenv("SPECCTL_KV", "contiguous")
@@ -195,7 +195,7 @@ def test_a_text_that_never_fits_is_refused_alone(tiny, pages):
     pages(4)
     engine = Engine(tiny)
     engine.add(Request([5, 6], GREEDY, 20, 0))
-    with pytest.raises(DataError, match="more keys and values than there is memory for"):
+    with pytest.raises(DataError, match="does not fit in memory"):
         engine.add(Request([5] * 100, GREEDY, 150, 0))
     ends = [event for _ in range(30) for event in engine.step() if event.ended is not None]
     assert [len(event.ended.output_ids) for event in ends] == [20]
@@ -209,7 +209,7 @@ def test_a_text_does_not_wait_for_those_of_others_for_ever(tiny, pages):
     other.step()
     engine.add(Request([5, 6], GREEDY, 20, 0))
     (event,) = engine.step()
-    assert isinstance(event.error, DataError) and "others hold it" in str(event.error)
+    assert isinstance(event.error, DataError) and "other sequences hold the memory" in str(event.error)
     del other
     gc.collect()
     engine.add(Request([5, 6], GREEDY, 20, 0))
@@ -326,8 +326,8 @@ def test_a_failed_text_leaves_no_nan(tiny, pages):
     ids = [engine.add(Request([5] * size, GREEDY, 60, 0)) for size in (100, 7)]
     engine.step()
     cache = engine.state.cache
-    cache.put(0, torch.full_like(cache.held(0, 100), torch.nan))
-    pools[0].store[:, IDLE * PAGE : (IDLE + 1) * PAGE] = torch.nan
+    cache.set_first_rows(0, torch.full_like(cache.first_rows(0, 100), torch.nan))
+    pools[0].store[:, SCRATCH_PAGE * PAGE : (SCRATCH_PAGE + 1) * PAGE] = torch.nan
     ended = {event.id: event.ended for _ in range(99) for event in engine.step() if event.ended is not None}
     assert [ended[id].stop for id in ids] == ["failed", "length"]
     assert pools[0].store.isfinite().all()
@@ -366,14 +366,14 @@ def test_it_is_the_cache_of_slots(pages):
     plain = KVCache(2, batch, 2, capacity, 4, dtype=torch.float32, device=CPU)
     for b, slots in ((1, 70), (0, 150), (2, 130), (1, 150)):
         if paged.leases[b] is None:
-            paged.let(b, capacity, [])
+            paged.admit(b, capacity, [])
         paged.ensure(b, slots)
 
     def same():
         for layer in range(2):
             for ours, theirs in zip(paged.read(layer, capacity), plain.read(layer, capacity), strict=True):
                 assert torch.equal(ours, theirs)
-        assert torch.equal(paged.held(1, 99), plain.held(1, 99))
+        assert torch.equal(paged.first_rows(1, 99), plain.first_rows(1, 99))
 
     for base, rows in (([0, 0, 0], 62), ([62, 60, 61], 9), ([120, 126, 63], 7)):
         plan = plan_rows(base, rows, device=CPU, dtype=torch.float32)
@@ -387,7 +387,7 @@ def test_it_is_the_cache_of_slots(pages):
         cache.compact_at(torch.tensor([62, 125, 60]), torch.tensor([[2, 5], [0, 1], [1, 4]]))
     same()
     for cache in (paged, plain):
-        cache.put(2, plain.held(0, 70).clone())
+        cache.set_first_rows(2, plain.first_rows(0, 70).clone())
     same()
     larger = paged.moved_to(PagedCache(pool, batch, 400))
     assert torch.equal(larger.read(1, capacity)[0], plain.read(1, capacity)[0])
@@ -400,10 +400,13 @@ def test_it_is_the_cache_of_slots(pages):
 def test_a_row_that_is_named_twice_has_no_pages_the_second_time(pages):
     pages()
     cache = PagedCache(pool := PagePool(FORM, 4), 1, 100)
-    cache.let(0, 100, [])
+    cache.admit(0, 100, [])
     cache.ensure(0, 100)
     cache.select(torch.tensor([0, 0, 0]))
-    assert cache.table.tolist() == [[1, 2], [IDLE, IDLE], [IDLE, IDLE]] and pool.available == 2
+    assert (
+        cache.table.tolist() == [[1, 2], [SCRATCH_PAGE, SCRATCH_PAGE], [SCRATCH_PAGE, SCRATCH_PAGE]]
+        and pool.available == 2
+    )
 
 
 @pytest.mark.parametrize("kept", ["paged", "contiguous"])
@@ -411,7 +414,7 @@ def test_shrinking_and_growing_move_nothing(tiny, monkeypatch, largest_tensor, k
     """The largest tensor that is made is a table; the control makes the cache anew."""
     monkeypatch.setenv("SPECCTL_KV", kept)
     monkeypatch.setenv("SPECCTL_KV_GIB", "0.05")
-    monkeypatch.setattr(state_module, "ROOM", 20)
+    monkeypatch.setattr(state_module, "GROWTH", 20)
     tiny._pool = None
     engine = Engine(tiny)
     for size in (1, 70, 3, 30):
@@ -478,7 +481,7 @@ def test_who_decides(tiny, monkeypatch):
 
 
 def test_a_pool_without_a_page_is_refused():
-    with pytest.raises(UsageError, match="no room for keys and values on cpu"):
+    with pytest.raises(UsageError, match="no memory for KV caches on cpu"):
         PagePool(FORM, 0)
 
 

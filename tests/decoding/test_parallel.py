@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from specctl import processes
-from specctl.decoding.models.lean import why_not_sliced
+from specctl.decoding.models.lean import unsliceable_reason
 from specctl.decoding.models.parallel import Slice
 from specctl.decoding.target import load_target
 from specctl.errors import UsageError
@@ -83,8 +83,8 @@ def test_processes_that_differ_are_stopped_by_name(said):
     _, *both = said
     for one in both:
         assert one["agreed"] == "the first"
-        assert "come to differ in the drafts" in one["drafts"]
-        assert "come to differ in the texts" in one["texts"]
+        assert "=2 differ in the drafts" in one["drafts"]
+        assert "=2 differ in the texts" in one["texts"]
     assert ["follows" in one for one in both] == [False, True]
 
 
@@ -101,29 +101,29 @@ def test_parts_make_the_whole():
     ("config", "count", "reason"),
     [
         (LlamaConfig(**SIZES), 3, "4 attention heads"),
-        (LlamaConfig(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 4}), 6, "4 key heads"),
-        (LlamaConfig(**SIZES | {"intermediate_size": 66}), 4, "inner size of 66"),
+        (LlamaConfig(**SIZES | {"num_attention_heads": 12, "num_key_value_heads": 4}), 6, "4 KV heads"),
+        (LlamaConfig(**SIZES | {"intermediate_size": 66}), 4, "intermediate_size 66"),
         (Qwen3MoeConfig(), 2, "model type 'qwen3_moe'"),
         (Qwen3Config(**SIZES), 4, None),
     ],
 )
 def test_what_cannot_be_cut_is_refused_by_name(config, count, reason):
-    said = why_not_sliced(config, count)
+    said = unsliceable_reason(config, count)
     assert said is None if reason is None else reason in said
 
 
 def test_slices_need_as_many_processes():
-    with pytest.raises(UsageError, match="needs 2 processes, and 1 was started"):
+    with pytest.raises(UsageError, match="needs 2 processes, but 1 was started"):
         load_target("builtin", device="cpu", tensor_parallel=2)
-    assert processes.joined() == 1
+    assert processes.group_size() == 1
 
 
 def test_a_target_of_another_kind_is_refused(tiny_directory):
-    with pytest.raises(UsageError, match="cannot be in 2 slices: model type 'gpt2'"):
+    with pytest.raises(UsageError, match="cannot be split into 2 slices: model type 'gpt2'"):
         load_target(tiny_directory("gpt2"), device="cpu", tensor_parallel=2)
 
 
 def test_alone_a_process_agrees_with_itself():
-    assert processes.agree({"a": 1}) == {"a": 1}
-    processes.same("nothing", object())
-    assert not processes.follows()
+    assert processes.broadcast_value({"a": 1}) == {"a": 1}
+    processes.check_same("nothing", object())
+    assert not processes.is_follower()

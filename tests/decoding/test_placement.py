@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from specctl.decoding import target as target_module
 from specctl.decoding.cache import KVCache
-from specctl.decoding.loop import decode
 from specctl.decoding.models import loading
 from specctl.decoding.models.hf import ShardedCache
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.models.loading import own_gpus, pick_device
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target

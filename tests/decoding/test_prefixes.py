@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.sampling import GREEDY, Draws, Sampling
 from specctl.decoding.target import load_target

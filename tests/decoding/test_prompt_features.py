@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specctl.decoding.engine import Engine
-from specctl.decoding.prompt_features import FEATURES, Kinds, features_of, kind_of
+from specctl.decoding.prompt_features import FEATURES, PromptClusters, cluster_of, features_of
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 
@@ -33,17 +33,17 @@ def test_a_kind_is_the_mean_of_what_decoding_sees(target):
         engine.add(Request(prompt, GREEDY, 2))
         engine.step()
         seen.append(features_of(engine.state.features[0, : len(prompt)]))
-    mean, error = kind_of(target, prompts, taps)
+    mean, error = cluster_of(target, prompts, taps)
     assert np.allclose(mean, (seen[0] + seen[1]) / 2, atol=1e-4)
     assert error == pytest.approx(np.linalg.norm(seen[0] - seen[1]) / 2 / 2**0.5, rel=1e-4)
 
 
 def test_a_prompt_longer_than_the_context_is_read_as_far_as_it_goes(target):
-    mean, _ = kind_of(target, [[7] * (target.context_length + 5)], (2,))
+    mean, _ = cluster_of(target, [[7] * (target.context_length + 5)], (2,))
     assert np.isfinite(mean).all()
 
 
 def test_kinds_are_pairs():
-    kinds = Kinds.of([([1.0, 2.0], 0.5), ([3.0, 4.0], 0.25)])
+    kinds = PromptClusters.of([([1.0, 2.0], 0.5), ([3.0, 4.0], 0.25)])
     assert kinds.pairs == [([1.0, 2.0], 0.5), ([3.0, 4.0], 0.25)]
-    assert Kinds.of([]).pairs == [] and len(Kinds.none().means) == 0
+    assert PromptClusters.of([]).pairs == [] and len(PromptClusters.none().means) == 0

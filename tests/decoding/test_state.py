@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.state import PerText, far_behind
+from specctl.decoding.state import PerText, lagging_sequences
 
 
 def test_memory_of_one_object_a_text():
@@ -28,4 +28,4 @@ def test_memory_of_one_object_a_text():
     ],
 )
 def test_who_reads_alone(missing, device, alone):
-    assert far_behind(missing, torch.device(device)) == alone
+    assert lagging_sequences(missing, torch.device(device)) == alone

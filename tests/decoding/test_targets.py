@@ -14,9 +14,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models import lean, loading
 from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import Target, load_target
@@ -189,7 +189,7 @@ DRAFTERS = {
 def test_logits_and_states_are_those_of_transformers(family, directory, target, model):
     """Ragged prefill, then a step of three tokens for each."""
     path = TARGETS[family][0]
-    assert target.path == path and (lean.why_not(load_config(directory)) is None) == (path == "lean")
+    assert target.path == path and (lean.unsupported_reason(load_config(directory)) is None) == (path == "lean")
     taps, more = (0, 1, target.num_layers), [5, 300, 41]
     cache = target.model.new_cache(3, 64)
     last, hidden, _ = target.prefill(PROMPTS, cache, taps)
@@ -282,7 +282,7 @@ def test_code_that_ignores_what_it_is_given_is_found_on_loading(argument, tmp_pa
     directory = write_tiny(tmp_path, "GPTNeoXConfig", SMALL)
     assert load_target(directory, device="cpu", dtype="fp32").path == "transformers"
     monkeypatch.setattr(transformers.GPTNeoXModel, "forward", without(argument))
-    with pytest.raises(CheckpointError, match=r"cannot verify drafts: .*(not those of its own|does not)"):
+    with pytest.raises(CheckpointError, match=r"cannot verify drafts: .*(differ from its forward|does not)"):
         load_target(directory, device="cpu", dtype="fp32")
 
 
@@ -327,7 +327,7 @@ def nothing_but_nan(directory):
 
 WEIGHTS = "model.safetensors"
 DAMAGED = {
-    "NaN": (nothing_but_nan, r"model\.norm\.weight holds values that are not finite"),
+    "NaN": (nothing_but_nan, r"model\.norm\.weight contains values that are not finite"),
     "pickle": (a_pickle, "cannot load target .*Unpickling"),
     "tokenizer": (lambda directory: (directory / "tokenizer.json").write_text("[]"), "tokenizer of"),
     "architectures": (config_with(architectures=1), "architectures"),
@@ -339,7 +339,10 @@ DAMAGED = {
         lambda directory: (directory / "generation_config.json").write_text('{"eos_token_id": "x"}'),
         "eos_token_id",
     ),
-    "size": (config_with(vocab_size=10**7), r"is \[\d+, 48\] in its files, \[10000000, 48\] by config"),
+    "size": (
+        config_with(vocab_size=10**7),
+        r"has shape \[\d+, 48\] in its files, but config.json requires \[10000000, 48\]",
+    ),
     "vision": (
         config_with(model_type="llava", text_config={"model_type": "llama"}),
         "no causal LM for model type 'llava'",

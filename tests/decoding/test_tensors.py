@@ -11,15 +11,15 @@ from safetensors.torch import load_file, save_file
 
 from specctl.cli import doctor
 from specctl.commands import bench
-from specctl.decoding.loop import decode
 from specctl.decoding.models.lean import check_slices
 from specctl.decoding.models.loading import load_config
 from specctl.decoding.models.parallel import Slice, load_slice
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.lm.model import base_of
 from specctl.errors import SpecctlError
-from specctl.measuring.transformers import load_generator
+from specctl.measuring.transformers_baseline import load_generator
 from specctl.reasoning.judge import make_judge
 from specctl.reasoning.modes import load_draft_lm
 from specctl.recipe import BenchRecipe, DrafterRecipe, JudgeRecipe, RouterRecipe, TargetRecipe
@@ -69,13 +69,16 @@ def pickled(place):
 DAMAGES = {
     "lacking": (
         tensors(lambda t: {n: x for n, x in t.items() if ".1.mlp." not in n}),
-        r"lack (model\.)?layers\.1\.mlp\.down_proj\.weight, .* of config",
+        r"lack (model\.)?layers\.1\.mlp\.down_proj\.weight, .* config.json requires",
     ),
     "prefix": (tensors(lambda t: {f"base_model.model.{n}": x for n, x in t.items()}), r"prefix 'base_model\.model\."),
     "compiled": (tensors(lambda t: {f"_orig_mod.{n}": x for n, x in t.items()}), r"prefix '_orig_mod\."),
-    "shape": (tensors(lambda t: t | {UP: t[UP][1:].clone()}), rf"{UP[6:]} is \[63, 48\] in its files, \[64, 48\] by"),
-    "bias": (tensors(lambda t: t | {BIAS: torch.ones(48)}), rf"hold {BIAS}, which .* no place for"),
-    "unscaled": (tensors(lambda t: t | {f"{UP}_scale_inv": torch.ones(1)}), f"hold {UP}_scale_inv"),
+    "shape": (
+        tensors(lambda t: t | {UP: t[UP][1:].clone()}),
+        rf"{UP[6:]} has shape \[63, 48\] in its files, but config.json requires \[64, 48\]",
+    ),
+    "bias": (tensors(lambda t: t | {BIAS: torch.ones(48)}), rf"contain {BIAS}, which .* does not have"),
+    "unscaled": (tensors(lambda t: t | {f"{UP}_scale_inv": torch.ones(1)}), f"contain {UP}_scale_inv"),
     "quantised": (key(quantization_config={"quant_method": "exl2", "bits": 4}), "quant_method is 'exl2'"),
     "adapter": (adapter, r"adapter \(adapter_config\.json\)"),
     "pickle": (pickled, f"lack {UP}"),
@@ -161,7 +164,7 @@ def test_it_is_refused_by_name(door, damage, damaged, tiny):
 def test_doctor_names_it(damage, damaged):
     """It compared sizes of files: of a layer that is missing it said ok. It reads headers alone."""
     place, says = damaged(damage)
-    about, usable = doctor.examine(str(place))
+    about, usable = doctor.describe_target(str(place))
     found = doctor.weights(place) if about else usable
     assert found.state == ("ok" if damage == "pickle" else "missing")
     assert damage == "pickle" or (re.search(says, found.value) and found.fix)

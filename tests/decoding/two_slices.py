@@ -6,7 +6,7 @@ import sys
 import torch
 
 from specctl import processes
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
@@ -62,8 +62,8 @@ def main(directories, out):
     for directory in directories:
         target = load_target(directory, device="cpu", dtype="fp32", tensor_parallel=2)
         made[directory] = answers(target)
-    leads = processes.agree(torch.distributed.get_rank()) == torch.distributed.get_rank()
-    made["agreed"] = processes.agree("the first" if leads else "the second")
+    leads = processes.broadcast_value(torch.distributed.get_rank()) == torch.distributed.get_rank()
+    made["agreed"] = processes.broadcast_value("the first" if leads else "the second")
     own = constant([5, 6] if leads else [5, 7])
     try:
         decode(target, PROMPTS, sampling=GREEDY, max_new_tokens=8, seeds=[0, 0], drafter=own)
@@ -73,7 +73,7 @@ def main(directories, out):
         decode(target, PROMPTS, sampling=Sampling(5.0, 0, 1.0), max_new_tokens=8, seeds=[leads, 0])
     except SpecctlError as error:
         made["texts"] = error.message
-    if processes.follows():
+    if processes.is_follower():
         made["follows"] = True
     with open(f"{out}.{torch.distributed.get_rank()}", "w") as file:
         json.dump(made, file)

@@ -83,7 +83,7 @@ def test_nothing_kept_says_why(go, monkeypatch):
             yield one
 
     monkeypatch.setattr(generate, "stream", truncated)
-    with pytest.raises(DataError, match=r"no response in .* was kept"):
+    with pytest.raises(DataError, match=r"all responses in .* were filtered out"):
         go(filters={"truncated": "drop"})
 
 

@@ -128,7 +128,7 @@ def test_batches_are_dense(questions, tmp_path, monkeypatch):
 @pytest.fixture
 def signals():
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    interrupts.install()
+    interrupts.remember_signals()
     yield
     interrupts.reset()
     for number, handler in before.items():
@@ -211,7 +211,7 @@ def test_refusals(questions, tmp_path):
     go(questions, tmp_path / "out")
     with pytest.raises(UsageError, match="already"):
         go(questions, tmp_path / "out")
-    with pytest.raises(DataError, match=r"target\.hidden_size is 8 there and 16 now"):
+    with pytest.raises(DataError, match=r"target\.hidden_size was 8 and is 16 now"):
         go(questions, tmp_path / "out", target=FakeTarget(hidden_size=16), resume=True)
     with pytest.raises(DataError, match=r"sampling\.max_new_tokens"):
         go(questions, tmp_path / "out", sampling={"max_new_tokens": 5}, resume=True)

@@ -13,7 +13,7 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
 from specctl.distillation.generate import distill
-from specctl.distillation.logs import Turn, turns
+from specctl.distillation.logs import LoggedTurn, turns
 from specctl.distillation.prompts import Rejections
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
@@ -52,8 +52,8 @@ def text():
 )
 def test_one_response_in_many_forms(row):
     (turn,) = turns(row)
-    assert turn[:3] == Turn([ASK], SAY["content"])[:3]
-    assert turn.id == Turn([ASK], SAY["content"]).id
+    assert turn[:3] == LoggedTurn([ASK], SAY["content"])[:3]
+    assert turn.id == LoggedTurn([ASK], SAY["content"]).id
 
 
 def test_every_turn_of_the_assistant_is_a_response():
@@ -76,15 +76,15 @@ def test_what_a_log_says_of_a_response():
     ("row", "says"),
     [
         ({}, "has none of"),
-        ({"messages": [ASK]}, "answers nothing"),
+        ({"messages": [ASK]}, "no answer from the assistant"),
         ({"messages": []}, "non-empty list"),
-        ({"messages": [SAY]}, "answers nothing"),
+        ({"messages": [SAY]}, "no answer from the assistant"),
         ({"messages": [ASK, SAY | {"content": ""}]}, "empty assistant"),
         ({"messages": [ASK, SAY | {"content": None}]}, "must be a string"),
         ({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "calls tools"),
-        ({"messages": [ASK | {"content": [{"type": "image_url"}]}, SAY]}, "no text"),
-        ({"conversations": [{"from": "bing", "value": "x"}]}, "'bing' speaks"),
-        ({"conversations": [{"from": ["human"], "value": "x"}]}, "speaks, expected human"),
+        ({"messages": [ASK | {"content": [{"type": "image_url"}]}, SAY]}, "not text"),
+        ({"conversations": [{"from": "bing", "value": "x"}]}, "speaker 'bing'"),
+        ({"conversations": [{"from": ["human"], "value": "x"}]}, "expected one of human"),
         ({"conversations": [{"text": "x"}]}, "needs `from` and `value`, or `role` and `content`"),
         ({"conversations": [{"from": "human"}]}, "needs `from` and `value`, or `role` and `content`"),
         ({"conversations": ["x"]}, "needs `from` and `value`, or `role` and `content`"),
@@ -93,7 +93,8 @@ def test_what_a_log_says_of_a_response():
         ({"messages": [ASK, SAY | {"thinking": "\ud800"}]}, "surrogate"),
         ({"request": LOGGED["request"], "response": {"error": "overloaded"}}, "no `choices`"),
         ({"request": LOGGED["request"], "response": {"choices": [{"message": {"content": None}}]}}, "must be a string"),
-        ({"request": "x{", "response": LOGGED["response"]}, "no JSON"),
+        ({"request": "x{", "response": LOGGED["response"]}, "not JSON"),
+        ({"request": "[" * 100_000, "response": LOGGED["response"]}, "not JSON"),
         ({"response": LOGGED["response"]}, "has no `request`"),
         ({"prompt": "x"}, "must be a string"),
     ],
@@ -105,11 +106,11 @@ def test_lines_without_a_response(row, says):
 
 def test_ids_are_those_that_the_target_would_have_written(text):
     """Behind the generation prompt, up to the token that ends a turn; a response that was cut has no such token."""
-    row = logs.record(Turn([ASK], "It is 5."), "math", text, {})
+    row = logs.record(LoggedTurn([ASK], "It is 5."), "math", text, {})
     assert row["prompt_ids"] == text.render([ASK])
     assert row["response_ids"][-1] in text.eos_ids and not set(row["response_ids"][:-1]) & text.eos_ids
     assert text.tokenizer.decode(row["response_ids"], skip_special_tokens=True) == "It is 5."
-    cut = logs.record(Turn([ASK], "It is 5.", cut=True), "math", text, {})
+    cut = logs.record(LoggedTurn([ASK], "It is 5.", cut=True), "math", text, {})
     assert cut["response_ids"] == row["response_ids"][:-1] and cut["stop"] == "length"
     whole = text.render([ASK, SAY], add_generation_prompt=False)
     assert whole[: len(row["prompt_ids"]) + len(row["response_ids"])] == row["prompt_ids"] + row["response_ids"]
@@ -132,9 +133,16 @@ TEMPLATES = {
     "stripped": HEAD + TAIL + "{% endif %}",
     "stripped, opened": HEAD + TAIL + "<think>\n{% endif %}",
 }
-PLAIN, SECOND, SHORT = Turn([ASK], "It is 5."), Turn([ASK, SAY, MORE], "8."), Turn([ASK], "It is", cut=True)
-APART, INLINE = Turn([ASK], "It is 5.", thinking="2 plus 3"), Turn([ASK], "<think>\n2 plus 3\n</think>\n\nIt is 5.")
-PONDERED, CLOSED = Turn([ASK], "<think>\n2 plus", cut=True), Turn([ASK], "2 plus 3\n</think>\n\nIt is 5.")
+PLAIN, SECOND, SHORT = (
+    LoggedTurn([ASK], "It is 5."),
+    LoggedTurn([ASK, SAY, MORE], "8."),
+    LoggedTurn([ASK], "It is", cut=True),
+)
+APART, INLINE = (
+    LoggedTurn([ASK], "It is 5.", thinking="2 plus 3"),
+    LoggedTurn([ASK], "<think>\n2 plus 3\n</think>\n\nIt is 5."),
+)
+PONDERED, CLOSED = LoggedTurn([ASK], "<think>\n2 plus", cut=True), LoggedTurn([ASK], "2 plus 3\n</think>\n\nIt is 5.")
 EMPTY = "<think>\n\n</think>\n\n"
 
 
@@ -182,12 +190,12 @@ def test_the_response_is_what_the_target_wrote(text, monkeypatch, template, turn
     ("template", "turn", "says"),
     [
         ("first", SECOND, "leaves out the last of 3 messages"),
-        ("first", APART, "has thinking apart from its content"),
-        ("users", APART, "has thinking apart from its content"),
-        ("stripped", APART, "has thinking apart from its content"),
-        ("stripped, opened", APART, "has thinking apart from its content"),
-        ("opened", PLAIN, "has no thinking, but the prompt of target builtin opens it"),
-        ("opened", SECOND, "has no thinking, but the prompt of target builtin opens it"),
+        ("first", APART, "has thinking outside its content"),
+        ("users", APART, "has thinking outside its content"),
+        ("stripped", APART, "has thinking outside its content"),
+        ("stripped, opened", APART, "has thinking outside its content"),
+        ("opened", PLAIN, "has no thinking, but the prompt of target builtin ends with an opening"),
+        ("opened", SECOND, "has no thinking, but the prompt of target builtin ends with an opening"),
     ],
 )
 def test_what_the_target_wrote_cannot_be_told(text, monkeypatch, template, turn, says):
@@ -203,7 +211,7 @@ def test_thinking_is_kept_under_any_of_its_names(name):
     first, second = turns({"messages": [ASK, said, MORE, LATER]})
     assert logged.thinking == first.thinking == "2 plus 3" and second.thinking == ""
     assert second.messages[1] == SAY | {"reasoning_content": "2 plus 3"}
-    assert first.id == turns({"conversations": [ASK, said]})[0].id != Turn([ASK], SAY["content"]).id
+    assert first.id == turns({"conversations": [ASK, said]})[0].id != LoggedTurn([ASK], SAY["content"]).id
 
 
 STOP = {"stop": ["###"]}
@@ -226,10 +234,10 @@ STOP = {"stop": ["###"]}
         ({"finish_reason": "stop", "stop_reason": "###"}, {}, "length"),
         ({"finish_reason": "stop", "matched_stop": "###"}, {}, "length"),
         ({"finish_reason": "stop", "stop_reason": 11}, {"stop_token_ids": [11]}, "length"),
-        ({"finish_reason": "abort"}, {}, "its text ended with 'abort'"),
-        ({"finish_reason": "content_filter"}, {}, "its text ended with 'content_filter'"),
-        ({"finish_reason": "error"}, {}, "its text ended with 'error'"),
-        ({"finish_reason": {"type": "stop"}}, {}, "its text ended with {'type': 'stop'}"),
+        ({"finish_reason": "abort"}, {}, "has the unknown finish reason 'abort'"),
+        ({"finish_reason": "content_filter"}, {}, "has the unknown finish reason 'content_filter'"),
+        ({"finish_reason": "error"}, {}, "has the unknown finish reason 'error'"),
+        ({"finish_reason": {"type": "stop"}}, {}, "has the unknown finish reason {'type': 'stop'}"),
     ],
 )
 def test_only_a_clean_stop_has_an_end_token(text, ids, choice, request_, ended):
@@ -259,13 +267,13 @@ def test_ids_that_end_with_an_end_token_are_not_cut(text):
         ({"type": "stop", "matched": "###"}, "length"),
         ({"type": "length", "length": 3}, "length"),
         (None, "length"),
-        ({"type": "abort", "message": "gone"}, "ended with 'abort'"),
+        ({"type": "abort", "message": "gone"}, "finish reason 'abort'"),
     ],
 )
 def test_sglang_says_how_a_text_ended(text, finish, stop):
     about = {"finish_reason": finish, "prompt_tokens": 2, "completion_tokens": 3}
     row = {"request": {"input_ids": [5, 6]}, "response": {"output_ids": [7, 8, 9], "meta_info": about}}
-    if stop.startswith("ended"):
+    if stop.startswith("finish"):
         with pytest.raises(ValueError, match=stop):
             turns(row)
     else:
@@ -276,7 +284,7 @@ def test_sglang_says_how_a_text_ended(text, finish, stop):
 def test_ids_that_are_none(change):
     row = served(**change)
     del row["request"]["messages"]
-    with pytest.raises(ValueError, match=r"no list|must be a non-empty list"):
+    with pytest.raises(ValueError, match=r"not a list|must be a non-empty list"):
         [logs.record(turn, "chat", load_target_text("builtin"), {}) for turn in turns(row)]
 
 
@@ -311,32 +319,32 @@ def endless(tmp_path_factory):
 def test_the_end_is_the_targets(endless, own, known, end):
     """Without a tokenizer's end token, `null` was stored, and the data could not be read again."""
     target = endless(own, known)
-    row = logs.record(Turn([ASK], "It is 5."), "math", target, {})
+    row = logs.record(LoggedTurn([ASK], "It is 5."), "math", target, {})
     assert row["response_ids"][-1] == end == target.end_id
     assert target.tokenizer.decode(row["response_ids"][:-1]) == "It is 5."
 
 
 def test_a_target_without_any_end_token(endless):
     target = endless(None, None)
-    with pytest.raises(ValueError, match=r"has no end token: target .* names none"):
-        logs.record(Turn([ASK], "It is 5."), "math", target, {})
-    assert logs.record(Turn([ASK], "It is", cut=True), "math", target, {})["stop"] == "length"
+    with pytest.raises(ValueError, match=r"has no end token: target .* does not define one"):
+        logs.record(LoggedTurn([ASK], "It is 5."), "math", target, {})
+    assert logs.record(LoggedTurn([ASK], "It is", cut=True), "math", target, {})["stop"] == "length"
     target.tokenizer.chat_template = None
-    with pytest.raises(DataError, match="no token that a document begins with"):
-        target.opening()
+    with pytest.raises(DataError, match="no token that begins a document"):
+        target.document_start()
 
 
 def test_a_template_that_changes_what_stands_before(text, monkeypatch):
     template = text.tokenizer.chat_template
     monkeypatch.setattr(text.tokenizer, "chat_template", "{{ messages | length }}" + template)
-    row = logs.record(Turn([ASK], "It is 5."), "math", text, {})
+    row = logs.record(LoggedTurn([ASK], "It is 5."), "math", text, {})
     own = text.tokenizer.encode("It is 5.", add_special_tokens=False)
     assert row["response_ids"] == [*own, text.tokenizer.eos_token_id]
 
 
 def test_a_response_that_is_too_long(text):
-    with pytest.raises(ValueError, match="the target's context has 2048"):
-        logs.record(Turn([ASK], "5 " * 3000), "math", text, {})
+    with pytest.raises(ValueError, match="the target's context is 2048"):
+        logs.record(LoggedTurn([ASK], "5 " * 3000), "math", text, {})
 
 
 @pytest.fixture
@@ -426,7 +434,7 @@ def test_lines_that_are_none_are_told(go, tmp_path):
 
 @pytest.mark.parametrize("fields", [{"server": {"urls": ["http://a"]}}, {"data": {"prompts": "x"}}, {"shard": "0/2"}])
 def test_what_is_about_new_responses_is_refused(fields):
-    with pytest.raises(ValueError, match="about new responses"):
+    with pytest.raises(ValueError, match="applies to new responses"):
         DistillRecipe.model_validate({"log": "x.jsonl", **fields})
 
 
@@ -447,7 +455,7 @@ def test_the_shells_own_pipes_are_read(tmp_path):
     turns = list(logs.read(f"/dev/fd/{read}", Rejections(None, 0.0)))
     os.close(read)
     assert len(turns) == 9
-    with pytest.raises(DataError, match="no log /dev/null"):
+    with pytest.raises(DataError, match="log file /dev/null does not exist"):
         check_log(DistillRecipe(log="/dev/null"), "/dev/null")
 
 

@@ -33,7 +33,7 @@ GOOD = b'{"prompt": "Which planet is the largest?"}'
 BAD = {
     b'{"prompt": ': "not JSON",
     b'["prompt"]': "expected a JSON object, got list; if the file is a JSON array, `jq -c '.[]'`",
-    b"[": "not JSON by itself; if the file is a JSON array, `jq -c '.[]'`",
+    b"[": "the line alone is not JSON; if the file is a JSON array, `jq -c '.[]'`",
     b"\x1f\x8b\x08\x00": "compressed with gzip",
     b'"prompt"': "expected a JSON object, got str",
     b'{"prompt": 3}': "`prompt` must be a string, got int",
@@ -52,8 +52,8 @@ BAD = {
     b'{"messages": [{"role": "robot", "content": "x"}]}': "unknown role 'robot'",
     b'{"messages": [{"role": ["user"], "content": "x"}]}': "unknown role",
     b'{"messages": [{"role": "user", "content": null}]}': "content must be a string, got NoneType",
-    b'{"messages": [{"role": "assistant", "content": "x"}]}': "no user message",
-    b'{"messages": [{"role": "system", "content": "x"}]}': "no user message",
+    b'{"messages": [{"role": "assistant", "content": "x"}]}': "does not end with a user message",
+    b'{"messages": [{"role": "system", "content": "x"}]}': "does not end with a user message",
     b"[" * 100_000: "nested too deeply",
     b"9" * 5000: "",
     GOOD[:-2] + b"x" * module.MAX_LINE_BYTES + b'"}': "longer than 1 MiB",
@@ -193,7 +193,7 @@ def test_what_has_no_end_is_no_file_of_prompts():
 def test_a_pipe_without_a_writer_can_be_given_up(tmp_path, pipe):
     """Opening one would wait where no signal is heard."""
     pipe(tmp_path / "pipe")
-    progress.interrupts.note(signal.SIGTERM)
+    progress.interrupts.handle(signal.SIGTERM)
     try:
         with open_prompts(str(tmp_path / "pipe")) as file, pytest.raises(Interrupted):
             file.readline()
@@ -343,7 +343,7 @@ def test_unconditional_samples_have_no_prompt_and_a_seed_each():
 
 
 def test_a_document_opens_as_the_chat_layout_does(target):
-    opening = target.opening()
+    opening = target.document_start()
     assert target.tokenizer.decode(opening) == "<|user|>\n"
 
 
@@ -360,12 +360,12 @@ def row(fields) -> bytes:
 
 def test_a_row_of_a_suite_is_a_conversation_of_its_category():
     prompt = parse_line(row(MT_BENCH), "question", suite=True)
-    assert (prompt.domain, prompt.later) == ("writing", ("Rewrite it.",))
+    assert (prompt.domain, prompt.later_turns) == ("writing", ("Rewrite it.",))
     assert prompt.messages == [{"role": "user", "content": "Compose a post."}]
     other = parse_line(row(MT_BENCH | {"turns": ["Compose a post.", "Translate it."]}), "question", suite=True)
     assert other.id != prompt.id, "conversations that begin alike were kept once"
     single = parse_line(row(SPEED_BENCH), "x", suite=True)
-    assert (single.domain, single.later) == ("coding", ())
+    assert (single.domain, single.later_turns) == ("coding", ())
     assert single.id == parse_line(row({"prompt": "Sort a list."}), "x").id
     assert parse_line(row({"turns": ["a"]}), "x", suite=True).domain == "x"
 
@@ -378,7 +378,10 @@ def test_a_row_of_a_suite_is_a_conversation_of_its_category():
         ({"turns": ["a", 3]}, "content must be a string, got int"),
         ({"turns": ["a", " "]}, "empty prompt"),
         ({"category": 3}, "`category` must be a name, got 3"),
-        ({"turns": [f"{module.PLACEHOLDER} (x)"]}, "a placeholder: SPEED-Bench's own script"),
+        (
+            {"turns": [f"{module.PLACEHOLDER} (x)"]},
+            "a placeholder: fetch the text of this row with SPEED-Bench's script",
+        ),
     ],
 )
 def test_rows_of_suites_that_are_none(fields, says):
@@ -389,7 +392,7 @@ def test_rows_of_suites_that_are_none(fields, says):
 def test_commands_that_do_not_follow_conversations_refuse_them_by_name(tmp_path):
     """They would train on, or measure, the first turns alone, and say nothing."""
     file = write(tmp_path / "question.jsonl", row(SPEED_BENCH), row(MT_BENCH))
-    with pytest.raises(DataError, match=r"question.jsonl:2: has 2 turns; only `specctl eval` asks"):
+    with pytest.raises(DataError, match=r"question.jsonl:2: has 2 turns; only `specctl eval` supports"):
         read_prompts(data(file), "question")
     (prompt,) = read_prompts(data(file, max_rejected=0.5), "question")
     assert prompt.domain == "question", "a category that no option has named"

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from specctl.distillation.responses import ResponseFilter, decisions, loop
+from specctl.distillation.responses import ResponseFilter, decisions, find_loop
 from specctl.recipe import FilterRecipe
 
 BEGINNING = list(range(100, 150))
@@ -22,17 +22,17 @@ def made(path, stored=(), **filters):
 @pytest.mark.parametrize("period", [1, 2, 7, 40])
 def test_a_loop_is_found_with_its_start_and_shortest_period(period):
     repeated = (list(range(period)) * 200)[:190]
-    assert loop(BEGINNING + repeated) == (len(BEGINNING), period)
+    assert find_loop(BEGINNING + repeated) == (len(BEGINNING), period)
 
 
 def test_what_is_no_loop():
     """A row of a table, a list of three, a refrain in the middle: no response loses its end for them."""
     noise = random.Random(0).choices(range(200, 250), k=400)
-    assert loop(noise) is None and loop([]) is None and loop([7] * 31) is None
-    assert loop(noise + [1, 2, 3] * 9) is None
-    assert loop([1, 2, 3] * 40 + noise[:5]) is None
-    assert loop(noise + list(range(60)) * 3) is None
-    assert loop([7] * 32) == (0, 1)
+    assert find_loop(noise) is None and find_loop([]) is None and find_loop([7] * 31) is None
+    assert find_loop(noise + [1, 2, 3] * 9) is None
+    assert find_loop([1, 2, 3] * 40 + noise[:5]) is None
+    assert find_loop(noise + list(range(60)) * 3) is None
+    assert find_loop([7] * 32) == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ def test_killed_at_twenty_moments(questions, tmp_path, text):
 def test_a_signal_keeps_what_came_and_resume_completes(questions, tmp_path, text):
     before = signal.getsignal(signal.SIGTERM)
     try:
-        interrupts.install()
+        interrupts.remember_signals()
         with FakeEngine(text.tokenizer, seconds=0.02) as engine:
             engine.faults = lambda number: os.kill(os.getpid(), signal.SIGTERM) if number == 30 else None
             with pytest.raises(Interrupted) as stop:
@@ -176,7 +176,7 @@ class TestCommand:
         ("change", "code", "says"),
         [
             (lambda engine: engine.pages.update({"/v1/models": "<html>"}), 1, "instead of JSON"),
-            (lambda engine: setattr(engine, "tokenizer", Letters()), 4, "another tokenizer"),
+            (lambda engine: setattr(engine, "tokenizer", Letters()), 4, "different tokenizer"),
         ],
     )
     def test_a_server_that_will_not_do(self, questions, tmp_path, text, specctl, change, code, says):

@@ -171,7 +171,7 @@ def test_damaged_sealed_shard_is_named_and_can_be_regenerated(tmp_path, format, 
 def test_what_is_no_token_is_named(tmp_path, name, ids):
     """Whatever the file: a shard that no manifest vouches for is read, too."""
     leave_open(tmp_path, [ROWS[0], {**ROWS[1], name: ids}])
-    with pytest.raises(DataError, match=rf"shard-0of1-00000\.jsonl:2: `{name}` holds what is no token"):
+    with pytest.raises(DataError, match=rf"shard-0of1-00000\.jsonl:2: `{name}` contains values that are not token"):
         list(store.read(tmp_path))
 
 
@@ -236,8 +236,8 @@ def test_other_settings_are_refused_by_name(tmp_path):
     other = {**META, "target": {"name": "builtin", "hidden_size": 512}, "extra": 1}
     with pytest.raises(DataError) as caught:
         ShardWriter(tmp_path, other, resume=True)
-    assert "target.hidden_size is 256 there and 512 now" in caught.value.message
-    assert "extra is null there and 1 now" in caught.value.message
+    assert "target.hidden_size was 256 and is 512 now" in caught.value.message
+    assert "extra was null and is 1 now" in caught.value.message
     with pytest.raises(DataError, match="format"):
         ShardWriter(tmp_path, META, format="parquet", resume=True)
     fill(tmp_path, resume=True)  # the refusals left no lock and no damage
@@ -251,7 +251,7 @@ def test_other_weights_of_the_target_are_refused(tmp_path):
     of = {name: {**META, "target": META["target"] | {"weights": name}} for name in ("ab", "cd")}
     with ShardWriter(tmp_path / "new", of["ab"]) as writer:
         writer.append(ROWS[:2])
-    with pytest.raises(DataError, match=r'target\.weights is "ab" there and "cd" now'):
+    with pytest.raises(DataError, match=r'target\.weights was "ab" and is "cd" now'):
         ShardWriter(tmp_path / "new", of["cd"], resume=True)
     leave_open(tmp_path / "old")
     with ShardWriter(tmp_path / "old", of["ab"], resume=True) as writer:
@@ -276,7 +276,7 @@ def test_overwriting_beside_other_jobs_needs_their_settings(tmp_path):
     for writer in ((0, 2), (1, 2)):
         fill(tmp_path, writer=writer)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(DataError, match=r"sampling\.seed is 0 there and 1 now"):
+    with pytest.raises(DataError, match=r"sampling\.seed was 0 and is 1 now"):
         ShardWriter(tmp_path, META | {"sampling": {"seed": 1}}, writer=(0, 2), overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
@@ -307,7 +307,7 @@ def test_the_lock_of_a_dead_process_keeps_nobody_out(tmp_path, monkeypatch, caps
     path = tmp_path / "writer-0of1.lock"
     path.write_text(json.dumps({"host": "pod-7f9c", "pid": os.getpid(), "time": "2026-01-01"}))
     fill(tmp_path)  # even if the process id is in use again
-    assert f"left by process {os.getpid()} on pod-7f9c" in capsys.readouterr().err
+    assert f"from process {os.getpid()} on pod-7f9c" in capsys.readouterr().err
     assert not path.exists()
 
 

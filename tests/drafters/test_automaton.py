@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specctl.drafters.text.automaton import UNSEEN, Match, SuffixAutomaton
+from specctl.drafters.text.automaton import ESCAPE_MASS, Match, SuffixAutomaton
 
 TEXT = st.lists(st.integers(0, 2), max_size=24)
 
@@ -118,7 +118,7 @@ def test_the_last_seen_followers_with_their_shares():
     """Behind 1 stood 2, 3, 2 and 4; the last two kinds seen are asked for."""
     automaton = automaton_of([1, 2, 1, 3, 1, 2, 1, 4, 9, 1])
     found = Match.of(automaton).followers(2)
-    weight = 4 + 3 * UNSEEN
+    weight = 4 + 3 * ESCAPE_MASS
     assert [(follower.token, follower.probability) for follower in found] == [(4, 1 / weight), (2, 2 / weight)]
 
 
@@ -127,8 +127,8 @@ def test_a_longer_match_is_trusted_more():
     automaton = automaton_of([1, 2, 3, 4, 8, 1, 2])
     (three,) = Match.of(automaton).followers(1)
     (four,) = three.next.followers(1)
-    assert (three.token, three.probability) == (3, 1 / (1 + UNSEEN / 4))
-    assert (four.token, four.probability) == (4, 1 / (1 + UNSEEN / 9))
+    assert (three.token, three.probability) == (3, 1 / (1 + ESCAPE_MASS / 4))
+    assert (four.token, four.probability) == (4, 1 / (1 + ESCAPE_MASS / 9))
 
 
 def test_a_periodic_text_goes_on():

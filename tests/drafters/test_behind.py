@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.lm.drafter import LMDrafter
@@ -35,9 +35,9 @@ def test_behind_is_what_advance_reads(target, prompts, drafters, name):
         before = seen[-1] if seen else [0] * 3
         if len(seen) < 2:
             expected = [needed(n) - (needed(m) if m else 0) for n, m in zip(lengths, before, strict=True)]
-            assert drafter.behind(state) == expected
+            assert drafter.lag(state) == expected
             drafter.advance(state)
-            assert max(drafter.behind(state)) <= (name == "lm")  # whose last token is read again
+            assert max(drafter.lag(state)) <= (name == "lm")  # whose last token is read again
             seen.append(lengths)
 
     decode(target, prompts, sampling=GREEDY, max_new_tokens=6, seeds=[0] * 3, taps=drafter.taps, on_round=ask)

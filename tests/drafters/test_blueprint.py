@@ -25,13 +25,13 @@ def drafters(target, tmp_path_factory):
     root = tmp_path_factory.mktemp("drafters")
     made = {}
     for name in ("eagle3", "eagle", "hydra", "medusa", "lm"):
-        kind = pool.trainable(name)
+        kind = pool.trainable_family(name)
         options = {"drafter": TINY} if name == "lm" else {}
         module = kind.build(TrainRecipe(arch=name, **options), target, lambda size: list(range(size)))
-        config, tensors = kind.config(module, target.identity), kind.published(module.state_dict())
+        config, tensors = kind.checkpoint_config(module, target.identity), kind.stored_state(module.state_dict())
         made[name] = checkpoint.save(root / name, config=config, tensors=tensors, info={})
     store = retrieval.collect([(list(range(40)), 4)])
-    config = retrieval.config(store, target.identity)
+    config = retrieval.checkpoint_config(store, target.identity)
     made["retrieval"] = checkpoint.save(root / "retrieval", config=config, tensors=retrieval.tensors(store), info={})
     base = made["eagle3"]
     weight = load_file(base / "model.safetensors")["fc.weight"]
@@ -90,7 +90,7 @@ def test_unchanged_they_load(drafters, target):
 def test_a_wrong_field_of_a_head_is_named(changed, family, key, value):
     """Most of them built something, and failed, if at all, in the middle of a text."""
     said = changed(family, {key: value})
-    assert "config.json" in said and (key in said or "calls for" in said)
+    assert "config.json" in said and (key in said or "requires" in said)
 
 
 def test_an_lm_of_endless_brackets_is_refused():
@@ -131,7 +131,7 @@ def test_an_update_that_does_not_fit_its_base_is_named(changed, tensors):
 
 def test_families_without_adapters_take_none(changed, drafters):
     origin = {"path": "../medusa", "sha256": checkpoint.weights_digest(drafters["medusa"])}
-    assert "take no adapters" in changed("medusa", top={"lora": {"rank": 2, "alpha": 4, "base": origin}})
+    assert "do not support adapters" in changed("medusa", top={"lora": {"rank": 2, "alpha": 4, "base": origin}})
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,9 @@ def test_weights_that_are_others_are_named(changed, tensors):
 def test_a_store_of_tokens_that_there_are_not(changed, drafters, id):
     tokens = load_file(drafters["retrieval"] / "model.safetensors")["tokens"].clone()
     tokens[3] = id
-    assert f"model.safetensors: tokens: holds ids {min(id, -1)} …" in changed("retrieval", tensors={"tokens": tokens})
+    assert f"model.safetensors: tokens: contains ids {min(id, -1)} …" in changed(
+        "retrieval", tensors={"tokens": tokens}
+    )
 
 
 CODE = {
@@ -174,7 +176,7 @@ def test_an_lm_chooses_no_code(changed, key):
 
 def test_nor_in_what_is_nested(changed):
     said = changed("lm", {"model_type": "gemma3", "text_config": {"attn_implementation": "a/b"}})
-    assert "attn_implementation" in said or "text_config" in said or "is no key" in said
+    assert "attn_implementation" in said or "text_config" in said or "is not a key" in said
 
 
 @pytest.mark.parametrize(
@@ -210,7 +212,7 @@ def test_an_lm_of_any_size_is_refused_before_it_is_built(changed, architecture):
 
 def test_an_lm_that_says_nothing_of_its_sizes(changed):
     """Then they are those of a 7B model."""
-    assert "they do not fit" in changed("lm", top={"architecture": {"model_type": "llama"}})
+    assert "the files do not match" in changed("lm", top={"architecture": {"model_type": "llama"}})
     for other in ({}, [], None, "llama", 1):
         assert "config.json: architecture" in changed("lm", top={"architecture": other})
 

@@ -59,6 +59,13 @@ def test_who_may_read_files_may_read_weights(tmp_path):
     assert (tmp_path / "weights").stat().st_mode == (tmp_path / "any").stat().st_mode
 
 
+def test_weights_are_not_written_through_a_link(tmp_path):
+    (tmp_path / "victim").write_text("safe")
+    (tmp_path / "weights").symlink_to(tmp_path / "victim")
+    checkpoint.write_tensors(tmp_path / "weights", {"x": torch.ones(2)})
+    assert (tmp_path / "victim").read_text() == "safe" and not (tmp_path / "weights").is_symlink()
+
+
 def test_the_card_has_the_target_and_the_numbers(drafter):
     card = (drafter / "README.md").read_text()
     assert 'base_model: "builtin"' in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card
@@ -73,8 +80,8 @@ def test_a_given_card_is_kept(tmp_path):
     ("damage", "says"),
     [
         (lambda path: path.unlink(), "is missing"),
-        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, its manifest says"),
-        (lambda path: path.write_bytes(b""), "bytes, its manifest says"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "bytes, but its manifest says"),
+        (lambda path: path.write_bytes(b""), "bytes, but its manifest says"),
         (lambda path: path.write_bytes(bytes([path.read_bytes()[0] ^ 1]) + path.read_bytes()[1:]), "sha256 differs"),
     ],
     ids=["missing", "truncated", "empty", "flipped"],
@@ -94,7 +101,7 @@ def test_damage_is_named(drafter, name, damage, says):
         (b"\xff\xfe", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
         (b"[]", "JSON object"),
-        (b"{}", "is not of format"),
+        (b"{}", "does not have format"),
         (b'{"format": 1, "files": {}}', "does not list"),
     ],
 )
@@ -130,7 +137,7 @@ def test_a_pipe_is_no_file_of_a_drafter(drafter, pipe, name):
 @pytest.mark.parametrize("name", ["x" * 5000, "/" + "x" * 5000, "x/" * 3000])
 def test_a_name_that_no_file_has_is_no_drafter(tmp_path, name):
     with pytest.raises(CheckpointError, match="no drafter directory at"):
-        checkpoint.present(Path(name))
+        checkpoint.existing_directory(Path(name))
 
 
 def test_a_link_cannot_lead_outside(drafter):
@@ -138,7 +145,7 @@ def test_a_link_cannot_lead_outside(drafter):
     weights = drafter / "model.safetensors"
     weights.rename(drafter.parent / "elsewhere")
     weights.symlink_to(drafter.parent / "elsewhere")
-    with pytest.raises(CheckpointError, match="leads out"):
+    with pytest.raises(CheckpointError, match="points outside"):
         checkpoint.load(drafter)
 
 
@@ -161,7 +168,7 @@ def test_nothing_there(tmp_path):
 
 
 def test_a_drafter_is_replaced_only_when_asked(drafter):
-    with pytest.raises(UsageError, match="holds a drafter already"):
+    with pytest.raises(UsageError, match="already contains a drafter"):
         write(drafter, 2.0)
     assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
     write(drafter, 2.0, overwrite=True)
@@ -243,7 +250,7 @@ def test_the_same_target_under_another_name_fits():
 
 @pytest.mark.parametrize("changed", [{"vocab_hash": "cd34"}, {"hidden_size": 512}, {"num_layers": 11}], ids=str)
 def test_another_target_is_refused(changed):
-    with pytest.raises(CheckpointError, match="was made for builtin, target qwen is another") as error:
+    with pytest.raises(CheckpointError, match="was made for builtin, but target qwen is another") as error:
         checkpoint.check_target(CONFIG, OtherTarget(name="qwen", **changed), "drafters/sql")
     (key, value), *_ = changed.items()
     assert key in error.value.message and str(value) in error.value.message and "drafters/sql" in error.value.message

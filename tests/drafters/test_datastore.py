@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from specctl.drafters.retrieval import datastore
 from specctl.drafters.retrieval.datastore import (
+    ESCAPE_MASS,
     LONGEST,
     SEPARATOR,
-    UNSEEN,
     Datastore,
     GrowingDatastore,
     flatten,
     suffix_array,
 )
-from specctl.drafters.text.trie import TextTreeShape, grow
+from specctl.drafters.text.text_tree import TextTreeShape, grow
 
 DOCUMENTS = st.lists(st.lists(st.integers(0, 2), max_size=30), min_size=1, max_size=4)
 
@@ -65,10 +65,10 @@ def test_counts_by_hand(monkeypatch):
     found = Datastore.of([[1, 2, 3, 4], [9, 1, 2], [1, 2, 3, 5]]).find([8, 1, 2], 4)
     assert len(found.rows) == 3
     (three,) = found.followers(5)
-    assert (three.token, three.probability) == (3, 2 / (3 + 2 * UNSEEN))
+    assert (three.token, three.probability) == (3, 2 / (3 + 2 * ESCAPE_MASS))
     four, five = three.next.followers(5)
     assert (four.token, five.token) == (4, 5)
-    assert four.probability == five.probability == 1 / (2 + 2 * UNSEEN)
+    assert four.probability == five.probability == 1 / (2 + 2 * ESCAPE_MASS)
     assert four.next.followers(5) == []
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
@@ -30,8 +30,8 @@ def built(target, name, vocab_size=None, **options):
     """Heads that start from the target, disturbed: blocks start at zero, and a forgotten one would not show."""
     recipe = TrainRecipe(arch=name, drafter=DrafterRecipe(draft_heads=HEADS, vocab_size=vocab_size, **options))
     torch.manual_seed(0)
-    module = pool.family(name).build(recipe, target, lambda size: list(range(2, 2 + 3 * size, 3)))
-    pool.family(name).prepare(module, recipe)
+    module = pool.family_module(name).build(recipe, target, lambda size: list(range(2, 2 + 3 * size, 3)))
+    pool.family_module(name).set_training_options(module, recipe)
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter) * (1.0 if parameter.dim() == 1 else 0.3)
     return module.eval()
@@ -44,7 +44,7 @@ def module(target, family):
 
 @pytest.fixture(scope="module")
 def drafter(target, family, module):
-    return pool.family(family[0]).drafter(module, target, DraftingRecipe(stop_below=0.0))
+    return pool.family_module(family[0]).make_drafter(module, target, DraftingRecipe(stop_below=0.0))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_score_is_what_training_sees(target, drafter, module, examples, seen):
 
 @pytest.mark.parametrize("shape", [{}, {"width": 3, "nodes": 20, "children": 3}, {"nodes": 3, "children": 1}], ids=str)
 def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
-    drafter = pool.family(family[0]).drafter(module, target, DraftingRecipe(stop_below=0.0, **shape))
+    drafter = pool.family_module(family[0]).make_drafter(module, target, DraftingRecipe(stop_below=0.0, **shape))
     options = dict(sampling=GREEDY, max_new_tokens=[12, 3, 8], seeds=[0] * 3)
     proposed = []
     found = decode(
@@ -152,16 +152,18 @@ def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
 
 def test_no_draft_is_deeper_than_its_own_text_has_room_for(target, prompts, module, family):
     """Whatever the others of its batch have: counts are a text's own. So it is where a hybrid asks."""
-    drafter = pool.family(family[0]).drafter(module, target, DraftingRecipe(stop_below=0.0, nodes=9, children=3))
+    drafter = pool.family_module(family[0]).make_drafter(
+        module, target, DraftingRecipe(stop_below=0.0, nodes=9, children=3)
+    )
     depths, new = [], [12, 3, 8]
 
     class Asked:
         taps = drafter.taps
 
         def propose(self, state, budget):
-            trees = drafter.grow(state, budget, lambda joint: True)
+            trees = drafter.propose_candidates(state, budget, lambda joint: True)
             for tree, row in zip(trees, state.rows, strict=True):
-                depths.append((max(topology(tree.parents)[0], default=0), row.room))
+                depths.append((max(topology(tree.parents)[0], default=0), row.draft_room))
             return drafter.propose(state, budget)
 
     def counts(prompts, new):
@@ -177,7 +179,7 @@ def test_no_draft_is_deeper_than_its_own_text_has_room_for(target, prompts, modu
 
 def test_an_unseen_row_s_memory_is_not_read(target, prompts, module, family):
     """Behind a sequence's last slot nothing was written: a NaN there must not reach the others' keys."""
-    drafter = pool.family(family[0]).drafter(module, target, DraftingRecipe())
+    drafter = pool.family_module(family[0]).make_drafter(module, target, DraftingRecipe())
     options = dict(sampling=GREEDY, max_new_tokens=6, seeds=[0] * 3)
 
     class Late:
@@ -200,7 +202,7 @@ def test_weights_and_counts(target, module, examples):
     total, weight, steps = module(*inputs)
     for k in range(HEADS):
         rows = batch.later_rows if k else torch.arange(len(batch.query_rows))
-        assert steps[k, 1] == int(((batch.left[rows] > k) & batch.inside[rows + k]).sum()) > 0
+        assert steps[k, 1] == int(((batch.valid_steps[rows] > k) & batch.in_draft_vocab[rows + k]).sum()) > 0
     shares = 0.8 ** torch.arange(HEADS)
     torch.testing.assert_close(weight, (shares * steps[:, 1]).sum())
     torch.testing.assert_close(total.detach(), (shares * steps[:, 0]).sum())
@@ -211,8 +213,8 @@ def test_gradients_flow_only_where_valid(target, module, examples):
     batch, *others = packed(module, target, examples)
     batch.features = batch.features.clone().requires_grad_()
     (_, _), (start, stop) = batch.layout.slots
-    batch.left[batch.layout.rows[1][0] :] = 0
-    batch.left.clamp_(max=HEADS - 1)
+    batch.valid_steps[batch.layout.rows[1][0] :] = 0
+    batch.valid_steps.clamp_(max=HEADS - 1)
     module.zero_grad()
     module(batch, *others)[0].backward()
     assert batch.features.grad[start:stop].abs().max() == 0
@@ -240,8 +242,8 @@ def test_a_short_training_learns(target, family, examples):
 
 
 def test_a_checkpoint_and_back(target, family, module):
-    kind = pool.family(family[0])
-    config, tensors = kind.config(module, target.identity), kind.published(module.state_dict())
+    kind = pool.family_module(family[0])
+    config, tensors = kind.checkpoint_config(module, target.identity), kind.stored_state(module.state_dict())
     back = kind.restore(config, tensors)
     assert back.config == module.config and torch.equal(back.draft_ids, module.draft_ids)
     for name, tensor in module.state_dict().items():
@@ -252,7 +254,7 @@ def test_a_checkpoint_and_back(target, family, module):
         tensors | {some: tensors[some][:-1]},
         tensors | {"9.0.linear.weight": torch.zeros(1)},
     ):
-        with pytest.raises(CheckpointError, match="do not fit"):
+        with pytest.raises(CheckpointError, match="do not match"):
             kind.restore(config, wrong)
     with pytest.raises(CheckpointError, match="draft_heads"):
         shape = {key: value for key, value in config["architecture"].items() if key != "draft_heads"}

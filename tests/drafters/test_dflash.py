@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from specctl.decoding.catch_up import CatchUp
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
@@ -157,7 +157,7 @@ def test_confidence_learns_how_much_is_kept(target, examples, objective):
     pairs = zip(seen[0].unflatten(0, (head.steps, -1)), read[0].unflatten(0, (head.steps, -1)), strict=True)
     for k, (logits, said) in enumerate(pairs):
         for place, row in enumerate(batch.later_rows.tolist()):
-            if batch.left[row] > k:
+            if batch.valid_steps[row] > k:
                 p = (batch.teacher[row + k].float() @ target.head_weight.float().T).softmax(-1)
                 kept = torch.minimum(p, logits[place].detach().softmax(-1)).sum()
                 chances = F.logsigmoid(said[place]), F.logsigmoid(-said[place])
@@ -177,7 +177,7 @@ def test_a_selector_takes_the_place_of_a_markov_head(target):
     for wrong, says in (
         ({"conv_kernel_size": 9}, "9 taps"),
         ({"conv_kernel_size": 2, "conv_group_size": 48}, "48"),
-        ({"markov_rank": 8}, "takes the place"),
+        ({"markov_rank": 8}, "replaces the Markov head"),
     ):
         with pytest.raises(ValueError, match=says):
             replace(shape, **wrong)
@@ -208,7 +208,7 @@ def test_a_convolution_sees_the_slots_before_alone():
 
 
 def test_convolutions_that_do_not_fit_are_refused(target):
-    with pytest.raises(UsageError, match="conv_kernel_size=5: a block has 4 slots"):
+    with pytest.raises(UsageError, match="conv_kernel_size=5 exceeds the 4 slots of a block"):
         dflash.architecture(DrafterRecipe(conv_kernel_size=5, block_size=4), target)
     assert dflash.architecture(DrafterRecipe(conv_kernel_size=4, block_size=4), target).conv_kernel_size == 4
 
@@ -247,7 +247,7 @@ def test_the_markov_head_chooses_among_the_likeliest(target, prompts, monkeypatc
 
 
 def test_a_tree_knows_its_probabilities(target, monkeypatch, prompts):
-    """What `grow` claims of a chain is the product of its rows' softmax."""
+    """What `propose_candidates` claims of a chain is the product of its rows' softmax."""
     monkeypatch.setattr(dflash, "CANDIDATES", 300)
     head = block_head(target, vocab_size=300)
     drafter, seen = BlockDrafter(head, target, CHAIN), []
@@ -256,12 +256,12 @@ def test_a_tree_knows_its_probabilities(target, monkeypatch, prompts):
         taps = drafter.taps
 
         def propose(self, state, budget):
-            (tree,) = drafter.grow(state, budget, lambda joint: True)
+            (tree,) = drafter.propose_candidates(state, budget, lambda joint: True)
             draft = drafter.propose(state, budget)
             if draft.size:
                 rows = draft.q.of(0, draft.size).softmax(-1)
                 places = torch.searchsorted(head.draft_ids, draft.tokens[0])
-                seen.append((torch.tensor(tree.odds), rows.gather(1, places[:, None])[:, 0]))
+                seen.append((torch.tensor(tree.probabilities), rows.gather(1, places[:, None])[:, 0]))
             return draft
 
     decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=6, seeds=[0], drafter=Spy())
@@ -310,7 +310,7 @@ def test_what_was_skipped_is_not_seen(target, prompts):
         taps = drafter.taps
 
         def propose(self, state, budget):
-            counted.append(drafter.behind(state)[0])
+            counted.append(drafter.lag(state)[0])
             return drafter.propose(state, budget)
 
     options = dict(sampling=GREEDY, max_new_tokens=8, seeds=[0])
@@ -326,7 +326,7 @@ def test_another_shape_shares_the_memory(target, prompts):
 
 
 def test_a_checkpoint_comes_back(target, head):
-    shape, tensors = dflash.config(head, target.identity), dflash.published(head.state_dict())
+    shape, tensors = dflash.checkpoint_config(head, target.identity), dflash.stored_state(head.state_dict())
     back = dflash.restore(shape, tensors)
     assert back.config == head.config and back.steps == head.steps
     assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in head.state_dict().items())
@@ -337,7 +337,7 @@ def test_a_checkpoint_comes_back(target, head):
     [
         ("block_size", 1, "block_size"),
         ("block_size", 65, "block_size"),
-        ("mask_token_id", 4096, "mask_token_id: is 4096, the vocabulary has 4096 tokens"),
+        ("mask_token_id", 4096, "mask_token_id: is 4096, but the vocabulary has 4096 tokens"),
         ("markov_rank", 7, "markov"),
         ("num_layers", 3, "layers.2"),
         ("confidence", True, "confidence_head"),
@@ -346,7 +346,7 @@ def test_a_checkpoint_comes_back(target, head):
 )
 def test_an_architecture_that_does_not_fit_is_named(target, key, value, says):
     head = block_head(target)
-    shape = dflash.config(head, target.identity)
+    shape = dflash.checkpoint_config(head, target.identity)
     shape["architecture"] |= {key: value}
     with pytest.raises(CheckpointError, match=says):
         dflash.restore(shape, head.state_dict()).check(target)

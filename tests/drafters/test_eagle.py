@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle.drafter import EagleDrafter
@@ -19,7 +19,7 @@ from specctl.training.features import FeatureStore, slot_batch
 def head(target):
     torch.manual_seed(2)
     head = eagle.build(TrainRecipe(arch="eagle"), target, lambda size: list(range(size)))
-    eagle.prepare(head, TrainRecipe(arch="eagle"))
+    eagle.set_training_options(head, TrainRecipe(arch="eagle"))
     return head.eval()  # no noise
 
 
@@ -102,4 +102,4 @@ def test_what_the_family_does_not_have_is_refused(target, head):
     state = head.state_dict()
     state.pop("fc.weight")
     with pytest.raises(CheckpointError, match=r"fc\.weight"):
-        eagle.restore(eagle.config(head, target.identity), state)
+        eagle.restore(eagle.checkpoint_config(head, target.identity), state)

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.loading import cpu_has_bf16
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -85,7 +85,7 @@ def test_a_batch_from_which_no_row_goes_on(target, head, examples):
     short = [Example(0, "0", examples[0].tokens[: examples[0].prompt_length + 2], examples[0].prompt_length)]
     store = FeatureStore(target, head.config.taps)
     batch = slot_batch(short, store.get(short), STEPS, head.t2d)
-    batch.inside[0] = True
+    batch.in_draft_vocab[0] = True
     total, weight, steps = head(batch, target.model.embedding, target.head_weight[head.draft_ids])
     total.backward()
     assert len(batch.later_rows) == 0 and weight == 1 and steps[:, 1].tolist() == [1.0] + [0.0] * (STEPS - 1)

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models import linear
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle3 import drafter as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature.mixture import Mixture
-from specctl.drafters.feature.stacked import Stacked, teams
+from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe, TrainRecipe
@@ -148,7 +148,7 @@ def test_heads_with_other_options_are_not_stacked(target):
     pool = [Eagle3Drafter(eagle31(target, **options), target, SHAPE) for options in some for _ in range(2)]
     for drafter in pool:
         drafter.device = torch.device("cuda")
-    assert teams(pool) == [[place, place + 1] for place in range(0, len(pool), 2)]
+    assert scoring_groups(pool) == [[place, place + 1] for place in range(0, len(pool), 2)]
 
 
 @pytest.mark.parametrize("variant", ["paper", "speculators"])
@@ -164,7 +164,7 @@ def test_checkpointed_layers_learn_the_same(target, examples, variant):
 
 
 def test_config_says_only_what_is_set(target, head, options):
-    shape = eagle3.config(head, target.identity)
+    shape = eagle3.checkpoint_config(head, target.identity)
     assert {key: value for key, value in shape["architecture"].items() if key in TRAINED | {"fc_norm": 0}} == options
     assert eagle3.restore(shape, head.state_dict()).config == head.config
 
@@ -181,7 +181,7 @@ def test_config_says_only_what_is_set(target, head, options):
 )
 def test_a_config_that_fits_no_head_is_refused(target, changes, says):
     head = eagle31(target)
-    shape = eagle3.config(head, target.identity)
+    shape = eagle3.checkpoint_config(head, target.identity)
     with pytest.raises(CheckpointError, match=says):
         eagle3.restore({**shape, "architecture": shape["architecture"] | changes}, head.state_dict())
     assert isinstance(eagle3.restore(shape, head.state_dict()).config, Eagle3Config)

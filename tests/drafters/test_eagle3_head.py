@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.drafters.eagle3.drafter import architecture, config, restore
+from specctl.drafters.eagle3.drafter import architecture, checkpoint_config, restore
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
@@ -68,10 +68,12 @@ def test_less_is_kept(head, inputs):
 def test_a_draft_vocabulary_that_does_not_fit_is_refused_at_load(target, head):
     """Else it would fail in the first draft, far from the file that is wrong."""
     identity, tensors = target.identity, head.state_dict()
-    shape = config(head, identity)
+    shape = checkpoint_config(head, identity)
     assert restore(shape, tensors).config == head.config
     larger = {**shape, "architecture": shape["architecture"] | {"draft_vocab_size": target.vocab_size + 1}}
-    with pytest.raises(CheckpointError, match=f"draft vocabulary of {target.vocab_size + 1} tokens, the target has"):
+    with pytest.raises(
+        CheckpointError, match=f"draft vocabulary has {target.vocab_size + 1} tokens, but the target has"
+    ):
         restore(larger, tensors)
     with pytest.raises(CheckpointError, match=f"ids outside 0 … {target.vocab_size - 1}"):
         restore(shape, tensors | {"d2t": tensors["d2t"] + target.vocab_size})

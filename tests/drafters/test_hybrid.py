@@ -8,28 +8,28 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters import names, pool
 from specctl.drafters.hybrid import costs
-from specctl.drafters.hybrid.candidates import Candidates, Trust
+from specctl.drafters.hybrid.candidates import Calibration, Candidates
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import (
     GAIN,
     HEAD,
-    HEAD_CAME_TRUE,
+    HEAD_CALIBRATION,
     LONGEST_REST,
     PATIENCE,
     REST,
-    STORE_CAME_TRUE,
+    STORE_CALIBRATION,
     TEXT,
-    TEXT_CAME_TRUE,
+    TEXT_CALIBRATION,
     WORTH,
     Gate,
-    Past,
+    GateStatistics,
     Pending,
 )
 from specctl.drafters.text.lookup import Lookup
@@ -46,7 +46,7 @@ def merged(*proposals):
     """Candidates of several proposals; the place of each is its drafter."""
     candidates = Candidates()
     for who, proposal in enumerate(proposals):
-        candidates.add(ProposedTree(*proposal), who, Trust(EVEN))
+        candidates.add(ProposedTree(*proposal), who, Calibration(EVEN))
     return candidates
 
 
@@ -82,12 +82,12 @@ class TestCandidates:
             ((1, 0.3), True),
             ((1, 0.2), False),
         ]
-        assert candidates.foreseen([1, 3, 4], 0) == 1 and candidates.foreseen([1, 3, 4], 1) == 2
+        assert candidates.accepted_claims([1, 3, 4], 0) == 1 and candidates.accepted_claims([1, 3, 4], 1) == 2
 
 
 class TestTrust:
     def test_by_hand(self):
-        trust = Trust([2.0] + [1.0] * 7)
+        trust = Calibration([2.0] + [1.0] * 7)
         assert trust(0.1) == pytest.approx(0.2) and trust(0.5) == 0.5
         for came_true in (True, False, False):
             trust.learn(0.5, came_true)
@@ -95,10 +95,10 @@ class TestTrust:
         assert trust(0.1) == pytest.approx(0.2)  # another eighth
 
     def test_nothing_is_certain(self):
-        assert Trust([9.0] * 8)(1.0) < 1
+        assert Calibration([9.0] * 8)(1.0) < 1
 
     def test_a_prior_for_every_eighth(self):
-        assert {len(ratios) for ratios in (TEXT_CAME_TRUE, STORE_CAME_TRUE, HEAD_CAME_TRUE)} == {8}
+        assert {len(ratios) for ratios in (TEXT_CALIBRATION, STORE_CALIBRATION, HEAD_CALIBRATION)} == {8}
 
 
 def text_of(*ids, passes=1):
@@ -142,7 +142,7 @@ class TestGate:
         rounds = []
         for number in range(60):
             if gate.overdue(2):  # nobody settles what was tried: the count goes on
-                gate.tried(2)
+                gate.double_patience(2)
                 rounds.append(number)
         assert rounds[0] == PATIENCE and rounds[1] == 2 * PATIENCE and rounds[2] == 4 * PATIENCE
 
@@ -155,14 +155,15 @@ class Claims:
     def __init__(self):
         self.asked = 0
 
-    def grow(self, state, budget, pays):
+    def propose_candidates(self, state, budget, pays):
         self.asked += 1
         depth, joint = 1, [math.log(0.95)] * state.batch
         while depth < min(5, budget) and pays(joint):
             depth += 1
             joint = [value + math.log(0.95) for value in joint]
         return [
-            ProposedTree([7] * (n := min(depth, row.room)), list(range(-1, n - 1)), [0.95] * n) for row in state.rows
+            ProposedTree([7] * (n := min(depth, row.draft_room)), list(range(-1, n - 1)), [0.95] * n)
+            for row in state.rows
         ]
 
     def advance(self, state):
@@ -171,7 +172,7 @@ class Claims:
     def invalidate(self, state):
         pass
 
-    def behind(self, state):
+    def lag(self, state):
         return [0] * state.batch
 
 
@@ -219,7 +220,7 @@ class TestHybrid:
         rounds_of(target, Hybrid(alone, Lookup(), DEAR), prompts[1:2])
         texts = rounds_of(target, Hybrid(together, Lookup(), DEAR), [prompts[1]] * 8, ends)
         assert together.asked <= alone.asked + 2 < max(one.target_passes for one in texts)
-        head, state = Claims(), SimpleNamespace(live=[0, 1, 2], batch=3, rows=[SimpleNamespace(room=9)] * 3)
+        head, state = Claims(), SimpleNamespace(live=[0, 1, 2], batch=3, rows=[SimpleNamespace(draft_room=9)] * 3)
         gates = [Gate() for _ in range(3)]
         hybrid = Hybrid(head, Lookup(), DEAR)
         gates[0].unasked = [99] * 5
@@ -234,9 +235,9 @@ class TestHybrid:
             def propose(self, state, budget):
                 draft = super().propose(state, budget)
                 depths = [max(topology(parents)[0], default=0) for parents in draft.parents.tolist()]
-                rooms.extend(row.room for row in state.rows)
+                rooms.extend(row.draft_room for row in state.rows)
                 assert draft.size <= budget
-                assert all(depth <= row.room for depth, row in zip(depths, state.rows, strict=True))
+                assert all(depth <= row.draft_room for depth, row in zip(depths, state.rows, strict=True))
                 return draft
 
         limits = [1, 2, 9]
@@ -283,14 +284,14 @@ class Silent(Lookup):
 
     asked = 0
 
-    def offer(self, state, nodes):
+    def propose_trees(self, state, nodes):
         self.asked += 1
         return [ProposedTree([], [], [])] * state.batch
 
 
 class TestRest:
     def test_drafting_is_tried_again_and_again_but_less_and_less(self):
-        past, tried = Past(), []
+        past, tried = GateStatistics(), []
         for number in range(2000):
             if not past.rests(pays=False):
                 tried.append(number)
@@ -300,7 +301,7 @@ class TestRest:
 
     def test_a_text_begins_where_the_stream_is(self):
         """A new stream expects drafts to pay; one on which they did not pay expects less of its next text."""
-        past = Past()
+        past = GateStatistics()
         assert Gate().worth > WORTH
         for _ in range(100):
             past.learn(1, 1.2)
@@ -315,7 +316,7 @@ class TestRest:
     def test_where_drafts_do_not_pay_the_next_text_drafts_nothing(self, tiny_directory):
         tiny = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
         level, first, last = Costs(CHEAP.rounds, first=0.5, level=0.3), {}, {}
-        for past in (Past(), None):
+        for past in (GateStatistics(), None):
             head, text = Claims(), Silent()
             for number in range(8):
                 rounds_of(tiny, Hybrid(head, text, level, past), [[5 + number, 9, 11]], new=30)
@@ -329,11 +330,11 @@ class TestRest:
         assert last[False][1] <= 1 < last[True][1]
 
     def test_what_a_stream_has_shown_comes_back(self):
-        past, again = Past(), Past()
+        past, again = GateStatistics(), GateStatistics()
         past.learn(1, 3.0)
         past.rests(pays=False)
         again.restore(json.loads(json.dumps(past.state())))
-        assert again.state() == past.state() != Past().state()
+        assert again.state() == past.state() != GateStatistics().state()
 
 
 class TestCosts:
@@ -414,7 +415,7 @@ class TestCosts:
         capsys.readouterr()
         assert costs.costs_of(target, Claims(), "claims") == CHEAP
         said = capsys.readouterr().err.splitlines()
-        assert sum("is not used" in line and str(kept) in line for line in said) == 1 and len(said) == 2
+        assert sum("ignoring" in line and str(kept) in line for line in said) == 1 and len(said) == 2
         assert json.loads(kept.read_text())[key] == good
 
     def test_a_short_context(self, target, monkeypatch):
@@ -453,7 +454,7 @@ class TestCosts:
         monkeypatch.setattr(costs, "measure", lambda *_: CHEAP)
         assert costs.costs_of(target, Claims(), "claims") == CHEAP
         said = capsys.readouterr().err
-        assert "measured again the next time, as" in said and "kept in" not in said
+        assert "measured again next time, because" in said and "saved in" not in said
 
 
 class TestNames:
@@ -477,11 +478,11 @@ class TestNames:
 
     def test_names_of_several(self):
         paths = ["x/a", "y/a", "x/a+lookup"]
-        assert names.named(paths) == {"x/a": "x/a", "y/a": "y/a", "x/a+lookup": "a+lookup"}
+        assert names.labels(paths) == {"x/a": "x/a", "y/a": "y/a", "x/a+lookup": "a+lookup"}
 
     @pytest.mark.parametrize("name", ["lookup+lookup", "lookup+suffix", "suffix+none"])
     def test_two_of_one_kind_are_refused(self, name, target):
-        with pytest.raises(UsageError, match="no trained drafter"):
+        with pytest.raises(UsageError, match="is not a trained drafter"):
             pool.load_drafter(name, target, DraftingRecipe())
 
     def test_who_claims(self):

@@ -24,7 +24,7 @@ def test_names_of_the_published_files(module):
     names = {f"prefix_embeding_layer.layers.0.{part}.weight" for part in layer} | {"prefix_embeding_layer.norm.weight"}
     linears = ("hydra_mlp.{}.1.linear", "hydra_mlp.{}.1.res_connection", "hydra_mlp.{}.3.linear", "hydra_lm_head.{}.1")
     names |= {f"{part.format(k)}.{kind}" for part in linears for k in range(2) for kind in ("weight", "bias")}
-    assert set(hydra.published(module.state_dict())) == names
+    assert set(hydra.stored_state(module.state_dict())) == names
 
 
 def test_layers_are_applied_as_often_as_there_are(module):
@@ -38,7 +38,7 @@ def test_layers_are_applied_as_often_as_there_are(module):
 
 
 def test_dropout_is_for_training_only(target, module):
-    hydra.prepare(module, TrainRecipe(arch="hydra", dropout=0.5))
+    hydra.set_training_options(module, TrainRecipe(arch="hydra", dropout=0.5))
     x = torch.randn(4, 2 * module.config.hidden_size)
     assert torch.equal(module.hidden(0, x), module.hidden(0, x))
     assert not torch.equal(module.train().hidden(0, x), module.hidden(0, x))

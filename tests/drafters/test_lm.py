@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from specctl import kernels
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Controller
 from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
-from specctl.decoding.state import APART
+from specctl.decoding.state import READ_ALONE_ROWS
 from specctl.drafters import checkpoint
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM, LMBatch, architecture, cast
@@ -129,20 +129,23 @@ def test_casting_keeps_the_frequencies(target):
 
 def test_stored_and_read(target, model, prompts, tmp_path):
     checkpoint.save(
-        tmp_path / "d", config=lm.config(model, target.identity), tensors=lm.published(model.state_dict()), info={}
+        tmp_path / "d",
+        config=lm.checkpoint_config(model, target.identity),
+        tensors=lm.stored_state(model.state_dict()),
+        info={},
     )
     found = checkpoint.load(tmp_path / "d")
     checkpoint.check_target(found.config, target)
     again = lm.restore(found.config, found.tensors)
     assert torch.equal(next_logits(again, prompts[0]), next_logits(model, prompts[0]))
-    drafter = lm.drafter(again, target, DraftingRecipe(depth=2, proposal="sampled"))
+    drafter = lm.make_drafter(again, target, DraftingRecipe(depth=2, proposal="sampled"))
     assert (drafter.shape.depth, drafter.shape.sampled) == (2, True)
 
 
 def test_weights_of_another_size_are_refused(target, model):
     other = lm_of(architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
-    with pytest.raises(CheckpointError, match="do not fit"):
-        lm.restore(lm.config(model, target.identity), lm.published(other.state_dict()))
+    with pytest.raises(CheckpointError, match="do not match"):
+        lm.restore(lm.checkpoint_config(model, target.identity), lm.stored_state(other.state_dict()))
 
 
 class Watched(lm.LMDrafter):
@@ -157,7 +160,7 @@ class Watched(lm.LMDrafter):
         n = draft.size
         for b, row in enumerate(state.rows):
             chain = [t for t, p in zip(draft.tokens[b].tolist(), draft.parents[b].tolist(), strict=True) if p >= -1]
-            assert len(chain) <= min(self.shape.depth, budget, row.room)
+            assert len(chain) <= min(self.shape.depth, budget, row.draft_room)
             ids, joint = list(row.ids), 1.0
             for i, token in enumerate(chain):
                 assert joint >= self.shape.stop_below
@@ -170,7 +173,7 @@ class Watched(lm.LMDrafter):
                     joint *= kernels.probabilities(draft.rows)[b * n + i, token].item()
                 ids.append(token)
                 self.drafts += 1
-            assert len(chain) == min(self.shape.depth, budget, row.room) or joint < self.shape.stop_below
+            assert len(chain) == min(self.shape.depth, budget, row.draft_room) or joint < self.shape.stop_below
         return draft
 
     def check_row(self, state, b, row, logits, token, depth):
@@ -221,9 +224,11 @@ def test_accepted_drafts_are_not_read_again(target, prompts):
     found = decode(target, prompts, sampling=GREEDY, max_new_tokens=14, seeds=[0] * 3, drafter=drafter)
     assert sum(one.accepted for one in found) > 10 and sum(one.rejections for one in found) > 2
     lengths = [len(prompt) + 1 for prompt in prompts]
-    alone = [length for length in lengths if length > APART]
+    alone = [length for length in lengths if length > READ_ALONE_ROWS]
     first = len(alone) + (len(alone) < len(lengths))
-    assert read[:first] == alone + [max(length for length in lengths if length <= APART)] * (first - len(alone))
+    assert read[:first] == alone + [max(length for length in lengths if length <= READ_ALONE_ROWS)] * (
+        first - len(alone)
+    )
     assert set(read[first:]) == {1, 2}  # the bonus token, and the last draft token, which was never fed
 
 
@@ -345,10 +350,13 @@ def test_a_published_model_is_a_base(target, published_model, prompts, tmp_path,
     recipe = TrainRecipe(arch="lm", drafter=DrafterRecipe(base=published_model(name, rows)))
     model = lm.build(recipe, target, None)
     checkpoint.save(
-        tmp_path / "d", config=lm.config(model, target.identity), tensors=lm.published(model.state_dict()), info={}
+        tmp_path / "d",
+        config=lm.checkpoint_config(model, target.identity),
+        tensors=lm.stored_state(model.state_dict()),
+        info={},
     )
     found = checkpoint.load(tmp_path / "d")
-    drafter = lm.drafter(lm.restore(found.config, found.tensors), target, DraftingRecipe(depth=3))
+    drafter = lm.make_drafter(lm.restore(found.config, found.tensors), target, DraftingRecipe(depth=3))
     options = dict(sampling=HOT, max_new_tokens=12, seeds=[1])
     plain = decode(target, prompts[:1], **options)[0].output_ids
     assert plain == decode(target, prompts[:1], drafter=drafter, **options)[0].output_ids
@@ -369,13 +377,13 @@ def test_an_adapter_drafts_as_its_merged_weights(target, model, prompts):
     """Through every product of the lean step, over a prompt and a drafted chain."""
     generator = torch.Generator().manual_seed(0)
     pairs = {}
-    for name, weight in lm.published(model.state_dict()).items():
+    for name, weight in lm.stored_state(model.state_dict()).items():
         if "_proj" in name:
             rows, columns = weight.shape
             down, up = torch.randn(2, columns, generator=generator), torch.randn(rows, 2, generator=generator)
             pairs[name.removesuffix(".weight")] = (0.1 * down, 0.1 * up)
     merged = lm_of(model.model.config)
-    merged.model.load_state_dict(Adapter(pairs).merge(lm.published(model.state_dict())))
+    merged.model.load_state_dict(Adapter(pairs).merge(lm.stored_state(model.state_dict())))
     base = lm.LMDrafter(model, target, ChainShape(3, 0.0, False))
     adapted, whole = (
         base.adapted(Adapter(pairs)),

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models.linear import Linear
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, lora, pool
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -17,7 +17,7 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe, TrainRecip
 SETTINGS = {"rank": 4, "alpha": 8.0}
 
 
-def random_adapter(head, generator, names=FAMILIES["eagle3"].adaptable, rank=SETTINGS["rank"]):
+def random_adapter(head, generator, names=FAMILIES["eagle3"].lora_modules, rank=SETTINGS["rank"]):
     """Tensors of an adapter of `head`, not small."""
     tensors = {}
     for name, module in head.named_modules():
@@ -39,7 +39,7 @@ def head(target):
 @pytest.fixture
 def place(head, target, tmp_path):
     """A pool of a base and two adapters."""
-    config = eagle3.config(head, target.identity)
+    config = eagle3.checkpoint_config(head, target.identity)
     base = checkpoint.save(tmp_path / "base", config=config, tensors=head.state_dict(), info={})
     origin = {"path": "../base", "sha256": checkpoint.weights_digest(base)}
     for seed, name in enumerate(("a", "b")):
@@ -70,8 +70,8 @@ def test_a_fused_product_takes_the_updates_of_its_parts(present):
 def test_an_adapter_drafts_as_its_merged_weights(place, head, target):
     """Every product of the head is adapted: logits after `fc`, the layer and the vocabulary head agree."""
     adapted = pool.load_drafter(str(place / "a"), target, DraftingRecipe())
-    whole = pool.whole(checkpoint.load(place / "a"))
-    merged = eagle3.drafter(eagle3.restore(whole.config, whole.tensors), target, DraftingRecipe())
+    whole = pool.merge_adapter(checkpoint.load(place / "a"))
+    merged = eagle3.make_drafter(eagle3.restore(whole.config, whole.tensors), target, DraftingRecipe())
     taps, tokens = torch.randn(6, 3 * target.hidden_size), torch.arange(6)
     for ours, theirs in zip(run(adapted, taps, tokens), run(merged, taps, tokens), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
@@ -80,7 +80,7 @@ def test_an_adapter_drafts_as_its_merged_weights(place, head, target):
 
 
 def run(drafter, taps, tokens):
-    residual, inputs = drafter.enter(tokens, drafter.feature(taps))
+    residual, inputs = drafter.layer_input(tokens, drafter.feature(taps))
     qkv = drafter.qkv(inputs)
     hidden = drafter._leave(residual, qkv[:, : drafter.heads * drafter.dim])
     return qkv, hidden, drafter.logits(hidden)
@@ -107,26 +107,26 @@ def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, targ
     other = checkpoint.load(place / "elsewhere/base")
     tensors = {name: tensor + 1 if name == "fc.weight" else tensor for name, tensor in other.tensors.items()}
     checkpoint.save(place / "base", config=other.config, tensors=tensors, info={})
-    with pytest.raises(CheckpointError, match="other weights"):
+    with pytest.raises(CheckpointError, match="different weights"):
         pool.load_drafter(str(place / "b"), target, DraftingRecipe())
 
 
 def test_unknown_projections_are_refused(head):
     with pytest.raises(RecipeError, match="no embed_tokens"):
-        lora.inject(head, LoraRecipe(enabled=True, modules=["fc", "embed_tokens"]), FAMILIES["eagle3"].adaptable)
+        lora.inject(head, LoraRecipe(enabled=True, modules=["fc", "embed_tokens"]), FAMILIES["eagle3"].lora_modules)
 
 
 @pytest.mark.parametrize("name", ["eagle", "hydra"])
 def test_other_families_take_adapters(target, prompts, name):
     """Every adaptable projection of the module is one that the drafter updates: drafts score as the merged weights'."""
-    family = pool.trainable(name)
+    family = pool.trainable_family(name)
     torch.manual_seed(0)
     module = family.build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
     generator = torch.Generator().manual_seed(1)
-    config = {**family.config(module, target.identity), "lora": SETTINGS}
-    adapter = Adapter.of(config, random_adapter(module, generator, FAMILIES[name].adaptable))
-    merged = family.restore(config, adapter.merge(family.published(module.state_dict())))
-    plain, whole = (family.drafter(part, target, DraftingRecipe()) for part in (module, merged))
+    config = {**family.checkpoint_config(module, target.identity), "lora": SETTINGS}
+    adapter = Adapter.of(config, random_adapter(module, generator, FAMILIES[name].lora_modules))
+    merged = family.restore(config, adapter.merge(family.stored_state(module.state_dict())))
+    plain, whole = (family.make_drafter(part, target, DraftingRecipe()) for part in (module, merged))
     found = {}
 
     def ask(state, draft, verdict):

@@ -15,8 +15,8 @@ def build(target, **options):
 
 def test_names_of_the_published_files(target):
     names = {f"{k}.{part}" for k in range(2) for part in ("0.linear.weight", "0.linear.bias", "1.weight")}
-    assert set(medusa.published(build(target).state_dict())) == names
-    assert set(medusa.published(build(target, vocab_size=64).state_dict())) == names | {"d2t", "t2d"}
+    assert set(medusa.stored_state(build(target).state_dict())) == names
+    assert set(medusa.stored_state(build(target, vocab_size=64).state_dict())) == names | {"d2t", "t2d"}
 
 
 def test_it_starts_as_the_target_itself(target):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
 from specctl.drafters.feature.mixture import Mixture
@@ -15,14 +15,14 @@ SHAPES = {"chain": DraftingRecipe(depth=4, width=1, children=1, nodes=4), "tree"
 @pytest.fixture(scope="module", params=["eagle", "eagle3"])
 def heads(request, target):
     """`heads(seed, shape)`"""
-    family = pool.trainable(request.param)
+    family = pool.trainable_family(request.param)
 
     def make(seed, shape="chain"):
         torch.manual_seed(seed)
         sizes = {"vocab_size": 512} if request.param == "eagle3" else {}
         recipe = TrainRecipe(arch=request.param, drafter=DrafterRecipe(**sizes))
         module = family.build(recipe, target, lambda size: list(range(size)))
-        return family.drafter(module, target, SHAPES[shape])
+        return family.make_drafter(module, target, SHAPES[shape])
 
     return make
 

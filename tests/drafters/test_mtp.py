@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.feature.mixture import Mixture
@@ -52,7 +52,7 @@ def native(kind, tiny_directory, tmp_path_factory):
 def built(target, place, **drafter):
     recipe = TrainRecipe(arch="mtp", target=TargetRecipe(name=place), drafter=DrafterRecipe(**drafter))
     head = mtp.build(recipe, target, None)
-    mtp.prepare(head, recipe)
+    mtp.set_training_options(head, recipe)
     return head
 
 
@@ -252,7 +252,7 @@ def test_checkpointed_layers_have_the_same_gradients(native, examples):
 
 def test_a_checkpoint_holds_the_layer(native, tmp_path):
     _, target, head = native
-    back = mtp.restore(mtp.config(head, target.identity), mtp.published(head.state_dict()))
+    back = mtp.restore(mtp.checkpoint_config(head, target.identity), mtp.stored_state(head.state_dict()))
     assert back.config == head.config
     assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), head.state_dict().values(), strict=True))
 
@@ -261,7 +261,7 @@ def test_names_there_and_back(native, kind):
     """Whatever is trained goes back under the names it came from."""
     place, _, head = native
     held = layouts.find(place)
-    written = layouts.theirs(layouts.LAYOUTS[head.config.layout], head.state_dict())
+    written = layouts.to_target_names(layouts.LAYOUTS[head.config.layout], head.state_dict())
     assert written.keys() == held.files.keys()
     for name, tensor in written.items():
         assert torch.equal(tensor, load_file(held.files[name])[name].float()), name
@@ -270,10 +270,10 @@ def test_names_there_and_back(native, kind):
 def test_what_it_takes_where_nothing_is_named():
     """FastMTP's: three steps, weights 0.6^k; a recipe that names others has them, and another family its own."""
     recipe = TrainRecipe(arch="mtp")
-    assert (recipe.ttt_steps, recipe.ttt_decay, recipe.distillation) == (3, 0.6, "soft_ce")
+    assert (recipe.ttt_steps, recipe.ttt_decay, recipe.resolved_objective) == (3, 0.6, "soft_ce")
     assert TrainRecipe(arch="mtp", ttt_steps=5).ttt_steps == 5
-    assert TrainRecipe().ttt_steps == 6 == TrainRecipe(arch="mtp").of_family("eagle3").ttt_steps
-    assert TrainRecipe(ttt_decay=0.9).of_family("mtp").ttt_decay == 0.9
+    assert TrainRecipe().ttt_steps == 6 == TrainRecipe(arch="mtp").set_family("eagle3").ttt_steps
+    assert TrainRecipe(ttt_decay=0.9).set_family("mtp").ttt_decay == 0.9
     assert "ttt_steps" not in recipe.model_fields_set
 
 
@@ -319,7 +319,7 @@ def test_what_it_cannot_be_is_refused_by_name(what, tiny_directory, tmp_path):
 
 def test_other_sizes_than_its_own_are_refused(tiny_directory, tmp_path):
     place = toys.write(tmp_path / "whole", "qwen", tiny_directory("llama"))
-    with pytest.raises(RecipeError, match="has its sizes"):
+    with pytest.raises(RecipeError, match="determines its sizes"):
         built(load_target(place, device="cpu", dtype="fp32"), place, num_heads=2)
 
 

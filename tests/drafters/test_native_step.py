@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle import drafter as eagle
@@ -49,7 +49,7 @@ def three(request, targets):
     """The drafter in bf16 in C++ and in PyTorch, and in fp32."""
     build, family = BUILT[request.param]
     head = build(targets[1]).to(torch.bfloat16).float()
-    made = [family.drafter(head, target, DraftingRecipe()) for target in (targets[0], *targets)]
+    made = [family.make_drafter(head, target, DraftingRecipe()) for target in (targets[0], *targets)]
     without(made[1])
     return made
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from specctl.drafters.dflash import drafter as dflash
 from specctl.drafters.eagle3 import drafter as eagle3
-from specctl.drafters.feature.head import pace
+from specctl.drafters.feature.head import dpace_weights
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, TrainRecipe
 from specctl.training.example import Example
@@ -37,7 +37,7 @@ def test_weights_are_sums_over_the_depths_that_are_reached():
     right = torch.tensor([[0.9, 0.2], [0.5, 0.8], [0.1, 0.7]])  # [depth, draft]
     valid = torch.tensor([[True, True], [True, False], [True, True]])
     step, row = (part.flatten() for part in torch.meshgrid(torch.arange(3), torch.arange(2), indexing="ij"))
-    found = pace(right.flatten(), row, step, valid.flatten()).view(3, 2)
+    found = dpace_weights(right.flatten(), row, step, valid.flatten()).view(3, 2)
     for draft in range(2):
         expected = [weight(right[:, draft].tolist(), valid[:, draft].tolist(), k) for k in range(3)]
         torch.testing.assert_close(found[:, draft], torch.tensor(expected))
@@ -58,7 +58,7 @@ def test_the_loss_is_weighted_by_it(target, kind, objective):
     with recorded_logits(head) as seen, torch.no_grad():
         total, weights, steps = head(batch, target.model.embedding, target.head_weight[head.draft_ids])
     labels, inside = batch.labels, head.t2d[batch.labels]
-    counts = inside if objective == "ce" else batch.inside
+    counts = inside if objective == "ce" else batch.in_draft_vocab
     rows = [batch.later_rows] * head.steps
     if kind == "eagle3":  # whose first depth is trained on all slots
         rows[0] = torch.arange(len(batch.query_rows))
@@ -71,7 +71,7 @@ def test_the_loss_is_weighted_by_it(target, kind, objective):
             if draft not in rows[k]:
                 break
             at, drafted = draft + k, logits[k][int(torch.searchsorted(rows[k], draft))].log_softmax(-1)
-            valid.append(bool(batch.left[draft] > k and counts[at]))
+            valid.append(bool(batch.valid_steps[draft] > k and counts[at]))
             right.append(float(drafted[place[at]].exp()) if inside[at] else 0.0)
             if objective == "ce":
                 losses.append(-drafted[place[at]])
@@ -90,8 +90,8 @@ def test_the_loss_is_weighted_by_it(target, kind, objective):
 
 def test_only_families_that_draft_on_are_weighted_so():
     for name, family in FAMILIES.items():
-        if family.paces:
-            assert TrainRecipe(arch=name, ttt_weights="d-pace").paced
+        if family.supports_d_pace:
+            assert TrainRecipe(arch=name, ttt_weights="d-pace").uses_d_pace
         else:
-            with pytest.raises(ValueError, match=f"ttt_weights d-pace: a weighting of .* heads, not of {name}"):
+            with pytest.raises(ValueError, match=f"ttt_weights=d-pace: an option of .* heads, not of {name}"):
                 TrainRecipe(arch=name, ttt_weights="d-pace")

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from specctl.decoding.catch_up import CatchUp
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.peagle import drafter as peagle
@@ -66,7 +66,7 @@ def training_logits(head, target, examples):
     batch = training_batch(head, target, examples)
     with recorded_logits(head) as seen, torch.no_grad():
         head(batch, target.model.embedding, target.head_weight[head.draft_ids])
-    asked = Rollouts(batch, head.shares()[1:], [batch.layout] * head.steps).asked
+    asked = Rollouts(batch, head.shares()[1:], [batch.layout] * head.steps).trained_slots
     parts = seen[0].split([len(rows) for rows in asked])
     return [dict(zip(rows.tolist(), part, strict=True)) for rows, part in zip(asked, parts, strict=True)]
 
@@ -177,7 +177,7 @@ def test_scores_are_what_was_drafted(target, head, prompts):
 def test_depths_are_trained_by_nested_shares_of_the_anchors(target, head, examples):
     """COD: a rollout that ends early leaves no gap, and other steps train other anchors."""
     batch = training_batch(head, target, examples)
-    asked = Rollouts(batch, head.shares()[1:], [batch.layout] * head.steps).asked
+    asked = Rollouts(batch, head.shares()[1:], [batch.layout] * head.steps).trained_slots
     assert [len(asked[0]), head.shares()[:3]] == [21, [1.0, 0.7, pytest.approx(0.49)]]
     for shallow, deep in pairwise(asked):
         assert set(deep.tolist()) <= set(shallow.tolist())
@@ -187,7 +187,7 @@ def test_depths_are_trained_by_nested_shares_of_the_anchors(target, head, exampl
         for row in Rollouts(
             training_batch(head, target, examples, phase), head.shares()[1:], [batch.layout] * head.steps
         )
-        .asked[-1]
+        .trained_slots[-1]
         .tolist()
     }
     assert len(asked[-1]) < len(deepest) >= 15
@@ -240,8 +240,8 @@ def test_sinks_are_read_without_the_rest(target, head, prompts):
 
 
 def test_a_mask_token_outside_the_vocabulary_is_refused(target, head):
-    drafter = peagle.config(head, target.identity)
+    drafter = peagle.checkpoint_config(head, target.identity)
     drafter["architecture"]["mask_token_id"] = target.vocab_size
     made = peagle.restore(drafter, head.state_dict())
-    with pytest.raises(CheckpointError, match=f"mask_token_id: is {target.vocab_size}, the vocabulary has"):
+    with pytest.raises(CheckpointError, match=f"mask_token_id: is {target.vocab_size}, but the vocabulary has"):
         made.check(target)

@@ -27,8 +27,8 @@ def write(place, for_target, **changed):
     model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target)))
     return checkpoint.save(
         place,
-        config={**lm.config(model, for_target.identity), **changed},
-        tensors=lm.published(model.state_dict()),
+        config={**lm.checkpoint_config(model, for_target.identity), **changed},
+        tensors=lm.stored_state(model.state_dict()),
         info={},
     )
 
@@ -75,7 +75,7 @@ def test_another_target(target, tmp_path):
 def test_an_architecture_that_its_weights_do_not_have(target, tmp_path):
     sizes = {"hidden_size": 64, "vocab_size": target.vocab_size}
     write(tmp_path / "d", target, architecture={"model_type": "llama", **sizes})
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="do not match"):
         load_drafter(str(tmp_path / "d"), target, DRAFTING)
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_member_is_listed_and_fails_by_name(pool, target):
 def test_no_way_out_of_the_pool(pool, tmp_path, target):
     write(tmp_path / "elsewhere", target)
     (pool / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="leads out of the pool"):
+    with pytest.raises(CheckpointError, match="points outside the pool"):
         find_pool(pool)
 
 

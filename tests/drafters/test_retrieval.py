@@ -17,7 +17,7 @@ PROMPT = list(range(100, 140))
 def write(place, target, **changed):
     store = retrieval.collect([([*PROMPT, 1, 2, 3], len(PROMPT)), ([7, 8, 9], 1)])
     tensors = {**retrieval.tensors(store), **changed}
-    config = retrieval.config(store, target.identity)
+    config = retrieval.checkpoint_config(store, target.identity)
     return str(checkpoint.save(place, config=config, tensors=tensors, info={}))
 
 
@@ -48,10 +48,10 @@ def test_the_end_of_the_prompt_is_context():
 )
 def test_tensors_that_are_no_store(target, tmp_path, changed):
     """A lookup would fail in the middle of a text, or read beyond its end."""
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="do not match"):
         load_drafter(write(tmp_path / "d", target, **changed), target, DraftingRecipe())
 
 
 def test_a_missing_tensor():
-    with pytest.raises(CheckpointError, match="do not fit"):
+    with pytest.raises(CheckpointError, match="do not match"):
         retrieval.restore({}, {"tokens": torch.tensor([1, SEPARATOR], dtype=torch.int32)})

@@ -5,14 +5,14 @@ import copy
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
 from specctl.decoding.models import linear
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle3 import drafter as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
-from specctl.drafters.feature.stacked import Stacked, teams
+from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.drafters.mtp import drafter as mtp
 from specctl.drafters.text.lookup import Lookup
@@ -90,14 +90,20 @@ def test_who_is_scored_together(target):
     """Heads of one shape on a GPU; an adapter with its base; not what is no head."""
     heads = [eagle3_drafter(target, 0), eagle3_drafter(target, 1), eagle3_drafter(target, 2, vocabulary=256)]
     pool = [Lookup(), *heads, eagle_drafter(target, 0)]
-    assert teams(pool) == [[0], [1], [2], [3], [4]]
+    assert scoring_groups(pool) == [[0], [1], [2], [3], [4]]
     adapted = copy.copy(heads[0])
     adapted.qkv = LowRank(heads[0].qkv, torch.zeros(2, 512), torch.zeros(512, 2))
-    assert teams([*pool, adapted]) == [[0], [1, 5], [2], [3], [4]]
+    assert scoring_groups([*pool, adapted]) == [[0], [1, 5], [2], [3], [4]]
     for head in pool[1:]:
         head.device = torch.device("cuda")
-    assert teams(pool) == [[0], [1, 2], [3], [4]]
-    assert teams([*pool[:1], *pool[2:], adapted]) == [[0], [1], [2], [3], [4]]  # products with updates are no stack
+    assert scoring_groups(pool) == [[0], [1, 2], [3], [4]]
+    assert scoring_groups([*pool[:1], *pool[2:], adapted]) == [
+        [0],
+        [1],
+        [2],
+        [3],
+        [4],
+    ]  # products with updates are no stack
 
 
 @pytest.mark.parametrize("family", [eagle3, eagle, mtp])
@@ -109,19 +115,19 @@ def test_adapters_are_one_forward_of_their_base(target, prompts, family):
         eagle: lambda: eagle.build(TrainRecipe(), target, lambda size: range(size)),
         mtp: lambda: mtp_layers.head(target),
     }[family]()
-    config, state_dict = family.config(head, target.identity), family.published(head.state_dict())
+    config, state_dict = family.checkpoint_config(head, target.identity), family.stored_state(head.state_dict())
     adapters = []
-    adaptable = FAMILIES[config["family"]].adaptable
+    adaptable = FAMILIES[config["family"]].lora_modules
     for seed, (rank, names) in enumerate([(4, adaptable), (2, adaptable), (3, ("o_proj", "up_proj"))]):
         pairs = random_adapter(head, torch.Generator().manual_seed(seed), names, rank)
         adapters.append(Adapter.of({**config, "lora": {"rank": rank, "alpha": 8.0}}, pairs))
-    base = family.drafter(head, target, DraftingRecipe())
+    base = family.make_drafter(head, target, DraftingRecipe())
     pool = [base.adapted(adapter) for adapter in adapters] + [base]
     apart = [
-        family.drafter(family.restore(config, adapter.merge(state_dict)), target, DraftingRecipe())
+        family.make_drafter(family.restore(config, adapter.merge(state_dict)), target, DraftingRecipe())
         for adapter in adapters
-    ] + [family.drafter(head, target, DraftingRecipe())]
-    assert teams(pool) == [[0, 1, 2, 3]]
+    ] + [family.make_drafter(head, target, DraftingRecipe())]
+    assert scoring_groups(pool) == [[0, 1, 2, 3]]
     products, found = [], []
     stacked = Stacked(pool)
     real = stacked._whole.down.base

@@ -94,12 +94,12 @@ def test_unlikely_levels_are_left_out():
 def test_a_tree_for_the_room_there_is(room, budget, exact, sizes):
     """(levels, nodes); chains alone in exact mode; a finished row does not count."""
     trees = Trees(TreeShape(depth=3, width=1, nodes=4, children=2, stop_below=0.0), (0.6, 0.3), CPU)
-    state = SimpleNamespace(rows=[SimpleNamespace(room=room), SimpleNamespace(room=0)], exact_rows=exact)
-    tree = trees.of(state, budget)
+    state = SimpleNamespace(rows=[SimpleNamespace(draft_room=room), SimpleNamespace(draft_room=0)], exact_rows=exact)
+    tree = trees.tree_for(state, budget)
     assert (len(tree.levels), len(tree.paths)) == sizes
     assert tree.chain == (sizes[0] == sizes[1])
 
 
 def test_no_room():
     trees = Trees(TreeShape(3, 1, 4, 2, 0.0), (0.6, 0.3), CPU)
-    assert trees.of(SimpleNamespace(rows=[SimpleNamespace(room=0)], exact_rows=0), 62) is None
+    assert trees.tree_for(SimpleNamespace(rows=[SimpleNamespace(draft_room=0)], exact_rows=0), 62) is None

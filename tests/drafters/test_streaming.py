@@ -5,7 +5,7 @@ import torch
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.device.rounds import device_rounds
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.dflash.drafter import BlockDrafter
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
@@ -97,7 +97,7 @@ def test_behind_is_what_is_read(target, prompts, own, name, monkeypatch):
     def ask(state):
         if len(state.rows[0].ids) - state.rows[0].prompt_length in (3, 13):  # far behind, twice
             rows.clear()
-            (needed,) = drafter.behind(state)
+            (needed,) = drafter.lag(state)
             drafter.advance(state)
             assert sum(rows) == needed == (SINK + WINDOW if state.rows[0].ids[-1] == first(state, 3) else WINDOW)
 

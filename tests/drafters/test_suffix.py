@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.automaton import Match, SuffixAutomaton
 from specctl.drafters.text.suffix import Suffix, SuffixText
-from specctl.drafters.text.trie import TextTreeShape, first_level, grow
+from specctl.drafters.text.text_tree import TextTreeShape, first_level, grow
 
 DEPTH, NODES, CHILDREN = 6, 9, 3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from specctl.decoding.records import PADDING, ChainRows
-from specctl.drafters.tree import GrowingTree, TreeShape, best, default_shape
+from specctl.drafters.tree import TreeBuilder, TreeShape, best, default_shape
 
 CPU = torch.device("cpu")
 GPU = default_shape(torch.device("cuda"))
@@ -27,9 +27,9 @@ def test_a_shape_that_fits_is_what_was_asked_for():
     assert asked.within(20) is asked
 
 
-def comb() -> GrowingTree:
+def comb() -> TreeBuilder:
     """Two levels of a chain with a runner-up each: joint probabilities 0.6, 0.3, 0.12 and 0.06."""
-    tree = GrowingTree()
+    tree = TreeBuilder()
     tree.add(-1, [math.log(0.6), math.log(0.3)], [10, 11])
     tree.add(0, [math.log(0.2), math.log(0.1)], [20, 21])
     return tree
@@ -49,7 +49,7 @@ def test_what_is_hardly_ever_accepted_takes_no_row(keep_above, tokens):
 
 def test_texts_of_a_batch_are_cut_each_by_its_own_probabilities():
     """A sure text next to an unsure one: rows of the first must not follow the second's cut."""
-    sure = GrowingTree()
+    sure = TreeBuilder()
     sure.add(-1, [math.log(0.9), math.log(0.05)], [10, 11])
     draft = best([comb(), sure], [3, 3], TreeShape(3, 1, 14, 2, 0.0, 0.1), CPU, ChainRows([]))
     assert draft.parents.tolist() == [[-1, -1, 0], [-1, PADDING, PADDING]]

@@ -13,13 +13,16 @@ import torch
 from specctl.decoding.target_text import load_target_text
 from specctl.engines import sglang, vllm
 from specctl.engines.client import Client
-from specctl.engines.records import EngineError, Refusal, Wanted
+from specctl.engines.records import EngineError, HiddenStatesSpec, Refusal
 from specctl.recipe import ServerRecipe
 from tests.toys.capture import CapturingEngine
 from tests.toys.engine import FAULTS
 
 WIDTH = 8
-WANTED = {"vllm": Wanted("a/model", None, (1, 2, 3), WIDTH), "sglang": Wanted("a/model", None, (3,), WIDTH)}
+WANTED = {
+    "vllm": HiddenStatesSpec("a/model", None, (1, 2, 3), WIDTH),
+    "sglang": HiddenStatesSpec("a/model", None, (3,), WIDTH),
+}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +74,7 @@ def test_states_come_with_their_places_through_faults(engine, tmp_path):
     """A fifth of the requests fail in five ways; what is read is deleted, and what came through a failed request stays
     the server's to delete."""
     engine.faults = lambda number: FAULTS[number // 5 % len(FAULTS)] if number % 5 == 0 else None
-    engine.seconds, engine.late = 0.005, 0.02
+    engine.seconds, engine.accepts_late_counts = 0.005, 0.02
     wanted = WANTED[engine.engine]
     with Client(recipe(engine, concurrency=6, timeout_s=0.3)) as client:
         client.check_states(wanted)
@@ -111,7 +114,7 @@ def test_memory_is_bounded(engine):
     ("spoil", "says", "hint"),
     [
         (lambda all: all | {"hidden_states": all["hidden_states"][1:]}, "of 11 of 12 tokens", "UNCACHED"),
-        (lambda all: all | {"hidden_states": all["hidden_states"][:, :, :-1]}, "hands out", "START"),
+        (lambda all: all | {"hidden_states": all["hidden_states"][:, :, :-1]}, "returns", "START"),
         (
             lambda all: all | {"hidden_states": torch.cat((all["hidden_states"], all["hidden_states"]), 1)},
             "states of shape",
@@ -126,14 +129,19 @@ def test_states_that_are_of_no_use_say_how_to_start_the_server(engine, tmp_path,
     wanted, dialect = WANTED[engine.engine], {"vllm": vllm, "sglang": sglang}[engine.engine]
     with Client(recipe(engine)) as client, pytest.raises(EngineError, match=says) as error:
         list(client.states([list(range(7, 19))], wanted))
-    assert {"UNCACHED": dialect.UNCACHED, "START": dialect.capturing(wanted)}.get(hint, hint) in error.value.hint
+    assert {"UNCACHED": dialect.NO_PREFIX_CACHE_FLAG, "START": dialect.capture_command(wanted)}.get(
+        hint, hint
+    ) in error.value.hint
     assert sum(engine.asked.values()) == 1, "nothing is gained by asking again"
 
 
 def test_a_file_of_other_tokens_is_refused_and_left_alone(writing, tmp_path):
     """A server that names somebody's file is not believed: nothing is deleted that is not the text's own."""
     writing.spoil = lambda all: all | {"token_ids": all["token_ids"].flip(0)}
-    with Client(recipe(writing)) as client, pytest.raises(EngineError, match="12 other tokens than the 12") as error:
+    with (
+        Client(recipe(writing)) as client,
+        pytest.raises(EngineError, match="12 tokens that differ from the 12") as error,
+    ):
         list(client.states([list(range(7, 19))], WANTED["vllm"]))
     assert "--no-enable-prefix-caching" in error.value.hint
     assert len(list(tmp_path.iterdir())) == 2
@@ -142,9 +150,9 @@ def test_a_file_of_other_tokens_is_refused_and_left_alone(writing, tmp_path):
 def test_a_server_without_the_method_is_told_of(engine):
     engine.states = None
     wanted = WANTED[engine.engine]
-    with Client(recipe(engine)) as client, pytest.raises(EngineError, match="hands out no hidden states") as error:
+    with Client(recipe(engine)) as client, pytest.raises(EngineError, match="returns no hidden states") as error:
         list(client.states(texts(1), wanted))
-    assert {"vllm": vllm, "sglang": sglang}[engine.engine].capturing(wanted) in error.value.hint
+    assert {"vllm": vllm, "sglang": sglang}[engine.engine].capture_command(wanted) in error.value.hint
 
 
 @pytest.mark.parametrize("place", ["nowhere/1.safetensors", "directory"])
@@ -167,14 +175,14 @@ def test_a_prefix_cache_that_was_left_on_is_noticed(engine):
         with pytest.raises(EngineError, match="prefix cache") as error:
             client.check_states(wanted)
             list(client.states([list(range(7, 19))], wanted))
-    assert {"vllm": vllm, "sglang": sglang}[engine.engine].UNCACHED in error.value.hint
+    assert {"vllm": vllm, "sglang": sglang}[engine.engine].NO_PREFIX_CACHE_FLAG in error.value.hint
 
 
 def test_sglang_cannot_give_the_last_layer_beside_others(text, tmp_path):
     with (
         CapturingEngine(text.tokenizer, "sglang", tmp_path, None) as engine,
         Client(recipe(engine)) as client,
-        pytest.raises(EngineError, match="of the last layer or of others") as error,
+        pytest.raises(EngineError, match="of the last layer or of other layers") as error,
     ):
         client.check_states(WANTED["vllm"])
     assert "vLLM" in error.value.hint
@@ -199,10 +207,12 @@ def test_a_text_that_is_refused_does_not_stop_the_others(engine):
 
 
 def test_the_command_names_the_model_as_it_is_loaded_here():
-    wanted = Wanted("dir with/space", "abc", (1, 4), 8)
-    assert vllm.capturing(wanted).startswith("vllm serve 'dir with/space' --revision abc --no-enable-prefix-caching")
-    assert '"eagle_aux_hidden_state_layer_ids": [1, 4]' in vllm.capturing(wanted)
-    assert sglang.capturing(wanted) is None
+    wanted = HiddenStatesSpec("dir with/space", "abc", (1, 4), 8)
+    assert vllm.capture_command(wanted).startswith(
+        "vllm serve 'dir with/space' --revision abc --no-enable-prefix-caching"
+    )
+    assert '"eagle_aux_hidden_state_layer_ids": [1, 4]' in vllm.capture_command(wanted)
+    assert sglang.capture_command(wanted) is None
 
 
 @pytest.mark.parametrize("name", ["1.safetensors", "1.safetensors.lock"])
@@ -217,7 +227,7 @@ def test_a_pipe_is_not_waited_for(writing, tmp_path, pipe, name):
 
 def test_the_command_makes_a_directory_that_nobody_can_have_made_before():
     """A fixed name in /dev/shm is anybody's; what the shell makes is new, and its owner's alone."""
-    command = vllm.capturing(WANTED["vllm"]).removeprefix("vllm serve")
+    command = vllm.capture_command(WANTED["vllm"]).removeprefix("vllm serve")
     script = f"printf '%s\\n' {command}"
     places = []
     for _ in range(2):

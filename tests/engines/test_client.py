@@ -12,7 +12,7 @@ from specctl import progress
 from specctl.decoding.target_text import load_target_text
 from specctl.engines import metrics, vllm
 from specctl.engines.client import Client
-from specctl.engines.records import Answer, Ask, Drafting, EngineError, Refusal
+from specctl.engines.records import DraftCounters, EngineError, GenerationRequest, GenerationResult, Refusal
 from specctl.engines.responses import retry_after
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import ServerRecipe
@@ -39,7 +39,9 @@ def hurried(monkeypatch):
 
 def asks(count):
     draw = random.Random(0)
-    return [Ask([draw.randrange(5, 200) for _ in range(5)], 12, 0.7 * (n % 2), seed=n) for n in range(count)]
+    return [
+        GenerationRequest([draw.randrange(5, 200) for _ in range(5)], 12, 0.7 * (n % 2), seed=n) for n in range(count)
+    ]
 
 
 def recipe(*engines, **options):
@@ -89,7 +91,7 @@ def test_what_is_no_answer_is_asked_for_again(engine, text, fault):
 
 @pytest.mark.parametrize(
     ("fault", "says"),
-    [("error", "status 500"), ("html", "a web page"), ("reset", "Error"), ("foreign", "not one of the target's")],
+    [("error", "status 500"), ("html", "a web page"), ("reset", "Error"), ("foreign", "outside the target's")],
 )
 def test_a_server_that_goes_on_failing(engine, text, fault, says):
     engine.faults = lambda number: fault if number > 3 else None
@@ -112,7 +114,7 @@ def test_streams_have_the_same_texts_and_the_time_of_the_first_token(engine, tex
     assert [(found[place].output_ids, found[place].stop) for place in range(12)] == expected(engine, asks(12))
     assert all(0 < one.first_s <= one.seconds for one in found.values()) and engine.most <= 3
     assert {one.drafting.mat for one in found.values()} == {1 + 2 / 3}
-    assert found[0].drafting == Drafting(3, 9, 2, [1, 1])
+    assert found[0].drafting == DraftCounters(3, 9, 2, [1, 1])
     assert client.failures == (0 if fault is None else sum(one.tries - 1 for one in found.values())) and (
         fault is None or client.failures
     )
@@ -123,7 +125,7 @@ def test_a_text_that_is_refused_is_not_asked_for_again(engine, text):
     with Client(recipe(engine, concurrency=1)) as client:
         client.check(text)
         first, second = answered(client, asks(2))
-    assert isinstance(first, Refusal) and "maximum context" in first.reason and isinstance(second, Answer)
+    assert isinstance(first, Refusal) and "maximum context" in first.reason and isinstance(second, GenerationResult)
     assert engine.number == 2
 
 
@@ -173,7 +175,7 @@ class TestWhoIsThere:
     def test_nobody(self, text):
         engine = FakeEngine(text.tokenizer)
         engine.server.server_close()
-        with pytest.raises(EngineError, match="no server answers at http://127"), Client(recipe(engine)):
+        with pytest.raises(EngineError, match="no server responds at http://127"), Client(recipe(engine)):
             pass
 
     def test_somebody_later(self, text):
@@ -213,7 +215,10 @@ class TestWhoIsThere:
             pass
 
     def test_another_model(self, engine):
-        with pytest.raises(UsageError, match="serves no model 'other'") as error, Client(recipe(engine, model="other")):
+        with (
+            pytest.raises(UsageError, match="does not serve model 'other'") as error,
+            Client(recipe(engine, model="other")),
+        ):
             pass
         assert error.value.hint == "it serves toy"
 
@@ -221,7 +226,7 @@ class TestWhoIsThere:
         monkeypatch.setattr(
             engine, "tokenizer", type("Other", (), {"encode": lambda self, words, add_special_tokens: [1, 2, 3]})()
         )
-        with Client(recipe(engine)) as client, pytest.raises(CheckpointError, match="another tokenizer"):
+        with Client(recipe(engine)) as client, pytest.raises(CheckpointError, match="different tokenizer"):
             client.check(text)
 
     @pytest.mark.parametrize("shift", [0.3, math.nan])
@@ -244,7 +249,7 @@ class TestWhoIsThere:
         with Client(recipe(engine, concurrency=1)) as client:
             client.check(text)
             if shift:
-                with pytest.raises(EngineError, match="other weights"):
+                with pytest.raises(EngineError, match="different weights"):
                     answered(client, asks(9))
             else:
                 assert len(answered(client, asks(9))) == 9
@@ -254,7 +259,7 @@ class TestWhoIsThere:
         with FakeEngine(text.tokenizer) as engine:
             address = engine.url.replace("http://", "https://")
             with (
-                pytest.raises(EngineError, match=r"no server answers at https://.*SSL"),
+                pytest.raises(EngineError, match=r"no server responds at https://.*SSL"),
                 Client(ServerRecipe(urls=[address])),
             ):
                 pass
@@ -262,13 +267,13 @@ class TestWhoIsThere:
     def test_one_that_goes_away_while_it_is_asked(self, text):
         with FakeEngine(text.tokenizer) as engine, Client(recipe(engine)) as client:
             engine.gone = True
-            with pytest.raises(EngineError, match="is gone"):
+            with pytest.raises(EngineError, match="does not respond"):
                 client.check(text)
 
     def test_a_page_where_tokens_should_be(self, engine, text):
         with Client(recipe(engine)) as client:
             engine.page = "<html>Log in</html>"
-            with pytest.raises(EngineError, match="answers strangely: a web page"):
+            with pytest.raises(EngineError, match="unexpected answer: it returned a web page"):
                 client.check(text)
 
     def test_one_that_does_not_say_how_long_a_text_may_be(self, engine, text):
@@ -289,7 +294,11 @@ class TestWhoIsThere:
 
 @pytest.mark.parametrize(
     ("urls", "says"),
-    [("localhost:8000", "no address"), ("http://a:1,http://a:1/", "twice"), ("http://a:1/v1,http://a:1", "twice")],
+    [
+        ("localhost:8000", "is not an address"),
+        ("http://a:1,http://a:1/", "twice"),
+        ("http://a:1/v1,http://a:1", "twice"),
+    ],
 )
 def test_addresses_that_are_none(urls, says):
     with pytest.raises(ValueError, match=says):
@@ -323,10 +332,10 @@ vllm:e2e_request_latency_seconds_bucket{le="+Inf"} 12
 
 
 def test_counters_of_a_page():
-    found = vllm.drafting(PAGE)
-    assert found == Drafting(280, 822, 130, [116, 18])
-    assert found.since(Drafting(100, 22, 30, [16])) == Drafting(180, 800, 100, [100, 18])
-    assert vllm.drafting("vllm:num_requests_running 1\n") is None
+    found = vllm.parse_draft_counters(PAGE)
+    assert found == DraftCounters(280, 822, 130, [116, 18])
+    assert found.since(DraftCounters(100, 22, 30, [16])) == DraftCounters(180, 800, 100, [100, 18])
+    assert vllm.parse_draft_counters("vllm:num_requests_running 1\n") is None
     assert metrics.total(PAGE, "vllm:e2e_request_latency_seconds_bucket") == 12
 
 
@@ -339,14 +348,14 @@ DRAFTS, PLACES = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_acce
         (f"{DRAFTS} NaN", None),
         (f"{DRAFTS} +Inf", None),
         (f"{DRAFTS} many", None),
-        (f"{DRAFTS} 4\nvllm:spec_decode_num_draft_tokens_total NaN", Drafting(4)),
-        (f"{DRAFTS} 4\n{PLACES} 3", Drafting(4)),
-        (f'{DRAFTS} 4\n{PLACES}{{position="9999"}} 3', Drafting(4)),
+        (f"{DRAFTS} 4\nvllm:spec_decode_num_draft_tokens_total NaN", DraftCounters(4)),
+        (f"{DRAFTS} 4\n{PLACES} 3", DraftCounters(4)),
+        (f'{DRAFTS} 4\n{PLACES}{{position="9999"}} 3', DraftCounters(4)),
     ],
 )
 def test_numbers_that_are_none_are_left_out(line, wanted):
     """Prometheus writes NaN for a metric that has seen nothing; it was a traceback."""
-    assert vllm.drafting(f"{line}\n") == wanted
+    assert vllm.parse_draft_counters(f"{line}\n") == wanted
 
 
 @pytest.mark.parametrize(("blank", "end"), [("", "\n"), (" ", "\r\n"), ("", "\r\n"), ("", "\r")])

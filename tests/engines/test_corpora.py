@@ -107,18 +107,18 @@ def test_an_old_corpus_that_stays_is_named(engine, first, second, capsys):
         engine.breaks = lambda name: "error" if name == REMOVE else None
         (two,) = client.publish_corpus("sql", second)
     assert two.replaced == [] and sorted(engine.admin.texts) == sorted([one.corpus, two.corpus])
-    assert f"still {one.corpus}, which it did not remove" in capsys.readouterr().err
+    assert f"still has {one.corpus}, which it did not remove" in capsys.readouterr().err
 
 
 UNABLE = [
     (
         dict(algorithm="EAGLE3"),
-        "drafts by EAGLE3, and NGRAM alone draws on corpora | start SGLang with --speculative-alg",
+        "drafts by EAGLE3, but only NGRAM uses corpora | start SGLang with --speculative-alg",
     ),
     (dict(algorithm=None), "it does not draft"),
-    (dict(budget=0), "it drafts no tokens from corpora (budget 0) | start SGLang with"),
-    (dict(budget=None), "it knows no external corpora | SGLang 0.5.23 does"),
-    (dict(most=3), "takes 3 tokens of corpora and has 0"),
+    (dict(budget=0), "it does not draft from corpora (budget 0) | start SGLang with"),
+    (dict(budget=None), "it does not support external corpora | SGLang 0.5.23 does"),
+    (dict(most=3), "has room for 3 tokens of corpora and holds 0"),
 ]
 
 
@@ -167,4 +167,4 @@ def test_strange_answers_are_no_tracebacks(engine, first, strange):
 
 def test_vllm_takes_none(text, first):
     with FakeEngine(text.tokenizer, "vllm") as engine, Client(recipe(engine)) as client:
-        assert "is vllm, which takes no corpora while it runs" in refusal(client, first, kind=UsageError)
+        assert "is vllm, which does not accept corpora while it runs" in refusal(client, first, kind=UsageError)

@@ -238,6 +238,14 @@ def test_a_log_is_private_whatever_was_there(tmp_path, pipe):
     assert not (tmp_path / "victim").exists()
 
 
+def test_a_log_of_another_user_is_not_written(tmp_path, monkeypatch):
+    """Where others can write the directory, one of them could make the file first and read it."""
+    (tmp_path / "log").write_text("")
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(PermissionError, match="file of another user"):
+        proxy.opened(tmp_path / "log", 100)
+
+
 class Full(io.StringIO):
     """A file on a disk that is full for a while."""
 
@@ -264,6 +272,26 @@ def test_a_full_disk_is_told_of_once_and_without_words(tmp_path, capfd):
     assert "hunter2" not in said and handler.stream.getvalue().split() == ["{}"]
 
 
+class Torn(Full):
+    """One that takes the beginning of a line before it is full."""
+
+    def write(self, text):
+        if self.full:
+            io.StringIO.write(self, text[:5])
+        return super().write(text)
+
+
+def test_half_a_line_on_a_full_disk_spoils_no_later_line(tmp_path):
+    log = proxy.opened(tmp_path / "log", 2**20)
+    (handler,) = log.handlers
+    handler.stream.close()
+    handler.stream = Torn()
+    log.info(json.dumps({"text": "x" * 30}))
+    handler.stream.full = False
+    log.info("{}")
+    assert handler.stream.getvalue().splitlines()[-1] == "{}"
+
+
 def test_addresses_are_no_arguments_of_the_process(tmp_path):
     """All users can read these, and an address may hold a password."""
     servers = {"http://me:HUSH@127.0.0.1:1": "vllm"}
@@ -278,7 +306,7 @@ def test_a_server_that_fails_is_asked_last_for_a_while(tmp_path):
     """Where its address leads nowhere every request would wait for it first."""
     now, rest = time.monotonic(), None
     for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        rest = proxy.Rest.after(rest)
+        rest = proxy.Backoff.after(rest)
         assert rest.seconds == seconds and rest.until >= now + seconds
     through = proxy.Proxy({"http://a": "vllm", "http://b": "vllm"}, None)
     through._failed("http://a")
@@ -303,7 +331,7 @@ def test_a_client_that_leaves_before_its_stream_begins_is_noticed(version):
     async def send(message):
         raise OSError("gone")
 
-    relay = proxy.Relay(events(), 200, {}, done)
+    relay = proxy.StreamRelay(events(), 200, {}, done)
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}}
     with contextlib.suppress(Exception):
         asyncio.run(relay(scope, receive, send))

@@ -116,7 +116,7 @@ def test_a_drafter_is_published_and_another_one(server, heads, capsys):
             assert client.published() == [version]
             assert same(server, head)
         assert not same(server, heads[1])  # negative control
-    assert "drafts with 3; its requests stood still for 0." in capsys.readouterr().err
+    assert "drafts with 3; its requests were paused for 0." in capsys.readouterr().err
 
 
 def test_every_rank_is_published_to(tokenizer, kind, heads, loads):
@@ -145,10 +145,10 @@ def test_a_restarted_server_drafts_with_what_it_was_started_with(server, heads):
 
 
 OTHER_FORMS = {
-    "config": (dict(rope_theta=5e5), "rope_theta is 500000.0 in its config.json, and 10000.0 of"),
-    "size": (dict(size=6), "hidden_size is 6 in its config.json, and 8"),
-    "shape": (dict(size=6, hidden_size=SIZE), "fc.weight is [6, 18], and [8, 24] of the drafter that runs"),
-    "missing": (dict(without=("norm.weight",)), "the tensor norm.weight is in the drafter that runs only"),
+    "config": (dict(rope_theta=5e5), "rope_theta is 500000.0 in its config.json, but 10000.0 in"),
+    "size": (dict(size=6), "hidden_size is 6 in its config.json, but 8"),
+    "shape": (dict(size=6, hidden_size=SIZE), "fc.weight has shape [6, 18], but [8, 24] in the running drafter"),
+    "missing": (dict(without=("norm.weight",)), "the tensor norm.weight is only in the running drafter"),
 }
 
 
@@ -171,7 +171,7 @@ def test_numbers_that_are_none_are_refused(server, heads, tmp_path):
     tensors |= {"norm.weight": torch.ones(SIZE), "d2t": torch.arange(DRAFTED) * 2}
     save_file(tensors, place / "model.safetensors")
     with Client(recipe(server)) as client:
-        assert "fc.weight holds values that are not finite" in refusal(client, place, "1")
+        assert "fc.weight contains values that are not finite" in refusal(client, place, "1")
         assert client.published() == [None] and same(server, heads[0])
 
 
@@ -179,7 +179,7 @@ def test_draft_tokens_beyond_the_vocabulary_are_refused(tokenizer, heads, tmp_pa
     served = Served(tokenizer, "vllm", heads[0])
     with served.engine, Client(recipe(served)) as client:
         other = written(tmp_path / "other", 3, tokens=torch.arange(DRAFTED) * 4)
-        assert "d2t names tokens beyond the target's 64" in refusal(client, other, "1")
+        assert "d2t contains tokens outside the target's vocabulary of 64" in refusal(client, other, "1")
         assert same(served, heads[0])
 
 
@@ -189,8 +189,8 @@ def test_what_is_no_export_is_refused(server, tmp_path, heads):
         assert "cannot be read: No such file" in refusal(client, tmp_path / "empty", "1", kind=UsageError)
         (heads[1] / "model.safetensors").write_bytes(b"\xff" * 40)
         said = refusal(client, heads[1], "1", kind=UsageError)
-        assert "holds no exported drafter" in said and "specctl export" in said
-        assert "'' names no version" in refusal(client, heads[2], "", kind=UsageError)
+        assert "is not an exported drafter" in said and "specctl export" in said
+        assert "'' is not a version name" in refusal(client, heads[2], "", kind=UsageError)
     assert "drafter_swap" not in server.engine.posted and same(server, heads[0])
 
 
@@ -215,7 +215,7 @@ def test_back_to_what_it_was_started_with(tokenizer, kind, heads):
     with first.engine, second.engine, Client(recipe(first, second)) as client:
         second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
         said = refusal(client, heads[1], "1", kind=EngineError)
-        assert f"{first.engine.url} drafts with the drafter of its start again" in said
+        assert f"{first.engine.url} drafts with the drafter that it was started with again" in said
         assert client.published() == [None, None] and same(first, heads[0])
 
 
@@ -231,8 +231,11 @@ def test_a_server_that_goes_while_it_is_swapped(tokenizer, kind, heads):
 
         second.engine.breaks = breaks
         said = refusal(client, heads[1], "1", kind=EngineError)
-        assert said.startswith(f"{second.engine.url}: it is gone") and f"{first.engine.url} drafts with" in said
-        assert f"{second.engine.url} could not be given the drafter of its start again" in said
+        assert (
+            said.startswith(f"{second.engine.url}: the server does not respond")
+            and f"{first.engine.url} drafts with" in said
+        )
+        assert f"{second.engine.url} could not be switched back to the drafter that it was started with" in said
         second.engine.breaks = lambda name: None
         second.restart()
         assert client.published() == [None, None]
@@ -243,7 +246,7 @@ def test_an_answer_that_is_lost_is_taken_back(server, heads):
     swap = "drafter_swap" if isinstance(server.engine.admin, Workers) else "/update_weights_from_tensor"
     server.engine.breaks = lambda name: next(lost, None) if name == swap else None
     with Client(recipe(server)) as client:
-        assert "drafts with the drafter of its start again" in refusal(client, heads[1], "1")
+        assert "drafts with the drafter that it was started with again" in refusal(client, heads[1], "1")
         assert client.published() == [None] and same(server, heads[0])
 
 
@@ -254,7 +257,7 @@ def test_what_was_published_before_is_gone(tokenizer, kind, heads):
         shutil.rmtree(heads[1])
         second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
         said = refusal(client, heads[2], "2", kind=EngineError)
-        assert f"{first.engine.url} could not be given 1 again" in said
+        assert f"{first.engine.url} could not be switched back to 1" in said
         assert client.published()[0] == "2"  # as it says itself
 
 
@@ -267,7 +270,7 @@ def test_a_drafter_that_was_damaged_since_is_not_put_back(tokenizer, kind, heads
         weights.write_bytes(weights.read_bytes()[:-5])
         second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
         said = refusal(client, heads[2], "2", kind=EngineError)
-        assert said.startswith(second.engine.url) and f"{first.engine.url} could not be given 1 again" in said
+        assert said.startswith(second.engine.url) and f"{first.engine.url} could not be switched back to 1" in said
 
 
 def test_a_damaged_first_drafter_is_named(tokenizer, heads):
@@ -293,7 +296,7 @@ def test_one_rank_fails_alone(tokenizer, heads, monkeypatch):
 
         monkeypatch.setattr(vllm_worker, "_load", load)
         said = refusal(client, heads[1], "1")
-        assert "vLLM failed to load" in said and "no memory" in said and "of its start again" in said
+        assert "vLLM failed to load" in said and "no memory" in said and "that it was started with again" in said
         assert client.published() == [None] and same(served, heads[0])
 
 
@@ -317,7 +320,7 @@ def test_an_update_that_somebody_else_began_is_left_alone(tokenizer, heads):
     served.engine.admin.open = True
     with served.engine, Client(recipe(served)) as client:
         said = refusal(client, heads[1], "1")
-        assert "under way already" in said and "/end_weight_update" in said
+        assert "in progress" in said and "/end_weight_update" in said
     assert served.engine.admin.open and "/end_weight_update" not in served.engine.posted
 
 
@@ -338,7 +341,7 @@ def test_sglang_keeps_its_draft_tokens(tokenizer, heads, tmp_path):
     served = Served(tokenizer, "sglang", heads[0])
     with served.engine, Client(recipe(served)) as client:
         said = refusal(client, written(tmp_path / "other", 3, tokens=torch.arange(DRAFTED) * 3), "1")
-        assert "drafts other tokens" in said and "d2t" in said
+        assert "different draft vocabulary" in said and "d2t" in said
         heads[0].rename(tmp_path / "elsewhere")
         assert "which SGLang was started with, cannot be read here" in refusal(client, heads[1], "1")
     assert served.engine.posted == []
@@ -346,11 +349,11 @@ def test_sglang_keeps_its_draft_tokens(tokenizer, heads, tmp_path):
 
 UNABLE = {
     "vllm": [
-        (None, "has no /collective_rpc | start vLLM with VLLM_SERVER_DEV_MODE=1"),
+        (None, "not have /collective_rpc | start vLLM with VLLM_SERVER_DEV_MODE=1"),
         (dict(extension=False), "--worker-extension-cls specctl.engines.vllm_worker.DrafterSwap"),
-        (dict(method="mtp"), "drafts by 'mtp'; heads of eagle3, eagle, medusa, dflash, dspark"),
+        (dict(method="mtp"), "drafts by 'mtp'; only heads of eagle3, eagle, medusa, dflash, dspark"),
     ],
-    "sglang": [(dict(algorithm="DFLASH"), "drafts by DFLASH; heads of EAGLE, EAGLE3")],
+    "sglang": [(dict(algorithm="DFLASH"), "drafts by DFLASH; only heads of EAGLE, EAGLE3")],
 }
 
 
@@ -371,7 +374,7 @@ def test_an_older_sglang_is_named(tokenizer, heads):
     served = Served(tokenizer, "sglang", heads[0])
     served.engine.admin.begin_weight_update = None
     with served.engine, Client(recipe(served)) as client:
-        assert "has no /begin_weight_update | SGLang 0.5.23" in refusal(client, heads[1], "1")
+        assert "not have /begin_weight_update | SGLang 0.5.23" in refusal(client, heads[1], "1")
     assert not served.engine.admin.paused
 
 
@@ -388,7 +391,7 @@ def test_a_server_that_does_not_see_the_directory(tokenizer, heads):
     served.engine.breaks = lambda name: {"results": [words]} if name == "drafter_fits" else None
     with served.engine, Client(recipe(served)) as client:
         said = refusal(client, heads[1], "1")
-        assert "cannot be read" in said and "file system that the server sees, too" in said
+        assert "cannot be read" in said and "the server needs to see the directory" in said
 
 
 def test_a_server_that_sees_another_directory_of_that_name(tokenizer, heads, monkeypatch):
@@ -396,7 +399,7 @@ def test_a_server_that_sees_another_directory_of_that_name(tokenizer, heads, mon
     with served.engine, Client(recipe(served)) as client:
         other = vllm_worker.contents(heads[2])
         monkeypatch.setattr(vllm_worker, "contents", lambda place: other)
-        assert "holds other files than those that were published" in refusal(client, heads[1], "1")
+        assert "differs from the published files" in refusal(client, heads[1], "1")
 
 
 def test_strange_answers_are_no_tracebacks(server, heads):
@@ -413,7 +416,7 @@ def test_keys_are_sent_and_never_shown(server, heads, monkeypatch, capsys):
         assert set(server.engine.keys) == {"Bearer hush-hush-hush"}
         server.engine.breaks = lambda name: "denied"
         said = refusal(client, heads[2], "2")
-        assert "another key (status 401)" in said and "SPECCTL_API_KEY=…" in said
+        assert "rejects the API key (status 401)" in said and "SPECCTL_API_KEY=…" in said
         server.engine.breaks = lambda name: {"error": "Bearer hush-hush-hush is wrong"}
         said += refusal(client, heads[2], "2")
     assert "hush" not in said + "".join(capsys.readouterr())

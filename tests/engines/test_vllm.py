@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from specctl.commands import export as exporting
-from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.distillation.generate import distill
@@ -108,9 +108,9 @@ def trained(family, responses, place, target=MEASURED, **options):
 
 def disturbed(target, place):
     """The target itself as a draft LM, its weights disturbed."""
-    module, kind = own_weights(target, 0.1), pool.family("lm")
-    tensors = kind.published(module.state_dict())
-    return checkpoint.save(place, config=kind.config(module, target.identity), tensors=tensors, info={})
+    module, kind = own_weights(target, 0.1), pool.family_module("lm")
+    tensors = kind.stored_state(module.state_dict())
+    return checkpoint.save(place, config=kind.checkpoint_config(module, target.identity), tensors=tensors, info={})
 
 
 def here(directory, target, prompts, tokens):

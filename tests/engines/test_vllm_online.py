@@ -14,7 +14,7 @@ from specctl.drafters import checkpoint
 from specctl.drafters.dflash.drafter import CANDIDATES
 from specctl.engines import vllm
 from specctl.engines.client import Client
-from specctl.engines.records import Ask, EngineError
+from specctl.engines.records import EngineError, GenerationRequest
 from specctl.errors import UsageError
 from specctl.recipe import ExportRecipe, OnlineRecipe, ServerRecipe
 from specctl.runs import Run
@@ -69,7 +69,7 @@ def engine(heads, tmp_path_factory):
 
 
 def answered(client, prompts, new=NEW):  # noqa: F811
-    found = dict(client.answers([Ask(ids, new) for ids in prompts]))
+    found = dict(client.answers([GenerationRequest(ids, new) for ids in prompts]))
     return [found[place] for place in range(len(prompts))]
 
 
@@ -158,7 +158,7 @@ def test_what_does_not_fit_changes_nothing(engine, heads, tmp_path, prompts):  #
     with Client(engine) as client:
         client.publish(heads[0][1], "fits")
         before = [answer.drafting for answer in answered(client, prompts)]
-        with pytest.raises(EngineError, match="has another form: hidden_size is 128"):
+        with pytest.raises(EngineError, match="differs in form: hidden_size is 128"):
             client.publish(tmp_path / "other", "no")
         with pytest.raises(UsageError, match="cannot be read"):
             client.publish(tmp_path / "nowhere", "no")

@@ -35,7 +35,7 @@ def asked(drafter, texts, sampled=None):
 
 def store(place, vocab=VOCAB):
     kept = retrieval.collect([([1, 2, 30, 31, 32, 33, 34], 2), ([1, 2, 30, 31, 32, 33, 34], 2)])
-    config = retrieval.config(kept, {"name": "some", "vocab_size": vocab})
+    config = retrieval.checkpoint_config(kept, {"name": "some", "vocab_size": vocab})
     return str(checkpoint.save(place, config=config, tensors=retrieval.tensors(kept), info={}))
 
 
@@ -114,8 +114,8 @@ def test_the_drafter_whose_claims_come_true_is_heard(tmp_path):
         ([], r"is \[\]"),
         ([3], r"is \[3\]"),
         ("empty", "empty"),
-        ("head", "no datastore; specctl export .*head --to vllm prints the command for eagle3"),
-        ("other", "a target of 7 tokens, this model has 100"),
+        ("head", "not a datastore; `specctl export .*head --to vllm` prints the command for eagle3"),
+        ("other", "a target of 7 tokens, but this model has 100"),
     ],
 )
 def test_what_cannot_draft_is_refused_when_it_is_loaded(tmp_path, named, says):

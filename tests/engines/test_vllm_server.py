@@ -17,8 +17,8 @@ import torch
 
 from specctl.commands import export as exporting
 from specctl.commands.eval import evaluate
-from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation import store
 from specctl.distillation.generate import distill
@@ -41,7 +41,7 @@ from specctl.runs import Run
 from specctl.training import loop
 from specctl.training.data import load_corpus
 from specctl.training.features import FeatureStore
-from specctl.training.served_features import wanted
+from specctl.training.served_features import needed_states
 from tests.engines.test_vllm import MEASURED, PLACE, PYTHON, trained
 
 TOKENS = 3
@@ -135,8 +135,8 @@ def test_data_head_and_counts(target, tmp_path):
 
 def capturing(target, taps, storage):
     """The options that we tell users, with the connector that needs no CUDA in the place of vLLM's own."""
-    states = wanted(target.name, None, taps, target.num_layers, target.hidden_size)
-    given = shlex.split(vllm.capturing(states))[3:]
+    states = needed_states(target.name, None, taps, target.num_layers, target.hidden_size)
+    given = shlex.split(vllm.capture_command(states))[3:]
     connector = json.loads(given[-1]) | {"kv_connector": "HostCapture", "kv_connector_module_path": "vllm_capture"}
     connector["kv_connector_extra_config"]["shared_storage_path"] = str(storage)
     return [*given[:-1], json.dumps(connector)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from specctl.engines import vllm_worker
-from specctl.engines.vllm_worker import Unfit
+from specctl.engines.vllm_worker import DrafterMismatch
 
 HEAVY = ("torch", "safetensors", "pydantic", "rich", "httpx", "vllm", "numpy", "transformers")
 
@@ -130,7 +130,7 @@ def test_the_target_is_never_loaded_into(worker):
     shared = worker.target.embed_tokens.weight.detach().clone()
     vllm_worker._load(worker, weights(1) | {"model.embed_tokens.weight": shared.clone()})
     before = computed(worker)
-    with pytest.raises(Unfit, match=r"it brings model\.embed_tokens\.weight"):
+    with pytest.raises(DrafterMismatch, match=r"it contains a different model\.embed_tokens\.weight"):
         vllm_worker._load(worker, weights(2) | {"model.embed_tokens.weight": shared + 1})
     assert torch.equal(worker.target.embed_tokens.weight, shared) and torch.equal(computed(worker), before)
     assert worker.model.embed_tokens is worker.target.embed_tokens
@@ -224,13 +224,13 @@ def test_the_masks_of_a_block_drafter_are_part_of_its_form(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
         save_file({"fc.weight": torch.zeros(2, 2)}, tmp_path / name / "model.safetensors")
     torch.save({"mask_token_id": 3, "embedding": torch.ones(1, 4)}, tmp_path / "with" / vllm_worker.MASK)
-    forms = [vllm_worker.outline(tmp_path / name) for name in ("without", "with")]
+    forms = [vllm_worker.read_layout(tmp_path / name) for name in ("without", "with")]
     (wrong,) = vllm_worker.differences(*forms)
     assert vllm_worker.MASK in wrong
     files = vllm_worker.contents(tmp_path / "with")
     assert torch.equal(vllm_worker._tensors(files, 8)[vllm_worker.MASK], torch.ones(4))
     for spoiled in (b"no file of torch", files[vllm_worker.MASK][:-20]):
-        with pytest.raises(Unfit, match="holds no embedding"):
+        with pytest.raises(DrafterMismatch, match="does not contain an embedding"):
             vllm_worker._tensors(files | {vllm_worker.MASK: spoiled}, 8)
 
 
@@ -266,13 +266,13 @@ HOSTILE = {
 def test_a_damaged_directory_is_refused_and_not_quoted(tmp_path, how):
     """Whoever may ask names any directory: what is in its files is not for them."""
     place = written(tmp_path / "drafter", **HOSTILE[how])
-    with pytest.raises(Unfit, match=str(place)) as error:
-        vllm_worker.outline(place)
+    with pytest.raises(DrafterMismatch, match=str(place)) as error:
+        vllm_worker.read_layout(place)
     assert "HUSH" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "more.safetensors", vllm_worker.MASK])
-@pytest.mark.parametrize("read", [vllm_worker.outline, vllm_worker.contents])
+@pytest.mark.parametrize("read", [vllm_worker.read_layout, vllm_worker.contents])
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
 def test_what_is_no_file_does_not_stop_the_worker(tmp_path, pipe, name, read, kind):
     place = written(tmp_path / "drafter")
@@ -283,7 +283,7 @@ def test_what_is_no_file_does_not_stop_the_worker(tmp_path, pipe, name, read, ki
         (place / name).symlink_to("/dev/zero")
     else:
         (place / name).mkdir()
-    with pytest.raises(Unfit, match="cannot be read"):
+    with pytest.raises(DrafterMismatch, match="cannot be read"):
         read(place)
 
 
@@ -291,13 +291,15 @@ def test_a_file_beyond_any_drafters_is_not_read(tmp_path):
     place = written(tmp_path / "drafter")
     with open(place / vllm_worker.MASK, "wb") as file:
         file.truncate(2**40)
-    with pytest.raises(Unfit, match="more than the"):
+    with pytest.raises(DrafterMismatch, match="larger than the limit"):
         vllm_worker.contents(place)
 
 
 def test_a_difference_quotes_numbers_alone(tmp_path):
-    running = vllm_worker.outline(written(tmp_path / "running"))
-    other = vllm_worker.outline(written(tmp_path / "other", b'{"hidden_size": 3, "auth": "HUSH", "keys": ["HUSH"]}'))
+    running = vllm_worker.read_layout(written(tmp_path / "running"))
+    other = vllm_worker.read_layout(
+        written(tmp_path / "other", b'{"hidden_size": 3, "auth": "HUSH", "keys": ["HUSH"]}')
+    )
     wrong = "; ".join(vllm_worker.differences(other, running))
-    assert "hidden_size is 3 in its config.json, and 2 of" in wrong and "auth is something else" in wrong
+    assert "hidden_size is 3 in its config.json, but 2 in" in wrong and "auth is something else" in wrong
     assert "HUSH" not in wrong

@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from specctl.commands import export as exporting
 from specctl.commands import import_
-from specctl.decoding.loop import decode
 from specctl.decoding.models.loading import load_model
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.dflash.head import BlockConfig, BlockHead
@@ -118,11 +118,11 @@ def make(target, tmp_path_factory):
         key = (family, *sorted(options.items()))
         if key not in made:
             module = modules(target, family, **options)
-            kind = pool.family(family)
+            kind = pool.family_module(family)
             made[key] = checkpoint.save(
                 tmp_path_factory.mktemp("drafters") / family,
-                config=kind.config(module, target.identity),
-                tensors=kind.published(module.state_dict()),
+                config=kind.checkpoint_config(module, target.identity),
+                tensors=kind.stored_state(module.state_dict()),
                 info={},
             )
         return made[key]

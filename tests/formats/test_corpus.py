@@ -36,7 +36,7 @@ def store(text):
 @pytest.fixture(scope="module")
 def drafter(tmp_path_factory, text, store):
     place = tmp_path_factory.mktemp("drafters") / "sql-retrieval"
-    config, tensors = retrieval.config(store, text.identity), retrieval.tensors(store)
+    config, tensors = retrieval.checkpoint_config(store, text.identity), retrieval.tensors(store)
     checkpoint.save(place, config=config, tensors=tensors, info={})
     return place
 
@@ -104,17 +104,17 @@ def test_the_command_for_vllm_loads_the_directory(drafter, text, tmp_path):
 def test_what_makes_no_sense_is_refused(drafter, tmp_path):
     for fields, words in (
         ({"to": "hf"}, "cannot be written for hf"),
-        ({"to": "vllm", "check": True}, "--check is about heads"),
-        ({"to": "sglang", "tune": tmp_path}, "--tune is about heads"),
+        ({"to": "vllm", "check": True}, "--check is for heads"),
+        ({"to": "sglang", "tune": tmp_path}, "--tune is for heads"),
     ):
         with pytest.raises(UsageError, match=words):
             export(ExportRecipe(drafter=drafter, output_dir=tmp_path / "out", **fields))
-    with pytest.raises(RecipeError, match="SGLang alone"):
+    with pytest.raises(RecipeError, match="only SGLang supports"):
         resolve("export", None, ["server.urls=http://a", "to=vllm"])
 
 
 def test_a_store_of_another_tokenizer_is_refused(tmp_path, text, store):
-    config = retrieval.config(store, text.identity | {"vocab_hash": "other"})
+    config = retrieval.checkpoint_config(store, text.identity | {"vocab_hash": "other"})
     checkpoint.save(tmp_path / "store", config=config, tensors=retrieval.tensors(store), info={})
     with pytest.raises(CheckpointError, match="another tokenizer"):
         export(ExportRecipe(drafter=tmp_path / "store", to="sglang", output_dir=tmp_path / "out"))
@@ -129,7 +129,7 @@ def test_a_server_that_runs_is_given_the_texts(drafter, store, text, tmp_path, m
         assert engine.admin.texts == {one.corpus: TEXTS} and one.corpus.startswith("sql-retrieval@")
         assert one.tokens == corpus.corpus_of(store, text.tokenizer).tokens
         engine.tokenizer = type("Other", (), {"encode": lambda self, text, **options: [1, 2, 3]})()
-        with pytest.raises(CheckpointError, match="another tokenizer than that of target"):
+        with pytest.raises(CheckpointError, match="a different tokenizer from target"):
             export(recipe)
     assert not [*tmp_path.iterdir()]
 

@@ -156,8 +156,8 @@ def with_tensor(name, *shape):
 
 
 BAD = {
-    "no block size": ({}, without("block_size"), "block_size is None", "two or more"),
-    "block of one": ({}, setting(block_size=1), "block_size is 1", "two or more"),
+    "no block size": ({}, without("block_size"), "block_size is None", "at least 2"),
+    "block of one": ({}, setting(block_size=1), "block_size is 1", "at least 2"),
     "no mask token": ({}, lambda config, _: (config.pop("mask_token_id"), config["dflash_config"].pop("mask_token_id")),
                       "mask_token_id is None", "0 … 4095"),
     "mask outside": ({}, nested(mask_token_id=4096), "mask_token_id is 4096", "0 … 4095"),
@@ -172,17 +172,17 @@ BAD = {
     "other window": ({}, nested(use_swa=True, swa_window_size=64), "use_swa is True", "False"),
     "third window": ({}, setting(use_sliding_window=True), "use_sliding_window is True", "False"),
     "sinks": ({}, nested(attention_sink_bias=True), "attention_sink_bias is True", "False"),
-    "sink tensors": ({}, with_tensor("layers.0.self_attn.attention_sink_bias", 8), "sink_bias is a", "no place"),
+    "sink tensors": ({}, with_tensor("layers.0.self_attn.attention_sink_bias", 8), "sink_bias is a", "no exact"),
     "biases": ({}, setting(attention_bias=True), "attention_bias is True", "False"),
     "value scale": ({}, nested(attention_value_scale=0.5), "attention_value_scale is 0.5", "1.0"),
     "interleaved rotation": ({}, setting(is_neox_style=False), "is_neox_style is False", "True"),
     "domino": ({}, nested(projector_type="domino"), "projector_type is domino", "missing"),
-    "anchor drafts": ({}, nested(sample_from_anchor=True), "sample_from_anchor is True", "layout"),
-    "anchor does not": (MARKOV, setting(sample_from_anchor=False), "sample_from_anchor is False", "layout"),
-    "not dflash2": ({}, setting(architectures=["DFlash2DraftModel"]), "conv_kernel_size is None", "written out"),
+    "anchor drafts": ({}, nested(sample_from_anchor=True), "sample_from_anchor is True", "must be False"),
+    "anchor does not": (MARKOV, setting(sample_from_anchor=False), "sample_from_anchor is False", "must be True"),
+    "not dflash2": ({}, setting(architectures=["DFlash2DraftModel"]), "conv_kernel_size is None", "must be given"),
     "no dflash2": (DFLASH2, setting(architectures=["DFlashDraftModel"]), "conv_kernel_size is 2", "missing"),
-    "groups": (DFLASH2, nested(conv_group_size=48), "conv_group_size is 48", "a divisor of hidden_size"),
-    "longer than a block": (DFLASH2, nested(conv_kernel_size=9), "conv_kernel_size is 9", "at most the slots"),
+    "groups": (DFLASH2, nested(conv_group_size=48), "conv_group_size is 48", "must divide hidden_size"),
+    "longer than a block": (DFLASH2, nested(conv_kernel_size=9), "conv_kernel_size is 9", "must not exceed"),
     "another selector": (DFLASH2, nested(selector_rank=5), "predecessor_codebook is of shape", "[4096, 5]"),
     "scaled embedding": (DFLASH2, nested(input_embedding_scale=2.0), "input_embedding_scale is 2.0", "1.0"),
     "gated": (MARKOV, setting(markov_head_type="gated"), "markov_head_type is gated", "vanilla"),
@@ -195,8 +195,8 @@ BAD = {
     "no head": (PRUNED, without("lm_head.weight"), "lm_head.weight is missing", "300 of 4096"),
     "no mapping": (PRUNED, without("d2t", "t2d"), "d2t is missing", "offsets"),
     "own head": ({}, with_tensor("lm_head.weight", 4096, 256), "lm_head.weight is not the target's", "builtin"),
-    "one layer": ({}, setting(num_hidden_layers=1), "layers.1.", "no place"),
-    "no head dimension": ({}, without("head_dim"), "head_dim is missing", "written out"),
+    "one layer": ({}, setting(num_hidden_layers=1), "layers.1.", "no exact"),
+    "no head dimension": ({}, without("head_dim"), "head_dim is missing", "must be given"),
     "scaled rotation": ({}, setting(rope_scaling={"rope_type": "yarn", "factor": 4.0}), "rope_scaling is", "default"),
     "other target": ({}, setting(hidden_size=128), "hidden_size is 128", "256"),
 }  # fmt: skip
@@ -254,10 +254,10 @@ def test_speculators_whose_anchor_drafts_nothing(head, make, target, tmp_path):
 
 def test_every_architecture_is_claimed(head):
     """Also of heads that are refused: by name, and not for what another format misses in them."""
-    from specctl.formats import foreign
+    from specctl.formats import head_directory
 
     for name in ("DFlash2DraftModel", "DFlashLagunaForCausalLM", "Gemma4DSparkModel"):
         place = head(change=setting(architectures=[name]), **PRUNED)
-        assert registry.detect(foreign.read(place)) == "dflash"
+        assert registry.detect(head_directory.read(place)) == "dflash"
         for file in place.iterdir():
             file.unlink()

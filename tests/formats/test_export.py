@@ -17,7 +17,7 @@ from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
 from specctl.drafters.dflash import drafter as dflash
 from specctl.errors import CheckpointError, DataError, UsageError
-from specctl.formats import engines, registry, roundtrip
+from specctl.formats import registry, roundtrip, serving_commands
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import EvalRecipe, ExportRecipe
 from tests.drafters.variants import NORMS, VARIANTS
@@ -62,7 +62,7 @@ def test_eagle31_as_an_engine_computes_it(make, ours, model, text, tmp_path, to,
     drafter = make("eagle3", **options, **VARIANTS[variant])
     unread = [key for key in ("norm_before_residual", "sliding_window") if key in VARIANTS[variant]]
     if to == "sglang" and unread:
-        with pytest.raises(CheckpointError, match=f"has {' and '.join(unread)}, which SGLang 0.5.23 does not read"):
+        with pytest.raises(CheckpointError, match=f"has {' and '.join(unread)}, which SGLang 0.5.23 ignores"):
             export(drafter, to, tmp_path / "out")
         return
     result = export(drafter, to, tmp_path / "out")
@@ -92,7 +92,7 @@ def test_peagle_as_vllm_computes_it(make, ours, model, text, tmp_path, to, optio
     result = export(drafter, to, tmp_path / "out", tokens=STEPS)
     assert result.max_difference < 1e-4
     if to == "speculators" and "fc_norm" in options:
-        assert (result.commands, "passes over fc_norm" in result.notes[0]) == ([], True)
+        assert (result.commands, "ignores fc_norm" in result.notes[0]) == ([], True)
         return
     found = drafted(consumers.peagle, tmp_path / "out", model, text)
     assert_same(found, ours(drafter))
@@ -112,7 +112,7 @@ def test_peagle_drafts_no_deeper_than_it_was_trained(make, tmp_path):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_the_reference_code_knows_no_option(make, tmp_path, variant):
     drafter = make("eagle3", draft_vocab=64, **VARIANTS[variant])
-    with pytest.raises(CheckpointError, match="which the reference code does not read") as error:
+    with pytest.raises(CheckpointError, match="which the reference code ignores") as error:
         export(drafter, "eagle", tmp_path / "out")
     assert all(key in error.value.message for key in VARIANTS[variant])
     assert "--to vllm" in error.value.hint and not (tmp_path / "out").exists()
@@ -225,13 +225,13 @@ def test_the_comparison_sees_other_blocks(make, ours, model, text, tmp_path):
     ("to", "options", "says"),
     [
         ("sglang", {"draft_vocab": 64}, "draft vocabulary of 64"),
-        ("sglang", {"rank": 8}, "the embedding of its masks"),
+        ("sglang", {"rank": 8}, "a learned mask embedding"),
         ("vllm", {"sample_from_anchor": True}, "no Markov head"),
         ("vllm", {"rank": 8, "sample_from_anchor": False}, "a Markov head"),
         ("speculators", {"sample_from_anchor": True}, "no Markov head"),
-        ("vllm", {"taps": (2, 10)}, "taps"),
-        ("vllm", {"rank": 8, "conv_kernel_size": 2}, "convolutions and no candidate selector"),
-        ("speculators", {"selector_rank": 4}, "a candidate selector and no convolutions"),
+        ("vllm", {"taps": (2, 10)}, r"hidden_states \[2, 10\]"),
+        ("vllm", {"rank": 8, "conv_kernel_size": 2}, "convolutions but no candidate selector"),
+        ("speculators", {"selector_rank": 4}, "a candidate selector but no convolutions"),
         ("sglang", {"draft_vocab": 64, "conv_kernel_size": 2, "selector_rank": 4}, "draft vocabulary of 64"),
     ],
 )
@@ -504,7 +504,7 @@ def test_lengths_by_load_of_vllm(make, tmp_path):
     assert config["num_speculative_tokens"] == result.tokens == 2, "the longest of them has to be provided for"
     assert any("piecewise" in note for note in result.notes) and any("above 32" in note for note in result.notes)
     assert [one.speedup[0] for one in result.tuning.ranges] == pytest.approx([2.2 / 1.2, 1.8 / 1.3, 1])
-    assert not (tmp_path / "out" / engines.ADAPTIVE).exists()
+    assert not (tmp_path / "out" / serving_commands.ADAPTIVE).exists()
 
 
 def test_lengths_by_load_of_sglang(make, tmp_path):
@@ -512,7 +512,7 @@ def test_lengths_by_load_of_sglang(make, tmp_path):
     line = result.commands[0]
     file = Path(argument(line, "--speculative-adaptive-config"))
     assert "--speculative-adaptive " in line and argument(line, "--speculative-eagle-topk") == "1"
-    assert file == tmp_path / "out" / engines.ADAPTIVE and engines.ADAPTIVE in result.files
+    assert file == tmp_path / "out" / serving_commands.ADAPTIVE and serving_commands.ADAPTIVE in result.files
     config = json.loads(file.read_text())
     assert list(config) == ["1", "3", "8"], "SGLang takes the last range that begins at or below a batch"
     best = {one.first: one.tokens for one in result.tuning.ranges}
@@ -538,14 +538,14 @@ def test_a_sweep_in_which_drafts_never_pay(make, tmp_path):
     result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out", tune=tune)
     config = json.loads(argument(result.commands[0], "--speculative-config"))
     assert "num_speculative_tokens_per_batch_size" not in config and config["num_speculative_tokens"] == 3
-    assert exporting.SLOWER in result.notes
+    assert exporting.NEVER_FASTER in result.notes
 
 
 @pytest.mark.parametrize(
     ("family", "to", "error", "says"),
     [
-        ("eagle3", "eagle", UsageError, "lengths by load are an engine's"),
-        ("lm", "sglang", UsageError, "EAGLE and EAGLE-3 drafts alone, and this drafter is lm"),
+        ("eagle3", "eagle", UsageError, "depend on the load need an engine"),
+        ("lm", "sglang", UsageError, "only of EAGLE and EAGLE-3, and this drafter is lm"),
         ("dflash", "vllm", DataError, "drafts of 3 tokens"),
     ],
 )

@@ -13,7 +13,7 @@ from specctl import api
 from specctl.decoding.models.loading import builtin_path
 from specctl.drafters import checkpoint, pool
 from specctl.errors import CheckpointError, UsageError
-from specctl.formats import foreign, registry
+from specctl.formats import head_directory, registry
 from specctl.formats.head import TargetFacts
 from specctl.recipe import DraftingRecipe
 from tests.drafters.variants import NORMS, VARIANTS
@@ -143,7 +143,7 @@ def absolute(config, tensors):
 
 def test_absolute_d2t_is_converted_where_t2d_proves_it(head, make, target, tmp_path):
     result = import_head(head(change=absolute), target, tmp_path / "drafter")
-    assert "not offsets" in result.notes[0]
+    assert "from target ids to offsets" in result.notes[0]
     original = checkpoint.load(make("eagle3", draft_vocab=300, taps=CUSTOM)).tensors
     assert torch.equal(checkpoint.load(tmp_path / "drafter").tensors["d2t"], original["d2t"])
 
@@ -219,7 +219,7 @@ BAD = {
     "other target": (setting(target_hidden_size=128), "target_hidden_size is 128", "256"),
     "other vocabulary": (setting(vocab_size=32000), "vocab_size is 32000", "4096"),
     "vocabulary that only looks padded": (setting(vocab_size=4000), "vocab_size is 4000", "4096"),
-    "two layers": (with_tensor("layers.1.mlp.up_proj.weight", 160, 256), "layers.1.mlp.up_proj", "no place"),
+    "two layers": (with_tensor("layers.1.mlp.up_proj.weight", 160, 256), "layers.1.mlp.up_proj", "no exact"),
     "window that is off and on": (
         setting(layer_types=["sliding_attention"], use_sliding_window=False), "use_sliding_window is False", "true"
     ),
@@ -227,7 +227,7 @@ BAD = {
     "attention bias": (setting(attention_bias=True), "attention_bias is True", "False"),
     "norms of another type": (setting(norm_output="yes"), "norm_output is yes", "true or false"),
     "norm without its tensors": (setting(fc_norm=True), "fc_norm.0.weight is missing", "[256]"),
-    "tensors without their norm": (with_tensor("input_norm.weight", 768), "input_norm.weight is a tensor", "no place"),
+    "tensors without their norm": (with_tensor("input_norm.weight", 768), "input_norm.weight is a tensor", "no exact"),
     "two norms before fc": (setting(fc_norm=True, norm_before_fc=True), "fc_norm is True", "norm_before_fc"),
     "other activation": (setting(hidden_act="gelu"), "hidden_act is gelu", "silu"),
     "window without a layer": (setting(sliding_window=512), "sliding_window is 512", "layer_types"),
@@ -252,15 +252,15 @@ BAD = {
     "no keys at all": (lambda config, tensors: config.clear(), "hidden_size is None", "Llama"),
     "missing tensor": (without("midlayer.mlp.up_proj.weight"), "midlayer.mlp.up_proj.weight is missing", "[160, 256]"),
     "no head": (without("lm_head.weight"), "d2t", "0"),
-    "unknown tensor": (with_tensor("midlayer.self_attn.q_norm.weight", 16), "q_norm.weight is a tensor", "no place"),
-    "bias": (with_tensor("midlayer.self_attn.q_proj.bias", 128), "q_proj.bias is a bias", "no place"),
+    "unknown tensor": (with_tensor("midlayer.self_attn.q_norm.weight", 16), "q_norm.weight is a tensor", "no exact"),
+    "bias": (with_tensor("midlayer.self_attn.q_proj.bias", 128), "q_proj.bias is a bias", "no exact"),
     "wrong shape": (reshaped, "norm.weight is of shape [255]", "[256]"),
     "own embedding": (with_tensor("embed_tokens.weight", 4096, 256), "embed_tokens.weight is not", "builtin"),
     "no d2t": (without("d2t", "t2d"), "d2t is missing", "offsets"),
     "d2t absolute, unproven": (both(absolute, without("t2d")), "strictly increasing", "i + d2t[i]"),
-    "d2t repeats": (repeated_d2t, "not a mapping", "each once"),
-    "other draft vocabulary": (setting(draft_vocab_size=299), "draft_vocab_size is 299", "300 rows"),
-    "not finite": (not_finite, "norm.weight holds values", "again"),
+    "d2t repeats": (repeated_d2t, "not a mapping", "distinct"),
+    "other draft vocabulary": (setting(draft_vocab_size=299), "draft_vocab_size is 299", "must be 300"),
+    "not finite": (not_finite, "norm.weight contains values", "again"),
 }  # fmt: skip
 
 
@@ -408,7 +408,7 @@ def test_a_damaged_pickle_is_one_line(head, target, tmp_path):
             damaged[draw.randrange(1500)] = draw.randrange(256)
         (place / "pytorch_model.bin").write_bytes(damaged)
         with pytest.raises(CheckpointError, match=r"pytorch_model\.bin is damaged") as error:
-            foreign.read(place)
+            head_directory.read(place)
         kinds.add(type(error.value.__cause__))
     usual = (pickle.UnpicklingError, RuntimeError, EOFError, OSError, ValueError)
     assert any(not issubclass(kind, usual) for kind in kinds), "or nothing was tried"
@@ -421,7 +421,12 @@ def test_what_is_no_file_is_not_opened(head, name, make_other):
     (place / name).unlink()
     make_other(place / name)
     with pytest.raises(CheckpointError, match=str(place)):
-        foreign.read(place)
+        head_directory.read(place)
+
+
+def test_a_pickle_that_is_no_file_is_not_opened(tmp_path, pipe):
+    with pytest.raises(CheckpointError, match="a named pipe, not a regular file"):
+        head_directory.unpickled(pipe(tmp_path / "pytorch_model.bin"))
 
 
 def test_an_lm_that_chooses_code_is_refused(head, target, tmp_path):
@@ -490,18 +495,18 @@ def test_a_pickle_of_tensors_is_read_once_and_safetensors_first(head, target, tm
 
 def test_what_is_no_head(target, tmp_path):
     with pytest.raises(UsageError, match="no head directory"):
-        foreign.read(tmp_path / "nowhere")
+        head_directory.read(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
-        foreign.read(tmp_path)
+        head_directory.read(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="no weights"):
-        foreign.read(tmp_path)
+        head_directory.read(tmp_path)
     save_file({"something": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(CheckpointError, match="no known format"):
-        registry.detect(foreign.read(tmp_path))
+    with pytest.raises(CheckpointError, match="unknown format"):
+        registry.detect(head_directory.read(tmp_path))
     (tmp_path / "config.json").write_text("[")
     with pytest.raises(CheckpointError, match="not JSON"):
-        foreign.read(tmp_path)
+        head_directory.read(tmp_path)
 
 
 def test_an_lm_of_another_vocabulary_is_refused(head, target, tmp_path):
@@ -544,7 +549,7 @@ def test_the_probe_is_silent_about_a_good_one(target, tmp_path, capsys):
 def test_import_writes_nothing_over_other_things(head, target, tmp_path):
     place = head()
     import_head(place, target, tmp_path / "drafter")
-    with pytest.raises(UsageError, match="holds a drafter already"):
+    with pytest.raises(UsageError, match="already contains a drafter"):
         import_head(place, target, tmp_path / "drafter")
     import_head(place, target, tmp_path / "drafter", overwrite=True)
 

@@ -45,8 +45,8 @@ class Case:
         self.module = randomised(built(self.target, self.native, **drafter))
         self.drafter = checkpoint.save(
             place / "drafter",
-            config=mtp.config(self.module, self.target.identity),
-            tensors=mtp.published(self.module.state_dict()),
+            config=mtp.checkpoint_config(self.module, self.target.identity),
+            tensors=mtp.stored_state(self.module.state_dict()),
             info={"domain": ["sql"]},
         )
 
@@ -106,7 +106,7 @@ def test_an_engine_drafts_with_what_was_trained(make, tmp_path, kind, shards):
 
 def forced_text(target, ids):
     """Ids and what the target says greedily behind all but the last of them."""
-    from specctl.decoding.loop import decode
+    from specctl.decoding.offline import decode
     from specctl.decoding.sampling import GREEDY
 
     found = decode(target, [ids[:-1]], sampling=GREEDY, max_new_tokens=5, seeds=[0])[0]
@@ -130,7 +130,7 @@ def test_a_targets_untrained_layer_is_a_drafter(make, tmp_path, kind):
     """Importing a target's own directory: the layer to compare with, and to adapt. It loads and drafts."""
     case = make(kind)
     imported(case.native, tmp_path / "own", case.target)
-    module = pool.module(pool.read_drafter(tmp_path / "own", case.target), case.target)
+    module = pool.load_module(pool.read_drafter(tmp_path / "own", case.target), case.target)
     expected = built(case.target, case.native)
     assert all(torch.equal(t, expected.state_dict()[n]) for n, t in module.state_dict().items())
 
@@ -160,9 +160,9 @@ def test_commands_serve_the_directory_as_the_target(make, tmp_path):
 @pytest.mark.parametrize(
     ("kind", "to", "says"),
     [
-        ("mimo", "sglang", "state behind the final norm; this one was trained on the other"),
-        ("mimo as sglang", "vllm", "state before the final norm; this one was trained on the other"),
-        ("mimo", "speculators", "is of layout mimo"),
+        ("mimo", "sglang", "state after the final norm; this layer was trained on the other"),
+        ("mimo as sglang", "vllm", "state before the final norm; this layer was trained on the other"),
+        ("mimo", "speculators", "has layout mimo"),
     ],
 )
 def test_what_an_engine_would_compute_otherwise_is_refused(make, tmp_path, kind, to, says):

@@ -117,4 +117,4 @@ if half.itemsize == 2:  # fp32 stays with PyTorch
         triton_backend.span_attention(q, key, key, *span)
         triton_backend.span_attention_backward(q, key, key, q, flat, flat, *span)
 for drafts in ([DraftRows(x)], [DraftRows(x)] * 8, [DraftRows(x), DraftRows(x, torch.arange(VOCABULARY), ones)]):
-    triton_backend.panorama(rows, drafts, zeros)
+    triton_backend.drafter_feedback(rows, drafts, zeros)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specctl.kernels import PAGE, Ancestry, gathered, slots_of
+from specctl.kernels import PAGE, Ancestry, gather_pages, slots_of
 
 from .conftest import INTERPRETED
 
@@ -56,14 +56,14 @@ def by_sdpa(q, store, ancestry, span, scale):
     rows, heads, dim = q.shape[1:]
     out = []
     for b, start in enumerate(ancestry.base.tolist()):
-        end = start + ancestry.reach
+        end = start + ancestry.draft_slots
         keys, values = store[b, :end].double().chunk(2, 1)
         groups = heads // keys.shape[1]
         keys, values = (x.repeat_interleave(groups, 1).transpose(0, 1) for x in (keys, values))
         mask = torch.ones(rows, end, dtype=torch.bool)
-        for t, place in itertools.product(range(rows), range(ancestry.reach)):
-            own = ancestry.reach - rows + t
-            seen = place <= own if ancestry.bits is None else int(ancestry.bits[b, t]) >> place & 1
+        for t, place in itertools.product(range(rows), range(ancestry.draft_slots)):
+            own = ancestry.draft_slots - rows + t
+            seen = place <= own if ancestry.ancestor_bits is None else int(ancestry.ancestor_bits[b, t]) >> place & 1
             mask[t, start + place] = bool(seen)
         for t in range(rows) if ancestry.first is not None else ():
             mask[t, : max(int(ancestry.first[b, t]), 0)] = False
@@ -141,7 +141,9 @@ def test_pages_are_where_the_table_says(backend, name):
 def test_every_slot_of_a_text_has_its_place():
     store = torch.randn(3, 150, 2, 4)
     pool, table = in_pages(store)
-    assert torch.equal(gathered(pool, table, 150), store) and torch.equal(gathered(pool, table, 64), store[:, :64])
+    assert torch.equal(gather_pages(pool, table, 150), store) and torch.equal(
+        gather_pages(pool, table, 64), store[:, :64]
+    )
     assert len(slots_of(table, torch.arange(150).expand(3, -1)).unique()) == 450, "no two texts share a slot"
 
 

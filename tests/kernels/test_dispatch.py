@@ -17,7 +17,7 @@ FUNCTIONS = [
     "attention",
     "distill_rows",
     "expand_topk",
-    "panorama",
+    "drafter_feedback",
     "rope_and_cache",
     "row_params",
     "sample_rows",

@@ -10,7 +10,7 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import RMSNorm
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.rope import Rope
-from specctl.kernels import trial
+from specctl.kernels import self_check
 
 CPU = torch.device("cpu")
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -109,7 +109,7 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
 def test_the_trial_passes_what_is_right_and_sees_what_is_not(backend, normed):
     """Keys in another slot, or gates in the place of what they are multiplied with."""
     shape = (CPU, torch.bfloat16, 48, 64, 4, 2, 16, normed)
-    assert trial.layer_shortcoming(backend, *shape) is None
+    assert self_check.layer_mismatch(backend, *shape) is None
 
     class Wrong:
         add_rms_norm, silu_and_mul = staticmethod(backend.add_rms_norm), staticmethod(backend.silu_and_mul)
@@ -118,7 +118,7 @@ def test_the_trial_passes_what_is_right_and_sees_what_is_not(backend, normed):
         def rope_and_cache(qkv, cos, sin, positions, slots, *rest):
             return backend.rope_and_cache(qkv, cos, sin, positions, slots.clamp(max=5), *rest)
 
-    assert "rope_and_cache computes something else" in trial.layer_shortcoming(Wrong, *shape)
+    assert "rope_and_cache gives a different result" in self_check.layer_mismatch(Wrong, *shape)
     Wrong.rope_and_cache = backend.rope_and_cache
     Wrong.silu_and_mul = staticmethod(lambda x: backend.silu_and_mul(x.roll(x.shape[1] // 2, 1)))
-    assert "silu_and_mul computes something else" in trial.layer_shortcoming(Wrong, *shape)
+    assert "silu_and_mul gives a different result" in self_check.layer_mismatch(Wrong, *shape)

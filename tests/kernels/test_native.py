@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
@@ -116,7 +116,7 @@ def test_pages_and_long_prompts_are_left_to_pytorch(three):
     target, *_ = three
     cache = target.new_cache(1, 200)
     plans = [plan_rows([0], rows, device=target.device, dtype=target.dtype) for rows in (64, 65)]
-    assert [target.model._native.computes(cache, plan) for plan in plans] == [True, False]
+    assert [target.model._native.supports(cache, plan) for plan in plans] == [True, False]
     assert type(cache) is KVCache
 
 

@@ -252,7 +252,7 @@ def test_panorama(backend, data, x, filter_rows, seed):
         some = [
             d._replace(logits=d.logits[at], inv_temp=None if d.inv_temp is None else d.inv_temp[at]) for d in drafts
         ]
-        spec, ours = (module.panorama(part, some, tokens[at]) for module in (reference, backend))
+        spec, ours = (module.drafter_feedback(part, some, tokens[at]) for module in (reference, backend))
         for name, field in ours._asdict().items():
             assert field.dtype == torch.float32
             torch.testing.assert_close(field, getattr(spec, name), rtol=1e-4, atol=5e-5, equal_nan=True, msg=name)

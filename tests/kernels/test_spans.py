@@ -8,7 +8,7 @@ import torch
 from specctl import kernels
 from specctl.drafters.feature import ttt_attention
 from specctl.drafters.feature.ttt_attention import Layout, attention, block_attention, ranges
-from specctl.kernels import reference, trial
+from specctl.kernels import reference, self_check
 
 CLOSE = dict(rtol=2e-2, atol=2e-2)
 CASES = {  # lengths of documents, their rows' slots
@@ -88,7 +88,7 @@ def test_no_rows(backend):
 @pytest.mark.usefixtures("products_of_bf16")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_backend_is_tried(backend, dtype):
-    assert trial.span_shortcoming(backend, torch.device("cpu"), dtype, 1, 2, 16) is None
+    assert self_check.span_mismatch(backend, torch.device("cpu"), dtype, 1, 2, 16) is None
 
 
 def test_a_trial_within_training_is_not_rounded():
@@ -103,7 +103,7 @@ def test_a_trial_within_training_is_not_rounded():
 
     backend = type("Backend", (), {name: exactly(name) for name in ("span_attention", "span_attention_backward")})
     with torch.autocast("cpu", torch.bfloat16):
-        assert trial.span_shortcoming(backend, torch.device("cpu"), torch.bfloat16, 3, 3, 64) is None
+        assert self_check.span_mismatch(backend, torch.device("cpu"), torch.bfloat16, 3, 3, 64) is None
 
 
 @pytest.mark.parametrize("name", ["span_attention", "span_attention_backward"])
@@ -114,7 +114,7 @@ def test_a_wrong_answer_is_seen(name):
 
     right = getattr(reference, name)
     setattr(Wrong, name, staticmethod(lambda *args: (right(*args)[0] * 1.2, *right(*args)[1:])))
-    assert trial.span_shortcoming(Wrong, torch.device("cpu"), torch.float16, 1, 2, 16).startswith(name + " computes")
+    assert self_check.span_mismatch(Wrong, torch.device("cpu"), torch.float16, 1, 2, 16).startswith(name + " computes")
 
 
 @pytest.mark.usefixtures("products_of_bf16")

@@ -21,9 +21,9 @@ SHARED = [
     "test_triton_rows.py",
     "test_uniform.py",
     "test_verify.py",
-    "test_panorama.py",
+    "test_drafter_feedback.py",
     "test_distill.py",
-    "test_trial.py",
+    "test_self_check.py",
     "../decoding/test_attention_kernel.py",
 ]
 
@@ -70,7 +70,7 @@ KERNELS = {  # those that pass over rows are wide; several programs at once hide
     "_next_kernel": Promise(8),
     "_distill_kernel": Promise(1, wide=True),
     "_normalise_kernel": Promise(2, wide=True),
-    "_panorama_kernel": Promise(1, wide=True),
+    "_drafter_feedback_kernel": Promise(1, wide=True),
     **{f"_attend_kernel {rows}": Promise(2, wide=True) for rows in (*TILES[:3], *(f"{n} paged" for n in TILES[:3]))},
     **{f"_attend_kernel {rows}": Promise(1, wide=True) for rows in (TILES[3], f"{TILES[3]} paged")},
     "_combine_kernel": Promise(3, wide=True),

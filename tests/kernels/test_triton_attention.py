@@ -34,7 +34,7 @@ def test_exact_sums_do_not_depend_on_where_a_row_stands(tiled, monkeypatch):
     store, q, place = store.nan_to_num(), q[:, :1].expand(-1, 5, -1, -1), 639
     outputs = {True: [], False: []}
     for fixed, base in itertools.product((True, False), range(place - 4, place + 1)):
-        ancestry = Ancestry(torch.tensor([base]), 5, fixed=fixed)
+        ancestry = Ancestry(torch.tensor([base]), 5, fixed_order=fixed)
         outputs[fixed].append(tiled.attention(q, store, ancestry, 644, 0.3)[place - base])
     assert all(torch.equal(one, outputs[True][0]) for one in outputs[True])
     assert not all(torch.equal(one, outputs[False][0]) for one in outputs[False])
@@ -43,7 +43,7 @@ def test_exact_sums_do_not_depend_on_where_a_row_stands(tiled, monkeypatch):
 def test_no_head_is_too_wide_without_a_word(tiled):
     for dim, dtype in ((160, torch.float32), (64, torch.float64)):
         q, store, ancestry, span = case([9], 1, dim=dim, dtype=dtype)
-        with pytest.raises(ValueError, match=f"heads of {dim}"):
+        with pytest.raises(ValueError, match=f"head dimension {dim}"):
             tiled.attention(q, store, ancestry, span, 1.0)
 
 
@@ -123,11 +123,11 @@ def test_programs_fill_the_gpu(tiled, processors, span):
         sums = batch * HEADS * 4 * rows
         programs = batch * HEADS * how.tiles * how.splits
         places = processors * (2 if how.rows <= 64 else 1)
-        most = min(-(-span // tiled.LEAST), tiled.PIECES, max(tiled.SUMS // sums, 1))
+        most = min(-(-span // tiled.MIN_PIECE), tiled.MAX_PIECES, max(tiled.MAX_PARTIAL_ROWS // sums, 1))
         assert how.tiles * how.rows >= 4 * rows
         assert 1 <= how.splits <= most
         if span > 512 and how.splits < most:
             assert programs / (-(-programs // places) * places) >= 0.85
-        assert span / how.splits <= tiled.MOST or how.splits == most
+        assert span / how.splits <= tiled.MAX_PIECE or how.splits == most
         if batch == 64:
-            assert how.splits <= 2 * max(-(-span // tiled.MOST), 4)
+            assert how.splits <= 2 * max(-(-span // tiled.MAX_PIECE), 4)

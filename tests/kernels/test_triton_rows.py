@@ -50,7 +50,7 @@ def exact_cut(x, temperature, top_k, top_p):
 )
 def test_cuts_are_exact(rows, monkeypatch, vocabulary, dtype, room):
     """Few values are ties at every cut; flat rows have more candidates than there is room for."""
-    monkeypatch.setattr(rows, "ROOM", room)
+    monkeypatch.setattr(rows, "MAX_CANDIDATES", room)
     generator = torch.Generator().manual_seed(vocabulary)
     for scale in (0.0, 3.0):
         x = (scale * torch.randn(len(FILTERS), vocabulary, generator=generator)).to(dtype)

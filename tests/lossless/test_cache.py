@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import load_target
 from tests.lossless.drafters import bushes, ragged
@@ -37,7 +37,7 @@ def assert_fresh(target, state):
     for b, length in enumerate(state.cached):
         cache = target.model.new_cache(1, state.capacity)
         _, _, tapped = target.prefill([state.rows[b].ids[:length]], cache, TAPS)
-        torch.testing.assert_close(state.cache.held(b, length), cache.store[:, 0, :length], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(state.cache.first_rows(b, length), cache.store[:, 0, :length], rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(state.features[b, :length], tapped[0, :length], rtol=1e-4, atol=1e-4)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from specctl import kernels
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
@@ -74,8 +74,10 @@ def random_mtp(target, shape, layout="mimo", **options):
 def random_heads(name, target, **drafting):
     """Heads that start as the target's own, which guess a token right now and then."""
     torch.manual_seed(0)
-    module = pool.family(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
-    return pool.family(name).drafter(module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting))
+    module = pool.family_module(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
+    return pool.family_module(name).make_drafter(
+        module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting)
+    )
 
 
 DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 8}
@@ -86,11 +88,13 @@ def random_block(target, parts=None, **drafting):
     what `parts` name."""
     recipe = TrainRecipe(arch="dflash", drafter={"block_size": 5, "num_layers": 1, **(parts or {})})
     torch.manual_seed(0)
-    module = pool.family("dflash").build(recipe, target, lambda size: list(range(size)))
+    module = pool.family_module("dflash").build(recipe, target, lambda size: list(range(size)))
     for name, parameter in module.named_parameters():
         if "_conv" in name or name in ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook"):
             parameter.data += 0.1 * torch.randn_like(parameter)
-    return pool.family("dflash").drafter(module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting))
+    return pool.family_module("dflash").make_drafter(
+        module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting)
+    )
 
 
 @pytest.fixture(scope="module")

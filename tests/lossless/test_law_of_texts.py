@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specctl import kernels
-from specctl.decoding import loop, prefill
+from specctl.decoding import offline, prefill
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import ACCEPT, Draws, Sampling
 from specctl.decoding.target import Target
@@ -93,7 +93,7 @@ def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS):
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECCTL_GRAPHS", "eager" if device else "0")
-            written = loop.decode(target, [PROMPT] * len(seeds), **options)
+            written = offline.decode(target, [PROMPT] * len(seeds), **options)
         assert (written[-1].ahead > 0) == device
         counts += torch.bincount(
             (torch.tensor([text.output_ids for text in written]) * place).sum(1), minlength=len(counts)

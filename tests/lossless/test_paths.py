@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from specctl.decoding import prefill
-from specctl.decoding.loop import decode
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config, load_model
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
@@ -49,7 +49,7 @@ def truth(model, ids):
 
 
 def test_which_path_is_taken(name, tiny_directory):
-    reason = lean.why_not(load_config(tiny_directory(name)))
+    reason = lean.unsupported_reason(load_config(tiny_directory(name)))
     assert (reason is None) == (name in LEAN), reason
     if reason:
         with pytest.raises(UsageError, match="lean step cannot run"):

@@ -32,7 +32,7 @@ def sure_target(place, path):
 def write_head(place, target, family, seed=0):
     """A drafter directory with a new head of a family, as training would begin with it."""
     torch.manual_seed(seed)
-    own = pool.trainable(family)
+    own = pool.trainable_family(family)
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size))
     random_layer = family == "mtp"  # the target has none
     head = mtp.head(target) if random_layer else own.build(recipe, target, lambda size: list(range(size)))
@@ -49,8 +49,8 @@ def write_copy(place, target, path, noise):
 
 
 def save(place, target, family, head):
-    tensors = family.published(head.state_dict())
-    config = family.config(head, target.identity)
+    tensors = family.stored_state(head.state_dict())
+    config = family.checkpoint_config(head, target.identity)
     return checkpoint.save(place, config=config, tensors=tensors, info={"domain": ["sql"], "mat": {"sql": 2.0}})
 
 

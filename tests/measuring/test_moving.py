@@ -14,7 +14,7 @@ from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
@@ -101,7 +101,7 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
         again.restore(kept, tensors)
         assert json.loads(to_json(again.state()[0])) == kept
         again.finish()
-        assert torch.equal(again.pupils["ogd"].played(), here.pupils["ogd"].played())
+        assert torch.equal(again.learners["ogd"].played(), here.learners["ogd"].played())
         found, expected = (stage.state()[0]["pupils"]["ogd"] for stage in (again, here))
         assert (found.pop("waiting"), found.pop("dropped_here")) == ([], 0) and found == expected
     finally:
@@ -113,7 +113,7 @@ def test_chunks_that_wait_for_the_learner_are_kept(prompts, tiny, pool):
 def test_a_process_that_fails_is_told_of(tmp_path, prompts, tiny, pool, monkeypatch):
     monkeypatch.setattr("specctl.adaptation.ranks.check", lambda devices: None)
     made = recipe(prompts, pool / "head", tiny, algo=["ogd"], asynchronous=True, learner_device="cuda:7")
-    with pytest.raises(SpecctlError, match="the process that learns failed"):
+    with pytest.raises(SpecctlError, match="the learner process failed"):
         learnt(tmp_path / "run", made, tiny)
 
 
@@ -122,7 +122,7 @@ def test_a_chunk_survives_the_journey(tiny, pool, feedback):
     """Features of several texts go as one tensor each, and are taken apart again."""
     source, goal = (ReplayBuffer(tiny, (0, 2), max_bytes=2**20, feedback=feedback) for _ in range(2))
     prompts = [tiny.render([{"role": "user", "content": text}]) for text in QUESTIONS[:3]]
-    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), **source.listening)
+    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), **source.decode_options)
     Chunk.of(source, Acceptance.of([(1, 2)])).into(goal)
     assert goal.texts == source.texts and goal.bytes == source.bytes and goal.kept.keys() == source.kept.keys()
     for index, features in source.kept.items():
@@ -145,6 +145,16 @@ def test_specialists_learn_from_what_they_have_won(tmp_path, prompts, tiny, pool
         before = checkpoint.load(pool / name).tensors
         moved[name] = any(not torch.equal(after[key], before[key]) for key in before)
     assert moved["good"] and not moved["bad"]
+
+
+@pytest.mark.parametrize(("temperature", "estimator"), [(0.0, "realised"), (1.0, "product")])
+def test_greedy_texts_are_judged_by_their_hits(tiny, pool, monkeypatch, temperature, estimator):
+    """As in `select`: products of γ, a softmax at temperature 1, would promise far too few tokens."""
+    monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], sampling={"temperature": temperature})
+    made = made.model_copy(update={"init": None, "arch": None, "pool": pool})
+    controller = Specialists(made, "ogd", tiny, 0).drafting([Label("a")])["controller"]
+    assert controller.new_game(Label("a")).rules.estimator == estimator
 
 
 def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
@@ -214,6 +224,26 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkey
         assert mats["lookup"][name] >= max(mats[None][name], mats[None]["lookup"])
 
 
+def test_what_drafting_has_yielded_is_known_from_text_to_text(tiny, pool, monkeypatch):
+    """Every text of a stream on which drafts do not pay would else draft until it finds that out by itself; so would
+    those of a run that goes on."""
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: costs.Costs((1.0,) * len(costs.ROWS), 0.1, 0.1))
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], beside="lookup", baselines=["static"])
+    stage, again = OnlineContenders(made, tiny, 0), OnlineContenders(made, tiny, 0)
+
+    def past(of, name):
+        head = of.learners["ogd"].drafter if name == "ogd" else of.fixed[name]
+        return of._drafting(name, head)["drafter"].past
+
+    for seconds, name in enumerate(("ogd", "static"), 2):
+        for _ in range(50):
+            past(stage, name).learn(1, seconds)
+    again.restore(*stage.state())
+    assert past(again, "ogd").state() == past(stage, "ogd").state()
+    assert past(again, "static").state() == past(stage, "static").state() != past(stage, "ogd").state()
+    assert past(again, "ogd").tokens < 0.6 * past(again, "ogd").cost
+
+
 def test_what_was_said_before_is_drafted(tmp_path, prompts, tiny, pool):
     """Every prompt comes twice, a chunk later: the second answer is known by heart, and only by `retrieval`."""
     again = tmp_path / "again.jsonl"
@@ -248,7 +278,7 @@ def test_a_mixture_drafts_beside_a_text_drafter(tmp_path, prompts, tiny, pool, m
 
 
 def test_a_hybrid_decides_its_own_length(prompts, tiny, pool):
-    with pytest.raises(ValueError, match="decides itself how deep"):
+    with pytest.raises(ValueError, match="chooses its draft depth itself"):
         recipe(prompts, pool / "good", tiny, beside="lookup", draft_length="auto")
 
 

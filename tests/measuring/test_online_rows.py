@@ -6,9 +6,9 @@ import pytest
 
 from specctl.decoding.records import Decoded
 from specctl.measuring.contenders import VANILLA
-from specctl.measuring.drafter_rows import summarise
-from specctl.measuring.online_rows import Passes
-from specctl.measuring.policy_rows import Stream
+from specctl.measuring.drafter_rows import drafter_row
+from specctl.measuring.online_rows import OnlineResults
+from specctl.measuring.policy_rows import StreamAnswers
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
 
@@ -36,7 +36,7 @@ def row(seeds, tokens=TOKENS):
     records += [record("static", seed, chunk, 25) for seed, chunk in answered]
     records += [record("lookup", seed, chunk, 50) for seed, chunk in answered]
     recipe = OnlineRecipe(algo=["ogd"], seeds=list(seeds), baselines=["static", "lookup"])
-    return Passes(recipe, records, [Cost(*at) for at in answered]).row("ogd")
+    return OnlineResults(recipe, records, [Cost(*at) for at in answered]).row("ogd")
 
 
 def test_ratios_by_hand():
@@ -70,10 +70,10 @@ def test_rows_of_every_table_say_when_a_speed_cannot_be(plain_s, reason):
     plain = replace(plain, decoded=replace(plain.decoded, target_passes=40, decode_s=plain_s))
     own, base = [drafted.decoded], [plain.decoded]
     recipe = OnlineRecipe(algo=["ogd"], baselines=["vanilla"])
-    stream = Stream({"ogd": own, VANILLA: base}, [0], ["g"], [], VANILLA, same_text=True)
+    stream = StreamAnswers({"ogd": own, VANILLA: base}, [0], ["g"], [], VANILLA, same_text=True)
     found = [
-        Passes(recipe, [drafted, plain], [Cost(0, 0)]).row("ogd"),
-        summarise("ogd", "sql", [drafted, plain]),
+        OnlineResults(recipe, [drafted, plain], [Cost(0, 0)]).row("ogd"),
+        drafter_row("ogd", "sql", [drafted, plain]),
         stream.row("ogd", "policy", tally=None, arms=[], best_arm_ratio=None, failures=0),
     ]
     assert [(row.speedup, row.unusable) for row in found] == [(plain_s / 2, reason)] * 3

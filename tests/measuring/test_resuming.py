@@ -23,7 +23,7 @@ from specctl.drafters import checkpoint as checkpoints
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import online_contenders, online_journal
 from specctl.measuring.online_contenders import OnlineContenders
-from specctl.measuring.resumable import Saved
+from specctl.measuring.resumable_run import Saved
 from specctl.recipe import DataRecipe
 from specctl.recipe.train import CheckpointRecipe
 from specctl.training import checkpoint
@@ -103,17 +103,17 @@ def again(place, made, tiny):
 @pytest.fixture
 def stop(monkeypatch):
     """`stop(n)`: SIGTERM comes while the n-th turn is answered."""
-    ask = online_contenders.ask
+    ask = online_contenders.answer_batch
 
     def at(turn):
         turns = iter(range(1, 100))
 
         def interrupted(*args):
             if next(turns) == turn:
-                progress.interrupts.note(15)
+                progress.interrupts.handle(15)
             return ask(*args)
 
-        monkeypatch.setattr(online_contenders, "ask", interrupted)
+        monkeypatch.setattr(online_contenders, "answer_batch", interrupted)
 
     yield at
     progress.interrupts.reset()
@@ -167,11 +167,11 @@ def test_damaged_states_are_passed_over(tmp_path, make, tiny, whole, capsys):
     flip(last / "trainer.json")
     again(place, make(), tiny)
     said = capsys.readouterr().err
-    assert f"{last} is damaged" in said and "resumed behind chunk 2" in said
+    assert f"{last} is damaged" in said and "resumed after chunk 2" in said
     same_runs(place, whole()[0], ALGO)
     flip(last / "manifest.json")
     flip(first / "state.safetensors")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints in .* are damaged"):
         again(place, make(), tiny)
     assert len(lines(place)) == len(lines(whole()[0]))
 
@@ -183,7 +183,7 @@ def test_lost_and_changed_answers_are_missed(tmp_path, make, tiny, whole, name, 
     place = shutil.copytree(whole()[0], tmp_path / "run")
     damage(place / name)
     before = contents(place)
-    with pytest.raises(CheckpointError, match=rf"{place / name} (was changed or lost|has lost chunks)"):
+    with pytest.raises(CheckpointError, match=rf"{place / name} (was changed or deleted|lacks chunks)"):
         again(place, make(), tiny)
     assert contents(place) == before
 
@@ -385,7 +385,7 @@ def test_a_full_disk_keeps_the_last_state(tmp_path, make, tiny, whole, monkeypat
         with pytest.raises(SpecctlError, match=r"cannot save to .*: No space left on device") as caught:
             learnt(tmp_path / "run", make(), tiny)
     assert f"--resume --output-dir {tmp_path / 'run'}" in caught.value.hint
-    assert f"learnt from {saved} chunks is whole" in caught.value.hint
+    assert f"the state after {saved} chunks is saved" in caught.value.hint
     again(tmp_path / "run", make(), tiny)
     same_runs(tmp_path / "run", whole()[0], ALGO)
 
@@ -429,7 +429,7 @@ def test_stdin_goes_on_with_the_lines_that_come(tmp_path, make, tiny, stop, monk
     with pytest.raises(Interrupted) as caught:
         learnt(tmp_path / "run", made, tiny)
     progress.interrupts.reset()
-    assert "send again what came behind the first 2 prompts" in caught.value.hint
+    assert "send the prompts after the first 2 again" in caught.value.hint
     send(QUESTIONS[2:])
     again(tmp_path / "run", made, tiny)
     same_runs(tmp_path / "run", tmp_path / "whole", ALGO)
@@ -440,13 +440,13 @@ def test_what_a_slowed_learner_plays_is_drafted_with(make, tiny):
     draft with other weights than the one that went on."""
     made = make(algo=["optimistic"], buffer={}, learner={"lr": 1e-3})
     stage = OnlineContenders(made, tiny, 0)
-    pupil = stage.pupils["optimistic"]
+    pupil = stage.learners["optimistic"]
     chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
     for gradient in (pupil.objective.gradient, lambda w, batch, draw: (torch.tensor(torch.nan), torch.tensor(1.0), w)):
         drafter, pupil.objective.gradient = pupil.drafter, gradient
         stage.learn(chunk, stage.answer(chunk, lambda *args: None))
         assert pupil.drafter is not drafter
-    assert stage.refused["optimistic"] == 1
+    assert stage.failed_chunks["optimistic"] == 1
 
 
 COMMAND = [sys.executable, "-m", "specctl", "online"]

@@ -39,7 +39,7 @@ def rows(costs, shares, loads=(1, 8, 32)):
 
 
 def test_conditional_acceptance():
-    assert served_costs.conditional([0.8, 0.4, 0.1, 0.0, 0.0]) == pytest.approx([0.8, 0.5, 0.25, 0, 0])
+    assert served_costs.conditional_acceptance([0.8, 0.4, 0.1, 0.0, 0.0]) == pytest.approx([0.8, 0.5, 0.25, 0, 0])
 
 
 def test_expected_tokens_by_hand():
@@ -66,7 +66,7 @@ def test_the_best_length_by_hand():
     """t(k, 1) = 10.1 + 1.5 k, t(k, 32) = 13.2 + 17 k ms; α = 0.8, 0.5, 0.25, so rates by k are
     1/10.1, 1.8/11.6, 2.2/13.1, 2.3/14.6 = 0.099, 0.155, 0.168, 0.158 and 1/13.2, 1.8/30.2 = 0.076, 0.060."""
     chances = [0.8, 0.5, 0.25]
-    assert served_costs.text_rate(chances, STEEP, 2, 1) == pytest.approx(2.2 / 0.0131)
+    assert served_costs.sequence_rate(chances, STEEP, 2, 1) == pytest.approx(2.2 / 0.0131)
     assert served_costs.best_length(chances, STEEP, 1, range(4)) == 2
     assert served_costs.best_length(chances, STEEP, 32, range(4)) == 0
 
@@ -83,18 +83,18 @@ def test_the_best_length_by_hand():
 )
 def test_lines_without_negative_parts(values, line):
     """Of places 1, 2, 4: exact, flat, falling (its mean), through the origin (Σxy / Σx²), nothing."""
-    assert served_costs.line([1, 2, 4], values, [1, 1, 1]) == pytest.approx(line)
+    assert served_costs.fit_line([1, 2, 4], values, [1, 1, 1]) == pytest.approx(line)
 
 
 def test_weights_count():
-    assert served_costs.line([1, 1], [2, 5], [2, 1]) == pytest.approx((3, 0))
+    assert served_costs.fit_line([1, 1], [2, 5], [2, 1]) == pytest.approx((3, 0))
 
 
 def test_the_costs_of_a_sweep_without_noise_are_found_again():
     sweep = served_costs.sweep_of(rows(STEEP, (0.8, 0.4, 0.1)))
     assert (sweep.drafted, sweep.acceptance) == (3, pytest.approx([0.8, 0.5, 0.25]))
     assert [load.batch for load in sweep.loads] == pytest.approx([1, 8, 32])
-    costs = served_costs.fit(sweep)
+    costs = served_costs.fit_costs(sweep)
     for length, batch in ((0, 1), (0, 32), (2, 20), (3, 8)):
         assert costs.seconds(length, batch) == pytest.approx(STEEP.seconds(length, batch))
 
@@ -169,18 +169,18 @@ def test_a_model_that_does_not_fit_says_so(tmp_path):
         if one["server"] == "baseline" and one["concurrency"] == 8:
             one["token_s"] = 0.04
     tuning = served_costs.tune(written(tmp_path, made))
-    assert any("the model is off by" in note and "at 8 in flight" in note for note in tuning.notes)
+    assert any("the cost model is off by" in note and "at 8 in flight" in note for note in tuning.notes)
 
 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (lambda made: [one for one in made if one["server"] == "server"], "no baseline"),
-        (lambda made: [one | {"mat": None} for one in made], "does not say what it accepted"),
+        (lambda made: [one | {"mat": None} for one in made], "reports no acceptance of drafts"),
         (lambda made: [one | {"token_s": None} for one in made], "no time between tokens"),
-        (lambda made: made[:2], "has one load"),
+        (lambda made: made[:2], "has only one load"),
         (lambda made: [], "it has no rows"),
-        (lambda made: [{"server": "server"}], "is no result of eval --server"),
+        (lambda made: [{"server": "server"}], "is not a result of eval --server"),
     ],
 )
 def test_sweeps_that_cannot_be_used(tmp_path, change, says):
@@ -193,16 +193,16 @@ def test_files_that_are_no_sweep(tmp_path):
     with pytest.raises(DataError, match="cannot read"):
         served_costs.tune(tmp_path / "nothing.json")
     (tmp_path / "result.json").write_text("{")
-    with pytest.raises(DataError, match="no JSON"):
+    with pytest.raises(DataError, match="is not JSON"):
         served_costs.tune(tmp_path)
     (tmp_path / "result.json").write_text('{"rows": []}')
-    with pytest.raises(DataError, match="no result of eval --server"):
+    with pytest.raises(DataError, match="is not a result of eval --server"):
         served_costs.tune(tmp_path)
 
 
 def test_what_better_drafters_are_worth():
     """A round costs 2.4 plain steps: mat 2.4 breaks even, 3.6 is half as fast again, 1 has the speed of 1 / 2.4."""
-    found = served_costs.worth(Load(8, 8.0, 8.0, step_s=0.010, round_s=0.024, mat=2.0), [1.0, 2.4, 3.6])
+    found = served_costs.predict_speeds(Load(8, 8.0, 8.0, step_s=0.010, round_s=0.024, mat=2.0), [1.0, 2.4, 3.6])
     assert found.break_even == pytest.approx(2.4)
     assert found.speedups == pytest.approx([1 / 2.4, 1, 1.5])
     assert found.tokens_per_s == pytest.approx([8 / 0.024, 800, 1200])
@@ -213,12 +213,12 @@ def test_the_measured_drafter_is_predicted_where_it_is():
     made = rows(STEEP, (0.8, 0.4, 0.1))
     for load in served_costs.sweep_of(made).loads:
         ours, plain = (row["token_s"] for row in made if row["concurrency"] == load.concurrency)
-        assert served_costs.worth(load, [load.mat]).speedups == pytest.approx([plain / ours])
+        assert served_costs.predict_speeds(load, [load.mat]).speedups == pytest.approx([plain / ours])
 
 
 def test_a_load_of_one_place_is_a_point():
     """Slopes are unknown there; they are none."""
-    costs = served_costs.fit(Sweep([Load(4, 4.0, 4.0, 0.01, 0.02, 2.0)], 2, [0.5, 0.5]))
+    costs = served_costs.fit_costs(Sweep([Load(4, 4.0, 4.0, 0.01, 0.02, 2.0)], 2, [0.5, 0.5]))
     assert costs == RoundCosts(0.01, 0.0, pytest.approx(0.005), 0.0)
 
 

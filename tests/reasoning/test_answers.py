@@ -7,7 +7,7 @@ import pytest
 
 from specctl.errors import UsageError
 from specctl.reasoning import answers
-from specctl.reasoning.answers import correct, extract, normalise, passes, same
+from specctl.reasoning.answers import correct, equal_answers, extract, normalise, passes_tests
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_extraction(text, answer):
     ],
 )
 def test_equal_answers(one, other):
-    assert same(one, other)
+    assert equal_answers(one, other)
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("12", "13"), ("A", "B"), ("3", "-3"), ("1/0", "0"), (None, None), ("5", None)]
 )
 def test_different_answers(one, other):
-    assert not same(one, other)
+    assert not equal_answers(one, other)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_a_number_beyond_all_measure_is_text(answer):
     """A model in a loop writes them: Python would compute for hours, or refuse with a ValueError."""
     assert isinstance(normalise(answer), str)
     assert correct(rf"\boxed{{{answer}}}", "5") is False
-    assert same(answer, answer)
+    assert equal_answers(answer, answer)
 
 
 def test_a_reference_without_an_answer_tells_nothing():
@@ -84,8 +84,8 @@ def test_a_reference_without_an_answer_tells_nothing():
 def test_programs_of_a_model_need_leave():
     tests = "assert double(2) == 4"
     assert correct("def double(x): return 2 * x", tests) is None
-    with pytest.raises(UsageError, match="not run"):
-        passes("def double(x): return 2 * x", tests, allowed=False)
+    with pytest.raises(UsageError, match="running programs"):
+        passes_tests("def double(x): return 2 * x", tests, allowed=False)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_programs_of_a_model_need_leave():
 )
 def test_a_program_is_judged_by_its_tests(program, passed):
     """A program that leaves before its tests has exit code 0, too."""
-    assert passes(program, "assert double(2) == 4", allowed=True) is passed
+    assert passes_tests(program, "assert double(2) == 4", allowed=True) is passed
 
 
 def test_a_program_leaves_no_process_behind(tmp_path, monkeypatch):
@@ -113,5 +113,5 @@ def test_a_program_leaves_no_process_behind(tmp_path, monkeypatch):
     program = f"import os, time\nheld = open({str(fifo)!r}, 'w')\nif os.fork() == 0:\n    time.sleep(60)\n"
     with ThreadPoolExecutor() as pool:
         reading = pool.submit(fifo.read_bytes)  # ends when nobody holds the other end
-        assert passes(program, "", allowed=True)
+        assert passes_tests(program, "", allowed=True)
         assert reading.result(10) == b""

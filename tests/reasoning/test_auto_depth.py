@@ -2,7 +2,7 @@
 
 import pytest
 
-from specctl.adaptation.draft_length import TRY_EVERY
+from specctl.adaptation.draft_length import TRIAL_EVERY
 from specctl.reasoning.auto_depth import TRIED, AutoDepth
 from specctl.recipe import LookaheadRecipe
 
@@ -27,7 +27,7 @@ def test_it_drafts_while_that_pays(kept, step_s, usual, tried):
     depths = play(depth, 160, kept, step_s)
     assert depths[:TRIED] == [1, 0] * (TRIED // 2)
     assert depth.alpha == pytest.approx(step_s, abs=1e-9)
-    assert set(depths[TRY_EVERY:]) == {usual, tried} and depths[TRY_EVERY:].count(tried) == 160 // TRY_EVERY - 1
+    assert set(depths[TRIAL_EVERY:]) == {usual, tried} and depths[TRIAL_EVERY:].count(tried) == 160 // TRIAL_EVERY - 1
 
 
 def test_it_follows_a_draft_model_that_has_become_good():
@@ -40,5 +40,5 @@ def test_it_follows_a_draft_model_that_has_become_good():
 
 def test_sequential_steps_have_a_fixed_depth():
     assert LookaheadRecipe(depth="auto").longest == 4 and LookaheadRecipe(depth=2).longest == 2
-    with pytest.raises(ValueError, match="compares fixed depths"):
+    with pytest.raises(ValueError, match="needs a fixed depth"):
         LookaheadRecipe(depth="auto", parallel=False)

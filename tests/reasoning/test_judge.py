@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from specctl.errors import CheckpointError
 from specctl.reasoning import judge as judges
-from specctl.reasoning.judge import QUESTION, Chat, Judge, agreement, fold, make_judge, read_ruling
+from specctl.reasoning.judge import QUESTION, ChatJudge, Judge, agreement, fold, make_judge, read_ruling
 from specctl.recipe import JudgeRecipe
 
 PAIRS = Path(__file__).with_name("judged_pairs.json")
@@ -170,13 +170,13 @@ def test_a_server_that_is_too_late_or_down_is_unaligned(server):
 
 
 def test_a_chat_model_that_answers_garbage_is_unaligned(target):
-    judge = Judge(Chat(target, JudgeRecipe(kind="model", name="builtin", max_tokens=4)))
+    judge = Judge(ChatJudge(target, JudgeRecipe(kind="model", name="builtin", max_tokens=4)))
     assert judge([("2 + 2 = 4", "2 + 2 = 5"), ("a", "b")]) == [False, False]
     assert judge.tally.unanswered == 2
 
 
 def test_a_step_too_long_for_the_judge_is_unaligned(target):
-    judge = Judge(Chat(target, JudgeRecipe(kind="model", name="builtin", max_tokens=4)))
+    judge = Judge(ChatJudge(target, JudgeRecipe(kind="model", name="builtin", max_tokens=4)))
     assert judge([("word " * 3000, "b")]) == [False]
 
 

@@ -5,8 +5,8 @@ from types import MappingProxyType, SimpleNamespace
 
 import pytest
 
-from specctl.adaptation.draft_length import TRY_EVERY
-from specctl.adaptation.stream import Arrival
+from specctl.adaptation.draft_length import TRIAL_EVERY
+from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Prompt
 from specctl.drafters.text.lookup import Lookup
@@ -17,7 +17,7 @@ from specctl.reasoning.auto_depth import TRIED
 from specctl.reasoning.judge import Judge
 from specctl.reasoning.lookahead import Lookahead
 from specctl.reasoning.step_splitter import Step
-from specctl.reasoning.writer import Draft, Proposal, Writer, WritingWork
+from specctl.reasoning.writer import Proposal, StepDrafter, Writer, WritingWork
 from specctl.recipe import LookaheadRecipe
 from tests.conftest import write_tiny
 
@@ -68,14 +68,14 @@ def lines(*steps):
     return lambda text: steps[min(text.count("\n"), len(steps) - 1)]
 
 
-ARRIVAL = Arrival(Prompt("p", [{"role": "user", "content": "?"}], "math", "f:1", "#### 9"), [ord("?")])
+ARRIVAL = EncodedPrompt(Prompt("p", [{"role": "user", "content": "?"}], "math", "f:1", "#### 9"), [ord("?")])
 
 
 def answer(target, draft=None, aligned=(), arrival=ARRIVAL, **changes):
     """(trace, target's script): `aligned` are the pairs, besides equal ones, that the judge lets pass."""
     writer = Script(target)
     judge = Judge(lambda pairs: [pair in aligned for pair in pairs])
-    drafts = None if draft is None else Draft(Script(draft), writer.model)
+    drafts = None if draft is None else StepDrafter(Script(draft), writer.model)
     recipe = RECIPE.model_copy(update={"transition": "\n####"} | changes)
     return Lookahead(writer, recipe, drafts, judge).answer(arrival), writer
 
@@ -184,7 +184,7 @@ def test_thinking_that_ended_itself_is_not_told_to_end():
 @pytest.mark.parametrize(("room", "text"), [(2, ""), (9, "####9")])
 def test_a_prompt_that_leaves_little_room_has_a_short_answer_or_none(room, text):
     """One long prompt must not end a run."""
-    crowded = Arrival(ARRIVAL.prompt, [ord("?")] * (1000 - room))
+    crowded = EncodedPrompt(ARRIVAL.prompt, [ord("?")] * (1000 - room))
     trace, _ = answer(lines("a!"), arrival=crowded)
     assert trace.stop == "budget" and trace.text.endswith(text)
     assert len(trace.ids) <= max(room, len("\n####"))
@@ -200,7 +200,7 @@ def test_a_signal_is_heeded_between_steps():
     import signal
 
     def says(text):
-        interrupts.note(signal.SIGTERM)
+        interrupts.handle(signal.SIGTERM)
         return "a."
 
     try:
@@ -215,7 +215,7 @@ def test_a_signal_is_heeded_between_steps():
 
 def arrival_of(target, text, id="q"):
     messages = [{"role": "user", "content": text}]
-    return Arrival(Prompt(id, messages, "math", "f:1"), target.render(messages))
+    return EncodedPrompt(Prompt(id, messages, "math", "f:1"), target.render(messages))
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def alone(target, question):
 def test_a_draft_that_is_the_target_is_always_kept(target, question, alone):
     """Same seed, same position, same number: what is drawn does not depend on who writes or in which batch."""
     judge = Judge(lambda pairs: pytest.fail(f"equal models wrote {pairs}"))
-    trace = Lookahead(Writer(target, SMALL), SMALL, Draft(Writer(target, SMALL), target), judge).answer(question)
+    trace = Lookahead(Writer(target, SMALL), SMALL, StepDrafter(Writer(target, SMALL), target), judge).answer(question)
     assert trace.ids == alone.ids
     assert trace.rejected == 0 and trace.accepted > trace.own_steps
     assert trace.rounds < alone.rounds
@@ -245,7 +245,7 @@ def test_an_exact_judge_gives_the_targets_own_text(target, tiny_directory, quest
     """A random draft LM is never right; what stays is the target's, whatever stood in the batch with it."""
     from specctl.decoding.target import load_target
 
-    poor = Draft(Writer(load_target(tiny_directory("llama"), device="cpu", dtype="fp32"), SMALL), target)
+    poor = StepDrafter(Writer(load_target(tiny_directory("llama"), device="cpu", dtype="fp32"), SMALL), target)
     judge = Judge(lambda pairs: [False] * len(pairs))
     trace = Lookahead(Writer(target, SMALL, Lookup()), SMALL, poor, judge).answer(question)
     assert trace.ids == alone.ids
@@ -263,7 +263,7 @@ def test_a_draft_model_that_is_never_right_is_hardly_asked(monkeypatch):
     alone, _ = answer(lambda text: "abcdef"[text.count("\n") % 6] + ".", **told)
     trace, _ = answer(lambda text: "abcdef"[text.count("\n") % 6] + ".", lambda text: "x.", depth="auto", **told)
     assert trace.ids == alone.ids and trace.rounds == 200
-    assert trace.drafted == trace.rejected == TRIED // 2 + 200 // TRY_EVERY and trace.accepted == 0
+    assert trace.drafted == trace.rejected == TRIED // 2 + 200 // TRIAL_EVERY and trace.accepted == 0
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +282,7 @@ def stranger(tmp_path_factory, target):
 
 
 def test_another_tokenizer_is_handed_texts(target, stranger, question):
-    draft = Draft(Writer(stranger, SMALL), target)
+    draft = StepDrafter(Writer(stranger, SMALL), target)
     thought = target.tokenizer.encode("Then she has 3\n", add_special_tokens=False)
     text = draft.text(question, thought)
     assert not draft.shared
@@ -291,7 +291,7 @@ def test_another_tokenizer_is_handed_texts(target, stranger, question):
     for step, own in draft.propose(question, thought, 2, 40, seed=0):
         assert target.tokenizer.decode(step.ids, skip_special_tokens=True) == own.text
     final = Step([*thought, min(target.eos_ids)], "Then she has 3\n", "final")
-    assert draft.as_written(final)[-1] in stranger.eos_ids
+    assert draft.to_draft_tokens(final)[-1] in stranger.eos_ids
 
 
 def test_a_text_ends_as_the_draft_model_ends_a_turn(target, stranger):
@@ -299,8 +299,8 @@ def test_a_text_ends_as_the_draft_model_ends_a_turn(target, stranger):
     chat = copy.copy(stranger)
     turn = chat.tokenizer.eos_token_id
     chat.eos_ids = frozenset({turn, 0})
-    draft = Draft(Writer(chat, SMALL), target)
-    assert draft.as_written(Step([50, turn], "a", "final"))[-1] == turn != min(chat.eos_ids)
+    draft = StepDrafter(Writer(chat, SMALL), target)
+    assert draft.to_draft_tokens(Step([50, turn], "a", "final"))[-1] == turn != min(chat.eos_ids)
 
 
 def test_another_tokenizer_without_a_chat_template_is_refused(target, stranger):
@@ -308,12 +308,12 @@ def test_another_tokenizer_without_a_chat_template_is_refused(target, stranger):
     mute.tokenizer = copy.deepcopy(stranger.tokenizer)
     mute.tokenizer.chat_template = None
     with pytest.raises(DataError, match="another tokenizer"):
-        Draft(Writer(mute, SMALL), target)
+        StepDrafter(Writer(mute, SMALL), target)
 
 
 def test_a_draft_model_whose_context_is_full_proposes_nothing(target, tiny_directory, question):
     from specctl.decoding.target import load_target
 
-    small = Draft(Writer(load_target(tiny_directory("llama"), device="cpu", dtype="fp32"), SMALL), target)
+    small = StepDrafter(Writer(load_target(tiny_directory("llama"), device="cpu", dtype="fp32"), SMALL), target)
     assert small.propose(question, [50] * 300, 2, 40, seed=0) == []
     assert isinstance(small.propose(question, [], 1, 40, seed=0)[0], Proposal)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specctl.adaptation.stream import Arrival
+from specctl.adaptation.stream import EncodedPrompt
 from specctl.distillation.prompts import Prompt
 from specctl.drafters import checkpoint
 from specctl.drafters.lm import drafter as lm
@@ -35,7 +35,7 @@ def draft(target):
 def arrivals(target):
     def made(n):
         messages = [{"role": "user", "content": f"What is {n} + {n}?"}]
-        return Arrival(Prompt(f"p{n}", messages, "math", f"f:{n}", f"#### {2 * n}"), target.render(messages))
+        return EncodedPrompt(Prompt(f"p{n}", messages, "math", f"f:{n}", f"#### {2 * n}"), target.render(messages))
 
     return [made(n) for n in range(1, 5)]
 
@@ -164,8 +164,10 @@ def test_a_judge_of_ones_own_is_asked_by_every_mode_apart(target, draft, arrival
 
 def test_a_draft_lm_is_loaded_from_our_directory_or_theirs(target, draft, tmp_path, tiny_directory):
     module = LM(draft.model)
-    tensors = lm.published(module.state_dict())
-    ours = checkpoint.save(tmp_path / "ours", config=lm.config(module, target.identity), tensors=tensors, info={})
+    tensors = lm.stored_state(module.state_dict())
+    ours = checkpoint.save(
+        tmp_path / "ours", config=lm.checkpoint_config(module, target.identity), tensors=tensors, info={}
+    )
     loaded = load_draft_lm(str(ours), target)
     assert all(map(torch.equal, loaded.model.parameters(), draft.model.parameters()))
     assert loaded.tokenizer is target.tokenizer
@@ -173,17 +175,17 @@ def test_a_draft_lm_is_loaded_from_our_directory_or_theirs(target, draft, tmp_pa
 
 
 def test_a_head_is_no_draft_lm(target, tmp_path):
-    from specctl.drafters.pool import family
+    from specctl.drafters.pool import family_module
     from specctl.recipe import TrainRecipe
 
-    medusa = family("medusa")
+    medusa = family_module("medusa")
     module = medusa.build(
         TrainRecipe(arch="medusa", drafter=DrafterRecipe(draft_heads=1)), target, lambda n: list(range(n))
     )
     place = checkpoint.save(
         tmp_path / "head",
-        config=medusa.config(module, target.identity),
-        tensors=medusa.published(module.state_dict()),
+        config=medusa.checkpoint_config(module, target.identity),
+        tensors=medusa.stored_state(module.state_dict()),
         info={},
     )
     with pytest.raises(CheckpointError, match="medusa"):

@@ -12,7 +12,7 @@ from specctl.drafters.lm.model import architecture
 from specctl.errors import CheckpointError, Interrupted
 from specctl.progress import interrupts
 from specctl.reasoning.lookahead import Mismatch
-from specctl.reasoning.preferences import PreferenceLearner, table
+from specctl.reasoning.preferences import PreferenceLearner, pairs_dataset
 from specctl.recipe import DrafterRecipe, LookaheadRecipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -49,11 +49,11 @@ def preference(model):
 
 
 def test_the_table_has_every_pair_once_and_the_end_of_long_contexts():
-    found = table([*PAIRS, PAIRS[0]], max_length=6)
+    found = pairs_dataset([*PAIRS, PAIRS[0]], max_length=6)
     assert found["prompt_id"] == ["p0", "p1", "p2", "p3"]
     assert found["prompt_ids"][0] == [61, 62] and found["chosen_ids"][0] == [*BETTER, 43]
     assert found["rejected"][1] == "worse 1"
-    assert table(PAIRS, max_length=1)["prompt_ids"][0] == [62], "a step without context is no preference"
+    assert pairs_dataset(PAIRS, max_length=1)["prompt_ids"][0] == [62], "a step without context is no preference"
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -155,6 +155,13 @@ def test_recipes_that_replicate_have_the_papers_rate_and_epochs(name):
 def test_epochs_are_those_of_both_modes_where_they_are_given():
     recipe = LookaheadRecipe(learning={"epochs": 2})
     assert recipe.epochs_of("osd-lr") == recipe.epochs_of("online-lr") == 2
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("osd-lr", 2), ("online-lr", 6)])
+def test_without_a_number_of_epochs_a_chunk_is_seen_as_often_as_in_the_paper(tiny, target, mode, steps):
+    """Two steps an epoch. SFT learnt from each chunk three times, as DPO does."""
+    default, named = (learner(tiny, target, mode, epochs=epochs).learn(PAIRS) for epochs in (None, steps // 2))
+    assert default.steps == steps and default == named
 
 
 def test_a_signal_ends_learning_between_two_steps(tiny, target, monkeypatch, tmp_path):

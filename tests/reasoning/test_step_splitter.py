@@ -4,14 +4,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from specctl.reasoning.step_splitter import Step, Stepper, going_round
+from specctl.reasoning.step_splitter import Step, StepSplitter, repeats_itself
 
 EOS = 3
 
 
 @pytest.fixture(scope="module")
 def lines(target):
-    return Stepper(target, "\n", 12)
+    return StepSplitter(target, "\n", 12)
 
 
 def ids_of(target, text):
@@ -48,7 +48,7 @@ def test_a_delimiter_of_several_tokens_is_found():
         def batch_decode(self, rows):
             return [pieces[row[0]] for row in rows]
 
-    stepper = Stepper(SimpleNamespace(tokenizer=Letters(), eos_ids={EOS}), "\n\n", 10)
+    stepper = StepSplitter(SimpleNamespace(tokenizer=Letters(), eos_ids={EOS}), "\n\n", 10)
     assert not stepper.ends
     assert [step.ids for step in stepper.split([0, 1, 2, 1, 1, 0, EOS])] == [[0, 1, 2, 1, 1], [0, EOS]]
 
@@ -84,4 +84,4 @@ def steps_of(*texts):
     ],
 )
 def test_a_loop_is_the_same_step_or_two_in_turn(texts, round_):
-    assert going_round(steps_of(*texts), 3) is round_
+    assert repeats_itself(steps_of(*texts), 3) is round_

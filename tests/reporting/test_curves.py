@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from specctl.reporting import bars, curves, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.curves import Curve, Panel, running_mean
-from specctl.reporting.style import COLOURS, Looks, beside, short
+from specctl.reporting.style import COLOURS, Looks, grouped_names, short
 
 
 def drawn(figure):
@@ -108,4 +108,4 @@ def test_shares_fill_the_row():
 
 
 def test_runs_of_one_drafter_stand_beside_one_another():
-    assert beside(["a #1", "b #1", "a #2", "c", "b #2", "a #1"]) == ["a #1", "a #2", "b #1", "b #2", "c"]
+    assert grouped_names(["a #1", "b #1", "a #2", "c", "b #2", "a #1"]) == ["a #1", "a #2", "b #1", "b #2", "c"]

@@ -30,4 +30,4 @@ def test_numbers_are_aligned_and_rounded():
 def test_a_long_table_is_cut_and_says_so():
     made = html.table(["n"], [[n] for n in range(html.SHOWN + 5)]).html
     assert made.count("<tr>") == html.SHOWN + 1
-    assert "5 rows more" in made
+    assert "5 more rows" in made

@@ -191,13 +191,13 @@ def test_online(make_run):
 def test_one_line_for_a_drafter_that_does_not_learn():
     """Learners that start from the same one share it; its mat changes with the stream's domains."""
     chunks = {name: [{"mat": 2.0, "static_mat": mat} for mat in (3.0, 1.0)] for name in ("ogd", "ens")}
-    (line,) = online.untaught(chunks)
+    (line,) = online.static_curves(chunks)
     assert (line.name, line.y) == ("not learning", [3.0, 1.0])
     chunks["ens"][0]["static_mat"] = 2.0
-    assert [line.name for line in online.untaught(chunks)] == ["ogd, not learning", "ens, not learning"]
+    assert [line.name for line in online.static_curves(chunks)] == ["ogd, not learning", "ens, not learning"]
     for rows in chunks.values():
         rows[1]["untrained_mat"] = {"lookup": 2.5}
-    rival = online.untaught(chunks)[-1]
+    rival = online.static_curves(chunks)[-1]
     assert rival.name == "lookup" and math.isnan(rival.y[0]) and rival.y[1] == 2.5
 
 
@@ -235,7 +235,7 @@ def test_commands_stand_side_by_side(eval_run, train_run):
 
 @pytest.mark.parametrize("result", [{"rows": "x"}, {"rows": [1]}, {"rows": [{"drafter": "a"}]}, {"rows": {"a": 1}}])
 def test_a_result_of_another_shape_is_an_error_with_a_name(make_run, result):
-    with pytest.raises(SpecctlError, match="not the files that eval writes"):
+    with pytest.raises(SpecctlError, match="unexpected content in the files of eval"):
         api.report([make_run("e", "eval", result)])
 
 
@@ -257,7 +257,7 @@ def test_a_run_without_any_file_but_one(tmp_path):
 @pytest.mark.parametrize("arm", [-1, 10**9, None, [1]])
 def test_an_arm_that_cannot_be(make_run, arm):
     """A number from a file must not decide how much memory is taken."""
-    with pytest.raises(SpecctlError, match="not the files that select writes"):
+    with pytest.raises(SpecctlError, match="unexpected content in the files of select"):
         api.report([make_run("s", "select", {"arms": ["a"]}, rounds=[{"arm": arm}])])
 
 
@@ -270,7 +270,7 @@ def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
     page = Path(result.report).read_text()
     assert "best × plain: a" in page and "4.00 !" in page
     assert any(
-        "b in sql: above its mat" in note and "(2 cores, 1 thread, others kept 1.90 cores busy)" in note
+        "b in sql: above its mat" in note and "(2 cores, 1 thread, other processes kept 1.90 cores busy)" in note
         for note in result.notes
     )
     head, first, second = read_csv(result, "eval-rows.csv")

@@ -10,7 +10,7 @@ from specctl.drafters.text.lookup import DEPTH, Lookup
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, SelectRecipe
-from specctl.selection.arms import load_pool, make_arms, members, reach
+from specctl.selection.arms import load_pool, longest_draft, make_arms, pool_paths
 from tests.drafters.test_pool import write
 
 
@@ -19,20 +19,20 @@ def test_a_small_pool_is_joined_by_those_that_need_no_training(tmp_path, monkeyp
     who loads them: the command line and the library both ask who is in the pool."""
     monkeypatch.chdir(tmp_path)
     for recipe in (SelectRecipe(), SelectRecipe(pool="./drafters")):
-        assert members(recipe) == ["lookup", "suffix"]
+        assert pool_paths(recipe) == ["lookup", "suffix"]
     assert capsys.readouterr().err == ""
-    assert list(load_pool(recipe, target, members(recipe))) == ["lookup", "suffix"]
+    assert list(load_pool(recipe, target, pool_paths(recipe))) == ["lookup", "suffix"]
     assert "a pool of 0: lookup and suffix join it" in capsys.readouterr().err
     both = SelectRecipe(drafters=["suffix", "lookup"])
-    load_pool(both, target, members(both))
+    load_pool(both, target, pool_paths(both))
     assert capsys.readouterr().err == ""
-    assert members(SelectRecipe(drafters=["suffix"])) == ["suffix", "lookup"]
-    assert members(SelectRecipe(drafters=["suffix", "lookup"])) == ["suffix", "lookup"]
+    assert pool_paths(SelectRecipe(drafters=["suffix"])) == ["suffix", "lookup"]
+    assert pool_paths(SelectRecipe(drafters=["suffix", "lookup"])) == ["suffix", "lookup"]
 
 
 def test_an_empty_pool_that_was_named_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match="no drafters in"):
-        members(SelectRecipe(pool=tmp_path))
+        pool_paths(SelectRecipe(pool=tmp_path))
 
 
 @pytest.mark.parametrize("again", ["pool/a", "./pool/a", "pool/../pool/a"])
@@ -40,18 +40,18 @@ def test_a_member_twice(tmp_path, target, again, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "pool" / "a", target)
     with pytest.raises(UsageError, match="in the pool twice"):
-        members(SelectRecipe(pool="pool", drafters=[again]))
+        pool_paths(SelectRecipe(pool="pool", drafters=[again]))
 
 
 def test_a_damaged_member_is_left_out_or_refused(tmp_path, target, capsys):
     good, bad = (write(tmp_path / name, target) for name in ("good", "bad"))
     (bad / "model.safetensors").write_bytes(b"nothing")
     recipe = SelectRecipe(pool=tmp_path)
-    found = load_pool(recipe, target, members(recipe))
+    found = load_pool(recipe, target, pool_paths(recipe))
     assert list(found) == ["good"]
     assert "is left out of the pool" in capsys.readouterr().err and good.is_dir()
     with pytest.raises(CheckpointError, match="bad"):
-        load_pool(recipe.model_copy(update={"strict": True}), target, members(recipe))
+        load_pool(recipe.model_copy(update={"strict": True}), target, pool_paths(recipe))
 
 
 def test_a_pool_of_another_target_is_no_pool(tmp_path, target):
@@ -59,20 +59,20 @@ def test_a_pool_of_another_target_is_no_pool(tmp_path, target):
     for name in ("a", "b"):
         write(tmp_path / name, target, target=other)
     with pytest.raises(CheckpointError, match="no drafter of the pool can be used"):
-        load_pool(SelectRecipe(pool=tmp_path), target, members(SelectRecipe(pool=tmp_path)))
+        load_pool(SelectRecipe(pool=tmp_path), target, pool_paths(SelectRecipe(pool=tmp_path)))
 
 
 def test_members_of_one_name_are_told_apart(tmp_path, target):
     for folder in ("x", "y"):
         write(tmp_path / folder / "head", target)
     recipe = SelectRecipe(pool=tmp_path)
-    assert list(load_pool(recipe, target, members(recipe))) == [str(tmp_path / n / "head") for n in ("x", "y")]
+    assert list(load_pool(recipe, target, pool_paths(recipe))) == [str(tmp_path / n / "head") for n in ("x", "y")]
 
 
 def test_arms_by_name(target):
     recipe = SelectRecipe(drafters=["lookup", "suffix"], arms={"names": ["suffix"]})
     assert list(load_pool(recipe, target, recipe.drafters)) == ["suffix"]
-    with pytest.raises(UsageError, match="no gold in the pool"):
+    with pytest.raises(UsageError, match="the pool has no gold"):
         wrong = recipe.model_copy(update={"arms": recipe.arms.model_copy(update={"names": ["gold"]})})
         load_pool(wrong, target, recipe.drafters)
 
@@ -91,14 +91,14 @@ def test_arms_of_sizes_and_shapes(target):
     shaped = arms[2].drafter
     assert shaped.shape == TreeShape(5, 2, 6, 1, 0.0) and drafter.shape == TreeShape(5, 1, 5, 1, 0.0)
     assert shaped.key is drafter.key  # one memory: switching shapes costs no prefill
-    with pytest.raises(UsageError, match="no shape to choose"):
+    with pytest.raises(UsageError, match="fixed draft shape"):
         make_arms(recipe, target, {"lookup": Lookup()}, {})
 
 
 def test_how_far_a_drafter_reaches(target):
-    assert reach(head(target)) == 5
-    assert reach(Lookup(3)) == 3 and reach(Lookup()) == max(DEPTH.values())
-    assert reach(NoDraft()) == 0
+    assert longest_draft(head(target)) == 5
+    assert longest_draft(Lookup(3)) == 3 and longest_draft(Lookup()) == max(DEPTH.values())
+    assert longest_draft(NoDraft()) == 0
 
 
 def test_a_shape_is_a_recipe_of_drafting():

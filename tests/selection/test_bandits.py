@@ -9,7 +9,7 @@ from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.bandits import ucb_radius, ucbspec_radius
 from specctl.selection.policies.exponential import importance_weighted
-from specctl.selection.policies.halving import halvings, survivors
+from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving, halvings, survivors
 from specctl.selection.policies.policy import Arms
 from specctl.selection.policies.registry import build
 
@@ -112,6 +112,22 @@ def test_literal_halving_keeps_the_worse_half_and_two_arms():
     assert [halvings(N, literal=True) for N in (1, 2, 5, 7, 8)] == [0, 1, 2, 2, 3]
 
 
+def test_literal_halving_goes_by_the_pulls_since_the_last_halving():
+    """Ours by all pulls of an arm: those of one stage are few."""
+    alive = {}
+    for literal in (True, False):
+        policy = bandit("metasd-sh", N=5, literal=literal)
+        for reward in (0.1, 0.9, 0.2, 0.3, 0.8, 0.5, 0.45, 0.1):
+            policy.reward(policy.choose(), reward)
+        alive[literal] = policy.alive
+    assert alive == {True: [2, 3], False: [1, 4]}
+
+
+def test_algorithms_have_the_numbers_of_the_paper():
+    """They were swapped, which sent readers to the other algorithm."""
+    assert "MetaSD, Algorithm 5" in SequentialHalving.__doc__ and "MetaSD, Algorithm 4" in ExploreThenCommit.__doc__
+
+
 def test_survivors_prefer_the_lower_id_among_equals():
     assert survivors([0, 2, 3], [0.5, 9, 0.5, 0.5], literal=False) == [0, 2]
 
@@ -160,5 +176,5 @@ def test_fixed_plays_its_arm_and_random_all():
     assert set(rounds_of(bandit("fixed", N=3, arm=2), [0.0] * 3, 20)) == {2}
     counts = np.bincount(rounds_of(bandit("random", N=3), [0.0] * 3, 3000), minlength=3)
     assert np.abs(counts - 1000).max() < 130, "5 σ: false alarm below 1e-5"
-    with pytest.raises(UsageError, match="arm 3 of 3"):
+    with pytest.raises(UsageError, match="arm 3 does not exist"):
         bandit("fixed", N=3, arm=3)

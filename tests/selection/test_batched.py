@@ -4,24 +4,24 @@ from types import SimpleNamespace
 
 import pytest
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import UsageError
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import batched
+from specctl.selection.arm import Arm
 from specctl.selection.assembly import make_batch_selector
-from specctl.selection.batched import load
+from specctl.selection.batched import load_bucket
 from specctl.selection.game.rules import check_batch
-from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 
 NEW = 24
 
 
 def test_loads_are_powers_of_two():
-    assert [load(texts) for texts in (1, 2, 3, 4, 5, 8, 9, 50)] == [1, 2, 4, 4, 8, 8, 16, 64]
+    assert [load_bucket(texts) for texts in (1, 2, 3, 4, 5, 8, 9, 50)] == [1, 2, 4, 4, 8, 8, 16, 64]
 
 
 def built(arms, algo, log, reward="throughput", **options):
@@ -53,13 +53,13 @@ def played(target, controller, prompts, seed=0):
 def test_every_load_has_a_game_and_every_round_one_arm(target, prompts):
     """Of the nodes that it was made for, which a batch does not cut; the text is that of plain decoding."""
     log = []
-    arms = [Guarded(f"×{nodes}", Lookup(8), nodes, weighs_rows=True) for nodes in (1, 6)]
+    arms = [Arm(f"×{nodes}", Lookup(8), nodes, weighs_rows=True) for nodes in (1, 6)]
     controller = built(arms, "random", log)
     texts = (prompts * 3)[:5]
     found = played(target, controller, texts)
     plain = decode(target, texts, sampling=GREEDY, max_new_tokens=[NEW - 3 * n for n in range(5)], seeds=[0] * 5)
     assert [one.output_ids for one in found] == [one.output_ids for one in plain]
-    loads = {load(int(line.query.split()[0])) for line in log}
+    loads = {load_bucket(int(line.query.split()[0])) for line in log}
     assert loads == set(controller.games) >= {1, 8} and sum(controller.tally.pulls.values()) == len(log)
     assert sum(line.committed for line in log) == sum(one.decoded_tokens for one in found)
     assert max(line.drafted for line in log if line.arm == "×1") == 1
@@ -72,7 +72,7 @@ def test_an_outcome_is_that_of_a_text(target, prompts, monkeypatch):
     clock = iter(range(10**6))
     monkeypatch.setattr(batched, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))  # a round takes 10 ms
     log = []
-    controller = built([Guarded("plain", Lookup(0), 0)], "ucbspec", log)
+    controller = built([Arm("plain", Lookup(0), 0)], "ucbspec", log)
     played(target, controller, prompts[:2])
     K = controller.games[2].rules.depth
     both = [line for line in log if line.query == "2 texts"]
@@ -85,13 +85,13 @@ def test_what_is_fast_at_a_load_is_played_there(target, prompts, monkeypatch):
     now = [0.0]
     monkeypatch.setattr(batched, "time", SimpleNamespace(perf_counter=lambda: now[0]))
 
-    class Priced(Guarded):
+    class Priced(Arm):
         def __init__(self, name, drafter, nodes, prices):
             super().__init__(name, drafter, nodes, weighs_rows=True)
             self.prices = prices
 
         def propose(self, state, budget):
-            now[0] += self.prices[load(len(state.live)) > 1]
+            now[0] += self.prices[load_bucket(len(state.live)) > 1]
             return super().propose(state, budget)
 
     arms = [Priced("short", Lookup(8), 1, (0.05, 0.01)), Priced("long", Lookup(8), 1, (0.01, 0.05))]
@@ -106,7 +106,7 @@ def test_what_is_fast_at_a_load_is_played_there(target, prompts, monkeypatch):
 
 
 def test_the_same_prompts_once_more_are_played_anew(target, prompts):
-    controller = built([Guarded("a", Lookup(3)), Guarded("b", Lookup(2))], "ucbspec", [])
+    controller = built([Arm("a", Lookup(3)), Arm("b", Lookup(2))], "ucbspec", [])
     played(target, controller, prompts[:2])
     before = controller.games[2]
     played(target, controller, prompts[:2])
@@ -121,7 +121,7 @@ def test_a_drafter_that_fails_costs_speed(target, prompts, capsys):
             raise RuntimeError("no")
 
     log = []
-    controller = built([Guarded("broken", Broken(3)), Guarded("fine", Lookup(3))], "ucbspec", log)
+    controller = built([Arm("broken", Broken(3)), Arm("fine", Lookup(3))], "ucbspec", log)
     found = played(target, controller, prompts[:2])
     assert found[0].output_ids and controller.failures == sum(line.arm == "broken" for line in log) > 0
     assert {line.learnt for line in log if line.arm == "broken"} == {1.0}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.recipe import PolicyRecipe
 from specctl.recipe.select import GameRecipe
 from specctl.selection import prompt_memory
@@ -15,9 +15,9 @@ from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import rules_for
 from specctl.selection.policies import registry
-from specctl.selection.policies.contextual import Belief, ContextualUcb, Shown, ease, indices
+from specctl.selection.policies.contextual import ArmRounds, Belief, ContextualUcb, ease, indices
 from specctl.selection.policies.policy import Arms
-from specctl.selection.prompt_memory import PromptMemory, factored, known_for, regression, trend
+from specctl.selection.prompt_memory import PromptMemory, factored, regression, training_advantage, trend
 
 N, KINDS = 3, np.random.default_rng(7).normal(size=(3, 16))
 
@@ -37,7 +37,7 @@ def stream(seed, count, rounds=20, remembers=True, trained_on=()):
     for x, kind in prompts(seed, count):
         hard = 0.1 * generator.normal()
         belief = memory.belief(x)
-        policy.meet(belief)
+        policy.begin_text(belief)
         played = []
         for _ in range(rounds):
             arm = policy.choose()
@@ -59,7 +59,7 @@ def test_a_new_kind_of_prompt_is_explored_and_learnt():
     strange = -3 * KINDS.sum(0)
     known = memory.belief(next(prompts(1, 1))[0])
     belief = memory.belief(strange)
-    apart = 1 - prompt_memory.EVERYWHERE  # of the variance: what an arm is worth at all prompts is known by now
+    apart = 1 - prompt_memory.SHARE_EVERYWHERE  # of the variance: what an arm is worth at all prompts is known by now
     assert min(belief.v) > max(known.v) and min(belief.v) > 0.9 * apart
     assert max(belief.m) - min(belief.m) < 0.5 * (max(known.m) - min(known.m))
 
@@ -70,7 +70,7 @@ def test_where_one_arm_is_always_best_it_is_played():
     policy, wrong = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), []
     for x, _ in prompts(0, 60):
         belief = memory.belief(x)
-        policy.meet(belief)
+        policy.begin_text(belief)
         for _ in range(20):
             arm = policy.choose()
             policy.reward(arm, 0.4 + 0.15 * (arm == 1) + 0.1 * generator.normal())
@@ -85,8 +85,8 @@ def played(worth, texts, seed, arms=8, rounds=20):
     policy, shares = ContextualUcb(Arms(arms, 12, 0), PolicyRecipe()), []
     for text, (x, _) in enumerate(prompts(seed, texts)):
         belief = memory.belief(x)
-        policy.meet(belief)
-        policy.moves = [0.03] * arms
+        policy.begin_text(belief)
+        policy.switch_cost = [0.03] * arms
         means, right = worth(text), 0
         for _ in range(rounds):
             arm = policy.choose()
@@ -101,7 +101,7 @@ def test_an_arm_that_loses_everywhere_is_expected_to_lose_elsewhere():
     """So that not every kind of prompt has to teach it anew."""
     memory, texts = PromptMemory(2), [x for x, _ in prompts(0, 60)]
     for x in texts:
-        memory.learn(x, memory.belief(x), [Shown(9, 4.5, 2.3), Shown(9, 3.6, 1.5)])
+        memory.learn(x, memory.belief(x), [ArmRounds(9, 4.5, 2.3), ArmRounds(9, 3.6, 1.5)])
     known, strange = memory.belief(texts[0]), memory.belief(-3 * KINDS.sum(0))
     assert known.m[0] - known.m[1] == pytest.approx(0.1, rel=0.2)
     assert 0.3 < (strange.m[0] - strange.m[1]) / (known.m[0] - known.m[1]) < 0.9
@@ -149,13 +149,13 @@ def test_regression_is_that_of_a_gaussian_process():
     generator = np.random.default_rng(3)
     x, y = generator.normal(size=(2, 12, 4)), generator.normal(size=(2, 12))
     noise, at = generator.uniform(0.1, 0.5, (2, 12)), generator.normal(size=4)
-    noise[1, 5:] = prompt_memory.NEVER
+    noise[1, 5:] = prompt_memory.EMPTY_VARIANCE
     prompts, rewards, doubts, prompt = map(torch.from_numpy, (x, y, noise, at))
     means, variances = regression(prompts, rewards, factored(prompts, doubts), prompt)
     for arm, seen in enumerate((12, 5)):
         points = [*x[arm, :seen], at]
         k = [[math.exp(-(math.dist(a, b) ** 2) / (2 * prompt_memory.WIDTH**2)) for a in points] for b in points]
-        k = prompt_memory.EVERYWHERE + (1 - prompt_memory.EVERYWHERE) * np.array(k)
+        k = prompt_memory.SHARE_EVERYWHERE + (1 - prompt_memory.SHARE_EVERYWHERE) * np.array(k)
         K, cross = k[:-1, :-1] + np.diag(noise[arm, :seen]), k[-1, :-1]
         assert float(means[arm]) == pytest.approx(cross @ np.linalg.inv(K) @ y[arm, :seen], abs=1e-6)
         assert float(variances[arm]) == pytest.approx(1 - cross @ np.linalg.inv(K) @ cross, abs=1e-6)
@@ -167,7 +167,7 @@ def test_before_anything_is_known_every_arm_plays_once():
         assert policy.choose() == arm
         policy.reward(arm, reward)
     assert policy.choose() == 1 and policy.weights() == [0, 1, 0]
-    policy.meet(None)
+    policy.begin_text(None)
     assert policy.choose() == 0, "another text"
 
 
@@ -175,7 +175,7 @@ def test_pools_that_read_no_states_tell_arms_apart_all_the_same():
     """All prompts are alike then: the arms' own means remain."""
     memory = PromptMemory(2)
     for _ in range(6):
-        memory.learn(np.zeros(1), None, [Shown(5, 1.0, 0.25), Shown(5, 2.5, 1.3)])
+        memory.learn(np.zeros(1), None, [ArmRounds(5, 1.0, 0.25), ArmRounds(5, 2.5, 1.3)])
     belief = memory.belief(np.zeros(1))
     assert belief.m[1] > belief.m[0] + 0.1 and max(belief.v) < 0.5
 
@@ -192,7 +192,7 @@ def test_rewards_without_spread_break_nothing(reward):
     memory, policy = PromptMemory(N), ContextualUcb(Arms(N, 4, 0), PolicyRecipe())
     for x, _ in prompts(0, 12):
         belief = memory.belief(x)
-        policy.meet(belief)
+        policy.begin_text(belief)
         for _ in range(3):
             policy.reward(policy.choose(), reward)
         memory.learn(x, belief, policy.shown())
@@ -204,7 +204,9 @@ def test_one_prompt_again_and_again():
     memory = PromptMemory(2)
     for text in range(80):
         reward = 0.3 + 0.4 * (text % 2)
-        memory.learn(np.ones(8), memory.belief(np.ones(8)), [Shown(4, 4 * reward, 4 * reward**2), Shown(0, 0.0, 0.0)])
+        memory.learn(
+            np.ones(8), memory.belief(np.ones(8)), [ArmRounds(4, 4 * reward, 4 * reward**2), ArmRounds(0, 0.0, 0.0)]
+        )
     belief = memory.belief(np.ones(8))
     assert np.isfinite([*belief.m, *belief.v]).all() and belief.v[0] < belief.v[1]
 
@@ -216,7 +218,7 @@ def test_what_beliefs_share_is_made_anew_behind_every_text():
     for number in range(12):
         x, at = generator.normal(size=4), generator.normal(size=4)
         mean = float(generator.uniform(1, 4))
-        shown = [Shown(10, 10 * mean, 10 * mean**2 + 1), Shown(0, 0.0, 0.0)]
+        shown = [ArmRounds(10, 10 * mean, 10 * mean**2 + 1), ArmRounds(0, 0.0, 0.0)]
         for memory in (asked, other):
             memory.learn(x, None, shown[:: 1 if number % 2 else -1])
         asked.fit()
@@ -227,7 +229,7 @@ def test_what_beliefs_share_is_made_anew_behind_every_text():
 
 def kinds(*of):
     """What an arm was trained on."""
-    return Kinds.of([(3 + KINDS[kind], 1.0) for kind in of])
+    return PromptClusters.of([(3 + KINDS[kind], 1.0) for kind in of])
 
 
 def test_what_arms_were_trained_on_is_known_before_anything_was_seen():
@@ -236,7 +238,7 @@ def test_what_arms_were_trained_on_is_known_before_anything_was_seen():
     assert aware > 0.85 and aware > unaware + 0.1
     policy, memory = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), PromptMemory(N, trained_on=[kinds(2), kinds(0, 1)])
     for x, kind in prompts(1, 5):
-        policy.meet(memory.belief(x))
+        policy.begin_text(memory.belief(x))
         assert policy.choose() == (0 if kind == 2 else 1), "an arm of two kinds"
 
 
@@ -253,7 +255,7 @@ def test_an_arm_of_which_nothing_is_known_is_tried():
     played = []
     for x, _ in prompts(0, 30):
         belief = memory.belief(x)
-        policy.meet(belief)
+        policy.begin_text(belief)
         for _ in range(20):
             played.append(policy.choose())
             policy.reward(played[-1], 0.8 if played[-1] == 2 else 0.4)
@@ -264,7 +266,7 @@ def test_an_arm_of_which_nothing_is_known_is_tried():
 def test_arms_that_were_trained_on_the_same_are_expected_to_be_alike():
     """Means of other prompts of one kind differ by chance, and that tells nothing."""
     generator = np.random.default_rng(0)
-    alike = [Kinds.of([(3 + KINDS[0] + generator.normal(size=16) / 8, 4.0)]) for _ in range(2)]
+    alike = [PromptClusters.of([(3 + KINDS[0] + generator.normal(size=16) / 8, 4.0)]) for _ in range(2)]
     belief = PromptMemory(2, trained_on=alike).belief(3 + KINDS[0] + generator.normal(size=16))
     apart = PromptMemory(2, trained_on=[kinds(0), kinds(1)]).belief(3 + KINDS[0] + 0.3 * generator.normal(size=16))
     assert abs(belief.m[0] - belief.m[1]) < 0.1 * (apart.m[0] - apart.m[1])
@@ -272,7 +274,7 @@ def test_arms_that_were_trained_on_the_same_are_expected_to_be_alike():
 
 def test_what_arms_are_known_for():
     p = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.0, 0.0], [0.0, 0.2, 0.8]])
-    phi = known_for(p, [0, 0, 2], torch.tensor([1.0, 1.0, 0.5]).double(), 3)
+    phi = training_advantage(p, [0, 0, 2], torch.tensor([1.0, 1.0, 0.5]).double(), 3)
     assert phi.tolist() == [pytest.approx(row, abs=1e-6) for row in ([0.8, 0, -0.5], [-1, 0, -0.5], [-0.6, 0, 0.3])]
 
 
@@ -296,8 +298,8 @@ def test_rewards_are_looked_at_as_if_they_had_been_earned_at_todays_rate():
     memory, x = PromptMemory(2), np.ones(4)
     for text in range(40):  # an arm that is never worth less, the other by the end of a stream that became faster
         lost = 0.01 * text
-        good, bad = (Shown(8, 8 * mean, 8 * mean**2 + 0.01) for mean in (0.7 - lost, 0.6 - lost))
-        none = Shown(0, 0.0, 0.0)
+        good, bad = (ArmRounds(8, 8 * mean, 8 * mean**2 + 0.01) for mean in (0.7 - lost, 0.6 - lost))
+        none = ArmRounds(0, 0.0, 0.0)
         memory.learn(x, None, [none, bad] if text < 20 else [good, none], [lost, lost])
     belief = memory.belief(x)
     assert belief.m[0] == pytest.approx(0.7 - lost, abs=0.02) and belief.m[1] == pytest.approx(0.6 - lost, abs=0.02)
@@ -306,7 +308,7 @@ def test_rewards_are_looked_at_as_if_they_had_been_earned_at_todays_rate():
 def test_forgetting_keeps_what_arms_were_trained_on():
     memory = PromptMemory(N, trained_on=[kinds(0), kinds(1), kinds(2)])
     first = memory.belief(3 + KINDS[1])
-    memory.learn(3 + KINDS[1], None, [Shown(5, 1.0, 0.25)] * N)
+    memory.learn(3 + KINDS[1], None, [ArmRounds(5, 1.0, 0.25)] * N)
     memory.forget()
     assert memory.belief(3 + KINDS[1]) == first and first.m[1] > max(first.m[0], first.m[2])
 
@@ -316,16 +318,16 @@ def test_a_text_is_played_for_its_own_rate():
     arms = Arms(2, 8, 0)
     clock = ArmClock.of(2)
     for _ in range(200):
-        clock.took(0, 1.9, 3.8)
-        clock.took(1, 1.05, 2.1)
+        clock.record(0, 1.9, 3.8)
+        clock.record(1, 1.05, 2.1)
     game = Game(
         registry.build("cgp-ucb", arms, PolicyRecipe()), rules_for("cgp-ucb", GameRecipe(), 8, step=1.0), arms, clock
     )
     expected = [0.5 + (Y - 2 * s) / 18 for Y, s in ((6, 1.9), (3.6, 1.05))]
-    game.policy.meet(Belief(expected, [1e-3] * 2, 0.005, 0.005, 0.005))
+    game.policy.begin_text(Belief(expected, [1e-3] * 2, 0.005, 0.005, 0.005))
     chosen = []
     for _ in range(80):
         chosen.append(game.choose())
         Y, s = ((6, 1.9), (3.6, 1.05))[chosen[-1]]
-        game.played(chosen[-1], Outcome(Y, Y - 1, seconds=s))
+        game.round_finished(chosen[-1], Outcome(Y, Y - 1, seconds=s))
     assert chosen[0] == 0 and chosen[-20:].count(1) >= 15

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specctl.decoding.loop import decode
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.offline import decode
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.lm.drafter import LMDrafter
@@ -12,6 +12,7 @@ from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection.arm import Arm, taps_of
 from specctl.selection.assembly import make_selector
 from specctl.selection.controller import Selector
 from specctl.selection.feedback import Scorer
@@ -19,7 +20,6 @@ from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rules import rules_for
 from specctl.selection.game.scoring import ScoringSchedule
-from specctl.selection.guarded import Guarded, taps_of
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms
 from tests.lossless.drafters import own_weights
@@ -49,7 +49,7 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
     def new_game(text):
         return Game(registry.build(algo, arms, PolicyRecipe(**options)), rules, arms)
 
-    guarded = [Guarded(name, drafter) for name, drafter in pool.items()]
+    guarded = [Arm(name, drafter) for name, drafter in pool.items()]
     on_round = None if log is None else log.append
     return Selector(guarded, new_game, scorer, ArmClock.of(len(pool)), overlaps=bd, ends=ends, on_round=on_round)
 
@@ -175,7 +175,7 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
     """One drafter, whole and cut to a node by its arm: scores alone are the same. Twelve texts of a batch share rows
     of a CPU, which leaves a node to either. K is that of arms that can reach it."""
     log = []
-    arms = [Guarded("one", pool["good"], 1), Guarded("whole", pool["good"])]
+    arms = [Arm("one", pool["good"], 1), Arm("whole", pool["good"])]
     options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=log.append)
 
     def new_policy(own, text):
@@ -193,9 +193,9 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
 
 
 def test_hybrids_are_not_known_for_what_their_heads_were_trained_on(target, pool):
-    told = Kinds.of([(np.ones(4), 0.1)])
-    alone = Guarded("head", pool["good"], trained_on=told), Guarded("lookup", pool["lookup"])
-    beside = Guarded("head", Suffix(), scored=pool["good"], trained_on=told), alone[1]
+    told = PromptClusters.of([(np.ones(4), 0.1)])
+    alone = Arm("head", pool["good"], trained_on=told), Arm("lookup", pool["lookup"])
+    beside = Arm("head", Suffix(), scored=pool["good"], trained_on=told), alone[1]
     options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=None)
     for arms, known in ((alone, True), (beside, False)):
         memory = make_selector(target, arms, "cgp-ucb", GameRecipe(), lambda *_: None, **options).memory
@@ -228,4 +228,4 @@ def test_taps_are_the_union():
             self.taps = taps
 
     drafters = [Tapped((5, 2)), Lookup(), Tapped((7, 2))]
-    assert taps_of([Guarded("", drafter) for drafter in drafters]) == (2, 5, 7)
+    assert taps_of([Arm("", drafter) for drafter in drafters]) == (2, 5, 7)

@@ -6,12 +6,19 @@ import statistics
 import pytest
 
 from specctl import data_prep
-from specctl.engines.exchanges import TextCounts
-from specctl.engines.records import Drafting
+from specctl.engines.proxy_messages import TextCounts
+from specctl.engines.records import DraftCounters
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection import dispatch
-from specctl.selection.dispatch import MORE, TIMES, Dispatcher, features_of, passes_of, words_of
+from specctl.selection.dispatch import (
+    OVERLOAD_FACTOR,
+    OVERLOAD_SLACK,
+    Dispatcher,
+    features_of,
+    pass_statistics,
+    words_of,
+)
 from specctl.selection.policies import registry
 
 DOMAINS = ("sql", "math")
@@ -23,7 +30,7 @@ def counts(mat, tokens=60, drafts=True):
     """Of a text whose passes accept about `mat` − 1 tokens each."""
     passes = round(tokens / mat)
     accepted = tokens - passes
-    return TextCounts(tokens, Drafting(passes, 3 * passes, accepted, [accepted]) if drafts else None)
+    return TextCounts(tokens, DraftCounters(passes, 3 * passes, accepted, [accepted]) if drafts else None)
 
 
 def chat(prompt):
@@ -45,7 +52,7 @@ def play(name, stream, best=3.0, other=1.6):
     for domain, prompt in stream:
         choice = one.choose(chat(prompt), IDLE)
         hit = choice.order[0] == f"http://{domain}"
-        one.answered(choice, choice.order[0], counts((best if hit else other) + noise.uniform(-0.3, 0.3)))
+        one.learn(choice, choice.order[0], counts((best if hit else other) + noise.uniform(-0.3, 0.3)))
         hits.append(hit)
     return statistics.fmean(hits[len(hits) // 3 :])
 
@@ -72,10 +79,15 @@ def test_a_server_that_is_full_is_passed_over_and_the_least_busy_one_never_is(st
     one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0, lambda _: None)
     for _ in range(40):
         choice = one.choose(chat("How many?"), IDLE)
-        one.answered(choice, choice.order[0], counts(4.0 if choice.order[0] == URLS[0] else 1.1))
+        one.learn(choice, choice.order[0], counts(4.0 if choice.order[0] == URLS[0] else 1.1))
     assert one.choose(chat("How many?"), IDLE).order == URLS
-    assert one.choose(chat("How many?"), {URLS[0]: TIMES * 3 + MORE, URLS[1]: 3}).order[0] == URLS[0]
-    assert one.choose(chat("How many?"), {URLS[0]: TIMES * 3 + MORE + 1, URLS[1]: 3}).order == URLS[::-1]
+    assert (
+        one.choose(chat("How many?"), {URLS[0]: OVERLOAD_FACTOR * 3 + OVERLOAD_SLACK, URLS[1]: 3}).order[0] == URLS[0]
+    )
+    assert (
+        one.choose(chat("How many?"), {URLS[0]: OVERLOAD_FACTOR * 3 + OVERLOAD_SLACK + 1, URLS[1]: 3}).order
+        == URLS[::-1]
+    )
 
 
 def test_equals_share_by_how_busy_they_are():
@@ -87,20 +99,20 @@ def test_equals_share_by_how_busy_they_are():
 
 def test_passes_are_counted_with_those_that_had_no_draft():
     """A text drafter is silent where it knows nothing; by its drafts alone it would look like the best of all."""
-    shown = passes_of(TextCounts(10, Drafting(rounds=2, drafted=6, accepted=4, accepted_at=[2, 1, 1])))
+    shown = pass_statistics(TextCounts(10, DraftCounters(rounds=2, drafted=6, accepted=4, accepted_at=[2, 1, 1])))
     # Two drafts, of which 3 and 1 tokens are accepted, and four passes of one token.
     assert (shown.rounds, shown.total, shown.squares) == (6, 10.0, 16 + 4 + 4)
-    assert passes_of(TextCounts(5, Drafting())) == (5, 5.0, 5.0)
-    assert passes_of(TextCounts(2, Drafting(1, 3, 3, [1, 1, 1]))).rounds == 1
+    assert pass_statistics(TextCounts(5, DraftCounters())) == (5, 5.0, 5.0)
+    assert pass_statistics(TextCounts(2, DraftCounters(1, 3, 3, [1, 1, 1]))).rounds == 1
 
 
 def test_a_server_that_says_nothing_counts_as_plain_and_is_named_once(capsys):
     routed = []
     one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0, routed.append)
     for _ in range(3):
-        one.answered(one.choose(chat("Hi"), IDLE), URLS[0], counts(3, drafts=False))
+        one.learn(one.choose(chat("Hi"), IDLE), URLS[0], counts(3, drafts=False))
     said = capsys.readouterr().err
-    assert said.count("does not say") == 1 and "--per-request-spec-decode-metrics summary" in said
+    assert said.count("does not report") == 1 and "--per-request-spec-decode-metrics summary" in said
     assert [(row.passes, row.accepted) for row in routed] == [(60, None)] * 3
 
 

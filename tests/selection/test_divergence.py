@@ -103,7 +103,7 @@ def test_each_sequence_of_a_batch_has_its_own_rows(target, drafters, prompts):
             draft = drafter.propose(state, 20)
             alone.append(overlap(draft, 0, verify(target, state, draft).logits[0]))
         state = DecodeState(target, taps=drafter.taps, spare=63)
-        state.place([state.sequence(Request(ids[:-1], GREEDY, 41)) for ids in texts])
+        state.assign_slots([state.sequence(Request(ids[:-1], GREEDY, 41)) for ids in texts])
         _, _, tapped = target.prefill([ids[:-1] for ids in texts], state.cache, drafter.taps)
         state.begin([0, 1], [ids[-1] for ids in texts], tapped)
         draft = drafter.propose(state, 20)

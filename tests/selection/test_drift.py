@@ -18,7 +18,7 @@ def test_cusum_by_hand():
 def rounds_until(drift, arm, accepted, limit=10_000):
     """Rounds until an alarm, or None."""
     for count, one in zip(range(1, limit + 1), accepted, strict=False):
-        if drift.seen(arm, one, vectors=1):
+        if drift.record(arm, one, vectors=1):
             return count
     return None
 
@@ -49,7 +49,7 @@ def test_suspects_do_not_move_the_mean_until_they_are_trusted():
     drift = Drift(1, 100.0)
     rounds_until(drift, 0, [2, 4] * 10)
     for count in range(1, 31):
-        drift.seen(0, 2, vectors=1)
+        drift.record(0, 2, vectors=1)
         assert drift.since == count
     assert pytest.approx(30 * ((3 - 2) / (20 / 19) ** 0.5 - 0.5)) == drift.S
     rounds_until(drift, 0, [9] * 10)
@@ -62,7 +62,7 @@ def test_an_arm_that_takes_over_from_a_suspect_is_tested_like_any_other():
     """Its first rounds are its promise, whatever was suspected of the arm before it."""
     drift = Drift(2, 9.0)
     rounds_until(drift, 0, [3, 4] * 10)
-    drift.seen(0, 1, vectors=1)
+    drift.record(0, 1, vectors=1)
     assert drift.S > 0
     assert rounds_until(drift, 1, [4] * LEAST) is None
     assert rounds_until(drift, 1, [0] * 3) is not None
@@ -78,14 +78,14 @@ def test_better_is_no_alarm_and_neither_is_another_arm():
 def test_an_arm_that_never_varies_has_a_floor():
     drift = Drift(1, 4.0)
     rounds_until(drift, 0, [3] * 20)
-    assert not drift.seen(0, 2, vectors=3)
+    assert not drift.record(0, 2, vectors=3)
     assert pytest.approx(1 / FLOOR - 0.5) == drift.S and drift.since == 3
 
 
 def test_the_end_of_a_text_says_nothing_but_counts():
     drift = Drift(1, 9.0)
     rounds_until(drift, 0, [3, 4] * 10)
-    drift.seen(0, 1, vectors=2)
+    drift.record(0, 1, vectors=2)
     before = drift.S
-    drift.seen(0, None, vectors=5)
+    drift.record(0, None, vectors=5)
     assert drift.S == before > 0 and drift.since == 7

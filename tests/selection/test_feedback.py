@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -48,10 +48,10 @@ def table(target, drafters, prompt, output, depth, sampling, **options):
 def trained(target, name, drafting, **options):
     recipe = TrainRecipe(arch=name, drafter=DrafterRecipe(**options))
     torch.manual_seed(0)
-    module = pool.family(name).build(recipe, target, lambda size: list(range(1, 1 + 2 * size, 2)))
+    module = pool.family_module(name).build(recipe, target, lambda size: list(range(1, 1 + 2 * size, 2)))
     for parameter in module.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
-    return pool.family(name).drafter(module.eval(), target, drafting)
+    return pool.family_module(name).make_drafter(module.eval(), target, drafting)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def text(request, target, prompts):
 def standing(target, ids, taps, sampling):
     """A state in which `ids` are committed."""
     state = DecodeState(target, taps=taps, spare=63)
-    state.place([state.sequence(Request(ids[:-1], sampling, 41, SEED))])
+    state.assign_slots([state.sequence(Request(ids[:-1], sampling, 41, SEED))])
     _, _, tapped = target.prefill([ids[:-1]], state.cache, taps)
     state.begin([0], ids[-1:], tapped)
     return state

@@ -9,7 +9,7 @@ import pytest
 from specctl.recipe.select import GameRecipe
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
-from specctl.selection.game.rules import overruled, rules_for
+from specctl.selection.game.rules import overridden_options, rules_for
 from specctl.selection.policies.policy import Arms
 from specctl.selection.recorded.hindsight import token_losses
 from specctl.selection.recorded.trace import INNER
@@ -75,7 +75,7 @@ def walk(game, trace, rounds):
     for index, committed in enumerate(rounds):
         arm = game.choose()
         last = index == len(rounds) - 1
-        game.played(arm, Outcome(committed, committed - (not last), not last, seconds=1.0))
+        game.round_finished(arm, Outcome(committed, committed - (not last), not last, seconds=1.0))
         at += committed
         count = game.due()
         if count:
@@ -112,7 +112,7 @@ def test_a_vector_waits_for_the_tokens_of_its_draft_and_no_longer():
     counts = []
     for t in range(8):
         game.choose()
-        game.played(0, Outcome(1, 0))
+        game.round_finished(0, Outcome(1, 0))
         game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
         counts.append(len(spy.told))
     assert counts == [0, 0, 0, 1, 2, 3, 4, 5], "token 0 is known with token K - 1"
@@ -127,7 +127,7 @@ def test_a_vector_is_complete_when_all_arms_have_missed():
     counts = []
     for t in range(3):
         game.choose()
-        game.played(0, Outcome(1, 0))
+        game.round_finished(0, Outcome(1, 0))
         game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
         counts.append(len(spy.told))
     assert counts == [0, 1, 1], "of token 1 arm 0 has not missed, and token 2 is all arms'"
@@ -140,7 +140,7 @@ def test_vectors_that_come_sooner_are_nearly_those_that_wait(estimator):
     text, waits = trace(tokens=200), []
     for t in range(200):
         game.choose()
-        game.played(0, Outcome(1, 0))
+        game.round_finished(0, Outcome(1, 0))
         game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
         waits.append(t + 1 - len(spy.told))
     assert np.mean(waits) < K - 1 and max(waits) <= K - 1
@@ -157,7 +157,7 @@ def test_hybrid_vectors_come_at_once_then_the_others_wait():
     assert len(spy.told) == 2
     assert np.array(spy.told) == pytest.approx(1 - text.gamma[:, :2, 0].T)
     game.choose()
-    game.played(0, Outcome(5, 4))
+    game.round_finished(0, Outcome(5, 4))
     game.scored(text.gamma[:, 2:7], text.hit[:, 2:7])
     wanted = token_losses(text, game.rules)
     assert np.array(spy.told[2:]) == pytest.approx(np.array([1 - text.gamma[:, 2, 0], wanted[3]])), (
@@ -179,7 +179,7 @@ def test_scoring_is_due_every_round_of_the_warm_up_then_once_a_batch():
     scored = 0
     for _ in range(9):
         game.choose()
-        game.played(0, Outcome(2, 1))
+        game.round_finished(0, Outcome(2, 1))
         asked.append(game.due())
         game.scored(text.gamma[:, scored : scored + asked[-1]], text.hit[:, scored : scored + asked[-1]])
         scored += asked[-1]
@@ -271,7 +271,7 @@ def test_acceptance_that_is_rounded_past_one_costs_nothing():
 
 
 def told(game, **round_of):
-    game.played(game.choose(), Outcome(**{"committed": 3, "accepted": 2} | round_of))
+    game.round_finished(game.choose(), Outcome(**{"committed": 3, "accepted": 2} | round_of))
     return game.policy.told
 
 
@@ -335,9 +335,9 @@ def test_a_game_of_its_own_gives_way_to_what_was_set():
     recipe = GameRecipe(warmup_rounds=7, tokens_per_update=3, depth=3, drift=5.0)
     rules = rules_for("normalhedge", recipe, K)
     assert (rules.warmup_rounds, rules.tokens_per_update, rules.depth, rules.drift) == (7, 3, 3, None)
-    (line,) = overruled(["hedgespec", "normalhedge", "ucbspec"], recipe)
+    (line,) = overridden_options(["hedgespec", "normalhedge", "ucbspec"], recipe)
     assert "normalhedge" in line and "game.drift=None" in line and "warmup" not in line
-    assert overruled(["normalhedge"], GameRecipe()) == []
+    assert overridden_options(["normalhedge"], GameRecipe()) == []
 
 
 def test_scorings_grow_apart():
@@ -346,7 +346,7 @@ def test_scorings_grow_apart():
     asked = []
     for number in range(1, 20):
         game.choose()
-        game.played(0, Outcome(1, 0))
+        game.round_finished(0, Outcome(1, 0))
         if count := game.due():
             asked.append(number)
             game.scored(np.zeros((N, count, K)), np.zeros((N, count, K)))
@@ -367,7 +367,7 @@ def test_a_change_is_forgotten_up_to_where_it_began(unknown):
     for number in range(1, 41):
         game.choose()
         accepted = 4 if number <= 20 else 0
-        game.played(0, Outcome(accepted + 1, accepted))
+        game.round_finished(0, Outcome(accepted + 1, accepted))
         at += accepted + 1
         if count := game.due():
             asked.append(number)
@@ -391,7 +391,7 @@ def test_the_loss_of_throughput_is_by_measured_seconds():
     wanted = token_losses(text, rules_for("hedgespec", GameRecipe(loss="length", depth=None), K))
     measured, spy = spied(**PLAIN, loss="throughput", step=0.5)
     for at, seconds in ((0, 2.0), (5, 4.0), (10, 1.0)):
-        measured.played(measured.choose(), Outcome(5, 4, seconds=seconds))
+        measured.round_finished(measured.choose(), Outcome(5, 4, seconds=seconds))
         measured.scored(text.gamma[:, at : at + 5], text.hit[:, at : at + 5])
     first, second, relative = [1, 1 / 4, 1], [1, 1 / 4, 1 / 8], [1 / 2, 1 / 4, 1 / 8]
     rates = np.array([first] * 2 + [second] * 7 + [relative] * 12)  # K - 1 vectors wait for the next round's tokens
@@ -411,7 +411,7 @@ def test_who_fails_is_worth_what_it_keeps():
     text = trace()
     for start, (arm, failed) in enumerate([(1, True), (2, False), (2, True), (0, False)]):
         game.choose()
-        game.played(arm, Outcome(1, 0, failed=failed))
+        game.round_finished(arm, Outcome(1, 0, failed=failed))
         game.scored(text.gamma[:, start : start + 1], text.hit[:, start : start + 1])
     wanted = token_losses(text, game.rules)[0]
     assert np.array(spy.told[0]) == pytest.approx([wanted[0], 1, 1 - (1 - wanted[2]) / 2])
@@ -422,7 +422,7 @@ def test_what_fails_is_scored_at_once_and_soon_not_trusted():
     game, _ = spied(warmup_rounds=1, batch_rounds=100, loss="acceptance", tokens_per_update=1)
     for number in range(1, 55):
         game.choose()
-        game.played(0, Outcome(1, 0, failed=number > 50))
+        game.round_finished(0, Outcome(1, 0, failed=number > 50))
         count = game.due()
         assert bool(count) == (number == 1 or number > 50)
         game.scored(np.ones((N, count, K)), np.ones((N, count, K)))

@@ -7,12 +7,12 @@ import pytest
 
 from specctl.selection.game.losses import (
     along_drafts,
-    at_success,
     beyond_the_end,
     expected_length,
     length_loss,
     per_second,
     realised_length,
+    with_failures,
 )
 from specctl.selection.recorded.recorder import Drafted
 from specctl.selection.recorded.trace import INNER, LEAF
@@ -79,7 +79,7 @@ def test_a_gain_a_second():
 
 def test_a_gain_that_is_kept_now_and_then():
     losses = np.array([[0.2, 0.2, 0.2, 0.2]])
-    assert at_success(losses, [1, 1, 0.5, 0]) == pytest.approx(np.array([[0.2, 0.2, 0.6, 1.0]]))
+    assert with_failures(losses, [1, 1, 0.5, 0]) == pytest.approx(np.array([[0.2, 0.2, 0.6, 1.0]]))
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])

@@ -16,18 +16,18 @@ import torch
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.device.rooms import Rooms
+from specctl.decoding.device.kept_caches import KeptCaches
 from specctl.decoding.plain import PLAIN
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup
 from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection.arm import Arm
 from specctl.selection.assembly import make_batch_selector, make_selector
 from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import Selector
 from specctl.selection.feedback import Scorer, table
 from specctl.selection.game.game import Game
-from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 from specctl.selection.policies.contextual import ContextualUcb
 from tests.decoding.test_device_round import (  # noqa: F401 - fixtures are asked for by name
@@ -50,7 +50,7 @@ BANDITS = ["cgp-ucb", "ucbspec", "exp3spec", "metasd-ucb", "metasd-sh", "random"
 @pytest.fixture
 def pool(drafters):  # noqa: F811
     """Arms by name; rewards are the accepted tokens, so that no clock decides."""
-    return lambda names: [Guarded(name, drafters(name) or PLAIN) for name in names]
+    return lambda names: [Arm(name, drafters(name) or PLAIN) for name in names]
 
 
 def selector(target, arms, algo, log=None, reward="be", together=False, **options):
@@ -226,7 +226,7 @@ def test_an_arm_without_rounds_there_has_the_hosts(tiny, pool, on_device):  # no
     """The others keep theirs, behind texts that it has written parts of."""
     on_device()
     log = []
-    arms = [*pool(("eagle3 tree", "lm")), Guarded("lookup", Lookup(3))]
+    arms = [*pool(("eagle3 tree", "lm")), Arm("lookup", Lookup(3))]
     controller = selector(tiny, arms, "random", log)
     found = played(tiny, controller, slots=1)
     assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]
@@ -238,7 +238,7 @@ def test_arms_of_one_drafter_share_its_memory(tiny, drafters, on_device):  # noq
     """Drafts of other sizes behind keys and values that the other arm has made."""
     on_device()
     head = drafters("eagle3 tree")
-    arms = [Guarded("all", head), Guarded("×4", head, 4), Guarded("×1", head, 1)]
+    arms = [Arm("all", head), Arm("×4", head, 4), Arm("×1", head, 1)]
     log = []
     found = played(tiny, selector(tiny, arms, "random", log), slots=1)
     assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]
@@ -257,7 +257,7 @@ def test_a_round_of_every_arm_can_be_captured(tiny, pool, monkeypatch, sampling,
     for arm in arms:
         with torch.inference_mode():
             rounds._hand_back()
-            rounds.playing = arm
+            rounds.active_drafter = arm
             assert rounds.load()
         with torch.inference_mode(), NoHost(monkeypatch):
             rounds.round(rounds.state.capacity)
@@ -270,11 +270,11 @@ def test_graphs_of_all_arms_serve_the_next_text(tiny, pool, graphs_on, monkeypat
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     texts = [one.output_ids for one in decode(tiny, sampling=MIXED, max_new_tokens=16)]
     monkeypatch.delenv("SPECCTL_GRAPHS")
-    captured, rooms = graphs_on(), Rooms()
+    captured, kept_caches = graphs_on(), KeptCaches()
     controller = selector(tiny, pool(("eagle3 chain", "eagle3 tree", "plain")), "metasd-sh", period=2)
     for _ in range(2):
         before = len(captured)
-        found = played(tiny, controller, slots=1, rooms=rooms, max_new_tokens=16)
+        found = played(tiny, controller, slots=1, kept_caches=kept_caches, max_new_tokens=16)
         assert [one.output_ids for one in found] == texts
     assert before == 3 == len(captured)
 
@@ -286,7 +286,7 @@ def test_an_arm_that_cannot_be_captured_leaves_the_others_theirs(tiny, pool, gra
     replayed, capture = [], graphs.capture
 
     def picky(run, side, pool):
-        if run.func.__self__.playing.name == "lm":
+        if run.func.__self__.active_drafter.name == "lm":
             raise RuntimeError("out of memory")
         return capture(run, side, pool)
 
@@ -297,7 +297,9 @@ def test_an_arm_that_cannot_be_captured_leaves_the_others_theirs(tiny, pool, gra
         found = played(tiny, controller, slots=1)
     assert [one.output_ids for one in found] == texts
     assert len(noticed) == 1 and len(log) == sum(one.target_passes for one in found)
-    assert {rounds.playing.name for rounds in replayed} == {"eagle3 tree"} and 0 < found[-1].ahead < found[-1].rounds
+    assert {rounds.active_drafter.name for rounds in replayed} == {"eagle3 tree"} and 0 < found[-1].ahead < found[
+        -1
+    ].rounds
 
 
 def test_block_divergence_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa: F811
@@ -305,8 +307,8 @@ def test_block_divergence_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     for algo, keeps in (("metasd-ucb", False), ("metasd-ucb", True), ("hedgespec", False)):
         controller = selector(tiny, pool(("plain", "eagle3 chain")), algo, reward="bd")
-        assert controller.late == (algo == "hedgespec")
-        assert played(tiny, controller, slots=1, keeps=keeps)[-1].ahead == 0
+        assert controller.accepts_late_counts == (algo == "hedgespec")
+        assert played(tiny, controller, slots=1, keeps_hidden=keeps)[-1].ahead == 0
 
 
 @pytest.mark.parametrize(("algo", "slots"), [("hedgespec", 1), ("hedgespec", 2), ("normalhedge", 2)])
@@ -331,7 +333,7 @@ def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, alg
     monkeypatch.setattr(Scorer, "score", noted)
     texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
     on_device()
-    found = played(tiny, controller, slots=slots, keeps=True)
+    found = played(tiny, controller, slots=slots, keeps_hidden=True)
     assert [one.output_ids for one in found] == texts and found[-1].ahead > 0
     tokens = sum(one.decoded_tokens for one in found)
     assert sum(line.scored for line in log) == tokens == controller.tally.scored
@@ -373,8 +375,8 @@ def test_seconds_are_those_of_rounds(tiny, pool, graphs_on, monkeypatch, mode, t
     else:
         graphs_on()
         monkeypatch.setattr(graphs, "capture", passing(100, graphs.capture))
-    seen, told = [], Game.played
-    monkeypatch.setattr(Game, "played", lambda *args: (seen.append(args[2].seconds), told(*args))[1])
+    seen, told = [], Game.round_finished
+    monkeypatch.setattr(Game, "round_finished", lambda *args: (seen.append(args[2].seconds), told(*args))[1])
     arms = pool(("eagle3 chain", "plain"))
     controller = selector(tiny, arms, "random", together=True) if together else selector(tiny, arms, "fixed", arm=0)
     found = played(tiny, controller)

@@ -8,10 +8,10 @@ import pytest
 from specctl.decoding.sampling import Sampling
 from specctl.drafters.text.lookup import Lookup
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.guarded import Guarded
+from specctl.selection.arm import Arm
 from specctl.selection.recorded.hindsight import Hindsight
+from specctl.selection.recorded.overhead_timing import line, overheads
 from specctl.selection.recorded.overheads import Overheads
-from specctl.selection.recorded.probe import line, overheads
 from specctl.selection.recorded.replay import draft_all, oracle, replay
 from specctl.selection.recorded.trace import of_arms
 from tests.selection.tables import specialists
@@ -74,7 +74,7 @@ def test_timed_on_texts(target):
         def advance(self, state):
             raise RuntimeError("no such row")
 
-    arms = [Guarded("lookup", Lookup(4)), Guarded("broken", Broken(4))]
+    arms = [Arm("lookup", Lookup(4)), Arm("broken", Broken(4))]
     found = overheads(target, arms, [4, 4], [([5] * 20, 40, 0)], GREEDY)
     assert found.read.shape == (2, 2) and found.score.shape == (2, 2, 2)
     assert found.scoring(9, 4) > 0

@@ -6,18 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import DraftTree, Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
 from specctl.recipe import GameRecipe, PolicyRecipe
+from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN, plain_arm
 from specctl.selection.assembly import make_selector
-from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
+from specctl.selection.recorded.cut_drafts import with_plain
 from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.lengths import with_plain
 from specctl.selection.recorded.replay import replay
 from specctl.selection.recorded.trace import Table
 from tests.selection.tables import trace_of
@@ -126,13 +126,13 @@ class Told(Lookup):
         chains = []
         for row in state.rows:
             rest = self.answers[tuple(row.ids[: row.prompt_length])][len(row.ids) - row.prompt_length :]
-            chains.append(rest[: min(self.right, budget, row.room)])
+            chains.append(rest[: min(self.right, budget, row.draft_room)])
         return DraftTree.from_chains(chains, state.device)
 
 
 def selected(target, drafters, prompts, algo, sampling=GREEDY, batch=1):
     """(answers to the prompts, rounds of each arm) with plain decoding among the drafters."""
-    arms, log = [plain_arm(), *(Guarded(name, drafter) for name, drafter in drafters.items())], []
+    arms, log = [plain_arm(), *(Arm(name, drafter) for name, drafter in drafters.items())], []
     controller = make_selector(
         target,
         arms,

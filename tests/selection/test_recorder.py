@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -23,9 +23,9 @@ from specctl.drafters.tree import TreeShape
 from specctl.errors import Interrupted, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe
-from specctl.selection.guarded import Guarded
+from specctl.selection.arm import Arm
 from specctl.selection.recorded import recorder as recording
-from specctl.selection.recorded.lengths import PLAIN, shortened
+from specctl.selection.recorded.cut_drafts import PLAIN, shortened
 from specctl.selection.recorded.recorder import Drafted, Query
 from specctl.selection.recorded.table_file import read_table
 from tests.lossless.drafters import Rotate, own_weights
@@ -37,7 +37,7 @@ ROOMS = (14, 11)  # the first answer ends by itself
 
 
 def record(target, pool, *more, **options):
-    return recording.record(target, [Guarded(name, drafter) for name, drafter in pool.items()], *more, **options)
+    return recording.record(target, [Arm(name, drafter) for name, drafter in pool.items()], *more, **options)
 
 
 @pytest.fixture(autouse=True)
@@ -167,7 +167,7 @@ def test_what_cannot_be_replayed(target, pool, queries):
     sampled.shape = dataclasses.replace(one.shape, sampled=True)
     with pytest.raises(UsageError, match="samples its drafts"):
         record(target, {"lm": sampled}, queries, HOT, DEPTH)
-    with pytest.raises(UsageError, match="lm drafts 6 tokens deep"):
+    with pytest.raises(UsageError, match="lm drafts to depth 6"):
         record(target, {"lm": one}, queries, GREEDY, DEPTH - 1)
 
 
@@ -181,7 +181,7 @@ def test_stopped_in_the_middle_and_resumed(target, pool, queries, tmp_path, monk
     class Terminated(NoDraft):
         def advance(self, state):
             asked.append(len(state.rows[0].ids))
-            interrupts.note(signal.SIGTERM)
+            interrupts.handle(signal.SIGTERM)
 
     def go(**options):
         return record(
@@ -235,7 +235,7 @@ class Sometimes(Lookup):
 @pytest.mark.parametrize("fails", ["advance", "propose", "score"])
 def test_a_drafter_that_raises_is_recorded_as_it_is_decoded(target, pool, queries, table, fails, capsys):
     """A round without a draft, or a text without scores; counted, said once, and nobody else's business."""
-    arms = [Guarded("lookup", pool["lookup"]), Guarded("broken", Sometimes(fails))]
+    arms = [Arm("lookup", pool["lookup"]), Arm("broken", Sometimes(fails))]
     found = recording.record(target, arms, queries, GREEDY, DEPTH)
     lookup = table.arms.index("lookup")
     T = sum(trace.tokens for trace in found.traces)

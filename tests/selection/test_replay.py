@@ -9,7 +9,7 @@ from specctl.errors import CheckpointError, DataError
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.rules import rules_for
 from specctl.selection.policies.registry import NAMES
-from specctl.selection.recorded.hindsight import Hindsight, games, token_losses, walk
+from specctl.selection.recorded.hindsight import Hindsight, games, round_starts, token_losses
 from specctl.selection.recorded.regret import (
     bootstrap_ratio,
     late_share,
@@ -49,10 +49,13 @@ def hindsight():
 
 
 def test_rounds_of_an_arm_alone_by_hand():
-    assert walk(np.array(BY_HAND, np.int16)).astype(int).tolist() == [[1, 0, 0, 1, 1, 0, 1], [1, 1, 0, 0, 0, 1, 0]]
+    assert round_starts(np.array(BY_HAND, np.int16)).astype(int).tolist() == [
+        [1, 0, 0, 1, 1, 0, 1],
+        [1, 1, 0, 0, 0, 1, 0],
+    ]
     table = table_of([scripted(BY_HAND)])
     hand = Hindsight(table)
-    assert hand.rounds.tolist() == [[4, 3]] and hand.rounds_of_all.tolist() == [4]
+    assert hand.rounds.tolist() == [[4, 3]] and hand.draft_all_rounds.tolist() == [4]
     alone = [played("fixed", hand, arm=arm) for arm in range(2)]
     assert [replay.rounds.tolist() for replay in alone] == [[4], [3]]
     assert [replay.played[0].committed.tolist() for replay in alone] == [[3, 1, 2, 1], [1, 4, 2]]

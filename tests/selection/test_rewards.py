@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specctl.decoding import engine
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -17,10 +17,11 @@ from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import assembly
+from specctl.selection.arm import Arm
 from specctl.selection.game import game
+from specctl.selection.game.clock import ArmClock, TextRate
 from specctl.selection.game.rewards import Outcome, block_divergence, block_efficiency, throughput, tokens
 from specctl.selection.game.rules import rules_for
-from specctl.selection.guarded import Guarded
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms
 from specctl.selection.recorded import recorder, replay
@@ -60,9 +61,28 @@ def test_block_divergence_is_alpha_however_long_drafts_are(stop_below):
             own = np.cumprod(np.where(easy, 0.9, 0.2))
             drafted = 1 + int((own >= stop_below).cumprod()[:-1].sum())
             played.choose()
-            played.played(0, Outcome(1, 0, overlap=overlap[:drafted]))
+            played.round_finished(0, Outcome(1, 0, overlap=overlap[:drafted]))
         found[alpha] = np.mean(spy.told)
     assert found == {alpha: pytest.approx(alpha, abs=0.015) for alpha in found}
+
+
+def test_a_surplus_is_over_the_rate_of_the_text():
+    """Over the stream's 2 tokens a second, arms that commit much would win on a text that makes 6. The next text begins
+    with the stream's rate again."""
+    K, clock, spy = 8, ArmClock.of(1), Set(0, 1)
+    for _ in range(2000):
+        clock.record(0, 1.0, 2.0)
+    played = game.Game(spy, rules_for("metasd-ucb", GameRecipe(reward="surplus"), K), Arms(1, K, 0), clock)
+    for _ in range(2):
+        text = TextRate()
+        for _ in range(20):
+            expected = 0.5 + (6 - text.rate(clock.rate)) / (2 * (K + 1))
+            played.choose()
+            played.round_finished(0, Outcome(6, 5, seconds=1.0))
+            text.record(1.0, 6)
+            assert spy.told[-1] == pytest.approx(expected)
+        played.ended()
+    assert spy.told[19] < 0.6 and spy.told[0] > 0.7 and spy.told[20] > 0.7
 
 
 @pytest.fixture
@@ -135,7 +155,7 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
         for n, (name, drafter) in enumerate(members(target).items())
     }
     queries = [Query(f"q{n}", "d", ids, NEW, 0) for n, ids in enumerate(prompts[:2])]
-    arms = [Guarded(name, drafter) for name, drafter in pool.items()]
+    arms = [Arm(name, drafter) for name, drafter in pool.items()]
     table = recorder.record(target, arms, queries, GREEDY, DEPTH)
     assert table.greedy
     missed = [(trace.overlap[:, :, 1:] > 0) & (trace.accepted[..., None] == 0) for trace in table.traces]
@@ -152,7 +172,7 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
         replay.replay(name, hindsight, PolicyRecipe(), recipe, "stream")
         controller = assembly.make_selector(
             target,
-            [Guarded(arm, drafter) for arm, drafter in pool.items()],
+            [Arm(arm, drafter) for arm, drafter in pool.items()],
             name,
             recipe,
             lambda arms, text, name=name: registry.build(name, arms, PolicyRecipe()),
@@ -191,7 +211,7 @@ def test_a_drafter_that_always_raises_is_left(target, prompts, name):
     pool = members(target)
     broken = Broken.__new__(Broken)
     vars(broken).update(vars(pool["failing"]))
-    arms = [Guarded("broken", broken), Guarded("lm", pool["lm"]), Guarded("worse", pool["worse"])]
+    arms = [Arm("broken", broken), Arm("lm", pool["lm"]), Arm("worse", pool["worse"])]
     played = []
     controller = assembly.make_selector(
         target,
@@ -234,7 +254,7 @@ class Set:
 def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, prompts, ticking):
     """Two texts play an arm that takes 6 s a draft, one an arm that takes 1: a draft is shared by its texts, a step by
     all; shared by all alike, an arm that is slow would never be told from one that is fast."""
-    arms = [Guarded("slow", slow(Lookup(3), 6.0, ticking)), Guarded("fast", slow(Suffix(3, 6, 2), 1.0, ticking))]
+    arms = [Arm("slow", slow(Lookup(3), 6.0, ticking)), Arm("fast", slow(Suffix(3, 6, 2), 1.0, ticking))]
     policies = {"a": Set(0, 2), "b": Set(1, 2), "c": Set(0, 2)}
     recipe = GameRecipe(reward="throughput")
     options = dict(step=lambda: STEP, seed=0, within_query=True)
@@ -264,7 +284,7 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
             ticking[0] = drafted + 1.0  # its own reading, in a round, is one of no size here
             return found
 
-    arms = [Guarded("lookup", slow(Lookup(3), 1.0, ticking)), Guarded("behind", Behind(3))]
+    arms = [Arm("lookup", slow(Lookup(3), 1.0, ticking)), Arm("behind", Behind(3))]
     controller = assembly.make_selector(
         target,
         arms,
@@ -281,13 +301,13 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
 
     def watched(label):
         game = new_game(label)
-        played = game.played
-        game.played = lambda arm, outcome: (seen.append(outcome.seconds), played(arm, outcome))[1]
+        played = game.round_finished
+        game.round_finished = lambda arm, outcome: (seen.append(outcome.seconds), played(arm, outcome))[1]
         return game
 
     controller.new_game = watched
     decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=8, seeds=[0], controller=controller, taps=())
     assert controller.tally.switches > 1 and seen == [pytest.approx(1.0 + STEP)] * len(seen)
-    controller.clock.took(0, 99.0)
+    controller.clock.record(0, 99.0)
     controller.forget()
     assert controller.clock.costs() == [1.0, 1.0]

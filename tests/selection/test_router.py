@@ -7,13 +7,15 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertModel, BertTokenizerFast
 
 from specctl import data_prep
+from specctl.drafters.checkpoint import digests
 from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.recipe import RouterRecipe
-from specctl.selection.recorded.hindsight import walk
+from specctl.selection.recorded.hindsight import round_starts
 from specctl.selection.recorded.trace import Table, Trace
 from specctl.selection.routing.labels import (
     RouterExample,
@@ -108,7 +110,7 @@ def test_the_pool_may_come_in_another_order(trained, saved, target):
 
 
 def test_another_pool_is_refused(saved, target):
-    with pytest.raises(CheckpointError, match="does not know lookup; the pool lacks code-eagle") as error:
+    with pytest.raises(CheckpointError, match="it lacks lookup; the pool lacks code-eagle") as error:
         Router.load(saved, ["sql-eagle", "math-eagle", "lookup"], target)
     assert "--train-router" in error.value.hint
 
@@ -139,6 +141,18 @@ def test_pickles_are_never_read(saved, target):
         Router.load(saved, ARMS, target)
 
 
+def test_a_router_without_its_head_is_refused(saved, target):
+    """An encoder in its place, with a record of its own: `transformers` would draw the head at random."""
+    held = load_file(saved / "model.safetensors")
+    encoder = {name: tensor for name, tensor in held.items() if not name.startswith("classifier.")}
+    save_file(encoder, saved / "model.safetensors", metadata={"format": "pt"})
+    record = json.loads((saved / RECORD).read_text())
+    record["files"] |= {name: about for name, about in digests(saved).items() if name in record["files"]}
+    (saved / RECORD).write_text(json.dumps(record))
+    with pytest.raises(CheckpointError, match=r"its files lack classifier\.bias, classifier\.weight"):
+        Router.load(saved, ARMS, target)
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_damage_is_named(saved, target, name):
     content = bytearray((saved / name).read_bytes())
@@ -165,7 +179,7 @@ def test_nothing_there(tmp_path, target):
 
 def test_only_a_router_is_replaced(trained, saved, target):
     router, _ = trained
-    with pytest.raises(UsageError, match="holds a router already"):
+    with pytest.raises(UsageError, match="already contains a router"):
         router.save(saved, target, report={})
     router.save(saved, target, report={}, overwrite=True)
     precious = saved.with_name("precious")
@@ -278,7 +292,7 @@ def trace(query, accepted):
 def test_labels_by_hindsight():
     """The rounds of an arm are those of its own trajectory: the sum over all positions would choose arm 0 of `a`."""
     a = trace("a", [[0, 2, 1, 0, 2], [2, 0, 0, 1, 0]])
-    assert walk(a.accepted).sum(axis=1).tolist() == [3, 2]
+    assert round_starts(a.accepted).sum(axis=1).tolist() == [3, 2]
     even = trace("b", [[1, 0, 1, 0], [1, 0, 1, 0]])
     table = Table(["x", "y"], 2, [a, even], np.zeros(2), np.zeros(3))
     assert label_by_hindsight(table, ["x", "y"]) == {"a": 1, "b": 0}

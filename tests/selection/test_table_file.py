@@ -7,10 +7,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.errors import CheckpointError, UsageError
 from specctl.selection.recorded import table_file
-from specctl.selection.recorded.pieces import Recording
+from specctl.selection.recorded.recording import Recording
 from specctl.selection.recorded.table_file import Header, read, read_table, write
 from specctl.selection.recorded.trace import INNER, of_arms
 from tests.selection.conftest import ARMS, DEPTH
@@ -56,7 +56,7 @@ def test_round_trip(file, made_up):
 
 def test_a_pool_that_is_another_one(file):
     for other in ({"drafters": {**STAMP["drafters"], "sql": "ff"}}, {"arms": ARMS[:2]}, {"drafters": {"sql": "ab12"}}):
-        with pytest.raises(CheckpointError, match="recorded otherwise"):
+        with pytest.raises(CheckpointError, match="recorded with different settings"):
             read_table(file, other)
 
 
@@ -95,15 +95,15 @@ def test_values_of_another_shape(file, made_up):
 
 
 def test_what_is_no_table(file, tmp_path, monkeypatch):
-    with pytest.raises(CheckpointError, match="no table"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         read(tmp_path / "nothing.parquet")
-    with pytest.raises(CheckpointError, match="no table"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         read(tmp_path)
     pq.write_table(pa.table({"id": [1]}), file)
-    with pytest.raises(CheckpointError, match="no table of specctl"):
+    with pytest.raises(CheckpointError, match="not a table of specctl"):
         read(file)
     write(file, Header(ARMS, DEPTH, STAMP), [])
-    with pytest.raises(CheckpointError, match="piece of a table"):
+    with pytest.raises(CheckpointError, match="piece of an unfinished table"):
         read_table(file)
     monkeypatch.setattr(table_file, "READABLE", (9,))
     with pytest.raises(CheckpointError, match="version 5"):
@@ -124,7 +124,7 @@ def test_what_arms_were_trained_on_comes_back(file, made_up):
     table = read_table(file)
     assert [own.pairs for own in table.trained_on] == kinds
     assert [own.pairs for own in of_arms(table, [ARMS[2], ARMS[1]]).trained_on] == [kinds[2], []]
-    assert all(isinstance(own, Kinds) for own in table.trained_on)
+    assert all(isinstance(own, PromptClusters) for own in table.trained_on)
 
 
 @pytest.mark.parametrize("version", [1, 2])

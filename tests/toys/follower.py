@@ -26,7 +26,7 @@ class Follower:
         self.after, self.depth = after, depth
 
     def propose(self, state, budget):
-        chains = [self._chain(row.ids[-1], min(self.depth, budget, row.room)) for row in state.rows]
+        chains = [self._chain(row.ids[-1], min(self.depth, budget, row.draft_room)) for row in state.rows]
         return DraftTree.from_chains(chains, state.device)
 
     def _chain(self, token, count):
@@ -45,7 +45,7 @@ class Follower:
     def advance(self, state):
         pass
 
-    def behind(self, state):
+    def lag(self, state):
         return [0] * state.batch
 
     def invalidate(self, state):
@@ -63,7 +63,7 @@ def collect(texts):
     return Followers(after)
 
 
-def config(module, target):
+def checkpoint_config(module, target):
     return {"family": "follower", "architecture": {}, "target": target}
 
 
@@ -75,6 +75,6 @@ def restore(config, tensors):
     return Followers(tensors["after"])
 
 
-def drafter(module, target, drafting):
+def make_drafter(module, target, drafting):
     known = module.after.tolist()
     return Follower(known + [-1] * (target.vocab_size - len(known)), drafting.depth or DEPTH)

@@ -54,7 +54,7 @@ def _random(random, *shape):
 
 def head(target, layout="mimo", **options):
     """A random layer for a loaded target, which need not have one."""
-    held = layouts.ours(layouts.LAYOUTS[layout], tensors(layout, target.config.to_dict(), **options), "toy")
+    held = layouts.to_our_names(layouts.LAYOUTS[layout], tensors(layout, target.config.to_dict(), **options), "toy")
     native = NativeLayer("toy", layout, {}, {name: tuple(tensor.shape) for name, tensor in held.items()})
     made = MtpHead(drafter.architecture(native, DrafterRecipe(), target))
     made.load_state_dict(held | ({} if made.target_norm is None else {"target_norm": target.norm_weight.float()}))

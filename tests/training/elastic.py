@@ -11,7 +11,7 @@ import torch.distributed as dist
 from specctl.progress import track
 from specctl.recipe import FeatureRecipe
 from specctl.runs import Run
-from specctl.training import checkpoint, loop, whole_state
+from specctl.training import checkpoint, loop, portable_state
 from tests.training.small import recipe
 
 
@@ -44,21 +44,21 @@ def losses(distilled: Path, place: Path, action: str, stage: int) -> list[float]
         check_restored(trainer, checkpoint.directory(output) / "step-00000002")
     found = []
     with track("train") as bar:
-        while trainer.at.step < 4:
+        while trainer.state.step < 4:
             trainer.step(bar)
-            found.append(trainer.at.loss)
-            if trainer.at.step == 2 and kind == "fresh":
+            found.append(trainer.state.loss)
+            if trainer.state.step == 2 and kind == "fresh":
                 trainer.save()
     return found
 
 
 def check_restored(trainer: loop.Trainer, saved: Path) -> None:
     """What is divided among the processes now is what was saved, to the last bit."""
-    assert trainer.at.step == 2
-    there, here = checkpoint.load_tensors(saved), whole_state.collect(trainer.engine)
+    assert trainer.state.step == 2
+    there, here = checkpoint.load_tensors(saved), portable_state.collect(trainer.engine)
     assert dist.get_rank() or there.keys() == here.keys()
     assert all(torch.equal(value, there[name]) for name, value in here.items())
-    assert dist.get_rank() or all(there[name].any() for name in there if name.startswith(whole_state.MOMENTS))
+    assert dist.get_rank() or all(there[name].any() for name in there if name.startswith(portable_state.MOMENTS))
 
 
 CPU = torch.device("cpu")

@@ -30,7 +30,7 @@ def written(distilled, tmp_path_factory):
 def test_features_come_back_as_they_were(written):
     """A range off by one would shift a document's features by a slot."""
     trainer, _, _, file = written
-    found, kept = read_features(file), trainer.trainee.store.kept
+    found, kept = read_features(file), trainer.trainable.store.kept
     assert found.keys() == kept.keys()
     for document, features in kept.items():
         for name in ("taps", "teacher", "best"):
@@ -51,14 +51,14 @@ def test_a_packed_row_holds_each_document_s_slots(written):
     trainer, settings, tensors, _ = written
     batch = settings["batches"][0]
     row = against_speculators.slot_rows(settings, tensors, batch)
-    ours = trainer.trainee.batch([trainer.corpus.train[document] for document in batch], 0)
+    ours = trainer.trainable.batch([trainer.corpus.train[document] for document in batch], 0)
     assert torch.equal(row["input_ids"][0], ours.key_tokens)
     assert torch.equal(row["hidden_states"][0], ours.features)
     assert torch.equal(row["position_ids"][0], ours.key_positions + 1)
     count = len(ours.query_rows)
     assert torch.equal(row["verifier_last_hidden_states"][0, ours.query_rows], ours.teacher[:count])
-    assert torch.equal(row["loss_mask"][0, ours.query_rows], ours.inside[:count])
-    assert row["loss_mask"].sum() == ours.inside[:count].sum()
+    assert torch.equal(row["loss_mask"][0, ours.query_rows], ours.in_draft_vocab[:count])
+    assert row["loss_mask"].sum() == ours.in_draft_vocab[:count].sum()
     assert row["document_ids"][0].bincount().tolist() == [stop - start for start, stop in ours.layout.slots]
 
 
@@ -71,7 +71,7 @@ def test_a_packed_row_of_blocks_holds_each_document_s_tokens(written):
     row = against_speculators.token_rows(blocks, tensors, batch)
     texts = [torch.tensor([0, *example.tokens[1:-1], 0]) for example in examples]
     assert torch.equal(row["input_ids"][0], torch.cat([*texts, torch.zeros(8, dtype=torch.long)]))
-    ours = trainer.trainee.batch(examples, 0)
+    ours = trainer.trainable.batch(examples, 0)
     start = torch.cat([torch.full((stop - start,), 2 * n) for n, (start, stop) in enumerate(ours.layout.slots)])
     slots = torch.arange(len(ours.features)) + start
     assert torch.equal(row["hidden_states"][0, slots], ours.features)
@@ -84,8 +84,8 @@ def test_a_packed_row_of_blocks_holds_each_document_s_tokens(written):
 
 def test_the_vocabulary_head_is_frozen_in_the_comparison_alone(written, distilled, tmp_path):
     trainer, *_ = written
-    assert not trainer.trainee.module.lm_head.weight.requires_grad
-    assert trainer_for(tmp_path, distilled, "eagle3", "default").trainee.module.lm_head.weight.requires_grad
+    assert not trainer.trainable.module.lm_head.weight.requires_grad
+    assert trainer_for(tmp_path, distilled, "eagle3", "default").trainable.module.lm_head.weight.requires_grad
 
 
 def test_turns_add_up():
@@ -133,7 +133,7 @@ def test_speculators_computes_the_same_losses(python, distilled, tmp_path, monke
     """In fp32, where nothing hides in rounding: weights, shifts, masks, positions and attention of all depths."""
     trainer = trainer_for(tmp_path, distilled, arch, LIKE, dtype="fp32")
     with torch.no_grad():  # attention of fresh weights is nearly uniform: a wrong key or position would not show
-        for name, parameter in trainer.trainee.module.named_parameters():
+        for name, parameter in trainer.trainable.module.named_parameters():
             if "self_attn" in name:
                 parameter.mul_(4)
     write(shared(tmp_path), trainer, steps=1)

@@ -8,7 +8,7 @@ import torch
 
 from specctl.errors import CheckpointError
 from specctl.training import checkpoint
-from specctl.training.progressed import Progressed
+from specctl.training.run_state import RunState
 
 
 def make(root, step, content=b"weights"):
@@ -54,7 +54,7 @@ def pipe(name):
 def test_falls_back_to_the_one_before(tmp_path, capsys, damage):
     make(tmp_path, 10)
     damage(make(tmp_path, 20))
-    path, state = checkpoint.newest(tmp_path, Progressed)
+    path, state = checkpoint.newest(tmp_path, RunState)
     assert (path.name, state.step) == ("step-00000010", 10)
     assert "step-00000020 is damaged" in capsys.readouterr().err
 
@@ -88,19 +88,27 @@ def test_a_state_of_other_types_is_no_state(tmp_path, capsys, text, says):
     path = make(tmp_path, 20)
     (path / checkpoint.STATE).write_text(text)
     seal(path)
-    assert checkpoint.newest(tmp_path, Progressed)[1].step == 10
+    assert checkpoint.newest(tmp_path, RunState)[1].step == 10
     said = capsys.readouterr().err
     assert f"{path} is damaged (trainer.json" in said and says in said and len(said) < 1000
 
 
+def test_states_are_their_owners_alone(tmp_path):
+    """Probes and buffers are token ids of users' texts; directories of an earlier specctl were open to all."""
+    for name in ("new", "there"):
+        (tmp_path / "there").mkdir(mode=0o755, exist_ok=True)
+        checkpoint.save_tensors(tmp_path / name, 1, {"step": 1}, {"x": torch.ones(2)}, keep=1)
+        assert (tmp_path / name).stat().st_mode & 0o077 == 0, name
+
+
 def test_none_whole_is_an_error(tmp_path):
     (make(tmp_path, 10) / "model.pt").unlink()
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole"):
-        checkpoint.newest(tmp_path, Progressed)
+    with pytest.raises(CheckpointError, match=r"all checkpoints .* are damaged"):
+        checkpoint.newest(tmp_path, RunState)
 
 
 def test_a_fresh_directory_has_none(tmp_path):
-    assert checkpoint.newest(tmp_path / "nothing", Progressed) is None
+    assert checkpoint.newest(tmp_path / "nothing", RunState) is None
 
 
 def test_nothing_but_tensors_is_read(tmp_path):
@@ -110,7 +118,10 @@ def test_nothing_but_tensors_is_read(tmp_path):
         def __reduce__(self):
             return os.mkdir, (str(tmp_path / "executed"),)
 
-    for name, says in ((checkpoint.TENSORS, "was not loaded"), ("mp_rank_00_model_states.pt", "an earlier specctl")):
+    for name, says in (
+        (checkpoint.TENSORS, "cannot be loaded"),
+        ("mp_rank_00_model_states.pt", "an earlier version of specctl"),
+    ):
         path = make(tmp_path / name, 10)
         torch.save({"module": Program()}, path / name)
         with pytest.raises(CheckpointError, match=f"{path}.*{says}") as caught:

@@ -13,7 +13,7 @@ from specctl.errors import CheckpointError
 from specctl.progress import track
 from specctl.recipe import FeatureRecipe, OptimizerRecipe
 from specctl.runs import Run
-from specctl.training import checkpoint, loop, whole_state
+from specctl.training import checkpoint, loop, portable_state
 from tests.training.elastic import losses
 from tests.training.small import recipe
 
@@ -70,11 +70,11 @@ def test_other_divisions_go_on_exactly(distilled, target, tmp_path, monkeypatch,
     for step in (0, 1):
         trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(tmp_path / "run"))
         trainer.start()
-        assert trainer.at.step == step
+        assert trainer.state.step == step
         with track("train") as bar:
-            while trainer.at.step < 2:
+            while trainer.state.step < 2:
                 trainer.step(bar)
-                if trainer.at.step == 1:
+                if trainer.state.step == 1:
                     trainer.save()
         found.append(loop.weights(trainer.engine))
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
@@ -105,7 +105,7 @@ def advance(trainer, steps):
     trainer._check_gradients = trainer._check_norm = lambda: None
     trainer.engine.backward = lambda loss: None
     trainer.engine.step = lambda: None
-    trainer.largest = lambda value: value
+    trainer.max_over_ranks = lambda value: value
     with track("train") as bar:
         for _ in range(steps):
             trainer.step(bar)
@@ -121,27 +121,27 @@ def test_each_text_comes_once_in_an_epoch_of_several_numbers_of_processes(traine
     seen = []
     for world, steps in ((2, 3), (3, 2)):
         trainer = trainer_of(world)
-        assert trainer.at.world == world
+        assert trainer.state.world == world
         seen += advance(trainer, steps)
-        state = whole_state.collect(trainer.engine)
-        checkpoint.save_tensors(trainer.checkpoints, trainer.at.step, vars(trainer.at), state, keep=1)
+        state = portable_state.collect(trainer.engine)
+        checkpoint.save_tensors(trainer.checkpoints, trainer.state.step, vars(trainer.state), state, keep=1)
     trainer = trainer_of(1)
     left = len(trainer.batches(0))
     every = sorted(example.index for example in trainer.corpus.train)
-    assert 0 < len(seen) < len(every) and trainer.at.taken == [(2, 3), (3, 2)]
+    assert 0 < len(seen) < len(every) and trainer.state.taken == [(2, 3), (3, 2)]
     seen += advance(trainer, left)
     assert sorted(seen) == every
-    assert (trainer.at.epoch, trainer.at.place, trainer.at.taken, trainer.at.step) == (1, 0, [], 5 + left)
+    assert (trainer.state.epoch, trainer.state.place, trainer.state.taken, trainer.state.step) == (1, 0, [], 5 + left)
     assert sorted(advance(trainer, len(trainer.batches(1)))) == every
     told = capsys.readouterr().err
-    assert "WORLD_SIZE was 2" in told and "is 1 now: what is left of the epoch is dealt anew" in told
+    assert "WORLD_SIZE was 2" in told and "is 1 now: the rest of the epoch is distributed again" in told
 
 
 def test_an_epoch_that_has_ended_is_not_gone_on_with(trainer_of):
     trainer = trainer_of(1)
-    trainer.at.place = len(trainer.batches(0))
-    trainer._deal_anew(trainer.checkpoints, replace(trainer.at, world=1))
-    assert (trainer.at.epoch, trainer.at.place, trainer.at.taken) == (1, 0, [])
+    trainer.state.place = len(trainer.batches(0))
+    trainer._redistribute_epoch(trainer.checkpoints, replace(trainer.state, world=1))
+    assert (trainer.state.epoch, trainer.state.place, trainer.state.taken) == (1, 0, [])
 
 
 @pytest.fixture(scope="module", params=[0, 2])
@@ -183,8 +183,11 @@ MOMENT = "momentum_buffer.", "exp_avg."
         (lambda t: t.update({first(t, *MOMENT): torch.zeros(3)}), r"is torch.float32 \[3\], not"),
         (lambda t: t.update({first(t, *MOMENT): t[first(t, *MOMENT)].double()}), "is torch.float64"),
         (lambda t: t.update({first(t, "step."): torch.ones(2)}), r"step\.\S+ is torch.float32 \[2\], not"),
-        (lambda t: t["weights.d2t"].add_(1), "d2t is not what recipe and data make of it"),
-        (lambda t: t.update({"exp_avg.nobody": torch.zeros(3)}), "it has 'exp_avg.nobody', which this run has not"),
+        (lambda t: t["weights.d2t"].add_(1), "d2t differs from the value that recipe and data give"),
+        (
+            lambda t: t.update({"exp_avg.nobody": torch.zeros(3)}),
+            "it has 'exp_avg.nobody', which this run does not have",
+        ),
     ],
 )
 def test_what_would_fail_or_mislead_later_does_not_fit(saved, monkeypatch, damage, says):

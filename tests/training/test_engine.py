@@ -36,7 +36,7 @@ def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatc
     values = recipe(distilled, tmp_path, precision="bf16", zero_stage=stage, gradient_checkpointing=checkpointing)
     trainer = loop.make_trainer(values, Run(tmp_path))
     seen, rows_of = set(), distill.distill_rows
-    trainer.trainee.module.fc.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
+    trainer.trainable.module.fc.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
     monkeypatch.setattr(distill, "distill_rows", lambda rows, *args: seen.add(rows.dtype) or rows_of(rows, *args))
     trainer.start()
     trainer.train()
@@ -58,6 +58,6 @@ def test_without_held_out_prompts_the_last_weights_are_kept(distilled, target, t
     trainer.train()
     found = drafters.load(tmp_path / "drafter")
     assert found.info["steps"] == 2 and found.info["mat"] == {}
-    last = trainer.trainee.module.state_dict()
+    last = trainer.trainable.module.state_dict()
     assert all(torch.equal(found.tensors[name], last[name]) for name in last)
     assert math.isnan(trainer.result().mat)

@@ -22,7 +22,7 @@ from specctl.recipe import DrafterRecipe, FeatureRecipe
 from specctl.runs import Run
 from specctl.training import feature_files, features, loop
 from specctl.training.example import Example
-from specctl.training.feature_files import GB, choose
+from specctl.training.feature_files import GB, choose_mode
 from specctl.training.features import FeatureStore, slot_batch
 from tests.training.small import recipe
 
@@ -85,7 +85,7 @@ def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
     def stop_at_the_tenth(self, group):
         computed.append(group)
         if len(computed) == 10:
-            interrupts.note(15)
+            interrupts.handle(15)
         return compute(self, group)
 
     monkeypatch.setattr(FeatureStore, "compute", stop_at_the_tenth)
@@ -97,8 +97,8 @@ def test_every_mode_trains_the_same_and_a_run_goes_on_where_it_was(
 
     def stop_after_one(self, bar):
         step(self, bar)
-        if self.at.step == 1:
-            interrupts.note(15)
+        if self.state.step == 1:
+            interrupts.handle(15)
 
     monkeypatch.setattr(loop.Trainer, "step", stop_after_one)
     with pytest.raises(Interrupted):
@@ -161,7 +161,7 @@ def rewritten(path, change):
         (lambda path: os.truncate(path, path.stat().st_size - 8), "is damaged: "),
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(b"\xff" * 4096), "is damaged: "),
-        (lambda path: path.write_bytes(shards(path.parent.parent)[0].read_bytes()), "it has other examples"),
+        (lambda path: path.write_bytes(shards(path.parent.parent)[0].read_bytes()), "it has different examples"),
         (lambda path: rewritten(path, lambda all: {n: x.double() for n, x in all.items()}), r"is F64 \["),
         (
             lambda path: rewritten(path, lambda all: {n: x[1:].contiguous() for n, x in all.items()}),
@@ -182,7 +182,7 @@ def test_a_shard_that_is_damaged_while_it_is_used_says_what_to_do(
         store.get(examples)
     assert "--resume" in caught.value.hint and str(tmp_path) in caught.value.message
     assert same(cached(target, examples, tmp_path).get(examples), expected)
-    assert ("it is computed again" in capsys.readouterr().err) == ("No such file" not in says)
+    assert ("the file is computed again" in capsys.readouterr().err) == ("No such file" not in says)
 
 
 def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, monkeypatch):
@@ -196,8 +196,8 @@ def test_other_taps_data_or_target_share_nothing(target, examples, tmp_path, mon
 
 
 def test_no_byte_is_written_where_there_is_no_room(target, examples, tmp_path, monkeypatch):
-    monkeypatch.setattr(features, "disk", lambda path: 1000)
-    with pytest.raises(SpecctlError, match=r"need 0\.0 GB more in .*, where 0\.0 GB are free") as caught:
+    monkeypatch.setattr(features, "free_bytes", lambda path: 1000)
+    with pytest.raises(SpecctlError, match=r"need 0\.0 GB more in .*, but only 0\.0 GB are free") as caught:
         cached(target, examples, tmp_path / "new")
     assert "features.dir" in caught.value.hint and "features.mode=online" in caught.value.hint
     assert not (tmp_path / "new").exists()
@@ -225,7 +225,9 @@ def in_turn(target, examples, monkeypatch):
                 store.prepare(examples, recipe, place, homes, rank)
         sums = [sum(column) for column in zip(*found, strict=True)]
         monkeypatch.setattr(features, "over_ranks", lambda values, device: sums)
-        monkeypatch.setattr(feature_files.FeatureFiles, "require", lambda self, numbers: None)  # some are not there yet
+        monkeypatch.setattr(
+            feature_files.FeatureFiles, "check_visible", lambda self, numbers: None
+        )  # some are not there yet
         for rank, store in enumerate(stores):
             store.prepare(examples, recipe, place, homes, rank)
         return stores
@@ -236,7 +238,7 @@ def in_turn(target, examples, monkeypatch):
 def test_the_processes_of_a_run_need_the_sum(target, examples, tmp_path, monkeypatch, in_turn):
     """The share of each would fit."""
     need = FeatureStore(target, TAPS).estimate(examples)
-    monkeypatch.setattr(features, "disk", lambda path: need)
+    monkeypatch.setattr(features, "free_bytes", lambda path: need)
     with pytest.raises(SpecctlError, match="GB more"):
         in_turn(tmp_path, 2)
 
@@ -245,10 +247,10 @@ def test_every_process_reads_what_any_has_written(target, examples, tmp_path, sm
     """Each writes some shards, all of them whole; another number of processes computes nothing again."""
     whole = FeatureStore(target, TAPS).get(examples)
     stores = in_turn(tmp_path, 2)
-    assert all(0 < store.passes < sum(len(e.tokens) - 1 for e in examples) for store in stores)
-    assert all(same(store.get(examples), whole) and not store.at_home for store in stores)
+    assert all(0 < store.target_tokens < sum(len(e.tokens) - 1 for e in examples) for store in stores)
+    assert all(same(store.get(examples), whole) and not store.is_sharded for store in stores)
     again = in_turn(tmp_path, 3)
-    assert not any(store.passes for store in again)
+    assert not any(store.target_tokens for store in again)
     assert all(same(store.get(examples), whole) for store in again)
 
 
@@ -256,15 +258,15 @@ def test_features_in_memory_have_a_home(target, examples, tmp_path, in_turn):
     """What another process keeps is computed: one without a text in a batch runs somebody else's."""
     whole = FeatureStore(target, TAPS).get(examples)
     for rank, store in enumerate(in_turn(tmp_path, 3, FeatureRecipe(mode="memory"))):
-        assert store.at_home and set(store.kept) == {e.index for e in examples[rank::3]}
+        assert store.is_sharded and set(store.kept) == {e.index for e in examples[rank::3]}
         assert same(store.get(examples), whole)
 
 
 def test_a_directory_of_one_node_alone_is_refused(target, examples, tmp_path):
     store = cached(target, examples, tmp_path)
-    store.kept.require([0])
-    with pytest.raises(SpecctlError, match="not the same directory for all processes") as caught:
-        store.kept.require([0, 99])
+    store.kept.check_visible([0])
+    with pytest.raises(SpecctlError, match="not shared by all processes") as caught:
+        store.kept.check_visible([0, 99])
     assert "features.dir" in caught.value.hint
 
 
@@ -296,16 +298,16 @@ def test_a_byte_a_number(target, examples, tmp_path, small_shards):
             assert ((read.float() - made.float()).abs() <= allowed).all()
     again = FeatureStore(target, TAPS)
     again.prepare(examples, FeatureRecipe(mode="cached", fp8=True), tmp_path)
-    assert not again.passes and same(again.get(examples), small.get(examples))
+    assert not again.target_tokens and same(again.get(examples), small.get(examples))
 
 
 def test_states_without_taps_and_without_values_have_a_byte_too():
-    zero, scales = feature_files.narrowed(torch.zeros(3, 8), 4)
+    zero, scales = feature_files.quantize_fp8(torch.zeros(3, 8), 4)
     assert scales.shape == (3, 2) and torch.equal(
-        feature_files.widened(zero, scales, torch.bfloat16), torch.zeros(3, 8)
+        feature_files.dequantize_fp8(zero, scales, torch.bfloat16), torch.zeros(3, 8)
     )
-    none, scales = feature_files.narrowed(torch.zeros(3, 0), 4)
-    assert feature_files.widened(none, scales, torch.float32).shape == (3, 0)
+    none, scales = feature_files.quantize_fp8(torch.zeros(3, 0), 4)
+    assert feature_files.dequantize_fp8(none, scales, torch.float32).shape == (3, 0)
 
 
 def test_few_shards_are_mapped_at_a_time(target, examples, tmp_path, monkeypatch, small_shards):
@@ -329,7 +331,7 @@ def test_few_shards_are_mapped_at_a_time(target, examples, tmp_path, monkeypatch
         ({"mode": "memory"}, 1, 0, "memory"),
         ({"mode": "memory"}, 5, 100, "features.budget_gb is 2"),
         ({"mode": "cached"}, 5, 6, "cached"),
-        ({"mode": "cached"}, 5, 5, "5.0 GB more in place, where 5.0 GB are free"),
+        ({"mode": "cached"}, 5, 5, "5.0 GB more in place, but only 5.0 GB are free"),
     ],
 )
 def test_the_mode(tmp_path, capsys, recipe, size, free, chosen):
@@ -337,9 +339,9 @@ def test_the_mode(tmp_path, capsys, recipe, size, free, chosen):
     options = FeatureRecipe(**recipe)
     if " " in chosen:
         with pytest.raises(SpecctlError, match=chosen):
-            choose(options, Path("place"), size * GB, size * GB, free * GB)
+            choose_mode(options, Path("place"), size * GB, size * GB, free * GB)
         return
-    assert choose(options, Path("place"), size * GB, size * GB, free * GB) == chosen
+    assert choose_mode(options, Path("place"), size * GB, size * GB, free * GB) == chosen
     assert "target features" in capsys.readouterr().err
 
 

@@ -87,7 +87,7 @@ def test_one_clock_counts_for_all_processes(distilled, tmp_path, monkeypatch):
     trainer.world = 2
     with track("train") as bar:
         trainer.step(bar)
-    assert trainer.at.seconds > 60 and trainer.schedule.ended(1, trainer.at.seconds)
+    assert trainer.state.seconds > 60 and trainer.schedule.ended(1, trainer.state.seconds)
 
 
 def test_learns_and_writes_a_drafter_that_loads(trained, target):
@@ -108,10 +108,13 @@ def test_the_reported_mat_is_of_prompts_that_chose_nothing(trained, distilled, t
     assert result.choosing_mat == max(checks) and len(checks) == 2
     made = recipe(distilled, place)
     corpus = load_corpus(made, target)
-    assert len(corpus.choosing) == len(corpus.reporting) == 1
-    assert corpus.choosing != corpus.reporting
+    assert len(corpus.selection_prompts) == len(corpus.report_prompts) == 1
+    assert corpus.selection_prompts != corpus.report_prompts
     drafter = load_drafter(result.drafter, target, DraftingRecipe())
-    own = [held_out_acceptance(made, target, prompts, drafter) for prompts in (corpus.reporting, corpus.choosing)]
+    own = [
+        held_out_acceptance(made, target, prompts, drafter)
+        for prompts in (corpus.report_prompts, corpus.selection_prompts)
+    ]
     assert own == [(result.mat, result.acceptance_by_position), (result.choosing_mat, own[1][1])]
     said = {"held-out sql": round(result.mat, 3), "held-out sql, prompts that chose it": round(max(checks), 3)}
     assert json.loads((place / "drafter" / "drafter.json").read_text())["mat"] == said
@@ -127,10 +130,10 @@ def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
 
     def stop_after_three(self, bar):
         real(self, bar)
-        if self.at.step == 3:
+        if self.state.step == 3:
             if end is OSError:
                 raise OSError
-            interrupts.note(15)
+            interrupts.handle(15)
 
     monkeypatch.setattr(loop.Trainer, "step", stop_after_three)
     with pytest.raises(end):
@@ -147,7 +150,7 @@ def test_resume_is_exact(trained, distilled, tmp_path, monkeypatch, end):
 
 def test_nobody_else_trains_it_meanwhile(distilled, tmp_path):
     """The other one would remove its checkpoints. The lock is gone with the one who holds it."""
-    with lock.held(tmp_path / ".drafter.lock", tmp_path), pytest.raises(UsageError, match=f"process {os.getpid()}"):
+    with lock.hold(tmp_path / ".drafter.lock", tmp_path), pytest.raises(UsageError, match=f"process {os.getpid()}"):
         train(recipe(distilled, tmp_path, overwrite=True), tmp_path / "run")
     with pytest.raises(DataError, match="no distilled data"):
         train(recipe(tmp_path / "nowhere", tmp_path), tmp_path / "run")
@@ -160,7 +163,7 @@ def test_dropout_depends_on_the_step_alone(distilled, tmp_path):
     trainer = loop.make_trainer(recipe(distilled, tmp_path, **options), Run(make(tmp_path / "run")))
     chosen = [trainer.corpus.train[:2]]
     first, again = (trainer.forward(chosen)[0].item() for _ in range(2))
-    trainer.at.step += 1
+    trainer.state.step += 1
     assert first == again != trainer.forward(chosen)[0].item()
 
 
@@ -182,12 +185,12 @@ def test_every_epoch_takes_each_of_its_texts_once(distilled, tmp_path, monkeypat
         for _ in range(7):
             trainer.step(bar)
     assert taken == dealt(0) + dealt(1) + dealt(2)
-    assert (trainer.at.epoch, trainer.at.place) == (3, 0)
+    assert (trainer.state.epoch, trainer.state.place) == (3, 0)
 
 
 def test_another_recipe_is_not_resumed(trained, distilled):
     place, _ = trained
-    with pytest.raises(UsageError, match="another recipe"):
+    with pytest.raises(UsageError, match="a different recipe"):
         train(recipe(distilled, place, resume=True, ttt_steps=3), place / "other")
 
 
@@ -286,11 +289,11 @@ def test_every_zero_stage_goes_on(trained, distilled, target, tmp_path, monkeypa
     for step in (0, 1):
         trainer = loop.make_trainer(made, Run(make(tmp_path / "run")))
         trainer.start()
-        assert trainer.at.step == step
+        assert trainer.state.step == step
         with track("train") as bar:
             for _ in range(2 - step):
                 trainer.step(bar)
-                if trainer.at.step == 1:
+                if trainer.state.step == 1:
                     trainer.save()
         weights.append(loop.weights(trainer.engine))
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
@@ -311,7 +314,7 @@ def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypa
 
     def poisoned(self, chosen):
         total, weight, steps = real(self, chosen)
-        return (total * float("nan") if self.at.step == 2 else total), weight, steps
+        return (total * float("nan") if self.state.step == 2 else total), weight, steps
 
     monkeypatch.setattr(loop.Trainer, "forward", poisoned)
     with pytest.raises(SpecctlError, match="loss is nan at step 2"):
@@ -326,7 +329,7 @@ def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, s
 
     def poisoned(self, chosen):
         total, weight, steps = real(self, chosen)
-        if self.at.step == 2:
+        if self.state.step == 2:
             total.register_hook(lambda gradient: gradient * float("nan"))
         return total, weight, steps
 
@@ -373,7 +376,7 @@ def test_an_adapter_is_small_resumes_and_leaves_its_base_alone(trained, distille
 
 @pytest.mark.parametrize(
     ("changes", "says"),
-    [({"arch": "eagle"}, "family eagle3, not eagle"), ({"lora": {"enabled": True}}, "adapter itself")],
+    [({"arch": "eagle"}, "family eagle3, not eagle"), ({"lora": {"enabled": True}}, "already an adapter")],
 )
 def test_a_start_that_does_not_fit_is_refused(trained, distilled, tmp_path, changes, says):
     place, _first = trained

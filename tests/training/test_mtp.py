@@ -102,7 +102,7 @@ def test_it_begins_as_the_targets_own_layer(distilled, native, tmp_path):
     made = recipe(distilled, tmp_path, native, max_steps=1, optimizer=OptimizerRecipe(type="adamw", lr=1e-12))
     train(made, tmp_path / "run")
     held = {name: tensor for name, tensor in load_file(Path(native) / "model.safetensors").items() if ".mtp_" in name}
-    written = layouts.theirs(layouts.LAYOUTS["mimo"], drafters.load(tmp_path / "drafter").tensors)
+    written = layouts.to_target_names(layouts.LAYOUTS["mimo"], drafters.load(tmp_path / "drafter").tensors)
     assert written.keys() == held.keys()
     for name, tensor in written.items():
         torch.testing.assert_close(tensor.float(), held[name].float(), rtol=0, atol=1e-6)
@@ -115,8 +115,8 @@ def test_resume_is_exact(trained, distilled, native, tmp_path, monkeypatch):
 
     def stop(self, bar):
         real(self, bar)
-        if self.at.step == 3:
-            interrupts.note(15)
+        if self.state.step == 3:
+            interrupts.handle(15)
 
     monkeypatch.setattr(loop.Trainer, "step", stop)
     with pytest.raises(Interrupted):

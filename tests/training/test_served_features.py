@@ -87,7 +87,7 @@ def train(distilled, place, features_recipe, **changes):
 
 def test_they_are_our_own_and_only_one_text_is_run_here(target, examples, engine, tmp_path):
     store = served(target, examples, tmp_path / "features", asking(engine))
-    assert store.passes == max(len(example.tokens) for example in examples) - 1
+    assert store.target_tokens == max(len(example.tokens) for example in examples) - 1
     assert same(store.get(examples), FeatureStore(target, TAPS).get(examples))
     assert not list(engine.place.iterdir())
     with safe_open(shards(tmp_path / "features")[0], framework="pt") as file:
@@ -115,7 +115,7 @@ def test_a_head_learns_the_same(distilled, target, engine, tmp_path, monkeypatch
 
     def stop_in_the_middle(number):
         if number == count // 2:
-            interrupts.note(15)
+            interrupts.handle(15)
 
     engine.faults = stop_in_the_middle
     with pytest.raises(Interrupted):
@@ -137,9 +137,9 @@ def test_no_server_is_needed_where_all_is_there(target, examples, engine, tmp_pa
     engine.gone = True
     nobody = FeatureRecipe(server=ServerRecipe(urls=["http://127.0.0.1:9"]))
     store = served(target, examples, tmp_path / "features", nobody)
-    assert same(store.get(examples), first) and not store.passes
+    assert same(store.get(examples), first) and not store.target_tokens
     shards(tmp_path / "features")[0].unlink()
-    with pytest.raises(EngineError, match="no server answers") as error:
+    with pytest.raises(EngineError, match="no server responds") as error:
         served(target, examples, tmp_path / "features", nobody)
     assert "extract_hidden_states" in error.value.hint
 
@@ -182,7 +182,7 @@ def test_states_of_something_else_are_refused_at_once(target, examples, engine, 
     }[fault]
     if fault == "behind the norm":  # which applied twice is nearly the same, but for its weight
         engine.states = lambda ids: target.model.normed(states(ids)) * 2
-    with pytest.raises(CheckpointError, match="are not those of target builtin") as error:
+    with pytest.raises(CheckpointError, match="do not match target builtin") as error:
         served(target, examples, tmp_path / "features", asking(engine))
     assert '"eagle_aux_hidden_state_layer_ids": [2, 5, 7, 10]' in error.value.hint
     assert sum(engine.asked.values()) <= 2 and not shards(tmp_path / "features")
@@ -197,14 +197,14 @@ def test_rounding_is_not_refused(target, examples, engine, tmp_path):
 
 def test_a_text_that_is_refused_says_which(target, examples, engine, tmp_path):
     engine.faults = lambda number: "refused" if number == 5 else None
-    with pytest.raises(EngineError, match=r"refuses the text of prompt .* maximum context length") as error:
+    with pytest.raises(EngineError, match=r"rejects the sequence of prompt .* maximum context length") as error:
         served(target, examples, tmp_path / "features", asking(engine, concurrency=1))
     assert "max_length" in error.value.hint
 
 
 def test_own_features_and_served_ones_are_kept_apart(target, examples, engine, tmp_path):
     served(target, examples, tmp_path, FeatureRecipe(mode="cached"))
-    assert served(target, examples, tmp_path, asking(engine)).passes
+    assert served(target, examples, tmp_path, asking(engine)).target_tokens
     assert len([folder for folder in tmp_path.iterdir() if (folder / "manifest.json").exists()]) == 2
 
 
@@ -217,7 +217,7 @@ def test_without_an_address_the_command_is_told(target, examples, tmp_path):
 def test_processes_share_the_texts_and_the_requests(target, examples, engine, tmp_path, monkeypatch, small_shards):
     """Each asks for its own shards; which they are does not depend on their number."""
     monkeypatch.setattr(features, "over_ranks", lambda values, device: [1] * (len(values) - 1) + [2**40])
-    monkeypatch.setattr(features.FeatureFiles, "require", lambda self, numbers: None)
+    monkeypatch.setattr(features.FeatureFiles, "check_visible", lambda self, numbers: None)
     homes = [examples[::2], examples[1::2]]
     for rank in range(2):
         FeatureStore(target, TAPS).prepare(examples, asking(engine, concurrency=4), tmp_path / "features", homes, rank)
@@ -251,9 +251,9 @@ def test_the_final_norm_is_the_models_own(tiny_directory, kind):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"features": {"mode": "cached", "server": {"urls": ["http://a"]}}}, "asks no server"),
-        ({"arch": "lm", "features": {"server": {"urls": ["http://a"]}}}, "learns from texts alone"),
-        ({"arch": "retrieval", "features": {"mode": "server"}}, "learns from texts alone"),
+        ({"features": {"mode": "cached", "server": {"urls": ["http://a"]}}}, "uses no server"),
+        ({"arch": "lm", "features": {"server": {"urls": ["http://a"]}}}, "needs no features"),
+        ({"arch": "retrieval", "features": {"mode": "server"}}, "needs no features"),
     ],
 )
 def test_recipes_that_contradict_themselves(changes, says):

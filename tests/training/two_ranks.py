@@ -29,7 +29,7 @@ def gradient(trainer: loop.Trainer) -> dict[str, torch.Tensor]:
         pass
 
     def look() -> None:
-        parameters = trainer.trainee.module.named_parameters()
+        parameters = trainer.trainable.module.named_parameters()
         seen.update({name: p.grad.clone() for name, p in parameters if p.grad is not None})
         raise Seen
 
@@ -46,16 +46,16 @@ one = trainer(rank)
 assert dist.get_world_size() == one.world == 2
 patience = dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout
 assert patience == engine.PATIENCE, patience
-assert one.largest(rank) == 1
+assert one.max_over_ranks(rank) == 1
 texts = one.corpus.train[:4]
-assert one.trainee.store is not None
-one.trainee.store.at_home = True  # or a batch this uneven would be dealt out again
+assert one.trainable.store is not None
+one.trainable.store.is_sharded = True  # or a batch this uneven would be dealt out again
 one.batches = lambda epoch: [[texts[:3], texts[3:]]]  # type: ignore[method-assign]
 ours = gradient(one)
-one.trainee.module.zero_grad()
-total, weight, _ = one.trainee.loss(one.trainee.module, one.trainee.batch(texts, 0))
+one.trainable.module.zero_grad()
+total, weight, _ = one.trainable.loss(one.trainable.module, one.trainable.batch(texts, 0))
 (total / weight).backward()
-expected = {name: p.grad for name, p in one.trainee.module.named_parameters() if p.grad is not None}
+expected = {name: p.grad for name, p in one.trainable.module.named_parameters() if p.grad is not None}
 assert ours.keys() == expected.keys()
 for name, value in expected.items():
     torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-6, msg=name)

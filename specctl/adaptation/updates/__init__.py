@@ -1,1 +1,1 @@
-"""From the texts of a chunk to new weights: losses, update rules, ensembles, and who takes an update back."""
+"""Updates on a chunk of texts: losses, update rules, ensembles, and a watchdog for rollbacks."""

@@ -1,4 +1,4 @@
-"""N learners of different rates under Hedge, as one; a single learner is the case N = 1."""
+"""Ensemble of N learners with different rates under Hedge; a single learner is the case N = 1."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from specctl.adaptation.updates import formulas, holdout
+from specctl.adaptation.updates.ensemble_member import EnsembleMember, InnerLoop, inner_loop
 from specctl.adaptation.updates.holdout import STAY, Point
-from specctl.adaptation.updates.member import Descent, Member, inner_loop
 from specctl.adaptation.updates.objective import Objective, seed_of
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
-COLLAPSED = 0.99  # weight of one member beyond which the others have no say
+COLLAPSED = 0.99  # weight of one member above which the others have no influence
 
 
 @dataclass(frozen=True)
 class EnsemblePlay:
-    """Weights to decode with: the draft distributions of `vectors` [P] each, mixed by `weights`, which sum to 1."""
+    """Weights to decode with: the draft distributions of `vectors` ([P] each), mixed by `weights`, which sum to 1."""
 
     weights: tuple[float, ...]
     vectors: tuple[Tensor, ...]
@@ -30,22 +30,23 @@ class EnsemblePlay:
 
 @dataclass(frozen=True)
 class UpdateOutcome:
-    """The effect of a chunk on a learner.
+    """Result of the update on a chunk.
 
     Attributes:
-        status: updated; rested = it was not learnt from, as nothing had come of that lately, or
-            as learning had used up its share of the time; refused = a loss or
-            gradient of every member was not finite, and they stay as they were; empty = the chunk had nothing to learn
-            from; static = the algorithm does not learn; pending = a process of its own has not come to an end of it.
-        loss: per token, before learning: of the only member during the first pass, each batch before the step on it; of
-            several Σ p_i f(w_i), which bounds that of their mean where f is convex. None if nothing was measured.
-        losses, weights: [N] of an ensemble's members, f(w_i) and p_i with which the chunk was decoded.
-        refused: members that stay as they were.
-        effective: exp(entropy) of the weights after the chunk, the number of members that count.
-        collapsed: one member has (nearly) all of the weight after the chunk.
-        scales: [N] how far the members went on the way that they found, as the texts held out have it; empty where none
-            were.
-        steps: optimizer steps of a member.
+        status: updated; rested = the chunk was skipped, because the last updates were in vain, or because learning had
+            used up its share of the time; refused = a loss or gradient of every member was not finite, and all stay
+            unchanged; empty = the chunk had nothing to learn from; static = the algorithm does not learn; pending = the
+            learner in another process has not finished.
+        loss: per token, before learning, or None if nothing was measured. A single member has the loss of its first
+            pass, each batch before the step on it. Several members have Σ p_i f(w_i), which bounds the loss of their
+            mean if f is convex.
+        losses, weights: [N] of an ensemble's members: f(w_i), and the p_i with which the chunk was decoded.
+        refused: members that stay unchanged.
+        effective: exp(entropy) of the weights after the chunk, the effective number of members.
+        collapsed: whether one member has (nearly) all of the weight after the chunk.
+        scales: [N] how far each member moved along its descent, by decision of the held-out texts; empty without such
+            texts.
+        steps: optimizer steps per member.
     """
 
     status: Literal["updated", "rested", "refused", "empty", "static", "pending"]
@@ -59,25 +60,30 @@ class UpdateOutcome:
     steps: int = 0
 
     @property
-    def vain(self) -> bool:
-        """No member found anything better for the texts held out."""
+    def no_improvement(self) -> bool:
+        """Whether no member found better weights for the held-out texts."""
         return bool(self.scales) and all(scale == STAY for scale in self.scales)
 
 
 class Ensemble:
     """`ensemble` and `opt-ensemble`: w_t = Σ p_i w_t^i, p_i ∝ exp(−ε (Σ_s f_s(w_s^i) + guess)).
 
-    f_s is the mean loss per token of chunk s before anything was learnt from it, on its first batch unless
-    `LearnerRecipe.measure` says otherwise. The guess of the next losses is the optimistic meta learner's, by
-    the same kind of hint as its members': the last losses, or their mean; else 0.
+    f_s is the mean loss per token of chunk s before the update on it, over its first batch unless
+    `LearnerRecipe.measure` says otherwise. The guess of the next losses makes the meta learner optimistic, with the
+    same kind of hint as its members: the last losses, or their mean; otherwise it is 0.
     """
 
     def __init__(
-        self, objective: Objective, members: list[Member], options: LearnerRecipe, hint: formulas.Hint, seed: int
+        self,
+        objective: Objective,
+        members: list[EnsembleMember],
+        options: LearnerRecipe,
+        hint: formulas.Hint,
+        seed: int,
     ):
         self.members = members
         self._objective, self._options, self._hint, self._seed = objective, options, hint, seed
-        self._t = self._draw = self._judged = 0  # chunks; batches drawn; chunks that were judged
+        self._t = self._draw = self._judged = 0  # chunks; batches drawn; chunks with finite losses
         self.L = torch.zeros(len(members), dtype=torch.float64)
         self._guess = torch.zeros_like(self.L)
 
@@ -92,7 +98,8 @@ class Ensemble:
         return tuple(member.eta for member in self.members)
 
     def play(self) -> EnsemblePlay:
-        """The weights for the chunk to come, by `combine`: their mean, one member drawn, or all with their shares."""
+        """The weights for the next chunk, by `combine`: the members' mean, one member drawn at random, or all members
+        with their shares."""
         p, vectors, combine = self.p, [member.w for member in self.members], self._options.combine
         if combine == "weights":
             return EnsemblePlay((1.0,), (formulas.mean_of(p, vectors),))
@@ -103,14 +110,14 @@ class Ensemble:
         return EnsemblePlay(*zip(*shares, strict=True))
 
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
-        """Learn from a chunk that was decoded with `play()`: batches, iterable again for every epoch.
+        """Learn from a chunk that was decoded with `play()`: batches, which are iterated once per epoch.
 
-        `held` are texts, a batch each, of which nothing is learnt here: they decide how far every member goes on the
-        way that the chunk leads it, or whether it goes back to the start. (A rate that follows a change of domain fast
-        does harm where there is nothing to follow. So what it leads to is judged, and the rate stays.)
+        `held` are held-out texts, a batch each, that are not learnt from here. They decide how far every member moves
+        along its descent, or whether it goes back to the start. (A rate that follows a change of domain fast does harm
+        if there is nothing to follow. So the result of the descent is judged, and the rate stays.)
         """
         p, losses = self.p, self._measured(chunk)
-        descents = [Descent(member) for member in self.members]
+        descents = [InnerLoop(member) for member in self.members]
         self._draw = inner_loop(self._objective, descents, chunk, self._options, self._draw)
         self._t += 1
         moved = [place for place, descent in enumerate(descents) if descent.sound and descent.steps]
@@ -125,7 +132,7 @@ class Ensemble:
         nothing = not moved and not refused
         return UpdateOutcome(
             status="empty" if nothing else "updated" if moved else "refused",
-            loss=None if nothing else descents[0].loss if losses is None else _suffered(p, losses),
+            loss=None if nothing else descents[0].loss if losses is None else _weighted_loss(p, losses),
             losses=() if nothing or losses is None else tuple(losses.tolist()),
             weights=tuple(p.tolist()),
             refused=refused,
@@ -136,54 +143,54 @@ class Ensemble:
         )
 
     def _measured(self, chunk: Iterable[Any]) -> Tensor | None:
-        """[N] the members' losses on the whole chunk before any step, where that takes a pass of its own."""
+        """[N] the members' losses on the whole chunk before any step, if the recipe asks for this extra pass."""
         if len(self.members) == 1 or self._options.measure != "chunk" or self._options.step == "chunk":
             return None
         return self._objective.losses([member.w for member in self.members], chunk)
 
-    def _seen(self, descents: Sequence[Descent]) -> Tensor:
-        """[N] the members' losses on what they met in the first pass: all batches, or those before any step."""
+    def _seen(self, descents: Sequence[InnerLoop]) -> Tensor:
+        """[N] the members' losses in the first pass: over all batches, or over the batches before any step."""
         met = (descent.first if self._options.measure == "batch" else descent.before for descent in descents)
         return torch.stack([total / weight for total, weight in met])
 
-    def _settled(self, descents: Sequence[Descent], texts: Sequence[Any]) -> tuple[Point, ...]:
-        """The places at which the held-out texts have stopped the descents."""
+    def _settled(self, descents: Sequence[InnerLoop], texts: Sequence[Any]) -> tuple[Point, ...]:
+        """Stop each descent at the place that the held-out texts choose, and return the places."""
 
         def losses(place: Point) -> Tensor:
             vectors = [descent.at(place) for descent in descents]
             return torch.stack([self._objective.losses(vectors, [text]) for text in texts])
 
-        places = holdout.places(losses, self._options.level)
+        places = holdout.best_places(losses, self._options.level)
         for descent, place in zip(descents, places, strict=True):
-            descent.settle(place)
+            descent.stop_at(place)
         return places
 
     def slow(self, factor: float) -> None:
-        """Multiply the members' rates: after an update that did harm."""
+        """Multiply the members' rates, after an update that did harm."""
         for member in self.members:
             member.eta *= factor
 
     def state(self) -> dict[str, Tensor]:
-        """All that was learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
+        """Everything learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
         tensors = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
         for place, member in enumerate(self.members):
-            tensors |= prefixed(f"{place}.", member.state())
+            tensors |= add_prefix(f"{place}.", member.state())
         return tensors
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a `state()`. CheckpointError where it is that of another learner."""
+        """Restore a `state()`. Raises CheckpointError if it belongs to another learner."""
         expected = {name: (value.shape, value.dtype) for name, value in self.state().items()}
         if expected != {name: (value.shape, value.dtype) for name, value in state.items()}:
             raise CheckpointError(
-                "the learner's state does not fit its recipe", "resume with the algo, optimizer and members it had"
+                "the learner's state does not fit its recipe", "resume with the same algo, optimizer and members"
             )
         self._t, self._draw, self._judged = state["t"].tolist()
         self.L, self._guess = state["L"], state["guess"]
         for place, member in enumerate(self.members):
-            member.restore(under(f"{place}.", state))
+            member.restore(strip_prefix(f"{place}.", state))
 
     def _weigh(self, losses: Tensor) -> None:
-        """Weigh the members anew, unless none has a finite loss; every so often they begin again from their mean."""
+        """Weigh the members anew, unless no loss is finite. Every `resync` chunks they restart from their mean."""
         L = formulas.cumulated(self.L, losses, self._options.discount)
         if L.isfinite().any():
             self._judged += 1
@@ -193,7 +200,7 @@ class Ensemble:
             self._resync()
 
     def _resync(self) -> None:
-        """All members restart from their mean; one that had no weight is as good as the worst of the others again."""
+        """Restart all members from their mean. A member that had no weight gets the largest loss of the others."""
         common = formulas.mean_of(self.p, [member.w_hat for member in self.members])
         for member in self.members:
             member.w_hat = common
@@ -202,6 +209,6 @@ class Ensemble:
         self._guess = torch.where(dead, self._guess[~dead].max(), self._guess)
 
 
-def _suffered(p: Tensor, losses: Tensor) -> float:
+def _weighted_loss(p: Tensor, losses: Tensor) -> float:
     """Σ p_i f_i over the members with weight."""
     return float((p * losses)[p > 0].sum())

@@ -1,8 +1,8 @@
-"""The update rules as functions of vectors: OnlineSpec (Qian et al. 2026, arXiv 2603.12617) and what it builds on.
+"""Update rules as functions of vectors: OnlineSpec (Qian et al. 2026, arXiv 2603.12617) and its building blocks.
 
-Symbols of the papers: w [P] weights that are played; ŵ [P] those that are updated; f_t loss of chunk t; g [P] its
-gradient; h [P] the guess of it (hint); η rate; D radius; p, L [N] weights and cumulated losses of an ensemble's
-members; ε rate of Hedge. Nothing is changed in place: an old state stays as it was, and going back to it is free.
+Symbols of the papers: w [P] played weights; ŵ [P] updated weights; f_t loss of chunk t; g [P] its gradient; h [P] a
+guess of the gradient (hint); η rate; D radius; p, L [N] weights and cumulated losses of an ensemble's members; ε rate
+of Hedge. No function changes its arguments, so an old state stays valid and going back costs nothing.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def project(w: Tensor, origin: Tensor | None, radius: float | None) -> Tensor:
 
 
 def clipped(g: Tensor, norm: float, limit: float) -> Tensor:
-    """g, whose norm is `norm`, made at most `limit` long; 0 = no limit."""
+    """Scale g, which has the norm `norm`, to a length of at most `limit`; 0 = no limit."""
     return g * (limit / norm) if 0 < limit < norm else g
 
 
 def heavy_ball(g: Tensor, v: Tensor, mu: float) -> Tensor:
-    """v ← μ v + g, the direction of Polyak's heavy ball as `torch.optim.SGD` has it; the step is η v."""
+    """v ← μ v + g, the direction of Polyak's heavy ball in the form of `torch.optim.SGD`; the step is η v."""
     return mu * v + g
 
 
 def adam(g: Tensor, m: Tensor, v: Tensor, j: int, betas: tuple[float, float]) -> tuple[Tensor, Tensor, Tensor]:
     """Direction of step j ≥ 1 of Adam (Kingma and Ba 2015, Algorithm 1, ε = 1e-8), and the moments m and v after it."""
     m, v, direction = m.clone(), v.clone(), torch.zeros_like(g)
-    # One pass over the vectors, where formulas take twelve. A step of length −1 from 0 is the direction.
+    # One fused pass over the vectors instead of twelve. A step with rate −1 from 0 is the direction.
     rates: dict[str, Any] = {"lr": -1.0, "beta1": betas[0], "beta2": betas[1], "eps": 1e-8, "weight_decay": 0.0}
     done = [torch.tensor(j - 1.0, device=g.device)]
     torch_adam([direction], [g], [m], [v], [], done, fused=True, amsgrad=False, maximize=False, **rates)
@@ -47,24 +47,24 @@ def adam(g: Tensor, m: Tensor, v: Tensor, j: int, betas: tuple[float, float]) ->
 
 
 def optimistic_play(w_hat: Tensor, h: Tensor | None, eta: float) -> Tensor:
-    """w_t = ŵ_t − η h_t, before projection (Rakhlin and Sridharan 2013, optimistic mirror descent); h None = 0: OGD."""
+    """w_t = ŵ_t − η h_t, before projection (optimistic mirror descent, Rakhlin and Sridharan 2013). Without h: OGD."""
     return w_hat if h is None else w_hat.sub(h, alpha=eta)
 
 
 def descend(w_hat: Tensor, g: Tensor, eta: float) -> Tensor:
-    """ŵ_{t+1} = ŵ_t − η g_t(w_t), before projection: OGD where ŵ is played (Zinkevich 2003)."""
+    """ŵ_{t+1} = ŵ_t − η g_t(w_t), before projection; this is OGD if ŵ is played (Zinkevich 2003)."""
     return w_hat.sub(g, alpha=eta)
 
 
 def next_hint(kind: Hint, h: Tensor, g: Tensor, t: int) -> Tensor:
-    """h_{t+1} from h_t and g_t: that gradient, or the mean of g_1 … g_t, or 0."""
+    """h_{t+1} from h_t and g_t: the last gradient, the mean of g_1 … g_t, or 0."""
     if kind == "none":
         return torch.zeros_like(g)
     return g if kind == "last" else h + (g - h) / t
 
 
 def hedge_weights(L: Tensor, guess: Tensor, epsilon: float) -> Tensor:
-    """p ∝ exp(−ε (L + guess)); a member whose loss is infinite has weight 0, and all cannot be.
+    """p ∝ exp(−ε (L + guess)). A member with infinite loss has weight 0; at least one loss must be finite.
 
     With a guess of the next losses this is optimistic Hedge, with guess = 0 Hedge (Freund and Schapire 1997).
     """
@@ -82,7 +82,7 @@ def effective_members(p: Tensor) -> float:
 
 
 def mean_of(p: Tensor, vectors: list[Tensor]) -> Tensor:
-    """Σ p_i w_i; members without weight are left out, so that a lone one comes back bit for bit."""
+    """Σ p_i w_i; members without weight are left out, so that a single one comes back bit for bit."""
     parts = [
         vector if share == 1 else share * vector for share, vector in zip(p.tolist(), vectors, strict=True) if share
     ]

@@ -1,8 +1,8 @@
-"""How far a learner goes on the way that a chunk leads it: texts that it has not learnt from decide.
+"""Held-out texts decide how far a learner moves along the descent that a chunk suggests.
 
-A learner moves only where that is better for them than to stay, by a one-sided test for a few skewed gains
-(`adaptation/student.py`). The level is that of the whole decision: an update of no effect moves any of an ensemble's
-learners in so many of its chunks at most.
+A learner moves only if the held-out texts are better off than if it stays, by a one-sided test for a few skewed gains
+(`adaptation/skewed_t_test.py`). The level covers the whole decision: if an update has no effect, it is the largest
+probability that any learner of an ensemble moves.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from torch import Tensor
 
-from specctl.adaptation.student import gained
+from specctl.adaptation.skewed_t_test import mean_gain_is_significant
 from specctl.training.example import Example
 
 Point = float | None
-"""A place on the way, by the share of it that lies behind; None = the weights that the stream began with."""
+"""A place on the descent, as the share of the way covered; None = the weights that the stream began with."""
 
 WHOLE, HALF, STAY, HOME = 1.0, 0.5, 0.0, None
 
 
 def split(examples: Sequence[Example], share: float) -> tuple[list[Example], list[Example]]:
-    """The texts to learn from now, and those that judge: the newest, which are likest to those that come; none of one
-    or two."""
+    """Split texts into (texts to learn from now, judges). The judges are the newest texts, which are most like the next
+    ones. With the default share, one or two texts have no judge."""
     ordered = sorted(examples, key=lambda example: example.index)
     count = len(ordered) - round(share * len(ordered))
     return ordered[:count], ordered[count:]
 
 
-def places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point, ...]:
-    """The place where each of N learners is best: on the way (all of it, or half), or home where that is better still.
+def best_places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point, ...]:
+    """The place that is best for each of N learners: on the way (all of it or half), or home if that is better still.
 
-    Half of the way is tested first, and all of it only where half is better. With a convex loss half is better wherever
-    all of it is, so this costs no power and leaves one test of the way instead of two. Likewise nobody goes where the
-    slowest learner would gain nothing: its step is the shortest of the same direction. So the way is tested once,
-    whatever N, and home, which is not alike for learners that have gone differently far, N times.
+    Half of the way is tested first, and all of it only if half is better. With a convex loss, half is better whenever
+    all of it is. So this costs no power and leaves one test of the way instead of two. Likewise no learner moves if the
+    slowest one would gain nothing, because its step is the shortest in the same direction. So the way is tested once
+    for all N learners. Home is tested N times, because the learners are at different distances from home.
 
     Args:
-        losses: of every text with every learner at a place [n, N], the slowest first; NaN for a text without weight.
-            Where none has weight, nothing is forbidden.
-        level: how often any learner is to move where no place is better than its own. Half of it is for the way, half
-            for home. A single text, which tells no chance from a gain, is believed.
+        losses: loss of every text with every learner at a place [n, N], the slowest learner first; NaN for a text
+            without weight. If no text has weight, all learners go the whole way.
+        level: probability that any learner moves if its present place is the best. Half of it is for the way, half for
+            home. A single text cannot tell chance from a gain, and is believed.
     """
     stay = losses(STAY)
     learners = stay.shape[1]
@@ -50,10 +50,10 @@ def places(losses: Callable[[Point], Tensor], level: float) -> tuple[Point, ...]
         return (WHOLE,) * learners
 
     def gains(place: Point, each: float) -> list[float]:
-        """The mean gain over the texts by learner; 0 where chance may have made it."""
+        """Mean gain over the texts, by learner; 0 if chance may explain it."""
         savings = (stay - losses(place))[known].T.numpy()
         mean = savings.mean(1)
-        better = mean > 0 if savings.shape[1] == 1 else gained(savings, each)
+        better = mean > 0 if savings.shape[1] == 1 else mean_gain_is_significant(savings, each)
         return np.where(better, mean, 0.0).tolist()
 
     best: list[tuple[float, Point]] = [(0.0, STAY)] * learners

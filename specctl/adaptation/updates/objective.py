@@ -1,4 +1,4 @@
-"""f: the loss of a module as a function of its trainable parameters, which are one vector here."""
+"""Loss f of a module as a function of its trainable parameters, flattened into one vector."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import linear
 
-from specctl.adaptation.ranks import ALONE, Group
+from specctl.adaptation.ranks import SINGLE_PROCESS, Group
 from specctl.drafters.feature.head import DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
 
 Run = Callable[[Any, Any], Sequence[Any]]
-"""(the module or its like, a batch) → (Σ loss, Σ weight, …), as `training.trainees.Trainee.loss`."""
+"""(the module or a stand-in, a batch) → (Σ loss, Σ weight, …), like `training.trainable.TrainableDrafter.loss`."""
 
 Prepare = Callable[[Any], Any]
-"""A batch ↦ the batch with what every learner and draft depth would otherwise make of it for itself."""
+"""A batch ↦ the batch with values that every learner and draft depth would otherwise compute again."""
 
 
 class Objective:
     """f(w; chunk) = Σ loss / Σ weight over the batches of a chunk, for parameters w [P] in fp32.
 
-    A vector keeps update rules to one line each, and a learner's state to a few tensors.
+    With vectors, an update rule is one line, and a learner's state a few tensors.
 
-    Several draft heads are stacked: one pass forward and backward over parameters [N, P]. Other modules take turns at
-    every batch: `torch.func.vmap` knows neither the masks of transformers' models (lm) nor layers that are run again
-    for the backward pass.
+    Several draft heads are stacked: one forward and backward pass over parameters [N, P]. Other modules take turns at
+    every batch, because `torch.func.vmap` supports neither the masks of transformers' models (lm) nor layers that are
+    run again for the backward pass.
 
-    On a CPU stacking gains little over turns (a tenth of the time for eagle and eagle3, nothing for hydra), as products
-    of large matrices that differ take their time either way. Three learners take 2.4 (eagle3) and 2.9 (hydra) times as
-    long as one (heads on the built-in target, one thread).
+    On a CPU stacking gains little over turns (a tenth of the time for eagle and eagle3, nothing for hydra), because
+    products of different large matrices take their time either way. Three learners take 2.4 (eagle3) and 2.9 (hydra)
+    times as long as one (heads on the built-in target, one thread).
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Objective:
         run: Run,
         seed: int = 0,
         prepare: Prepare = lambda batch: batch,
-        group: Group = ALONE,
+        group: Group = SINGLE_PROCESS,
     ):
         """
         Args:
             seed: of dropout and noise.
-            prepare: of every batch, once for all learners: `with_distributions`.
-            group: processes that have a share each of every batch, None where that is empty. Sums are over all of them.
-                Dropout masks are drawn for a share, and so other ones than for the whole batch.
+            prepare: applied to every batch, once for all learners: `with_distributions`.
+            group: processes that each have a share of every batch; a batch is None if the share is empty. Sums are over
+                all processes. Dropout masks are drawn per share, so they differ from the masks of the whole batch.
 
-        Raises RecipeError for a module without trainable parameters.
+        Raises RecipeError if the module has no trainable parameters.
         """
         self.module, self._run, self.prepare, self._group = module, run, prepare, group
         self._seed = seed_of(seed, group.rank) if group.rank else seed
@@ -61,23 +61,23 @@ class Objective:
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
-                "this drafter has no trainable weights", "use --algo static, or a drafter of another family"
+                "this drafter has no trainable weights", "use --algo static, or a drafter from another family"
             )
 
     def start(self) -> Tensor:
-        """The module's parameters at present [P]."""
+        """[P] the module's present parameters."""
         parameters = dict(self.module.named_parameters())
         return torch.cat([parameters[name].detach().reshape(-1).float() for name in self._shapes])
 
     def parameters(self, w: Tensor) -> dict[str, Tensor]:
-        """The parameters that w [P] or [N, P] stands for, by name: views of it."""
+        """Parameters by name, as views of w [P] or [N, P]."""
         parts = w.split([shape.numel() for shape in self._shapes.values()], -1)
         return {
             name: part.unflatten(-1, shape) for part, (name, shape) in zip(parts, self._shapes.items(), strict=True)
         }
 
     def state(self, w: Tensor) -> dict[str, Tensor]:
-        """The module's state dict with the parameters w [P]; a tied weight has several names there, and one in w."""
+        """The module's state dict with the parameters w [P]. A tied weight has several names, but one place in w."""
         parameters = self.parameters(w)
         names = {parameter: name for name, parameter in self.module.named_parameters()}
         every = self.module.named_parameters(remove_duplicate=False)
@@ -85,15 +85,15 @@ class Objective:
         return self.module.state_dict() | aliases
 
     def gradients(self, vectors: Sequence[Tensor], batch: Any, draw: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """`gradient` at every w [P], of a batch that is prepared; dropout masks are the same for all."""
+        """`gradient` at every w [P] on a prepared batch; the dropout masks are the same for all."""
         if len(vectors) > 1 and self.stacks:
             return list(zip(*self.gradient(torch.stack(tuple(vectors)), batch, draw), strict=True))
         return [self.gradient(w, batch, draw) for w in vectors]
 
     def gradient(self, w: Tensor, batch: Any, draw: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(Σ loss, Σ weight, gradient of the first [P]) of one batch, in training mode; each [N, …] for w [N, P].
+        """(Σ loss, Σ weight, gradient of Σ loss [P]) of one batch, in training mode; each [N, …] for w [N, P].
 
-        `draw` numbers the dropout masks: a function of it and the seed, so that resuming needs no generator's state.
+        `draw` numbers the dropout masks. They depend only on `draw` and the seed, so a resumed run draws the same.
         """
         if batch is None:
             nothing = w.new_zeros(2, *w.shape[:-1])
@@ -109,12 +109,12 @@ class Objective:
         return self._over_group(total.detach(), weight.detach(), gradient)
 
     def _over_group(self, total: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight = weight.to(total).contiguous()  # vmap spreads one number over members that have the same weight
+        weight = weight.to(total).contiguous()  # vmap expands a weight that all members share
         return self._group.sum(total), self._group.sum(weight), self._group.sum(gradient)
 
     @torch.no_grad()
     def losses(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
-        """f [N] fp64 of every w, on the CPU, without dropout; NaN where no row of the chunk has weight."""
+        """f [N] in fp64 at every w, on the CPU, without dropout; NaN if no row of the chunk has weight."""
         sums = torch.zeros(2, len(vectors), dtype=torch.float64)
         self.module.eval()
         stacked = len(vectors) > 1 and self.stacks
@@ -128,7 +128,7 @@ class Objective:
         return sums[0] / sums[1]
 
     def _sums(self, parameters: dict[str, Tensor], batch: Any, stacked: bool) -> tuple[Tensor, Tensor]:
-        """(Σ loss, Σ weight) of a batch with other parameters than the module's own, [N] each where those are."""
+        """(Σ loss, Σ weight) of a batch with these parameters in place of the module's; [N] each if `stacked`."""
 
         def sums(parameters: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             def forward(*args: Any, **options: Any) -> Any:
@@ -141,11 +141,11 @@ class Objective:
 
 
 def seed_of(seed: int, draw: int) -> int:
-    """A seed for the draw of this number. A sum would not do: torch's generator on a CPU reads the lowest 32 bits."""
+    """A seed for the draw with this number. A sum would not do: torch's generator on a CPU reads the lowest 32 bits."""
     return int(np.random.SeedSequence((seed, draw)).generate_state(1)[0])
 
 
 def with_distributions(batch: SlotBatch, target_head: Tensor, squash: Squash) -> SlotBatch:
-    """The batch with the target's distributions: made once for all learners and draft depths."""
+    """Add the target's distributions to a batch, once for all learners and draft depths."""
     logits = squash(linear(batch.teacher.to(target_head.dtype), target_head).float())
     return replace(batch, distributions=logits.softmax(-1).to(target_head.dtype))

@@ -1,4 +1,4 @@
-"""The learners of `specctl online` by name: a chunk of verified text in, weights to draft with out."""
+"""Registry of the learners of `specctl online`, by name: a chunk of verified text in, weights to draft with out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from specctl.adaptation.updates.ensemble import Ensemble, EnsemblePlay, UpdateOutcome
-from specctl.adaptation.updates.member import Member
+from specctl.adaptation.updates.ensemble_member import EnsembleMember
 from specctl.adaptation.updates.objective import Objective
 from specctl.recipe.learner import Algo, LearnerRecipe
 
 
 class Learner(Protocol):
-    """`play` before a chunk is decoded, `learn` after it; `state` between chunks is all there is to keep."""
+    """Protocol of a learner: `play` before a chunk is decoded, `learn` after it; `state` is complete between chunks."""
 
     @property
     def rates(self) -> tuple[float, ...]:
@@ -26,10 +26,10 @@ class Learner(Protocol):
         ...
 
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
-        """Learn from what was decoded: the batches of a chunk, iterable again for every epoch. Texts that are `held`
-        out, a batch each, judge what came of that.
+        """Learn from a decoded chunk: its batches, which can be iterated once per epoch. `held` are held-out texts, a
+        batch each, that judge the result.
 
-        A loss or gradient that is not finite is no exception but an outcome: `refused`, nothing learnt.
+        A loss or gradient that is not finite raises no exception. The outcome is `refused`, and nothing is learnt.
         """
         ...
 
@@ -38,16 +38,16 @@ class Learner(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """All that was learnt. Tensors are not changed later: a state can be kept, and restored, as it is."""
+        """Everything learnt. The tensors are not changed later, so a state can be kept without a copy."""
         ...
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Go on from a `state()`. CheckpointError where it is that of another learner."""
+        """Restore a `state()`. Raises CheckpointError if it belongs to another learner."""
         ...
 
 
 class Static:
-    """`static`: the drafter as it was."""
+    """`static`: the drafter never changes."""
 
     rates: tuple[float, ...] = ()
 
@@ -71,10 +71,10 @@ class Static:
 
 
 def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor, seed: int = 0) -> Learner:
-    """The learner `options.algo`, which starts from the weights `start` [P].
+    """Build the learner `options.algo`, starting from the weights `start` [P].
 
     Args:
-        options: resolved.
+        options: a recipe with the family's constants filled in (`resolved`).
         seed: of the draws of `combine: sample`.
     """
     algo = options.algo
@@ -85,11 +85,11 @@ def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor, se
     optimizer = "momentum" if algo == "momentum" else options.optimizer
     eta = options.lr * (1 - options.momentum) if algo == "momentum" and options.matched else options.lr
     rates = [eta * options.spacing**place for place in range(options.members if several else 1)]
-    members = [Member(start, options, rate, optimizer, hint) for rate in rates]
+    members = [EnsembleMember(start, options, rate, optimizer, hint) for rate in rates]
     return Ensemble(objective, members, options, hint, seed)
 
 
 def feedback(algo: Algo) -> Literal["all", "rejected"]:
-    """Positions that an algorithm learns from: all that were committed; of osd (Liu et al. 2023, arXiv 2310.07177) only
-    those where a draft was rejected."""
+    """Positions that an algorithm learns from: all committed ones, or, with osd (Liu et al. 2023, arXiv 2310.07177),
+    only the positions at which a draft was rejected."""
     return "rejected" if algo == "osd" else "all"

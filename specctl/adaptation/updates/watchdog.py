@@ -1,4 +1,4 @@
-"""An update that does harm is taken back."""
+"""Watchdog that takes back an update if it lowers acceptance."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from specctl.adaptation.student import as_normal
+from specctl.adaptation.skewed_t_test import normal_equivalent
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.objective import Objective
 from specctl.adaptation.updates.registry import Learner
 from specctl.recipe.learner import LearnerRecipe
-from specctl.training.checkpoint import prefixed, under
+from specctl.training.checkpoint import add_prefix, strip_prefix
 
-Z = 3.0  # standard errors by which acceptance must have fallen: chance does that in one update of 250 or more
+Z = 3.0  # standard errors by which acceptance must fall: chance does so in at most one update of 250
 
-BLAME = 0.5  # share of a rise of the loss that an update must be to blame for
+MIN_BLAME = 0.5  # share of a rise of the loss that the update must have caused
 
 Ruling = Literal["keep", "drift", "rollback"]
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Acceptance in a chunk: of each text the draft tokens accepted, and the positions verified (with rejections)."""
+    """Acceptance in a chunk: accepted draft tokens and verified positions (rejections included) of each text."""
 
     texts: tuple[tuple[int, int], ...] = ()
 
@@ -45,7 +45,7 @@ class Acceptance:
 
     @property
     def length(self) -> float:
-        """Tokens of a round with the target's own, if no draft was too short; 1 where nothing was verified."""
+        """Tokens per round, bonus token included, if no draft was too short; 1 if nothing was verified."""
         return self.verified / max(self.verified - self.accepted, 1) if self.verified else 1.0
 
     @property
@@ -54,16 +54,17 @@ class Acceptance:
 
     @property
     def variance(self) -> float:
-        """Variance of the rate as a ratio of sums over two texts or more (Cochran 1977, §6.3): tokens of a text are
-        alike."""
+        """Variance of the rate as a ratio of sums over two or more texts (Cochran 1977, §6.3), because the tokens of
+        one text are alike."""
         n, r = len(self.texts), self.rate
         between = sum((accepted - r * verified) ** 2 for accepted, verified in self.texts)
         return between * n / (n - 1) / self.verified**2
 
 
 def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
-    """Whether acceptance fell by more than the share `tolerance`, and by more than chance: by `Z` standard errors of
-    independent tokens, and by as many of texts whose tokens are alike, as Student's t. A single text says nothing."""
+    """Whether acceptance fell by more than the share `tolerance`, and by more than chance. The fall must exceed `Z`
+    standard errors twice: as if tokens were independent, and by Student's t for texts with correlated tokens. A single
+    text on either side says nothing."""
     fall = before.rate - after.rate
     if min(len(before.texts), len(after.texts)) < 2 or fall <= tolerance * before.rate:
         return False
@@ -71,28 +72,29 @@ def fell(before: Acceptance, after: Acceptance, tolerance: float) -> bool:
     if fall <= Z * math.sqrt(pooled * (1 - pooled) * (1 / before.verified + 1 / after.verified)):
         return False
     between = before.variance + after.variance
-    return not between or as_normal(fall / math.sqrt(between), len(before.texts) + len(after.texts) - 2) > Z
+    return not between or normal_equivalent(fall / math.sqrt(between), len(before.texts) + len(after.texts) - 2) > Z
 
 
 class Watchdog:
-    """Judges every update by the chunk that was decoded after it, before the next one is made.
+    """Judges every update by the chunk that was decoded after it, before the next update is made.
 
-    A stream that turns to another domain lowers acceptance as a bad update does. So a fall alone is a suspicion; it is
-    confirmed where the update is to blame for at least half of it: of the rise of the loss from the chunk before to the
-    one that was just decoded, that much would not have been with the weights from before the update. (That these are
-    a little better is no proof: the last step in the old domain was one away from the new one.)
+    A stream that turns to another domain lowers acceptance just as a bad update does. So a fall alone is a suspicion.
+    It is confirmed if the update caused more than half of it: more than half of the rise of the loss, from the previous
+    chunk to this one, would not have occurred with the weights from before the update. (That the old weights are a
+    little better is no proof: the last step in the old domain was a step away from the new one.)
 
-    Those weights are kept until then, and are part of this object's state.
+    The old weights are kept until then, and are part of this object's state.
 
-    Where learning is in vain it rests, twice as long every time, until acceptance falls below all that was seen since.
+    After updates in vain, learning rests, each time twice as long, until acceptance falls below the lowest value seen
+    since then.
     """
 
     def __init__(self, options: LearnerRecipe):
         self._options = options
-        self._before = Acceptance()  # of the last chunk that was decoded with weights that stayed
-        self._kept: dict[str, Tensor] = {}
-        self._loss = math.nan  # of the last chunk, before anything was learnt from it
-        self._vain = self._rest = 0  # chunks in a row that were learnt from in vain; chunks still to rest
+        self._before = Acceptance()  # in the last chunk that was decoded with weights that stayed
+        self._before_update: dict[str, Tensor] = {}
+        self._loss = math.nan  # of the last chunk, before the update on it
+        self._vain = self._rest = 0  # chunks in a row that were learnt from in vain; chunks still to skip
 
     def learn(
         self,
@@ -102,115 +104,116 @@ class Watchdog:
         acceptance: Acceptance,
         held: Sequence[Any] = (),
         *,
-        short: bool = False,
+        no_time: bool = False,
     ) -> tuple[Ruling, UpdateOutcome]:
-        """Rule on the last update by a chunk decoded with this acceptance, take it back if it did harm, and learn from
-        the chunk. Rates shrink by `backoff` where an update was taken back, or refused by all members.
+        """Rule on the last update by a chunk decoded with this acceptance, take the update back if it did harm, and
+        learn from the chunk. Rates shrink by `backoff` if an update is taken back, or refused by all members.
 
-        A chunk that is refused is tried with the weights from before the last update, too: where that goes well, these
-        were beyond recovery, whatever acceptance says. (A drafter that was never right cannot fall.) `held` are the
-        texts of the chunk, a batch each, by which the new update has to prove itself at once. `short` of time, nothing
-        is learnt, and the last update only taken back where it did harm.
+        If the learner refuses the chunk, it tries again with the weights from before the last update. If that works,
+        the present weights were beyond recovery, and the ruling is a rollback, whether acceptance fell or not. (A
+        drafter that was never right cannot fall.) `held` are held-out texts of the chunk, a batch each, by which the
+        new update is tested at once. If `no_time` of time, nothing is learnt, and the last update is only taken back if
+        it did harm.
         """
-        if self.rests(acceptance, short=short):
-            self._sleep(acceptance)
+        if self.rests(acceptance, short=no_time):
+            self._skip_chunk(acceptance)
             return "keep", UpdateOutcome("rested")
         whole = [*chunk, *held]
         ruling = self.judge(acceptance, lambda kept: _compared(learner, objective, whole, kept))
-        if short:
+        if no_time:
             if ruling == "rollback":
-                self._back(learner)
-            self._sleep(acceptance)
+                self._roll_back(learner)
+            self._skip_chunk(acceptance)
             return ruling, UpdateOutcome("rested")
         now = learner.state()
         if ruling == "rollback":
-            outcome = self._again(learner, chunk, held)
+            outcome = self._retry_from_kept(learner, chunk, held)
         else:
-            outcome, rescued = self._onwards(learner, now, chunk, held)
+            outcome, rescued = self._learn_or_retry(learner, now, chunk, held)
             ruling = "rollback" if rescued else ruling
         if ruling != "rollback":
-            self._before, self._kept = acceptance, now if self._options.rollback else {}
-        self._vain = self._vain + 1 if outcome.vain else 0
+            self._before, self._before_update = acceptance, now if self._options.rollback else {}
+        self._vain = self._vain + 1 if outcome.no_improvement else 0
         self._rest = min(2**self._vain - 1, self._options.rest)
         self._loss = math.nan if outcome.loss is None else outcome.loss
         if outcome.status == "refused":
             learner.slow(self._options.backoff)
         return ruling, outcome
 
-    def fallen(self, acceptance: Acceptance) -> bool:
-        """Whether acceptance is below what it was."""
+    def acceptance_fell(self, acceptance: Acceptance) -> bool:
+        """Whether acceptance has fallen since the last update."""
         return fell(self._before, acceptance, self._options.tolerance)
 
     def rests(self, acceptance: Acceptance, *, short: bool) -> bool:
-        """Whether `learn` would not look at the chunk."""
-        if self.fallen(acceptance):
-            return short and not self._kept
+        """Whether `learn` would skip the chunk."""
+        if self.acceptance_fell(acceptance):
+            return short and not self._before_update
         return short or self._rest > 0
 
-    def _sleep(self, acceptance: Acceptance) -> None:
-        """Rest for a chunk: what may fall is the least acceptance seen meanwhile."""
+    def _skip_chunk(self, acceptance: Acceptance) -> None:
+        """Skip a chunk. From now on a fall is measured from the lowest acceptance seen meanwhile."""
         self._rest = max(self._rest - 1, 0)
         known = [one for one in (self._before, acceptance) if one.verified]  # without drafts there is no rate
         self._before = min(known, key=lambda one: one.rate, default=acceptance)
 
-    def _onwards(
+    def _learn_or_retry(
         self, learner: Learner, now: dict[str, Tensor], chunk: Sequence[Any], held: Sequence[Any]
     ) -> tuple[UpdateOutcome, bool]:
-        """Learn from the chunk in the present state `now`, or, where that is refused, with the weights from before the
-        last update: the outcome, and whether the latter has helped."""
+        """Learn from the chunk in the present state `now`; if that is refused, with the weights from before the last
+        update. Returns the outcome, and whether the second try has helped."""
         outcome = learner.learn(chunk, held)
-        if outcome.status != "refused" or not self._kept or not math.isfinite(self._loss):
+        if outcome.status != "refused" or not self._before_update or not math.isfinite(self._loss):
             return outcome, False
-        again = self._again(learner, chunk, held)
+        again = self._retry_from_kept(learner, chunk, held)
         if again.status == "refused":
             learner.restore(now)
             return outcome, False
         return again, True
 
-    def _again(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> UpdateOutcome:
+    def _retry_from_kept(self, learner: Learner, chunk: Sequence[Any], held: Sequence[Any]) -> UpdateOutcome:
         """Learn from the chunk with the weights from before the last update, more slowly."""
-        self._back(learner)
+        self._roll_back(learner)
         return learner.learn(chunk, held)
 
-    def _back(self, learner: Learner) -> None:
+    def _roll_back(self, learner: Learner) -> None:
         """Take the last update back."""
-        learner.restore(self._kept)
+        learner.restore(self._before_update)
         learner.slow(self._options.backoff)
-        self._kept = learner.state()
+        self._before_update = learner.state()
 
     def judge(self, acceptance: Acceptance, losses: Callable[[dict[str, Tensor]], tuple[float, float]]) -> Ruling:
-        """keep; drift, the update stays and the stream has changed; or rollback.
+        """Rule on the last update: keep; drift, if the update stays and the stream has changed; or rollback.
 
         Args:
-            losses: mean loss of the chunk under (a state from before, the present one), asked for on suspicion only.
+            losses: mean loss of the chunk under (a state from before, the present one), computed on suspicion only.
         """
-        if not self._options.rollback or not self._kept:
+        if not self._options.rollback or not self._before_update:
             return "keep"
-        if not self.fallen(acceptance):
+        if not self.acceptance_fell(acceptance):
             return "keep"
-        old, new = losses(self._kept)
+        old, new = losses(self._before_update)
         blame, rise = new - old, new - self._loss
-        harmless = blame <= 0 or (math.isfinite(rise) and blame <= BLAME * rise)
+        harmless = blame <= 0 or (math.isfinite(rise) and blame <= MIN_BLAME * rise)
         return "drift" if math.isfinite(new) and harmless else "rollback"
 
     def state(self) -> dict[str, Tensor]:
-        """All that the next ruling needs, as tensors."""
+        """Tensors that the next ruling needs."""
         before = torch.tensor(self._before.texts, dtype=torch.int64)
         numbers = {"texts": before, "loss": torch.tensor(self._loss).double()}
         numbers["rest"] = torch.tensor([self._vain, self._rest])
-        return numbers | prefixed("kept.", self._kept)
+        return numbers | add_prefix("kept.", self._before_update)
 
     def restore(self, state: dict[str, Tensor]) -> None:
         self._before = Acceptance.of(state["texts"].tolist())
         self._loss = float(state["loss"])
         self._vain, self._rest = state["rest"].tolist()
-        self._kept = under("kept.", state)
+        self._before_update = strip_prefix("kept.", state)
 
 
 def _compared(
     learner: Learner, objective: Objective, chunk: Iterable[Any], kept: dict[str, Tensor]
 ) -> tuple[float, float]:
-    """Mean loss of the chunk under what the learner played in the state `kept`, and under what it plays now."""
+    """Mean loss of the chunk with the weights played in the state `kept`, and with the present ones."""
     now, new = learner.state(), learner.play()
     learner.restore(kept)
     old = learner.play()

@@ -1,1 +1,1 @@
-"""Rounds that run on a GPU without the host."""
+"""Decoding rounds that run on the device without waiting for the host, and their CUDA graphs."""

@@ -1,4 +1,5 @@
-"""CUDA graphs of whole rounds: captured once a shape has come up a few times, compared, then replayed."""
+"""CUDA graphs of whole decoding rounds: captured after a shape has come up a few times, checked against a plain run,
+then replayed."""
 
 from __future__ import annotations
 
@@ -12,41 +13,43 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WARM_UP = 3  # rounds of a span before its graph: they settle what is made lazily, and a short text needs no graph
-STEP = 256  # least difference of two spans
-ATTEMPTS = 3  # shapes that may fail on a device until it is taken for one that has no graphs
+WARM_UP = 3  # plain rounds of a span before its capture: they do lazy initialization, and a short text needs no graph
+STEP = 256  # smallest difference of two spans
+ATTEMPTS = 3  # failed shapes before a device counts as unable to run graphs
 Shape = tuple[str, int]
-"""The rounds of a kind of drafter, for a batch of this size."""
+"""Kind of drafter and batch size of a round."""
 _refused: set[tuple[torch.device, Shape]] = set()
 
 
-def available(device: torch.device, shape: Shape) -> bool:
-    """A GPU on which no graph of such rounds has failed in this process, nor those of several others."""
+def may_capture(device: torch.device, shape: Shape) -> bool:
+    """Whether to capture such rounds: on a GPU where in this process neither a graph of this shape nor graphs of
+    several others have failed."""
     failed = [other for where, other in _refused if where == device]
     return device.type == "cuda" and shape not in failed and len(failed) < ATTEMPTS
 
 
 def refuse(device: torch.device, shape: Shape) -> None:
-    """Capture no such rounds on `device` any more: memory may have been too short for this shape alone."""
+    """Stop capturing such rounds on `device`. Other shapes may still work: memory may have been too short for this one
+    only."""
     _refused.add((device, shape))
 
 
 def span_for(needed: int, capacity: int) -> int:
-    """Cache slots that a round reads which needs so many: of few sizes, since each has a graph of its own, and at most
-    a quarter more than needed once there are many."""
+    """Round `needed` cache slots up to the span of a round. Spans take few values, since each has a separate graph. For
+    long texts a span is at most a quarter longer than needed."""
     step = max(STEP, 1 << max(needed.bit_length() - 3, 0))
     return min(-(-needed // step) * step, capacity)
 
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """The stream of a device to warm up and capture on; None where there are none. One for all that is captured: cuBLAS
-    keeps a workspace for every stream."""
+    """The stream of a device for warm-up and capture, or None on a CPU. All captures share one stream, as cuBLAS keeps
+    a workspace per stream."""
     return torch.cuda.Stream(device) if device.type == "cuda" else None
 
 
-def aside(run: Callable[[], object], side: torch.cuda.Stream | None) -> None:
-    """Run on the stream that will capture: what a library keeps for each stream is then made outside of a capture."""
+def run_on_side_stream(run: Callable[[], object], side: torch.cuda.Stream | None) -> None:
+    """Run on the capture stream. Libraries then allocate their per-stream state before the capture."""
     if side is None:
         run()
         return
@@ -58,8 +61,8 @@ def aside(run: Callable[[], object], side: torch.cuda.Stream | None) -> None:
 
 
 def capture(run: Callable[[], object], side: torch.cuda.Stream | None, pool: Any = None) -> Any:
-    """A graph of what `run` launches, which is not executed; its memory comes from `pool`, that of an earlier graph
-    captured on the same stream."""
+    """Capture the launches of `run` as a graph, without executing them. Its memory comes from `pool`, the pool of an
+    earlier graph captured on the same stream."""
     assert side is not None
     graph = torch.cuda.CUDAGraph()
     options: Any = dict(pool=pool, stream=side, capture_error_mode="thread_local")
@@ -69,20 +72,20 @@ def capture(run: Callable[[], object], side: torch.cuda.Stream | None, pool: Any
 
 
 def replay_of(run: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """A function that replays what `run` launches. Raises whatever capturing raises."""
+    """A function that replays the launches of `run`. Raises any error of the capture."""
     side = side_stream(device)
-    aside(run, side)
+    run_on_side_stream(run, side)
     return capture(run, side).replay
 
 
 class Graphs:
-    """Plays rounds of a batch, functions of a span that read and write tensors which keep their places.
+    """Plays rounds of a batch: functions of a span that read and write tensors at fixed addresses.
 
-    Rounds depend on nothing that they change but `carried`: with those restored, a round can be run again. `answer` is
-    what a round says; `began`: when the last one did, without the capture that may have come before it.
+    Of the tensors that a round changes, only `carried` influence it: with these restored, it can be run again. `answer`
+    is the output of a round. `began` is the start of the last round; a capture before it does not count.
     """
 
-    began: Moment
+    began: DeviceTime
 
     def __init__(self, carried: list[Tensor], answer: Tensor):
         self.carried, self.answer = carried, answer
@@ -91,11 +94,11 @@ class Graphs:
         self.side, self.pool = side_stream(answer.device), None
 
     def play(self, run: Callable[[int], None], span: int) -> bool:
-        """One round, `run(span)`; whether it was the replay of a graph.
+        """Play one round, `run(span)`. Returns whether it was the replay of a graph.
 
-        RuntimeError where a graph says something else than the round itself; besides whatever capturing raises.
+        RuntimeError if a graph's answer differs from the plain round's. Errors of the capture are raised, too.
         """
-        self.began = Moment(self.answer.device)
+        self.began = DeviceTime(self.answer.device)
         if span in self.graphs:
             self.graphs[span].replay()
         elif self.seen[span] < WARM_UP:
@@ -106,24 +109,24 @@ class Graphs:
         return span in self.graphs
 
     def _captured(self, run: Callable[[], None]) -> Any:
-        """The graph of a round, played once; before it the round itself, for comparison."""
+        """Capture a round and replay it once, after a plain run for comparison."""
         before = [tensor.clone() for tensor in self.carried]
-        aside(run, self.side)
+        run_on_side_stream(run, self.side)
         expected = self.answer.clone()
         for tensor, value in zip(self.carried, before, strict=True):
             tensor.copy_(value)
-        self.answer.fill_(-1)  # a graph that does nothing must not find the answer there
+        self.answer.fill_(-1)  # so that a graph that does nothing leaves no valid answer behind
         graph = capture(run, self.side, self.pool)
-        self.began = Moment(self.answer.device)
+        self.began = DeviceTime(self.answer.device)
         graph.replay()
         if not torch.equal(self.answer, expected):
-            raise RuntimeError("the graph of a round commits other tokens than the round itself")
+            raise RuntimeError("the CUDA graph of a round commits different tokens from the round without a graph")
         self.pool = graph.pool()
         return graph
 
 
-class Moment:
-    """A point in the work that a device was given; on a CPU, which works at once, a point in time."""
+class DeviceTime:
+    """A point in the queue of work on a device. A CPU works synchronously, so there it is a point in time."""
 
     def __init__(self, device: torch.device):
         self.event: torch.cuda.Event | None = None
@@ -133,32 +136,32 @@ class Moment:
             self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Wait until the device has come so far."""
+        """Wait until the device has reached this point."""
         if self.event is not None:
             self.event.synchronize()
 
-    def since(self, earlier: Moment) -> float:
-        """Seconds of work from another moment on; the device has passed both. Time in which it had nothing to do before
-        the first of it is not counted, time between two launches is."""
+    def since(self, earlier: DeviceTime) -> float:
+        """Seconds of device work since `earlier`. The device must have passed both points. Idle time before the first
+        launch does not count; idle time between launches does."""
         if self.event is None or earlier.event is None:
             return self.at - earlier.at
         return earlier.event.elapsed_time(self.event) / 1000
 
 
 class Readback:
-    """A small tensor on its way to the host, and the work from `began` until it was copied."""
+    """Asynchronous copy of a small tensor to the host, and the time of the work from `began` to the end of the copy."""
 
-    def __init__(self, tensor: Tensor, began: Moment):
+    def __init__(self, tensor: Tensor, began: DeviceTime):
         self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         self.copy.copy_(tensor, non_blocking=True)
-        self.began, self.ended = began, Moment(tensor.device)
+        self.began, self.ended = began, DeviceTime(tensor.device)
 
     def tolist(self) -> list[list[int]]:
-        """Waits until it is there."""
+        """The tensor as a list, after waiting for the copy."""
         self.ended.wait()
         return self.copy.tolist()
 
     @property
     def seconds(self) -> float:
-        """Seconds of that work, once it is there."""
+        """Seconds from `began` to the end of the copy, which must have been waited for."""
         return self.ended.since(self.began)

@@ -1,8 +1,9 @@
-"""A round of the decoding loop that runs on the device alone: draft, target step, rule and commit without the host.
+"""Decoding rounds that run entirely on the device: draft, target step, acceptance rule and commit without the host.
 
-Every shape is fixed and nothing is read back, so that a CUDA graph can replay a whole round (graphs.py). The host
-launches round r + 1 before it reads what round r committed: it learns of a finished text one round late, in which that
-text commits nothing more. Texts change places, and drafters take turns, only when no round is under way.
+All shapes are fixed and nothing is read back, so a CUDA graph can replay a whole round (graphs.py). The host launches
+round r + 1 before it reads the tokens of round r. It therefore learns one round late that a sequence has finished, and
+in that extra round the sequence commits nothing. Sequences change slots, and drafters take turns, only while no round
+is pending.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
-from specctl.decoding.device.resident import Resident, Said, ancestors, bookings, widest_ends
+from specctl.decoding.device.device_batch import DeviceBatch, TargetOutput, ancestors, parse_record, widest_ends
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.plan import plan_at
 from specctl.decoding.protocols import Controller, DeviceDraft, OnCommit, OnDevice, Proposer
-from specctl.decoding.records import PADDING, Counts, DraftTree, HeardRound
+from specctl.decoding.records import PADDING, Counts, DeviceRoundResult, DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.verify import judge, last_rows, not_finite, usable
+from specctl.decoding.verify import finite_rows, judge, last_rows, not_finite
 
 
 def device_rounds(
@@ -36,44 +37,46 @@ def device_rounds(
     controller: Controller | None = None,
     on_commit: OnCommit | None = None,
 ) -> DeviceRounds | None:
-    """Rounds on the device where they are of use: on a GPU, for the lean step and a drafter that knows how.
+    """Set up device rounds if they are useful here: on a GPU, with the lean model and a drafter that supports them.
+    Otherwise returns None.
 
-    `budget`: draft nodes of a sequence; it may change only with the size of the batch, as all shapes do. `controller`
-    hears of every round, and `on_commit` is told, when the host has read what the round committed.
+    `budget` returns the draft nodes per sequence. It may change only with the batch size, like all shapes. `controller`
+    and `on_commit` are told of every round once the host has read its tokens.
 
-    The environment variable SPECCTL_GRAPHS: `0` leaves every round to the host; `eager` runs the device's rounds
-    without graphs, on any device.
+    The environment variable SPECCTL_GRAPHS: `0` runs every round from the host; `eager` runs device rounds without
+    graphs, on any device.
     """
     mode = os.environ.get("SPECCTL_GRAPHS", "1")
     if mode == "0" or target.path != "lean" or state.exact_rows:
         return None
-    if state.catch_up != RECOMPUTE:  # the masks of plan_at know of no slots that were skipped
+    if state.catch_up != RECOMPUTE:  # the masks of `plan_at` do not support skipped slots
         return None
     rounds = DeviceRounds(target, state, drafter, budget, mode != "eager", controller, on_commit)
-    return rounds if rounds.able(drafter) else None
+    return rounds if rounds.supports(drafter) else None
 
 
 def shape_of(drafter: Proposer, batch: int) -> graphs.Shape:
-    """A kind of rounds, by the batch that they begin with: what may be too much for a device."""
+    """Shape of a drafter's rounds (kind, initial batch size), for which graphs may be refused on a device."""
     return getattr(drafter, "kind", type(drafter).__name__), batch
 
 
 @dataclass
 class Track:
-    """The tensors and graphs that rounds of one drafter are made of; `sequences` are those of all."""
+    """Tensors and graphs for the rounds of one drafter. `sequences` shares its tensors with the other tracks."""
 
     draft: DeviceDraft
-    sequences: Resident
+    sequences: DeviceBatch
     graphs: graphs.Graphs
 
 
 class DeviceRounds:
-    """Runs rounds ahead of the host's `state`, and keeps that up to date.
+    """Runs rounds ahead of the host's `state`, and keeps this state up to date.
 
-    One drafter at a time; what each has made stays for its next turn, and all share the state's cache and features.
+    One drafter plays at a time. The tensors and graphs of each are kept for its next turn. All share the state's cache
+    and features.
 
     Attributes:
-        playing: whose rounds are, or were last, under way.
+        active_drafter: the drafter of the pending or last rounds.
     """
 
     def __init__(
@@ -88,172 +91,174 @@ class DeviceRounds:
     ):
         self.target, self.state, self.budget, self.capture = target, state, budget, capture
         self.controller, self.on_commit = controller, on_commit
-        self.playing, self.batch = drafter, state.batch
+        self.active_drafter, self.batch = drafter, state.batch
         self.tracks: dict[Proposer, Track] = {}
-        self.refused: set[Proposer] = set()  # drafters whose rounds are the host's
-        self.resident: Resident | None = None
-        self.store: Tensor | None = None  # the cache's, for which all was made
+        self.refused: set[Proposer] = set()  # drafters with rounds that must run on the host
+        self.device_batch: DeviceBatch | None = None
+        self.store: Tensor | None = None  # the cache tensor that everything was built for
         self.loaded = False
-        self.current = False  # the device knows all that the host does
-        self.under_way: deque[graphs.Readback] = deque()
+        self.in_sync = False  # the device knows everything that the host knows
+        self.pending: deque[graphs.Readback] = deque()
 
     @property
     def draft(self) -> DeviceDraft:
-        """The part of the drafter that is playing, whose the next two are, too."""
-        return self.tracks[self.playing].draft
+        """Device-side draft of the active drafter (see also `sequences` and `graphs`)."""
+        return self.tracks[self.active_drafter].draft
 
     @property
-    def sequences(self) -> Resident:
-        return self.tracks[self.playing].sequences
+    def sequences(self) -> DeviceBatch:
+        return self.tracks[self.active_drafter].sequences
 
     @property
     def graphs(self) -> graphs.Graphs:
-        return self.tracks[self.playing].graphs
+        return self.tracks[self.active_drafter].graphs
 
-    def able(self, drafter: Proposer) -> bool:
-        """Whether rounds of `drafter` can run here; those of others may all the same."""
+    def supports(self, drafter: Proposer) -> bool:
+        """Whether rounds of this drafter can run here. Rounds of another drafter may, even if these cannot."""
         if drafter in self.refused:
             return False
         if drafter not in self.tracks:
-            wanted = not self.capture or graphs.available(self.state.device, shape_of(drafter, self.batch))
+            wanted = not self.capture or graphs.may_capture(self.state.device, shape_of(drafter, self.batch))
             if not wanted or self._draft_of(drafter) is None:
                 self.refused.add(drafter)
         return drafter not in self.refused
 
     def _draft_of(self, drafter: Proposer) -> DeviceDraft | None:
-        """The drafter's part of the rounds of a batch; None where it has none, or needs more slots than there are
-        behind a text."""
+        """The drafter's device part for this batch, or None if there is none or it needs more than the spare slots
+        after a text."""
         if not isinstance(drafter, OnDevice):
             return None
         draft = drafter.on_device(self.state, self.budget(drafter))
         return None if draft is None or draft.reach > self.state.spare else draft
 
     def advance(self, drafter: Proposer) -> bool:
-        """Launch a round of `drafter` and book the one before. False where that cannot be: nothing is under way then,
-        and this round is the host's, if a text is left. Where a text has finished, no round is under way afterwards and
-        the host may change the batch.
-        """
-        if self.state.draws.penalised or not self.able(drafter):
-            self.settle()
+        """Launch a round of `drafter` and book the previous round. Returns False if that is impossible: then no round
+        is pending, and the host must run this round if a sequence is left. When a sequence has finished, no round is
+        pending afterwards, so that the host may change the batch."""
+        if self.state.draws.penalised or not self.supports(drafter):
+            self.drain()
             return False
         live = len(self.state.live)
-        if self.loaded and drafter is not self.playing:
+        if self.loaded and drafter is not self.active_drafter:
             self._hand_back()
             if not self.state.unfinished:
-                self.settle()
+                self.drain()
                 return False
         try:
             if not self.loaded:
-                self.playing = drafter
+                self.active_drafter = drafter
                 if self.controller is not None:
-                    self.controller.ready(self.state)
+                    self.controller.prepare_round(self.state)
                 if not self.load():
                     self.refused.add(drafter)
                     return False
             self._launch()
-        except Exception as error:  # whatever a driver raises: the host's rounds need nothing of this one
+        except Exception as error:  # a driver may raise anything; the host's rounds do not depend on this one
             if not self.capture:
                 raise
             self._give_up(error)
             return False
-        if len(self.under_way) > 1:
+        if len(self.pending) > 1:
             self._book()
         if len(self.state.live) < live:
-            self.settle()
+            self.drain()
         return True
 
     def load(self) -> bool:
-        """Begin where the host's state stands. False where the drafter cannot draft for this batch on the device: a
-        smaller one has larger drafts."""
+        """Start from the host's state. Returns False if the drafter cannot draft for this batch on the device: smaller
+        batches have larger drafts."""
         if not self._fits():
             self.tracks.clear()
-            self.resident, self.store, self.current = None, self.state.cache.place, False
-        track = self.tracks.get(self.playing)
+            self.device_batch, self.store, self.in_sync = None, self.state.cache.captured_tensor, False
+        track = self.tracks.get(self.active_drafter)
         if (track is None or not track.draft.fits(self.state)) and not self._place():
             return False
-        if not self.current:
+        if not self.in_sync:
             self.sequences.load(self.state)
         self.draft.load(self.state)
-        self.loaded = self.current = True
+        self.loaded = self.in_sync = True
         return True
 
     def _fits(self) -> bool:
-        """Whether what was made is for the texts that there are: their caches, their ends and how they are drawn."""
-        resident = self.resident
-        if resident is None or self.store is not self.state.cache.place:
+        """Whether the tensors and graphs fit the current sequences: same cache, enough end ids, same kind of
+        sampling."""
+        resident = self.device_batch
+        if resident is None or self.store is not self.state.cache.captured_tensor:
             return False
-        return resident.draws.greedy != self.state.sampled and resident.ends >= widest_ends(self.state)
+        return resident.draws.greedy != self.state.any_sampled and resident.ends >= widest_ends(self.state)
 
     def _place(self) -> bool:
-        """Make everything anew for the drafter that is playing, for a batch of another size or in another place; False
-        where that cannot be."""
-        draft = self._draft_of(self.playing)
+        """Build everything for the active drafter anew, after a change of the batch size or of addresses. Returns False
+        if that is impossible."""
+        draft = self._draft_of(self.active_drafter)
         if draft is None:
-            self.tracks.pop(self.playing, None)
+            self.tracks.pop(self.active_drafter, None)
             return False
-        if self.resident is None:
-            self.resident = Resident(self.state)
-        sequences = self.resident.recording(draft.depth + 1)
+        if self.device_batch is None:
+            self.device_batch = DeviceBatch(self.state)
+        sequences = self.device_batch.recording(draft.depth + 1)
         carried = [sequences.length, sequences.finished, *draft.carried]
-        self.tracks[self.playing] = Track(draft, sequences, graphs.Graphs(carried, sequences.record))
+        self.tracks[self.active_drafter] = Track(draft, sequences, graphs.Graphs(carried, sequences.record))
         return True
 
     def _launch(self) -> None:
-        """Start a round."""
+        """Launch a round."""
         span, state = self._span(), self.state
         if self.capture:
             state.replays += self.graphs.play(self.round, span)
             began = self.graphs.began
         else:
-            began = graphs.Moment(state.device)
+            began = graphs.DeviceTime(state.device)
             self.round(span)
         state.rounds, state.ahead = state.rounds + 1, state.ahead + 1
-        self.under_way.append(graphs.Readback(self.sequences.record, began))
+        self.pending.append(graphs.Readback(self.sequences.record, began))
 
     def _span(self) -> int:
-        """Cache slots that attention reads: all there are where a kernel knows how long the texts are. The host knows
-        it but for the rounds under way."""
+        """Number of cache slots that attention reads: the whole capacity if a kernel reads the lengths itself.
+        Otherwise an upper bound from the host's lengths and the pending rounds."""
         if isinstance(self.target.model, LeanModel) and self.target.model.by_kernel:
             return self.state.capacity
-        unread = len(self.under_way) * self.sequences.widest
+        unread = len(self.pending) * self.sequences.widest
         longest = max(min(len(row.ids) + unread, row.limit) for row in self.state.rows if row.stop is None)
         return graphs.span_for(longest - 1 + self.draft.reach, self.state.capacity)
 
     def round(self, span: int) -> None:
-        """One round over caches of which attention reads `span` slots."""
+        """Run one round; attention reads `span` slots of the cache."""
         sequences = self.sequences
         before = sequences.length.clone()
         draft = self.draft.propose(sequences, span)
-        said, positions, deep = self.step(draft, span)
-        path, accepted, bonus = judge(sequences.draws, draft, said.logits, positions + 1)
-        sequences.commit(draft, path, accepted, bonus, said, deep, usable(last_rows(said.logits, path, accepted)))
+        output, positions, draft_depths = self.step(draft, span)
+        path, accepted, bonus = judge(sequences.draws, draft, output.logits, positions + 1)
+        sequences.commit(
+            draft, path, accepted, bonus, output, draft_depths, finite_rows(last_rows(output.logits, path, accepted))
+        )
         self.draft.advance(sequences, before, span)
 
-    def step(self, draft: DraftTree, span: int) -> tuple[Said, Tensor, Tensor | None]:
-        """The target over the last committed tokens and their drafts: what it says, the positions [B, 1+n] of these
-        tokens, and how deep each draft is [B], None where nothing is drafted."""
+    def step(self, draft: DraftTree, span: int) -> tuple[TargetOutput, Tensor, Tensor | None]:
+        """Run the target over the last committed tokens and their drafts. Returns its output, the positions [B, 1+n] of
+        these tokens, and the depth of each draft [B] (None if nothing is drafted)."""
         sequences = self.sequences
         rows = torch.arange(draft.size + 1, device=sequences.device)
-        deep: Tensor | None
+        draft_depths: Tensor | None
         if draft.chain:
             visible = (rows <= rows.unsqueeze(1)).expand(sequences.batch, -1, -1)
             offset = rows.expand(sequences.batch, -1)
-            deep = (draft.parents != PADDING).sum(1) if draft.size else None
+            draft_depths = (draft.parents != PADDING).sum(1) if draft.size else None
         else:
             tree = ancestors(draft.parents)
-            visible = torch.nn.functional.pad(tree, (1, 0, 1, 0)) | (rows == 0)  # the root is everybody's ancestor
+            visible = torch.nn.functional.pad(tree, (1, 0, 1, 0)) | (rows == 0)  # the root is an ancestor of every node
             offset = torch.nn.functional.pad(tree.sum(-1), (1, 0))
-            deep = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
+            draft_depths = torch.where(draft.parents == PADDING, 0, tree.sum(-1)).amax(1)
         plan = plan_at(sequences.length - 1, visible, offset, span=span, dtype=sequences.dtype, chain=draft.chain)
         tokens = torch.cat((sequences.last, draft.tokens), 1) if draft.size else sequences.last
-        said = Said(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
-        return said, plan.positions, deep
+        output = TargetOutput(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
+        return output, plan.positions, draft_depths
 
     def _book(self) -> None:
-        """Read what the oldest round under way committed, and tell it."""
-        round = self.under_way.popleft()
+        """Read the tokens committed by the oldest pending round, and report the round."""
+        round = self.pending.popleft()
         counts = {}
-        for b, (row, booking) in enumerate(zip(self.state.rows, bookings(round.tolist()), strict=True)):
+        for b, (row, booking) in enumerate(zip(self.state.rows, parse_record(round.tolist()), strict=True)):
             if row.stop is not None:
                 continue
             before = len(row.ids)
@@ -265,48 +270,48 @@ class DeviceRounds:
             accepted = min(len(booking.committed) - 1, kept)
             counts[b] = Counts(kept, accepted, booking.depth, kept == len(booking.committed))
         if self.controller is not None:
-            self.controller.heard(self.state, HeardRound(counts, round.seconds))
+            self.controller.observe_device_round(self.state, DeviceRoundResult(counts, round.seconds))
         if self.on_commit is not None:
             self.on_commit(self.state)
 
     def wait(self) -> None:
-        """Book all rounds under way. Where a text has finished, the host may change the batch afterwards."""
+        """Book all pending rounds. If a sequence has finished, the host may change the batch afterwards."""
         live = len(self.state.live)
         self._hand_back()
         if len(self.state.live) < live:
-            self.settle()
+            self.drain()
 
-    def settle(self) -> None:
-        """Wait for all rounds, and hand the drafter's memory back: the host may do as it likes."""
+    def drain(self) -> None:
+        """Wait for pending rounds and hand the drafter's memory back, so that the host may change the batch."""
         self._hand_back()
-        self.current = False
+        self.in_sync = False
 
     def _hand_back(self) -> None:
-        """The same, where texts stay as they are."""
+        """Wait for pending rounds and return the drafter's memory to the host; the batch is unchanged."""
         if not self.loaded:
             return
-        while self.under_way:
+        while self.pending:
             self._book()
         self.draft.store(self.state)
         self.loaded = False
         if self.controller is not None:
-            self.controller.settled(self.state)
+            self.controller.on_drained(self.state)
 
     def _give_up(self, error: Exception) -> None:
-        """Leave the drafter's rounds to the host. What a round that failed has changed lies behind the committed text,
-        except in the drafter's memory, which is made anew."""
-        while self.under_way:
+        """Leave this drafter's rounds to the host. A failed round has changed only data after the committed text,
+        except in the drafter's memory, which is rebuilt."""
+        while self.pending:
             self._book()
-        assert isinstance(self.playing, OnDevice)
-        self.playing.invalidate(self.state)
-        self.loaded = self.current = False
-        self.refused.add(self.playing)
-        self.tracks.pop(self.playing, None)
+        assert isinstance(self.active_drafter, OnDevice)
+        self.active_drafter.invalidate(self.state)
+        self.loaded = self.in_sync = False
+        self.refused.add(self.active_drafter)
+        self.tracks.pop(self.active_drafter, None)
         if self.controller is not None:
-            self.controller.settled(self.state)
-        graphs.refuse(self.state.device, shape_of(self.playing, self.batch))
+            self.controller.on_drained(self.state)
+        graphs.refuse(self.state.device, shape_of(self.active_drafter, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
-        advice = "restart if it fails again: a capture that breaks off may hold the GPU's memory"
+        advice = "restart if it fails again: an interrupted capture may keep GPU memory allocated"
         warnings.warn(
             f"decoding on {self.state.device} runs without CUDA graphs: {reason} ({advice})",
             stacklevel=2,

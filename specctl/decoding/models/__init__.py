@@ -1,1 +1,1 @@
-"""The forwards of targets and draft LMs: the lean one, that of transformers, and how weights are found and read."""
+"""Forwards of targets and draft LMs (the lean one and `transformers`' own), and loading of weights."""

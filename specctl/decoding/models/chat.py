@@ -1,10 +1,10 @@
-"""Conversations as prompt ids, by the chat template of a model.
+"""Rendering of conversations to prompt ids with a model's chat template, in a sandboxed worker process.
 
-A template is a program that comes with the model. The sandbox it runs in keeps it from files and from Python's
-internals, but not from loops of 99,999² steps or strings of 10 GB, some of them inside of C code that no signal
-interrupts. So it runs in a process of its own, with limits on its time and memory. The process is forked once, at the
-first conversation, and touches nothing but the tokenizer: no tensor, no device, no file. Of its parent's files and
-connections it keeps none open: whoever waits for the parent's end sees it.
+A template is a program that comes with the model. Its sandbox blocks files and Python's internals, but not loops of
+99,999² steps or strings of 10 GB, some of them in C code that no signal interrupts. It therefore runs in a separate
+process with limits on time and memory. That process is forked once, at the first conversation. It uses only the
+tokenizer: no tensor, no device, no file. It closes all files and connections inherited from its parent, so that their
+other ends notice when the parent exits.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.errors import ChatTemplateError, CheckpointError
 from specctl.progress import interrupts
 
-SECONDS = 4  # of a CPU for one conversation: published templates take milliseconds
-MEMORY = 2 << 30  # bytes beside those that the process begins with
-POLL_S = 0.2  # between two looks at whether SIGTERM has come
+SECONDS = 4  # CPU seconds for one conversation: published templates take milliseconds
+MEMORY = 2 << 30  # bytes beyond the initial size of the process
+POLL_S = 0.2  # seconds between two checks for SIGTERM
 LONGEST_REASON = 300  # characters
 
 
 class Renderer:
-    """The process that lays out conversations by a tokenizer and its template, both as they are when it begins."""
+    """Handle of the worker process, which renders conversations with its copy of the tokenizer and template, made by
+    the fork."""
 
     def __init__(self, tokenizer: Any):
         self.tokenizer, self.template = tokenizer, tokenizer.chat_template
@@ -48,17 +49,17 @@ class Renderer:
         self._stop = weakref.finalize(self, _stop, self._child, self._channel, self._owner)
 
     def serves(self, tokenizer: Any) -> bool:
-        """Whether it can be asked, from this process, on behalf of `tokenizer`."""
+        """Whether the worker can be used from this process, for `tokenizer` with its current template."""
         same = self.tokenizer is tokenizer and self.template == tokenizer.chat_template
         return same and self._stop.alive and self._owner == os.getpid()
 
     def __call__(self, name: str, messages: list[dict[str, str]], options: dict[str, Any]) -> list[int]:
-        """Prompt ids of a conversation with target `name`; `options` are the template's arguments.
+        """Render a conversation for target `name` to prompt ids. `options` are the template's arguments.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails on it.
-            CheckpointError: it takes more time or memory than it may.
-            Interrupted: SIGTERM or SIGUSR1 came meanwhile.
+            CheckpointError: the template exceeds its time or memory.
+            Interrupted: SIGTERM or SIGUSR1 arrived meanwhile.
         """
         request = json.dumps([messages, options]).encode()
         where = f"target {name}: {template_file(name)}: the chat template"
@@ -68,21 +69,23 @@ class Renderer:
                 interrupts.check()
             answer = json.loads(self._channel.recv_bytes())
         except (EOFError, ConnectionError) as error:
-            self._stop.detach()  # its number may soon be another process'
+            self._stop.detach()  # the process id may soon be reused
             self._channel.close()
-            raise CheckpointError(f"{where} {_fate(self._child)} on one conversation", "mend the template") from error
+            raise CheckpointError(f"{where} {_fate(self._child)} on one conversation", "fix the template") from error
         except BaseException:
-            self._stop()  # it may be in the middle of an answer, which the next question would get
+            self._stop()  # the worker may still be answering; the next request would get that answer
             raise
         if isinstance(answer, list):
             if not answer:
-                raise ChatTemplateError(f"{where} makes no token of it", "mend it")
+                raise ChatTemplateError(f"{where} renders a conversation to no tokens", "fix the template")
             return answer
-        raise ChatTemplateError(f"{where} refuses it: {answer}", "mend it, or give it what it asks for")
+        raise ChatTemplateError(
+            f"{where} rejects a conversation: {answer}", "fix the template, or pass the arguments that it asks for"
+        )
 
 
 def template_file(name: str) -> str:
-    """The file that a model's chat template is in, for messages."""
+    """Path of a model's chat template, for messages."""
     if is_gguf(name):
         return "tokenizer.chat_template"
     root = builtin_path() if name == "builtin" else Path(name).expanduser()
@@ -91,16 +94,16 @@ def template_file(name: str) -> str:
 
 
 def _serve(tokenizer: Any, channel: Connection) -> NoReturn:
-    """The child: an answer to every question, until whoever asks is gone."""
+    """Worker process: answer each request, until the parent is gone."""
     try:
-        gc.freeze()  # or its first collection writes to, and so copies, every page that it shares
+        gc.freeze()  # otherwise its first collection would write to, and so copy, every shared page
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the parent's business
-        with suppress(OSError):  # a system without such a directory
+            signal.signal(number, signal.SIG_IGN)  # left to the parent
+        with suppress(OSError):  # a system without /dev/fd
             for descriptor in {*map(int, os.listdir("/dev/fd"))} - {0, 1, 2, channel.fileno()}:
-                with suppress(OSError):  # the listing's own
+                with suppress(OSError):  # the descriptor of the listing itself
                     os.close(descriptor)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not come along
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # fork does not copy the tokenizer's threads
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, _size() + MEMORY)
         while True:
@@ -113,21 +116,21 @@ def _serve(tokenizer: Any, channel: Connection) -> NoReturn:
 
 
 def _answer(tokenizer: Any, messages: list[dict[str, str]], options: dict[str, Any]) -> list[int] | str:
-    """Ids, or why there are none."""
+    """Prompt ids, or the reason why there are none."""
     try:
         encoded = tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options, return_dict=True)
         return [int(token) for token in encoded["input_ids"]]
-    except MemoryError:  # what is left of this process is not to be relied on
+    except MemoryError:  # do not continue in a process that is out of memory
         os.kill(os.getpid(), signal.SIGKILL)
         raise
-    except Exception as error:  # whatever a program can raise
+    except Exception as error:  # a template may raise anything
         said = " ".join(str(error).split())[:LONGEST_REASON]
-        # A template says no by `raise_exception("why")`, which is a plain TemplateError.
+        # A template refuses a conversation with `raise_exception("why")`, which is a plain TemplateError.
         return said if type(error) is TemplateError and said else f"{type(error).__name__}: {said}".rstrip(": ")
 
 
 def _fate(child: int) -> str:
-    """The cause of the child's end, in words."""
+    """Why the worker process ended, as text."""
     with suppress(ChildProcessError):
         _, status = os.waitpid(child, 0)
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
@@ -135,11 +138,11 @@ def _fate(child: int) -> str:
             return f"takes more than {SECONDS} s"
         if number == signal.SIGKILL:
             return f"takes more than {MEMORY >> 30} GiB of memory"
-    return "breaks its process"
+    return "crashes its process"
 
 
 def _stop(child: int, channel: Connection, owner: int) -> None:
-    if os.getpid() != owner:  # a copy of the owner has a copy of this object
+    if os.getpid() != owner:  # this is a forked copy of the owner
         return
     channel.close()
     with suppress(ProcessLookupError, ChildProcessError):
@@ -148,14 +151,14 @@ def _stop(child: int, channel: Connection, owner: int) -> None:
 
 
 def _limit(what: int, most: int) -> None:
-    """Lower a limit of this process, where the system lets it."""
+    """Lower a limit of this process, if the system permits it."""
     _, hard = resource.getrlimit(what)
     with suppress(ValueError, OSError):
         resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
 def _size() -> int:
-    """Bytes of address space of this process; on systems that do not tell, as much as there can be."""
+    """Bytes of this process' address space; 2⁶⁰ on systems that do not report it."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     except OSError:

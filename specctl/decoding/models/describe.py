@@ -1,4 +1,4 @@
-"""The description of a target before any of its weights is read."""
+"""Description of a target from its configuration and tokenizer, without reading weights."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Description:
     """A target as its configuration and tokenizer describe it.
 
     Attributes:
-        path, why: "lean" or "transformers", and the first thing that the lean step lacks.
-        dtype: that `--dtype auto` takes on this machine; bytes: of all parameters in it.
-        checkpoint_dtype: that the weights are stored in, where the configuration says so; of a GGUF file its
-            quantisations.
-        kv_heads, head_dim: as configured; None where layers differ.
-        context_length: longest sequence, trained_context the model's own where that is longer.
-        rope: kinds of rotary embedding; empty where positions are not rotated.
-        features: ids of the hidden states that feature drafters can read: 0 (embeddings) to this one.
-        chat_template: None where there is no tokenizer; eos_ids are then those of the configuration.
+        path, why: "lean" or "transformers", and the reason for it.
+        dtype: choice of `--dtype auto` on this machine; bytes: size of all parameters in this dtype.
+        checkpoint_dtype: dtype of the stored weights, if the configuration names it; for a GGUF file its quantizations.
+        kv_heads, head_dim: as configured, or None if layers differ.
+        context_length: longest sequence; trained_context: the model's context length, if it is longer.
+        rope: kinds of rotary embedding; empty without RoPE.
+        features: highest id of a hidden state that feature drafters can read; 0 is the embeddings.
+        chat_template: whether there is one. Without a tokenizer it is None, and `eos_ids` come from the configuration
+            alone.
     """
 
     target: str
@@ -63,13 +63,13 @@ class Description:
 
 
 def path_of(config) -> tuple[str, str]:
-    """The forward that runs a configuration (as `load_config` returns it), and why."""
-    reason = lean.why_not(config)
+    """Path of a configuration (as `load_config` returns it), "lean" or "transformers", and the reason for it."""
+    reason = lean.unsupported_reason(config)
     return ("transformers", reason) if reason else ("lean", f"{config.model_type} is covered by the lean step")
 
 
 def describe(name: str, label: str | None = None) -> Description:
-    """The target `name`, shown as `label`. CheckpointError where it cannot be used."""
+    """Describe the target `name`, shown as `label`. CheckpointError if it cannot be used."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(name)
@@ -79,15 +79,15 @@ def describe(name: str, label: str | None = None) -> Description:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # whatever the code of an architecture raises at sizes that nobody has tried
+    except Exception as error:  # an architecture's code may raise anything for unusual sizes
         raise CheckpointError(
             f"transformers cannot build target {label or name} from its configuration: {first_line(error)}",
-            "compare config.json with the model's original",
+            "compare config.json with the original file of the model",
         ) from error
     dtype = pick_dtype("auto", pick_device("auto"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    heads = _everywhere(text, "num_attention_heads", None)
+    heads = _value_of_all_layers(text, "num_attention_heads", None)
     try:
         tokenizer = load_tokenizer(name)
     except CheckpointError:
@@ -108,8 +108,8 @@ def describe(name: str, label: str | None = None) -> Description:
         layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         heads=heads,
-        kv_heads=_everywhere(text, "num_key_value_heads", heads),
-        head_dim=_everywhere(text, "head_dim", text.hidden_size // heads if heads else None),
+        kv_heads=_value_of_all_layers(text, "num_key_value_heads", heads),
+        head_dim=_value_of_all_layers(text, "head_dim", text.hidden_size // heads if heads else None),
         vocab_size=embedding.shape[0],
         context_length=limit,
         trained_context=trained if trained != limit else None,
@@ -122,9 +122,9 @@ def describe(name: str, label: str | None = None) -> Description:
     )
 
 
-def _everywhere(config, name: str, default: int | None) -> int | None:
-    """A value of all layers, `default` where the configuration names none, None where layers have different ones."""
+def _value_of_all_layers(config, name: str, default: int | None) -> int | None:
+    """One value for all layers: `default` if the configuration names none, or None if layers differ."""
     try:
         return getattr(config, name, None) or default
-    except RuntimeError:  # transformers' answer where layers differ
+    except RuntimeError:  # transformers raises this if layers differ
         return None

@@ -1,4 +1,4 @@
-"""Whether the small operations of a decoder layer are kernels of ours, several in one launch, or PyTorch's."""
+"""Choice between fused kernels and PyTorch for the small operations of a decoder layer."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 from specctl import kernels
 from specctl.errors import UsageError
-from specctl.kernels import trial
+from specctl.kernels import self_check
 
 CHOICES = ("fused", "plain")
 
 
 class LayerShape(NamedTuple):
-    """Sizes that the kernels are made for."""
+    """Sizes that the kernels are compiled for."""
 
     hidden: int
-    inner: int  # of the MLP
+    inner: int  # width of the MLP
     heads: int
     kv_heads: int
     dim: int
@@ -28,25 +28,28 @@ class LayerShape(NamedTuple):
 
 
 def fuses(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
-    """Whether layers of this shape run fused: on a GPU with Triton, where a trial of that shape agreed with the
-    reference. Where it did not, one warning is given.
+    """Whether layers of this shape run fused: on a GPU with Triton, if a trial with that shape agrees with the
+    reference. If it does not, one warning is issued.
 
-    The environment variable SPECCTL_LAYERS=fused|plain overrides, on any device. UsageError where it is neither.
+    The environment variable SPECCTL_LAYERS=fused|plain overrides the choice, on any device. UsageError for other
+    values.
     """
     chosen = os.environ.get("SPECCTL_LAYERS")
     if chosen:
         if chosen not in CHOICES:
-            raise UsageError(f"SPECCTL_LAYERS={chosen!r} is no way to run layers", f"one of {', '.join(CHOICES)}")
+            raise UsageError(f"SPECCTL_LAYERS={chosen!r} is not a valid value", f"use one of {', '.join(CHOICES)}")
         return chosen == "fused"
     return device.type == "cuda" and kernels.backend("cuda") == "triton" and tried(device, dtype, shape)
 
 
 @functools.cache
 def tried(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
-    """Whether the kernels answer as the reference does. They are tried once for each such model."""
-    if device.type == "cuda" and kernels.chosen(device) != "triton":  # that has been told
+    """Whether the kernels agree with the reference. They are tried once per device, dtype and shape."""
+    if (
+        device.type == "cuda" and kernels.select_backend(device) != "triton"
+    ):  # `kernels.select_backend` has already warned
         return False
-    reason = trial.layer_shortcoming(kernels, device, dtype, *shape)
+    reason = self_check.layer_mismatch(kernels, device, dtype, *shape)
     if reason is not None:
         warnings.warn(f"layers on {device} run unfused: {reason}", stacklevel=2)
     return reason is None

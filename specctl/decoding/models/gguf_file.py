@@ -1,6 +1,6 @@
-"""The header of a GGUF file: its metadata, and where its tensors are.
+"""Reader of GGUF headers: a file's metadata, and the positions of its tensors.
 
-The reader of the `gguf` package believes every count in a file, and a damaged count takes all memory. This one checks
+The reader in the `gguf` package trusts every count in a file, so a damaged count can take all memory. This one checks
 each count against the size of the file. The format is described in the repository ggml-org/ggml.
 """
 
@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import CheckpointError, UsageError
 
 VERSIONS = (2, 3)
@@ -27,19 +27,19 @@ MOST_DIMENSIONS = 4
 MOST_PARTS = 1000
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
-ALIGNMENT = 32  # of the tensors, where the metadata name no other
+ALIGNMENT = 32  # alignment of the tensors, if the metadata name no other
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
-AGAIN = "copy the file again"
+REDOWNLOAD_HINT = "copy the file again"
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor in a file.
+class StoredTensor:
+    """Location of a tensor in a file.
 
     Attributes:
-        kind: its number in ggml's table of types.
-        shape: as torch has it, the outermost dimension first.
-        start, size: bytes from the beginning of `file`.
+        kind: number of its type in ggml's table.
+        shape: as in torch, with the outermost dimension first.
+        start, size: position and length in `file`, in bytes.
     """
 
     file: Path
@@ -54,20 +54,20 @@ class GGUFContents:
     """A model in one GGUF file or in several parts.
 
     Attributes:
-        metadata: of the first part. Arrays of numbers are numpy's, other arrays lists of strings.
-        headers: of each part, its path and the bytes before its first tensor.
+        metadata: metadata of the first part. Arrays of numbers are numpy arrays, other arrays lists of strings.
+        headers: path of each part, and the number of bytes before its first tensor.
     """
 
     metadata: dict[str, Any]
-    tensors: dict[str, Stored]
+    tensors: dict[str, StoredTensor]
     headers: dict[Path, int]
 
 
 def read(path: Path) -> GGUFContents:
-    """The contents of the model at `path`, which may be any part of a split one. No tensor is read.
+    """Read the header of the model at `path`, which may be any part of a split model. No tensor is read.
 
     Raises CheckpointError: a part is missing, is no regular file, is no GGUF file that this machine can read, or ends
-    too early; or a tensor has a quantisation that the `gguf` package cannot undo.
+    too early; or the `gguf` package cannot dequantize a tensor.
     """
     split = PART.fullmatch(path.name)
     first = path if split is None else path.with_name(f"{split[1]}-00001-of-{split[3]}{split[4]}")
@@ -79,25 +79,26 @@ def read(path: Path) -> GGUFContents:
     if count > 1:
         if split is None or int(split[3]) != count:
             raise CheckpointError(
-                f"GGUF file {path} is one of {count} parts, and its name does not say which",
-                f"name the parts NAME-00001-of-{count:05}.gguf and so on, or merge them: llama-gguf-split --merge",
+                f"GGUF file {path} is one of {count} parts, but its name does not say which one",
+                f"rename the parts to NAME-00001-of-{count:05}.gguf and so on, or merge them: llama-gguf-split --merge",
             )
         for number in range(2, count + 1):
             part = path.with_name(f"{split[1]}-{number:05}-of-{split[3]}{split[4]}")
             if not part.exists():
                 raise CheckpointError(
-                    f"GGUF file {path} has {count} parts, and {part} is missing",
-                    f"copy it, too, or merge them where all are: llama-gguf-split --merge {first.name} NAME.gguf",
+                    f"GGUF file {path} has {count} parts, but {part} is missing",
+                    "copy the missing part, or merge all parts into one file: llama-gguf-split --merge "
+                    f"{first.name} NAME.gguf",
                 )
             _, more, headers[part] = _cached(part)
             tensors |= more
     return GGUFContents(metadata, tensors, headers)
 
 
-def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
-    """`_read`, once for every state of a file."""
+def _cached(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
+    """Read a file's header, cached by inode, size and modification time."""
     try:
-        regular.check(path)
+        regular_files.check(path)
         stat = os.stat(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"GGUF file {path} does not exist", "give the path of a .gguf file") from error
@@ -107,18 +108,18 @@ def _cached(path: Path) -> tuple[dict[str, Any], dict[str, Stored], int]:
 
 
 @functools.lru_cache(maxsize=8)
-def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Stored], int]:
-    """(metadata, tensors, bytes before the tensors) of one file."""
+def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
+    """Metadata, tensors, and number of bytes before the tensors, of one file."""
     try:
-        with regular.opened(path) as file:
+        with regular_files.open_regular(path) as file:
             start = file.read(8)
             if start[:4] != b"GGUF":
-                raise CheckpointError(f"{path} is no GGUF file: it does not begin with GGUF", AGAIN)
+                raise CheckpointError(f"{path} is not a GGUF file: it does not begin with GGUF", REDOWNLOAD_HINT)
             version = int.from_bytes(start[4:], "little")
             if version & 0xFFFF == 0:
                 raise CheckpointError(
                     f"GGUF file {path} is big-endian, which is not supported",
-                    "gguf-convert-endian FILE little",
+                    "convert it: gguf-convert-endian FILE little",
                 )
             if version not in VERSIONS:
                 supported = " and ".join(map(str, VERSIONS))
@@ -130,13 +131,13 @@ def _read(path: Path, _: tuple[int, ...]) -> tuple[dict[str, Any], dict[str, Sto
 
 
 class _Reader:
-    """A position in a file that does not go past its end."""
+    """A read position in a file, checked against the file's end."""
 
     def __init__(self, path: Path, data: mmap.mmap):
         self.path, self.data, self.at = path, data, 8
         self.limit = min(len(data), MOST_HEADER)
 
-    def contents(self) -> tuple[dict[str, Any], dict[str, Stored], int]:
+    def contents(self) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
         tensors, pairs = self._number("Q"), self._number("Q")
         self._room(pairs, 13)  # a key's length, its value's type, and a value
         self._room(tensors, 24)  # lengths, type and offset
@@ -152,18 +153,18 @@ class _Reader:
         return metadata, {entry[0]: self._placed(*entry, end) for entry in entries}, end
 
     def _take(self, size: int) -> int:
-        """The position of the next `size` bytes, which are then read."""
+        """Advance by `size` bytes and return the position before them."""
         start, self.at = self.at, self.at + size
         if self.at > self.limit:
             if self.at <= len(self.data):
-                raise _damaged(self.path, f"it has more than {MOST_HEADER >> 20} MiB of metadata")
-            raise _damaged(self.path, f"it ends within its header, after {len(self.data):,} bytes")
+                raise _damaged(self.path, f"its metadata exceeds {MOST_HEADER >> 20} MiB")
+            raise _damaged(self.path, f"it ends inside its header, after {len(self.data):,} bytes")
         return start
 
     def _room(self, count: int, size: int) -> None:
-        """Refuse `count` things of at least `size` bytes that cannot be there."""
+        """Raise CheckpointError if the header has no room for `count` entries of at least `size` bytes."""
         if count * size > self.limit - self.at:
-            raise _damaged(self.path, f"it announces {count:,} entries, more than it has room for")
+            raise _damaged(self.path, f"its header declares {count:,} entries, more than fit in the file")
 
     def _number(self, code: str) -> Any:
         return struct.unpack_from(f"<{code}", self.data, self._take(struct.calcsize(f"<{code}")))[0]
@@ -175,7 +176,7 @@ class _Reader:
         try:
             return self.data[start : self.at].decode()
         except UnicodeDecodeError as error:
-            raise _damaged(self.path, f"a text at byte {start:,} is not UTF-8") from error
+            raise _damaged(self.path, f"the string at byte {start:,} is not UTF-8") from error
 
     def _value(self, key: str, kind: int) -> Any:
         if kind in SCALARS:
@@ -200,27 +201,29 @@ class _Reader:
         shape = tuple(self._number("Q") for _ in range(dimensions))
         return name, shape[::-1], self._number("I"), self._number("Q")
 
-    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, end: int) -> Stored:
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int, end: int) -> StoredTensor:
         block, width = block_of(self.path, name, kind)
         if not shape or shape[-1] % block:
-            raise _damaged(self.path, f"tensor {name:.60} of shape {list(shape)} is not in blocks of {block}")
+            raise _damaged(
+                self.path, f"tensor {name:.60} of shape {list(shape)} does not divide into blocks of {block}"
+            )
         size = math.prod(shape) // block * width
         if end + offset + size > len(self.data):
             needed = end + offset + size
-            raise _damaged(self.path, f"it has {len(self.data):,} bytes, and tensor {name:.60} ends at byte {needed:,}")
-        return Stored(self.path, kind, shape, end + offset, size)
+            raise _damaged(self.path, f"it has {len(self.data):,} bytes, but tensor {name:.60} ends at byte {needed:,}")
+        return StoredTensor(self.path, kind, shape, end + offset, size)
 
 
 @functools.cache
 def _blocks() -> dict[int, tuple[str, int, int] | str]:
-    """Name, values and bytes of a block, by the number of a type; of types that cannot be dequantised the name alone.
+    """Name, values per block and bytes per block, by type number. For types that cannot be dequantized, only the name.
 
-    UsageError where the package is missing.
+    UsageError if the `gguf` package is missing.
     """
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
     except ImportError as error:
-        raise UsageError("a GGUF target needs the package gguf", "pip install 'gguf>=0.17.1'") from error
+        raise UsageError("a GGUF target needs the gguf package", "pip install 'gguf>=0.17.1'") from error
 
     found: dict[int, tuple[str, int, int] | str] = {}
     for kind in GGMLQuantizationType:
@@ -235,23 +238,23 @@ def _blocks() -> dict[int, tuple[str, int, int] | str]:
 
 
 def block_of(path: Path, name: str, kind: int) -> tuple[int, int]:
-    """How many values a block of ggml's type `kind` has, and how many bytes.
+    """Number of values and bytes of a block of ggml's type `kind`.
 
-    CheckpointError, which names the tensor `name`: the type is unknown to the `gguf` package, or it cannot undo it.
+    CheckpointError, with the name of the tensor, if the `gguf` package does not know the type or cannot dequantize it.
     """
     found = _blocks().get(kind, f"type {kind}")
     if isinstance(found, tuple):
         return found[1:]
     raise CheckpointError(
-        f"GGUF file {path}: tensor {name:.60} is quantised as {found}, which the package gguf cannot undo",
-        f"take another quantisation: {', '.join(kind_names())}",
+        f"GGUF file {path}: tensor {name:.60} has quantization {found}, which the gguf package cannot dequantize",
+        f"use another quantization: {', '.join(kind_names())}",
     )
 
 
 def kind_names(kinds: set[int] | None = None) -> list[str]:
-    """Names of the types that can be read, of all or of `kinds`."""
+    """Names of the readable types, limited to `kinds` if given."""
     return [held[0] for kind, held in _blocks().items() if isinstance(held, tuple) and (kinds is None or kind in kinds)]
 
 
 def _damaged(path: Path, what: str) -> CheckpointError:
-    return CheckpointError(f"GGUF file {path} is damaged: {what}", AGAIN)
+    return CheckpointError(f"GGUF file {path} is damaged: {what}", REDOWNLOAD_HINT)

@@ -1,8 +1,8 @@
-"""A target in a GGUF file: its configuration, its tokenizer and its weights as `transformers` has them.
+"""Target in a GGUF file: conversion of its configuration, tokenizer and weights to the form that `transformers` reads.
 
-Configuration and tokenizer are written once into the user's cache, into a directory that is named by a digest of the
-file's header. `transformers` reads that directory like any model directory. The weights stay in the file: loading
-dequantises one tensor at a time in fp32 and rounds it to the dtype that is asked for.
+Configuration and tokenizer are written once into the user's cache, in a directory named by a digest of the file's
+header. `transformers` reads that directory like any model directory. The weights stay in the file: loading dequantizes
+one tensor at a time in fp32 and rounds it to the requested dtype.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_tokenizer
-from specctl.decoding.models.gguf_file import GGUFContents, Stored
+from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
 from specctl.errors import CheckpointError
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
-"""GGUF's names, which are the model types of `transformers`, too."""
-FORM = 1  # of the directories in the cache: another number when their contents change
-LARGEST = 2**31  # of the sizes in the metadata
+"""GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
+CACHE_VERSION = 1  # version of the cached directories; increase it when their contents change
+LARGEST = 2**31  # upper limit of the sizes in the metadata
 MOST_LAYERS = 1000
 FREQUENCIES = "rope_freqs.weight"
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -45,26 +45,26 @@ PROJECTIONS = {
 }
 NORMS = {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
-ROWS = 2**22  # values that are dequantised together
+ROWS = 2**22  # values that are dequantized together
 
 
 def is_gguf(name: str) -> bool:
-    """Whether a target's name is that of a GGUF file. The file need not exist."""
+    """Whether a target's name is the name of a GGUF file. The file need not exist."""
     return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
 
 
 def directory(name: str) -> Path:
-    """The directory with config.json, the tokenizer and the chat template of a GGUF file. It is made where it is not.
+    """Directory in the cache with config.json, tokenizer and chat template of a GGUF file. It is created if missing.
 
-    Raises CheckpointError: the file cannot be read, or is no model that can be loaded; or the cache cannot be written.
+    Raises CheckpointError: the file cannot be read or holds no supported model, or the cache cannot be written.
     """
     path = Path(name).expanduser()
     contents = gguf_file.read(path)
-    digest = hashlib.sha256(f"{FORM}".encode())
+    digest = hashlib.sha256(f"{CACHE_VERSION}".encode())
     for part, size in contents.headers.items():
-        with regular.opened(part) as file:
+        with regular_files.open_regular(part) as file:
             digest.update(file.read(size))
-    if FREQUENCIES in contents.tensors:  # the configuration follows from its values, too
+    if FREQUENCIES in contents.tensors:  # the configuration also depends on these values
         digest.update(dequantised(contents.tensors[FREQUENCIES], torch.float32).numpy().tobytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "gguf"
     place = cache / digest.hexdigest()[:32]
@@ -81,7 +81,7 @@ def directory(name: str) -> Path:
 
 
 def _files(name: str, contents: GGUFContents) -> dict[str, str]:
-    """The text of every file of a directory in the cache."""
+    """Contents of every file of a cached directory, by name."""
     config = configuration(name, contents)
     _expected(name, contents, config)
     tokenizer = gguf_tokenizer.build(name, contents.metadata, config["vocab_size"])
@@ -98,7 +98,7 @@ def _files(name: str, contents: GGUFContents) -> dict[str, str]:
 
 
 def _write(place: Path, files: dict[str, str]) -> None:
-    """A directory with these files: whole, or not at all. Another process may write the same at the same time."""
+    """Create a directory with these files atomically. Another process may write the same directory at the same time."""
     place.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=".", dir=place.parent))
     try:
@@ -107,18 +107,17 @@ def _write(place: Path, files: dict[str, str]) -> None:
         with suppress(OSError):
             temporary.rename(place)
         if not place.is_dir():
-            raise OSError(0, f"{place} was not made")
+            raise OSError(0, f"{place} was not created")
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
-    """The config.json of a model in GGUF files, without the special tokens.
+    """The config.json of a GGUF model, without the special tokens.
 
-    Raises CheckpointError: an architecture, or a variant of it, that is not supported; a number is missing or no
-    number that a model can have.
+    Raises CheckpointError: the architecture or its variant is not supported; or a number is missing or impossible.
     """
-    facts = _Facts(name, contents.metadata)
+    facts = _Metadata(name, contents.metadata)
     kind = facts.architecture
     hidden, heads = facts.size("embedding_length"), facts.size("attention.head_count")
     dimension = facts.size("attention.key_length", hidden // heads)
@@ -129,13 +128,13 @@ def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
     ):
         held = contents.metadata.get(f"{kind}.{key}", wanted)
         if held != wanted:
-            raise facts.unsupported(f"{kind}.{key} is {held}, which is not {wanted}")
+            raise facts.unsupported(f"{kind}.{key} is {held}; only {wanted} is supported")
     embedding = contents.tensors.get("token_embd.weight")
     if embedding is None:
-        raise CheckpointError(f"target {name}: the GGUF file lacks token_embd.weight", gguf_file.AGAIN)
+        raise CheckpointError(f"target {name}: the GGUF file lacks token_embd.weight", gguf_file.REDOWNLOAD_HINT)
     layers = facts.size("block_count")
     if layers > MOST_LAYERS:
-        raise facts.unsupported(f"{kind}.block_count is {layers}, more than {MOST_LAYERS}")
+        raise facts.unsupported(f"{kind}.block_count is {layers}; at most {MOST_LAYERS} layers are supported")
     biased = {"attention_bias": "blk.0.attn_q.bias" in contents.tensors} if kind != "qwen2" else {}
     if kind == "llama":
         biased["mlp_bias"] = "blk.0.ffn_gate.bias" in contents.tensors
@@ -159,8 +158,8 @@ def configuration(name: str, contents: GGUFContents) -> dict[str, Any]:
     }
 
 
-class _Facts:
-    """The metadata of a file, with checks."""
+class _Metadata:
+    """Checked access to the metadata of a file."""
 
     def __init__(self, name: str, metadata: dict[str, Any]):
         self.name, self.metadata = name, metadata
@@ -168,39 +167,40 @@ class _Facts:
         if self.architecture not in ARCHITECTURES:
             raise CheckpointError(
                 f"target {name}: the GGUF file is of architecture {self.architecture!r:.60}, which is not supported",
-                f"take one of {', '.join(ARCHITECTURES)}, or the model's safetensors files",
+                f"use one of {', '.join(ARCHITECTURES)}, or the model's safetensors files",
             )
 
     def unsupported(self, what: str) -> CheckpointError:
-        return CheckpointError(f"target {self.name}: {what}", "take the model's safetensors files")
+        return CheckpointError(f"target {self.name}: {what}", "use the model's safetensors files")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key of this architecture. CheckpointError where there is none, and no `default`."""
+        """The value of a key of this architecture. CheckpointError if it is missing and there is no `default`."""
         value = self.metadata.get(f"{self.architecture}.{key}", default)
         if value is None:
             raise CheckpointError(
-                f"target {self.name}: the metadata of the GGUF file lack {self.architecture}.{key}", gguf_file.AGAIN
+                f"target {self.name}: the metadata of the GGUF file lacks {self.architecture}.{key}",
+                gguf_file.REDOWNLOAD_HINT,
             )
         return value
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A number from 1 on."""
+        """A positive integer."""
         value = self.get(key, default)
         if type(value) is not int or not 0 < value < LARGEST:
-            shown = "a list, as its layers differ," if isinstance(value, np.ndarray) else f"{value!r:.60},"
-            raise self.unsupported(f"{self.architecture}.{key} is {shown} and not one number from 1 on")
+            shown = "a list (the layers differ)" if isinstance(value, np.ndarray) else f"{value!r:.60}"
+            raise self.unsupported(f"{self.architecture}.{key} is {shown}, not a single positive integer")
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A positive number. The file has it in fp32; this is the shortest one that fp32 rounds to the same."""
+        """A positive number. The file has it in fp32; returns the shortest decimal number with the same fp32 value."""
         value = self.get(key, default)
         if type(value) not in (int, float) or not (math.isfinite(value) and value > 0):
             raise self.unsupported(f"{self.architecture}.{key} is {value!r:.60}, not a positive number")
         return float(str(np.float32(value)))
 
 
-def _rope(name: str, facts: _Facts, frequencies: Stored | None, dimension: int) -> dict[str, Any]:
-    """The rotary embedding, as config.json describes it."""
+def _rope(name: str, facts: _Metadata, frequencies: StoredTensor | None, dimension: int) -> dict[str, Any]:
+    """The `rope_parameters` for config.json."""
     theta = facts.real("rope.freq_base", 10000.0)
     kind = facts.get("rope.scaling.type", "none")
     if frequencies is not None:
@@ -222,14 +222,16 @@ def _rope(name: str, facts: _Facts, frequencies: Stored | None, dimension: int) 
     return scaled
 
 
-def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dict[str, Any] | None:
-    """Llama 3's scaling from the divisors of the frequencies that a file has for it; None where they are all 1.
+def _llama3(name: str, frequencies: StoredTensor, theta: float, dimension: int) -> dict[str, Any] | None:
+    """Recover Llama 3's RoPE scaling from the frequency divisors in a file. Returns None if they are all 1.
 
-    llama.cpp's conversion computes the divisors and does not keep the four numbers they follow from. Three are the same
-    in all models of Meta, and the fourth is the largest divisor. CheckpointError where the divisors are others.
+    llama.cpp's converter computes the divisors and drops the four numbers they follow from. Three of these are the same
+    in all of Meta's models, and the fourth is the largest divisor. CheckpointError if other divisors are found.
     """
     if frequencies.shape != (dimension // 2,):
-        raise CheckpointError(f"target {name}: {FREQUENCIES} is {list(frequencies.shape)}, not [{dimension // 2}]")
+        raise CheckpointError(
+            f"target {name}: {FREQUENCIES} has shape {list(frequencies.shape)}, not [{dimension // 2}]"
+        )
     held = dequantised(frequencies, torch.float32).double()
     if bool((held == 1).all()):
         return None
@@ -239,21 +241,21 @@ def _llama3(name: str, frequencies: Stored, theta: float, dimension: int) -> dic
     smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
     if not torch.allclose(1 / ((1 - smooth) / factor + smooth), held, rtol=1e-4):
         raise CheckpointError(
-            f"target {name}: {FREQUENCIES} scales its RoPE in another way than Llama 3's",
-            "take the model's safetensors files",
+            f"target {name}: {FREQUENCIES} scales RoPE differently from Llama 3",
+            "use the model's safetensors files",
         )
     return {"rope_type": "llama3", "rope_theta": theta, "factor": factor, **LLAMA3}
 
 
 @dataclass(frozen=True)
 class GGUFParameter:
-    """A parameter of the model of `transformers` that a tensor of a file is.
+    """The `transformers` parameter that a tensor in a GGUF file corresponds to.
 
     Attributes:
-        key: its name there.
-        shape: of both.
-        pairs: heads in which llama.cpp has the rotary dimensions in pairs, where `transformers` has them in halves; 0
-            where the order is the same.
+        key: name in `transformers`.
+        shape: shape of both.
+        pairs: number of heads with rotary dimensions stored in pairs (llama.cpp) rather than halves (`transformers`); 0
+            if the order is the same.
     """
 
     key: str
@@ -262,7 +264,8 @@ class GGUFParameter:
 
 
 def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict[str, GGUFParameter]:
-    """The place of every tensor of a file. CheckpointError: one is missing, has another shape, or has no place."""
+    """The parameter for every tensor of a file. CheckpointError if a tensor is missing, has a wrong shape, or is
+    unexpected."""
     hidden, inner, dimension = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     paired = config["model_type"] == "llama"
@@ -304,23 +307,24 @@ def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict
     for tensor, place in places.items():
         held = contents.tensors.get(tensor)
         if held is None:
-            raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.AGAIN)
+            raise CheckpointError(f"target {name}: the GGUF file lacks the tensor {tensor}", gguf_file.REDOWNLOAD_HINT)
         if held.shape != place.shape:
-            shapes_differ = f"{list(held.shape)}, and {list(place.shape)} by its metadata"
-            raise CheckpointError(f"target {name}: the tensor {tensor} of the GGUF file is {shapes_differ}")
+            shapes_differ = f"{list(held.shape)}, but its metadata requires {list(place.shape)}"
+            raise CheckpointError(f"target {name}: the tensor {tensor} of the GGUF file has shape {shapes_differ}")
     beside = sorted(contents.tensors.keys() - places.keys() - {FREQUENCIES})
     if beside:
         raise CheckpointError(
-            f"target {name}: the GGUF file has a tensor {beside[0]:.60}, for which {config['model_type']} has no place",
-            "take the model's safetensors files",
+            f"target {name}: the GGUF file has a tensor {beside[0]:.60}, which model type "
+            f"{config['model_type']} does not have",
+            "use the model's safetensors files",
         )
     return places
 
 
 class Weight:
-    """A parameter of the model that is read when it is indexed, as a slice of a safetensors file is."""
+    """A parameter that is read when it is indexed, like a slice of a safetensors file."""
 
-    def __init__(self, stored: Stored, place: GGUFParameter, dtype: torch.dtype):
+    def __init__(self, stored: StoredTensor, place: GGUFParameter, dtype: torch.dtype):
         self._stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
 
     def get_shape(self) -> list[int]:
@@ -335,17 +339,17 @@ class Weight:
 
 
 def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
-    """The weights of a GGUF file by the names of `transformers`, as its `state_dict`. Each is read when it is indexed.
+    """Weights of a GGUF file, by their names in `transformers`' `state_dict`. Each is read when it is indexed.
 
-    Raises CheckpointError, as `directory` does.
+    Raises CheckpointError like `directory`.
     """
     contents = gguf_file.read(Path(name).expanduser())
     places = _expected(name, contents, configuration(name, contents))
     return {place.key: Weight(contents.tensors[tensor], place, dtype) for tensor, place in places.items()}
 
 
-def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
-    """The values of a tensor, computed in fp32 and rounded to `dtype`."""
+def dequantised(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
+    """Dequantize a tensor in fp32 and round it to `dtype`."""
     from gguf import GGMLQuantizationType, dequantize
 
     kind = GGMLQuantizationType(stored.kind)
@@ -360,7 +364,7 @@ def dequantised(stored: Stored, dtype: torch.dtype) -> Tensor:
 
 
 def stored_as(name: str) -> str:
-    """The quantisations of a GGUF file, the one of the most bytes first."""
+    """Quantizations of a GGUF file, sorted by their share of bytes, largest first."""
     tensors = gguf_file.read(Path(name).expanduser()).tensors.values()
     sizes: dict[int, int] = {}
     for tensor in tensors:

@@ -1,7 +1,8 @@
-"""The tokenizer of a GGUF file, as the files that `transformers` reads one from.
+"""Conversion of a GGUF file's tokenizer to the files that `transformers` reads.
 
-`transformers` builds a tokenizer from a GGUF file, too, but cuts texts for some vocabularies (SmolLM's digits) in
-another way than the model was trained with. This follows llama.cpp, which defines the metadata (src/llama-vocab.cpp).
+`transformers` can build a tokenizer from a GGUF file, too. For some vocabularies, however, it splits texts differently
+from the model's training (SmolLM's digits). This module follows llama.cpp, which defines the metadata
+(src/llama-vocab.cpp).
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": (TEKKEN,),
     "default": (r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"),
 }
-"""How a text is cut before merges, by `tokenizer.ggml.pre`: each expression cuts what the one before it has left."""
+"""How a text is split before merges, by `tokenizer.ggml.pre`. Each expression splits the pieces left by the previous
+one."""
 WHOLE_WORDS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Vocabularies of which a whole word is looked up before its merges."""
+"""Vocabularies in which a whole word is looked up before merges are applied to it."""
 BEGINS = {"llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "tekken"}
-"""Vocabularies that begin a text with a token where the metadata do not say."""
+"""Vocabularies that begin a text with a token by default, if the metadata do not say."""
 ENDS = {
     "<|eot_id|>",
     "<|im_end|>",
@@ -52,19 +54,19 @@ ENDS = {
     "< EOT >",
     "<｜end▁of▁sentence｜>",
 }
-"""Control tokens that end a text wherever they are, as in llama.cpp: many files name one end token of several."""
+"""Control tokens that end a text in any vocabulary, as in llama.cpp: many files name only one of several end tokens."""
 
 
 @dataclass(frozen=True)
 class GGUFTokenizer:
-    """A tokenizer that was built from metadata.
+    """Tokenizer built from metadata.
 
     Attributes:
-        document: of tokenizer.json.
-        special: `bos_token_id` and so on; None where there is no such token.
+        document: contents of tokenizer.json.
+        special: `bos_token_id` and so on; a missing token is None.
         ends: ids of the tokens that end a text.
         tokens: the vocabulary, by id.
-        template: the chat template; None where there is none.
+        template: the chat template, if there is one.
     """
 
     document: str
@@ -74,7 +76,7 @@ class GGUFTokenizer:
     template: str | None
 
     def files(self, context: int) -> dict[str, str]:
-        """The text of every file that `transformers` reads, for a model of so many positions."""
+        """Contents of every file that `transformers` reads, for a model with this context length."""
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context,
@@ -88,9 +90,9 @@ class GGUFTokenizer:
 
 
 def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
-    """The tokenizer of target `name`, whose embedding has so many rows.
+    """Build the tokenizer of target `name`, with `rows` rows in its embedding.
 
-    Raises CheckpointError: there is no tokenizer, a kind of it is not supported, or its parts contradict each other.
+    Raises CheckpointError: there is no tokenizer, its kind is not supported, or its parts contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
     tokens, kinds = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
@@ -101,11 +103,11 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
         )
     if kind not in ("gpt2", "llama"):
         raise CheckpointError(
-            f"target {name}: the tokenizer of the GGUF file is of kind {kind!r:.60}, which is not supported",
-            "take one of gpt2, llama, or the model's safetensors files",
+            f"target {name}: the tokenizer of the GGUF file has kind {kind!r:.60}, which is not supported",
+            "use a file with a gpt2 or llama tokenizer, or the model's safetensors files",
         )
     if len(tokens) > rows:
-        raise CheckpointError(f"target {name}: the GGUF file has {len(tokens):,} tokens, and embeds {rows:,}")
+        raise CheckpointError(f"target {name}: the GGUF file has {len(tokens):,} tokens, but only {rows:,} embeddings")
     kinds = kinds.tolist() if isinstance(kinds, np.ndarray) and len(kinds) == len(tokens) else [1] * len(tokens)
     special = {
         f"{ours}_token_id": _id(name, metadata, theirs, len(tokens))
@@ -119,7 +121,7 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
         document = model.to_str()
     except CheckpointError:
         raise
-    except Exception as error:  # whatever contradictory parts make `tokenizers` raise
+    except Exception as error:  # contradictory parts can make `tokenizers` raise anything
         raise CheckpointError(f"target {name}: the tokenizer of the GGUF file is damaged: {error}") from error
     ends = {special["eos_token_id"], *(_id(name, metadata, key, len(tokens)) for key in ("eot", "eom"))} - {None}
     ends |= {number for number, token in enumerate(tokens) if kinds[number] == CONTROL and token in ENDS}
@@ -134,29 +136,29 @@ def build(name: str, metadata: dict[str, Any], rows: int) -> GGUFTokenizer:
 
 
 def _id(name: str, metadata: dict[str, Any], key: str, count: int) -> int | None:
-    """A special token's id; None where the metadata name none."""
+    """A special token's id, or None if the metadata name none."""
     value = metadata.get(f"tokenizer.ggml.{key}_token_id")
-    if value is None or value == 2**32 - 1:  # llama.cpp's -1, in an unsigned number
+    if value is None or value == 2**32 - 1:  # llama.cpp's -1, as an unsigned number
         return None
     if type(value) is not int or not 0 <= value < count:
         raise CheckpointError(
-            f"target {name}: the GGUF file has {count:,} tokens, and tokenizer.ggml.{key}_token_id is {value!r:.60}"
+            f"target {name}: the GGUF file has {count:,} tokens, but its tokenizer.ggml.{key}_token_id is {value!r:.60}"
         )
     return value
 
 
 def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any) -> Any:
-    """Merges of bytes, as GPT-2 has them."""
+    """Byte-level BPE, as in GPT-2."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     if pre not in SPLITS:
         raise CheckpointError(
-            f"target {name}: the tokenizer of the GGUF file cuts texts as {pre!r:.60} does, which is not supported",
-            f"take one of {', '.join(SPLITS)} (tokenizer.ggml.pre), or the model's safetensors files",
+            f"target {name}: the tokenizer of the GGUF file uses the pre-tokenizer {pre!r:.60}, which is not supported",
+            f"use one of {', '.join(SPLITS)} (tokenizer.ggml.pre), or the model's safetensors files",
         )
     merges = []
     for merge in metadata.get("tokenizer.ggml.merges", []):
-        cut = merge.find(" ", 1)  # a part may be a space
+        cut = merge.find(" ", 1)  # the first part may be a space
         merges.append((merge[:cut], merge[cut + 1 :]))
     vocabulary = {token: number for number, token in enumerate(tokens)}
     model = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in WHOLE_WORDS))
@@ -168,7 +170,7 @@ def _byte_level(name: str, metadata: dict[str, Any], tokens: list[str], pre: Any
 
 
 def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: list[int]) -> Any:
-    """SentencePiece's BPE, which merges the pair of the best score first; bytes stand for what has no token."""
+    """SentencePiece's BPE: it merges the pair with the best score first; text without a token becomes bytes."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata["tokenizer.ggml.scores"].tolist()
@@ -201,7 +203,7 @@ def _sentencepiece(metadata: dict[str, Any], tokens: list[str], kinds: list[int]
 
 
 def _add_special(model: Any, tokens: list[str], kinds: list[int]) -> None:
-    """Tokens that are found whole in a text, before anything else."""
+    """Register tokens that are matched whole in a text, before any splitting."""
     from tokenizers import AddedToken
 
     found = {
@@ -215,7 +217,7 @@ def _add_special(model: Any, tokens: list[str], kinds: list[int]) -> None:
 def _add_ends(
     model: Any, metadata: dict[str, Any], tokens: list[str], special: dict[str, int | None], begins: bool
 ) -> None:
-    """Tokens that are put before and after a text, where the file says so."""
+    """Add the tokens that are put before and after a text, if the file says so."""
     from tokenizers import processors
 
     first = special["bos_token_id"] if metadata.get("tokenizer.ggml.add_bos_token", begins) else None

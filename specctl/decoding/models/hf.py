@@ -1,9 +1,9 @@
 """Steps through `transformers`' own forward, for architectures that the lean step does not cover.
 
-The model writes into our preallocated cache through transformers' cache-layer interface and takes our 4-D mask, so
-rollback, trees and ragged batches work exactly as on the lean path. So does a model whose layers `accelerate` has
-spread over several GPUs: its hooks carry the rows from one to the next, keys and values stay where their layer is, and
-what leaves this file is on the device of the embedding.
+The model writes into our preallocated cache through transformers' cache-layer interface and takes our 4-D mask.
+Rollback, trees and ragged batches therefore work exactly as on the lean path. This also works for a model that
+`accelerate` has spread over several GPUs. Its hooks carry the rows from one GPU to the next; keys and values stay on
+their layer's GPU; all results of this module are on the embedding's device.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from specctl.errors import UsageError
 
 
 class ShardedCache(KVCache):
-    """Keys and values where the layers are: one `KVCache` for each device of a model that is spread over several."""
+    """KV cache of a model that is spread over several devices: one `KVCache` per device."""
 
     def __init__(self, devices: list[torch.device], batch: int, heads: int, capacity: int, head_dim: int, *, dtype):
-        """`devices`: that of every layer."""
+        """`devices`: the device of every layer."""
         self.parts = {
             device: KVCache(devices.count(device), batch, heads, capacity, head_dim, dtype=dtype, device=device)
             for device in dict.fromkeys(devices)
@@ -51,9 +51,9 @@ class ShardedCache(KVCache):
         for part in self.parts.values():
             part.compact(sequence, start, path)
 
-    def part(self, start: int, stop: int) -> ShardedCache:
+    def sub_batch(self, start: int, stop: int) -> ShardedCache:
         some = copy.copy(self)
-        some.parts = {device: part.part(start, stop) for device, part in self.parts.items()}
+        some.parts = {device: part.sub_batch(start, stop) for device, part in self.parts.items()}
         some._views()
         return some
 
@@ -70,9 +70,9 @@ class ShardedCache(KVCache):
 
 
 class _CacheLayer(CacheLayerMixin):
-    """Hands a layer's new keys and values to the KVCache and returns the slots that attention reads.
+    """Cache layer for transformers that stores new keys and values in a `KVCache` and returns the slots to attend.
 
-    The store is as wide as the widest layer's keys or values; where they are narrower, the rest of a row stays zero.
+    The store is as wide as the widest layer's keys or values. For narrower ones, the rest of a row stays zero.
     """
 
     is_sliding = False
@@ -83,7 +83,7 @@ class _CacheLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the store is preallocated."""
+        """No-op: the store is preallocated."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         keys, values = self.store.keys[self.index], self.store.values[self.index]
@@ -112,14 +112,14 @@ class _CacheLayer(CacheLayerMixin):
 
 
 class _Shapes(CacheLayerMixin):
-    """Stands for a layer of the cache while one token passes: notes what the layer would store, and where."""
+    """Cache layer that stores nothing but records the shape and device of a layer's keys and values."""
 
     is_sliding = False
     heads = dim = 0
     device: torch.device | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: nothing is stored."""
+        """No-op: this layer stores nothing."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         self.heads = max(key_states.shape[1], value_states.shape[1])
@@ -138,18 +138,18 @@ class _Shapes(CacheLayerMixin):
 
 
 class _States(BaseModelOutputWithPast):
-    """The output of a decoder that has nothing but hidden states; architectures pass on this and that beside them."""
+    """Decoder output with hidden states only. Other fields that an architecture may read are None."""
 
     def __getattr__(self, name: str) -> None:
         return None
 
 
 class _Passed(nn.Module):
-    """In the place of a model's decoder: what went in as embeddings comes out as its last hidden state."""
+    """Replacement for a model's decoder: returns its input embeddings as the last hidden state."""
 
     @property
     def decoder(self) -> _Passed:
-        """OPT and its like call this part of it."""
+        """This module itself: OPT and similar models call this attribute."""
         return self
 
     def forward(self, *args, inputs_embeds: Tensor, **kwargs) -> _States:
@@ -157,21 +157,21 @@ class _Passed(nn.Module):
 
 
 class HFModel:
-    """The same interface as `LeanModel` over any decoder-only `transformers` model with a key/value cache."""
+    """Model with the interface of `LeanModel`, for any decoder-only `transformers` model with a key/value cache."""
 
     def __init__(self, model):
         config = model.config.get_text_config()
         self.model = model
         prefix = model.base_model_prefix if model.base_model is not model else "model"
         self.body = getattr(model, prefix)
-        # The model without its decoder: the head, and what an architecture does before and behind it (scales, caps).
+        # The model without its decoder: the head, and an architecture's operations before and after it (scales, caps).
         self.tail = copy.copy(model)
         self.tail._modules = model._modules | {prefix: _Passed()}
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
         self.hidden_size = config.hidden_size
         self.embedding = model.get_input_embeddings().weight.detach()
-        # Padding rows may stand behind the context; learned positions end there, and some RoPE frequencies change.
+        # Padding rows may exceed the context, where learned positions end and some RoPE frequencies change.
         self.last_position = (context_limit(config) or 1 << 31) - 1
         self.num_layers = config.num_hidden_layers
         self.window = window_size(config)
@@ -182,7 +182,8 @@ class HFModel:
 
     @torch.no_grad()
     def _shapes(self) -> list[_Shapes]:
-        """The shapes that every layer stores for one token: no configuration tells it for all architectures."""
+        """Probe each layer with one token for the shapes it stores: no configuration field gives them for all
+        architectures."""
         shapes: list[Any] = [_Shapes() for _ in range(self.num_layers)]
         token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
         self.body(input_ids=token, position_ids=token, past_key_values=Cache(layers=shapes), use_cache=True)
@@ -212,7 +213,7 @@ class HFModel:
         return {"full_attention": full, "sliding_attention": narrow} if self.mixed else narrow
 
     def _slot_positions(self, plan: Plan, batch: int) -> Tensor:
-        """[B, 1, span] absolute position held by each cache slot (a draft node's slot is not its position)."""
+        """[B, 1, span] absolute position of each cache slot (a draft node's slot differs from its position)."""
         slots = torch.arange(plan.span, device=self.device).expand(batch, -1).clone()
         rows = plan.positions.shape[1]
         where = torch.tensor(plan.base, device=self.device).unsqueeze(1) + torch.arange(rows, device=self.device)
@@ -222,7 +223,7 @@ class HFModel:
     def forward(
         self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """As `LeanModel.forward`."""
+        """Run one forward, like `LeanModel.forward`."""
         batch, rows = tokens.shape
         plan = plan.masked(self.dtype)
         layers: list[Any] = [_CacheLayer(cache, index, plan) for index in range(self.num_layers)]
@@ -240,14 +241,14 @@ class HFModel:
         return output.last_hidden_state.to(self.device), tapped
 
     def normed(self, states: Tensor) -> Tensor:
-        """As `LeanModel.normed`, by the module that the body ends with, whatever an architecture calls it."""
+        """Apply the final norm, like `LeanModel.normed`, with the body's last module under any name."""
         place = next((parameter.device for parameter in self._norm.parameters()), self.device)
         return self._norm(states.to(place, self.dtype)).to(self.device)
 
     @cached_property
     @torch.no_grad()
     def _norm(self) -> nn.Module:
-        """The module whose output is the body's last hidden state. UsageError where there is none."""
+        """The module with the body's last hidden state as its output. UsageError if there is none."""
         made: list[tuple[nn.Module, Any]] = []
         hooks = [
             module.register_forward_hook(lambda module, _, output: made.append((module, output)))
@@ -261,15 +262,16 @@ class HFModel:
                 hook.remove()
         for module, output in reversed(made):
             if isinstance(module, nn.Dropout) or any(parameter.ndim > 1 for parameter in module.parameters()):
-                continue  # a model that ends without a norm, or one without layers whose embedding is all there is
-            # Not `is`: some give their output another shape before they hand it on.
+                continue  # a model that ends without a norm, or an embedding without layers
+            # Not `is`: some architectures reshape the output before they return it.
             if isinstance(output, Tensor) and (output.data_ptr(), output.numel()) == (last.data_ptr(), last.numel()):
                 return module
-        raise UsageError(f"{type(self.model).__name__} does not end with a norm that could be applied by itself")
+        raise UsageError(f"{type(self.model).__name__} does not end with a norm that can be applied separately")
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """As `LeanModel.logits`, by the model's own code: heads of two layers, scaled and capped logits included."""
+        """Compute logits, like `LeanModel.logits`, with the model's own code. This includes heads of two layers and
+        scaled or capped logits."""
         rows = hidden.reshape(1, -1, hidden.shape[-1])
-        # Not `self.tail(…)`: hooks that `accelerate` has put on the model would run the decoder.
+        # Not `self.tail(…)`: `accelerate`'s hooks on the model would run the decoder.
         logits = type(self.model).forward(self.tail, inputs_embeds=rows, use_cache=False).logits
         return logits.to(self.device).view(*hidden.shape[:-1], -1)

@@ -1,6 +1,6 @@
-"""The few operations a lean decoder layer is made of, shared by the target step and by draft heads.
+"""Operations of a lean decoder layer, shared by the target step and draft heads.
 
-Everything works on rows: hidden states are [N, H] with N = B·T, the residual stream stays in fp32, matrix products
+All of them work on rows: hidden states are [N, H] with N = B·T. The residual stream stays in fp32; matrix products
 (`linear.py`) run in the weights' dtype.
 """
 
@@ -15,14 +15,14 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.attention import served
 from specctl.decoding.cache import KVCache
-from specctl.decoding.plan import Block, Plan, seen
+from specctl.decoding.plan import Block, Plan, unskipped
 
 
 class RMSNorm:
-    """x / sqrt(mean(x²) + ε) · w, computed in fp32, rounded once to the dtype of the next product.
+    """RMSNorm x / sqrt(mean(x²) + ε) · w, computed in fp32 and rounded once, to the dtype of the next product.
 
-    Written with `vector_norm` because torch's rms_norm on a CPU is a chain of eight operations (13 µs against 7). On a
-    GPU it is one kernel, and the two norms of every layer are a third of a step's small kernels.
+    On a CPU it uses `vector_norm`: torch's rms_norm there is a chain of eight operations (13 µs instead of 7). On a GPU
+    rms_norm is one kernel, and the two norms per layer are a third of a step's small kernels.
     """
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
@@ -44,7 +44,7 @@ class RMSNorm:
 
 
 class RMSNorms(RMSNorm):
-    """Several norms of one width: weights [..., H] that are spread over rows [..., H], one norm's beside another's."""
+    """Several norms of the same width in one call: weights [..., H] broadcast over rows [..., H]."""
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype):
         super().__init__(weight, eps, dtype)
@@ -55,15 +55,15 @@ class RMSNorms(RMSNorm):
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, fuse: bool) -> tuple[Tensor, Tensor]:
-    """The residual stream x + δ [N, H] fp32, and its norm. `fuse`: by one kernel (`fused.fuses`)."""
-    if fuse and type(norm) is RMSNorm:  # not several beside each other
+    """The residual stream x + δ [N, H] in fp32, and its norm. `fuse`: in one kernel (`fused.fuses`)."""
+    if fuse and type(norm) is RMSNorm:  # not an `RMSNorms`
         return kernels.add_rms_norm(x, delta, norm.weight, norm.eps)
     x = x + delta
     return x, norm(x)
 
 
 def gated(x: Tensor, fuse: bool) -> Tensor:
-    """silu(gate) · up [N, I] of `x` [N, 2·I], both side by side. `fuse`: by one kernel."""
+    """silu(gate) · up [N, I]. `x` [N, 2·I] has gate and up side by side. `fuse`: in one kernel."""
     if fuse:
         return kernels.silu_and_mul(x)
     gate, up = x.chunk(2, -1)
@@ -85,7 +85,7 @@ def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> T
             q.transpose(1, 2), keys, values, is_causal=True, scale=scale, enable_gqa=groups > 1
         )
         return out.transpose(1, 2).reshape(batch * rows, heads * dim)
-    # The query heads of one key head as its rows: the keys are read once, not once per query head.
+    # Fold the query heads of each key head into rows: the keys are read once, not once per query head.
     folded = q.unflatten(2, (cache.heads, groups)).permute(0, 2, 3, 1, 4).reshape(batch, cache.heads, -1, dim)
     blocks = plan.blocks(groups)
     if len(blocks) == 1:
@@ -98,5 +98,5 @@ def attend(q: Tensor, cache: KVCache, layer: int, plan: Plan, scale: float) -> T
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float) -> Tensor:
     span, mask, skipped = block
-    keys, values = seen(keys, 2, span, skipped), seen(values, 2, span, skipped)
+    keys, values = unskipped(keys, 2, span, skipped), unskipped(values, 2, span, skipped)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)

@@ -1,7 +1,7 @@
-"""A lean forward for Llama-shaped decoders: preallocated KV, packed weights, no per-call bookkeeping.
+"""Lean forward for Llama-shaped decoders: preallocated KV cache, packed weights, no per-call bookkeeping.
 
 Covers Llama, Mistral, Qwen2 and Qwen3 dense models (grouped-query attention, attention biases, QK-norm, any static RoPE
-scaling). Everything else runs through `transformers`' own forward (`hf.py`) behind the same two methods.
+scaling). All other models run through `transformers`' own forward (`hf.py`), with the same interface.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.native import Packed, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
-from specctl.decoding.pages import Form, PagePool
+from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.errors import UsageError
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
-# Frequencies that change with the sequence length cannot be tabulated once.
+# Frequencies that depend on the sequence length do not fit into one table.
 DYNAMIC_ROPE = {"dynamic", "longrope"}
 
 
-def why_not(config) -> str | None:
-    """None when the lean step computes this configuration exactly; otherwise the reason it cannot."""
+def unsupported_reason(config) -> str | None:
+    """Reason why the lean step cannot compute this configuration exactly, or None if it can."""
     if config.model_type not in FAMILIES:
         return f"model type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
     if getattr(config, "hidden_act", "silu") != "silu":
@@ -46,30 +46,30 @@ def why_not(config) -> str | None:
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
             return "partial rotary embedding"
     if getattr(config, "quantization_config", None):
-        return "quantised weights"
+        return "quantized weights"
     return None
 
 
-def why_not_sliced(config, count: int) -> str | None:
-    """None when the lean step computes this configuration in so many slices (`parallel.py`); otherwise the reason it
-    cannot."""
-    reason = why_not(config)
+def unsliceable_reason(config, count: int) -> str | None:
+    """Reason why the lean step cannot run this configuration in `count` tensor-parallel slices (`parallel.py`), or None
+    if it can."""
+    reason = unsupported_reason(config)
     if reason is not None:
         return reason
     heads, kv_heads, inner = config.num_attention_heads, config.num_key_value_heads, config.intermediate_size
     if heads % count:
-        return f"{heads} attention heads cannot be divided by {count}"
+        return f"{heads} attention heads are not divisible by {count}"
     if kv_heads % count and count % kv_heads:
-        return f"{kv_heads} key heads cannot be shared by {count} processes"
-    return f"the inner size of {inner} cannot be divided by {count}" if inner % count else None
+        return f"{kv_heads} KV heads cannot be shared among {count} processes"
+    return f"intermediate_size {inner} is not divisible by {count}" if inner % count else None
 
 
 def check_slices(name: str, config, count: int) -> None:
-    """Raise UsageError where the target `name` cannot be in so many slices."""
-    reason = why_not_sliced(config, count)
+    """Raise UsageError if the target `name` cannot be cut into `count` slices."""
+    reason = unsliceable_reason(config, count)
     if reason is not None:
-        hint = "another target.tensor_parallel, or target.device_map=auto"
-        raise UsageError(f"target {name} cannot be in {count} slices: {reason}", hint)
+        hint = "change target.tensor_parallel, or set target.device_map=auto"
+        raise UsageError(f"target {name} cannot be split into {count} slices: {reason}", hint)
 
 
 class _LeanLayer:
@@ -97,19 +97,20 @@ class _LeanLayer:
 
     @property
     def head_norms(self) -> tuple[Tensor | None, Tensor | None, float]:
-        """Weights [D] of the norms of queries and of keys, if there are any, and their ε."""
+        """Weights [D] of the query and key norms (None without such norms), and their ε."""
         weights = [None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)]
         return weights[0], weights[1], self.input_norm.eps
 
 
 class LeanModel:
-    """Runs steps of a Llama-shaped model, built from a loaded `transformers` model, with which it shares what it does
-    not have to pack.
+    """Llama-shaped model with lean steps. It is built from a loaded `transformers` model and shares all weights that
+    need no packing.
 
     Args:
-        consume: empty every layer of `model` once it is packed. The two together never hold more than the weights and
-            one layer, and `model` is of no use afterwards.
-        part: the slice of a target that `model` holds (`parallel.load_slice`); all processes run the same forwards.
+        consume: empty every layer of `model` once it is packed. Memory then never exceeds the weights plus one layer,
+            and `model` is unusable afterwards.
+        part: the tensor-parallel slice of the target that `model` holds (`parallel.load_slice`). All ranks run the same
+            forwards.
     """
 
     def __init__(self, model, consume: bool = False, part: Slice = WHOLE):
@@ -150,34 +151,34 @@ class LeanModel:
 
     @property
     def native(self) -> bool:
-        """Whether its steps are the C++ step's (`native.py`)."""
+        """Whether steps can run in C++ (`native.py`)."""
         return self._native is not None
 
     @property
-    def form(self) -> Form:
-        """The form of a pool of this model's keys and values."""
-        return Form(len(self.layers), self.kv_heads, self.head_dim, self.dtype, self.device)
+    def form(self) -> PoolLayout:
+        """Layout of this model's page pool."""
+        return PoolLayout(len(self.layers), self.kv_heads, self.head_dim, self.dtype, self.device)
 
     @property
     def by_kernel(self) -> bool:
-        """Whether attention of its steps is a kernel of ours (`attention.serves`)."""
+        """Whether its attention runs on our kernel (`attention.serves`)."""
         return serves(self.device, self.dtype, self.heads, self.kv_heads, self.head_dim)
 
     @property
     def pages(self) -> bool:
-        """Whether its texts' keys and values are to lie in pages: on a GPU where attention is a kernel that has shown
-        that it reads them, and in one slice. SPECCTL_KV=paged|contiguous overrides, but for slices: each would have
-        another number of pages."""
+        """Whether keys and values lie in pages: on a GPU with an attention kernel that has passed a trial with pages.
+        Tensor-parallel slices never use pages, as each rank would have a different number. SPECCTL_KV=paged|contiguous
+        overrides, except for slices."""
         if self.part.count > 1:
             return False
-        if chosen := paged.asked():
+        if chosen := paged.kv_choice():
             return chosen == "paged"
         if self.device.type != "cuda" or not self.by_kernel:
             return False
         return serves_pages(self.device, self.dtype, self.heads, self.kv_heads, self.head_dim)
 
     def paged_cache(self, pool: PagePool, batch: int, capacity: int) -> KVCache:
-        """As `new_cache`, in a pool of this model's form."""
+        """A cache like `new_cache`'s, in a pool with this model's layout."""
         cache = paged.PagedCache(pool, batch, capacity)
         cache.rope = self._rope_for(capacity)
         return cache
@@ -192,7 +193,8 @@ class LeanModel:
     def forward(
         self, tokens: Tensor, cache: KVCache, plan: Plan, taps: tuple[int, ...]
     ) -> tuple[Tensor, Tensor | None]:
-        """One forward of tokens [B, T]: returns (h [B, T, H] after the final norm, tapped states [B, T, len(taps)·H]).
+        """Run one forward over tokens [B, T]. Returns (h [B, T, H] after the final norm, tapped states [B, T,
+        len(taps)·H]).
 
         A tap is an index into `transformers`' `hidden_states`: 0 = embeddings, i = output of layer i.
         """
@@ -201,7 +203,7 @@ class LeanModel:
         x = F.embedding(tokens.reshape(-1), self.embedding).float()
         heads, kv = self.heads, self.kv_heads
         fuse = fuses(self.device, self.dtype, self._shape)
-        if self._native is not None and not fuse and self._native.computes(cache, plan):
+        if self._native is not None and not fuse and self._native.supports(cache, plan):
             y, kept = self._native.forward(x, cache, plan, rope, taps)
             y = y.view(batch, rows, -1)
             return y, _side_by_side(kept, taps, y)
@@ -209,7 +211,7 @@ class LeanModel:
             positions, slots = plan.positions.contiguous(), cache.slots(plan, rows).contiguous()
         else:
             table = rope.at(plan, heads + kv, kv)
-        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # behind each layer
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # the norm after each layer
         kept = {0: x.to(self.dtype)} if 0 in taps else {}
         y = self.layers[0].input_norm(x)
         for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
@@ -231,19 +233,19 @@ class LeanModel:
             if index + 1 in taps:
                 kept[index + 1] = x.to(self.dtype)
         if len(self.layers) in taps:
-            kept[len(self.layers)] = y  # transformers' last hidden state is the normed one
+            kept[len(self.layers)] = y  # `transformers`' last hidden state is after the final norm
         y = y.view(batch, rows, -1)
         return y, _side_by_side(kept, taps, y)
 
     def normed(self, states: Tensor) -> Tensor:
-        """h [..., H] of the last layer's output [..., H], as `forward` makes it."""
+        """Apply the final norm to outputs [..., H] of the last layer, as `forward` does."""
         return self.norm(states.float())
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits of h [..., H] (after the final norm), in fp32 where the head keeps its sums."""
+        """Vocabulary logits of h [..., H] (after the final norm), in fp32 if the head keeps its fp32 sums."""
         return self.part.gather(self.head(hidden), self.vocab_size)
 
 
 def _side_by_side(kept: dict[int, Tensor], taps: tuple[int, ...], y: Tensor) -> Tensor | None:
-    """The kept states [B · T, H] of every tap [B, T, len(taps) · H], of as many rows as `y` [B, T, H]."""
+    """Concatenate the states [B · T, H] of all taps to [B, T, len(taps) · H]; `y` [B, T, H] gives the shape."""
     return torch.cat([kept[tap] for tap in taps], -1).view(*y.shape[:2], -1) if taps else None

@@ -1,13 +1,12 @@
-"""Products of a step, y = x Wᵀ (+ b), with W packed once for the processor that computes them.
+"""Matrix products y = x Wᵀ (+ b) of a step, with W packed once for the processor.
 
-A step of few rows reads every weight once. On a CPU it takes as long as that reading, and as the library needs for a
-product that is a few rows high:
+A step of few rows reads every weight once. On a CPU this reading sets the time, together with how well the library
+handles products of a few rows:
 
-- bf16, where the CPU has its instructions: our C++ product (`kernels/native`), or oneDNN's layout where that is not
-  compiled.
+- bf16, on CPUs with bf16 instructions: our C++ product (`kernels/native`), or oneDNN's layout if that is not compiled.
 - fp32, on x86: FBGEMM keeps the weights in fp16, computes in fp32, and is made for few rows. All products of the
   built-in target take a third of the time (AMD Zen 3, one thread: 1.6 ms instead of 4.8 for one row, 3.0 instead of 9.7
-  for eight). Only weights that fp16 holds are packed, which are those that were bf16 in their file.
+  for eight). Only weights that fp16 can hold are packed, namely weights stored as bf16 in their file.
 """
 
 from __future__ import annotations
@@ -24,27 +23,28 @@ from specctl.kernels import native
 
 Product = Callable[[Tensor], Tensor]
 
-# Weights of bf16 have 8 significant bits and fp16 has 11, down to 2⁻¹⁴; below, it rounds to multiples of 2⁻²⁴. That is
-# less than what sums in fp32 lose.
+# bf16 weights have 8 significant bits. fp16 has 11 down to 2⁻¹⁴, and smaller values round to multiples of 2⁻²⁴. This
+# error is smaller than the rounding of fp32 sums.
 ROUNDED = 2.0**-25
 LARGEST = torch.finfo(torch.float16).max
-# Weights of one product from which a second thread pays, and rows of it: the call for several threads takes 15 µs
-# longer. Smaller products are packed for both calls: twice fp16 is what the weights took in fp32.
+# Number of weights of a product, and number of rows, from which a second thread pays: the multi-threaded call takes 15
+# µs longer. Smaller products are packed for both calls, which takes as much memory as the fp32 weights.
 THREADED, ROWS_THREADED = 2**20, 8
-PART = 16  # rows that are looked at together
+PART = 16  # rows that are checked together
 
 
 class Linear:
-    """y = x Wᵀ (+ b) for inference.
+    """Product y = x Wᵀ (+ b) for inference.
 
     Attributes:
-        packed: the product has a layout of its own; else it reads `weight`.
+        packed: the product has its weights in a packed layout; otherwise it reads `weight`.
     """
 
-    rough = False  # W may be rounded
+    rough = False  # whether W may be rounded
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
-        self.bias = None if bias is None else bias.detach()  # as the weight: it outlives a module that is emptied
+        # detached like the weight: it outlives the module, which may be emptied
+        self.bias = None if bias is None else bias.detach()
         self.dtype = weight.dtype
         weight = weight.detach().contiguous()
         self._product = _packed(weight, self.bias, self.rough)
@@ -53,7 +53,7 @@ class Linear:
 
     @property
     def native(self) -> native.NativeProduct | None:
-        """The packed product that the C++ step reads, if it is that one."""
+        """The packed product, if the C++ step can read it."""
         return self._product if isinstance(self._product, native.NativeProduct) else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ class Linear:
 
 
 class VocabularyHead(Linear):
-    """The vocabulary head of a target. On a GPU its logits are in fp32, also of half-precision weights: in bf16 numbers
-    around 20 are 0.125 apart, so different logits would become ties. A CPU rounds them as other products."""
+    """Vocabulary head of a target. On a GPU its logits are fp32 even for half-precision weights: bf16 numbers around 20
+    are 0.125 apart, so different logits would tie. A CPU rounds them like other products."""
 
     def __call__(self, x: Tensor) -> Tensor:
         if not _keeps_sums(self.weight.device, self.weight.dtype):
@@ -76,16 +76,16 @@ class VocabularyHead(Linear):
 
 
 class DraftLinear(Linear):
-    """A `Linear` of a drafter, which may be a little wrong, as a rounded proposal is verified like any other. In bf16
-    on a CPU, products of a few rows read int8 weights (symmetric, one scale per output), in half the time.
+    """Product of a drafter. It may be slightly wrong, as every proposal is verified. On a CPU in bf16, products of a
+    few rows read int8 weights (symmetric, one scale per output), in half the time.
 
     Attributes:
-        int8: the product of few rows; None where there is none.
-        few: rows up to which it is the faster one.
+        int8: the product for few rows, if there is one.
+        few: number of rows up to which it is faster.
     """
 
-    FEW, FEW_OF_TORCH = 16, 3  # measured; torch's product beside oneDNN's
-    LANES = 16  # torch's kernel has no tail: with another input width it reads past the weights
+    FEW, FEW_OF_TORCH = 16, 3  # measured: for our product, and for torch's product compared with oneDNN's
+    LANES = 16  # torch's kernel handles only full vectors: for other input widths it reads past the weights
     rough = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
@@ -106,7 +106,7 @@ class DraftLinear(Linear):
 
 
 def _of_int8(weight: Tensor, bias: Tensor | None) -> Product | None:
-    """PyTorch's product of bf16 rows and int8 weights. Returns None where PyTorch has no such product."""
+    """PyTorch's product of bf16 rows and int8 weights, or None if this PyTorch has no such product."""
     if not hasattr(torch, "_weight_int8pack_mm"):
         return None
     wide = weight.float()
@@ -121,7 +121,7 @@ def _of_int8(weight: Tensor, bias: Tensor | None) -> Product | None:
 
 
 def _packed(weight: Tensor, bias: Tensor | None, rough: bool) -> Product | None:
-    """The product in the layout that this CPU is fast in; None where that is the weight as it is."""
+    """The product in this CPU's fast layout, or None if that is the plain weight."""
     if weight.device.type != "cpu":
         return None
     library = native.library() if weight.dtype == torch.bfloat16 else None
@@ -158,28 +158,28 @@ def _of_fbgemm(weight: Tensor, bias: Tensor | None) -> Product:
 
 
 def fits_half(weight: Tensor, rough: bool) -> bool:
-    """Whether fp16 holds the weights: all of them up to `ROUNDED`, or only their range where they may be rounded."""
+    """Whether fp16 can hold the weights: each within `ROUNDED`, or only their range if they may be rounded."""
     bound = torch.inf if rough else ROUNDED
-    parts = weight.split(PART)  # of a large matrix a copy is much
+    parts = weight.split(PART)  # in parts, because a copy of a large matrix takes much memory
     return all(bool(part.abs().amax() <= LARGEST and (part - part.half()).abs_().amax() <= bound) for part in parts)
 
 
 @functools.cache
 def _keeps_sums(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of half precision can be left in fp32 there: torch has that for CUDA alone."""
+    """Whether a half-precision product can return fp32 on this device. PyTorch supports this only for CUDA."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
     x = torch.full((8, 8), 1 + 2.0**-7, dtype=dtype, device=device)
     try:
         return bool(torch.mm(x, x, out_dtype=torch.float32).eq(8 * (1 + 2.0**-7) ** 2).all())
-    except (TypeError, RuntimeError):  # of an older torch, or another vendor's
+    except (TypeError, RuntimeError):  # an older torch, or another vendor's
         return False
 
 
 @functools.cache
 def _half_computes() -> bool:
-    """Whether torch has these products, and they are right on this machine. Their first calls warn that a torch to come
-    may lack them."""
+    """Whether torch has the fp16-weight products and they are right on this machine. Their first calls warn that a
+    future torch may drop them; the warning is suppressed."""
     weight, x, bias = torch.arange(-12.0, 12.0).view(4, 6) / 8, torch.arange(12.0).view(2, 6), torch.ones(4)
     exact = F.linear(x, weight, bias)
     try:

@@ -1,5 +1,5 @@
-"""A model of `transformers` by Hugging Face id, directory, GGUF file or `builtin`: found, and read onto a device in a
-dtype."""
+"""Loading of `transformers` models by Hugging Face id, directory, GGUF file or `builtin`: config, weights, tokenizer,
+device and dtype."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from urllib.request import getproxies
 
 import torch
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import gguf_target, tensors
-from specctl.decoding.models.supported import context_limit, ropes, unusable, why_unusable, window_size
+from specctl.decoding.models.supported import context_limit, ropes, unsupported_error, unsupported_reason, window_size
 from specctl.errors import CheckpointError, UsageError
 
-HUB_S = 2.0  # seconds for the hub's answer to a connection
+HUB_S = 2.0  # seconds to wait for a connection to the hub
 ATTENTION = (None, "eager", "sdpa")
-"""Attention that a configuration may choose: transformers' own, as far as it takes a mask of any shape."""
+"""Attention implementations that a configuration may choose: built into transformers, with support for any mask."""
 MOST_LAYERS = 1000
 LONGEST_LINE = 300  # characters of another library's message
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -38,15 +38,15 @@ def builtin_path() -> Path:
 
 
 def pick_device(device: str) -> torch.device:
-    """`auto` and `cuda` are this process' own GPU, `auto` without one the CPU.
+    """Resolve a device name. `auto` and `cuda` are this process' GPU; `auto` without a GPU is the CPU.
 
-    Whoever computes on a GPU asks here first, so this is also where attention by cuDNN is switched off: torch prefers
-    it on Hopper and later, it plans every new shape for some 0.4 s, and the shapes of decoding are new in every round.
+    All code that computes on a GPU calls this first, so it also switches off cuDNN attention. torch prefers cuDNN on
+    Hopper and later, but it plans every new shape for about 0.4 s, and decoding has new shapes in every round.
     """
     available = torch.cuda.is_available()
     if device.startswith("cuda") and not available:
         raise UsageError(
-            f"device {device} asked for, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
+            f"device {device} was requested, but torch {torch.__version__} sees no CUDA device", "use --device cpu"
         )
     if device != "cpu" and available:
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -56,24 +56,24 @@ def pick_device(device: str) -> torch.device:
 
 
 def own_gpus(count: int, environ: Mapping[str, str]) -> list[int]:
-    """The GPUs of this process among `count` visible ones: all of them, or every n-th where a launcher started n here.
+    """GPUs of this process among `count` visible ones: all, or every n-th if a launcher started n processes here.
 
-    The first is that of LOCAL_RANK, which DeepSpeed takes, too. UsageError where there are more processes than GPUs.
+    The first GPU is number LOCAL_RANK, as in DeepSpeed. UsageError if there are more processes than GPUs.
     """
     rank, processes = int(environ.get("LOCAL_RANK", 0)), int(environ.get("LOCAL_WORLD_SIZE", 1))
     if rank >= count:
         raise UsageError(
-            f"the process of LOCAL_RANK {rank} has no GPU: {count} visible",
-            "start as many processes as there are GPUs (or, where each sees only its own, with LOCAL_RANK=0)",
+            f"the process with LOCAL_RANK={rank} has no GPU: only {count} visible",
+            "start one process per GPU (or set LOCAL_RANK=0 if each process sees only one GPU)",
         )
     return list(range(rank, count, processes))
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
-    """`auto` is bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, else fp32."""
+    """Resolve a dtype name. `auto` is bf16 on GPUs and on CPUs with AVX512-BF16 or AMX, otherwise fp32."""
     if dtype != "auto":
         if dtype not in DTYPES:
-            raise UsageError(f"unknown dtype {dtype!r}", f"one of auto, {', '.join(DTYPES)}")
+            raise UsageError(f"unknown dtype {dtype!r}", f"use one of auto, {', '.join(DTYPES)}")
         return DTYPES[dtype]
     if device.type == "cuda":
         return torch.bfloat16
@@ -81,13 +81,13 @@ def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:
 
 
 def cpu_has_bf16() -> bool:
-    """Native bf16 dot products (without them bf16 is slower than fp32)."""
+    """Whether the CPU has native bf16 dot products (without them bf16 is slower than fp32)."""
     check = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     return bool(check and check())
 
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
-    """The configuration of a target, checked to be a decoder-only causal LM."""
+    """Load the configuration of a target, which must be a decoder-only causal LM."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -95,14 +95,16 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     check_within_reach(name, revision)
     where = location(name)
     if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
-        raise CheckpointError(f"{name} is no model directory: it has no config.json", "give the directory that has one")
+        raise CheckpointError(
+            f"{name} is not a model directory: it has no config.json", "give the directory that contains config.json"
+        )
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
         kind = text.model_type
         for ask in (ropes, context_limit, window_size):
-            ask(text)  # what is read of it later is not to fail then
-    except Exception as error:  # whatever a file can make transformers raise
+            ask(text)  # fail here rather than later, when these values are used
+    except Exception as error:  # files can make transformers raise anything
         telling = error.__cause__ if isinstance(error, StrictDataclassError) else error
         raise CheckpointError(
             f"cannot read the configuration of target {name} (config.json): {first_line(telling or error)}",
@@ -120,7 +122,7 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
             if value not in ATTENTION and not trust_remote_code:
                 raise CheckpointError(
                     f"target {name}: config.json: {key[1:]} is {value!r:.60}, which may be code from a repository",
-                    f"delete the key; some of {', '.join(filter(None, ATTENTION))} is chosen here",
+                    f"delete the key: specctl chooses one of {', '.join(filter(None, ATTENTION))}",
                 )
     if config.is_encoder_decoder or (
         names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
@@ -132,19 +134,20 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     if not trust_remote_code and not {config.model_type, kind} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         raise CheckpointError(
             f"transformers has no causal LM for model type {config.model_type!r} of target {name}",
-            "choose a causal LM such as Llama, Qwen or Gemma, or save the language model of this one by itself",
+            "choose a causal LM such as Llama, Qwen or Gemma, or save the language model of this model separately",
         )
     layers = getattr(text, "num_hidden_layers", 1)
     if not (type(layers) is int and 0 < layers <= MOST_LAYERS):
         raise CheckpointError(f"target {name}: config.json: num_hidden_layers is {layers!r:.60}, not 1 … {MOST_LAYERS}")
-    reason = why_unusable(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
+    reason = unsupported_reason(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
     if reason is not None:
-        raise unusable(name, reason)
+        raise unsupported_error(name, reason)
     return config
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of a library's error, of ordinary length, behind its kind where the line may not tell enough."""
+    """First line of a library's error, cut to `LONGEST_LINE` characters. The exception's type comes first if the line
+    alone may not explain the error."""
     said = str(error).strip().splitlines()[:1]
     telling = isinstance(error, OSError | ValueError | RuntimeError | CheckpointError)
     kind = [] if said and telling else [type(error).__name__]
@@ -152,15 +155,15 @@ def first_line(error: BaseException) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, no path, no directory or GGUF file
-    here."""
+    """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, and no path, local directory or GGUF
+    file."""
     local = name.startswith((".", "/", "~")) or os.path.isdir(name) or gguf_target.is_gguf(name)
     return name != "builtin" and not local
 
 
 def check_within_reach(name: str, revision: str | None = None) -> None:
-    """CheckpointError for an id that is not in the cache while the hub cannot be reached: `huggingface_hub` would try
-    for minutes. A proxy is left to it."""
+    """Raise CheckpointError for an id that is not cached while the hub cannot be reached: `huggingface_hub` would retry
+    for minutes. With a proxy, the check is skipped."""
     from huggingface_hub import constants, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -172,20 +175,21 @@ def check_within_reach(name: str, revision: str | None = None) -> None:
             return
         socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_S).close()
     except HFValidationError:
-        return  # no id at all, which transformers says
+        return  # not a valid id; transformers reports it
     except OSError as error:
         raise CheckpointError(
             f"{name} is neither a directory nor in the Hugging Face cache, and {hub.hostname} cannot be reached "
             f"({error.strerror or error})",
-            f"give a directory, or run `hf download {name}` where there is a network",
+            f"give a directory, or run `hf download {name}` on a machine with network access",
         ) from error
 
 
 def location(name: str) -> str:
-    """The place `transformers` loads a target from: a directory, or a Hugging Face id. Of a GGUF file it is a directory
-    in the cache, which has no weights.
+    """Location for `transformers` to load a target from: a directory or a Hugging Face id. For a GGUF file it is a
+    directory in the cache, without weights.
 
-    CheckpointError for neither, and for a directory with a file in it that `transformers` would wait for.
+    CheckpointError if `name` is a path that does not exist, or if the directory has a file on which `transformers`
+    would block (such as a pipe).
     """
     if name == "builtin":
         return str(builtin_path())
@@ -196,12 +200,12 @@ def location(name: str) -> str:
             f"model directory {name} does not exist", "give a directory with config.json, or 'builtin'"
         )
     directory = Path(name).expanduser()
-    if not os.path.isdir(directory):  # False, and no error, for a name that is too long
+    if not os.path.isdir(directory):  # returns False, without an error, for a name that is too long
         return name
     for file in sorted(directory.iterdir()):
         try:
             if file.exists() and not file.is_dir():
-                regular.check(file)
+                regular_files.check(file)
         except OSError as error:
             hint = "copy it again, or delete it"
             raise CheckpointError(f"target {name}: {file} is {error.strerror}", hint) from error
@@ -209,7 +213,7 @@ def location(name: str) -> str:
 
 
 def model_directory(name: str, revision: str | None) -> Path | None:
-    """The directory of a target that was loaded, or is in the cache; None where there is none."""
+    """Local directory of a target, possibly in the Hugging Face cache, or None if it is not on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
     if not is_hub_id(name):
@@ -228,20 +232,20 @@ def load_model(
     device_map: str | None = None,
     max_memory: str | None = None,
 ):
-    """The plain `transformers` model of a target, in evaluation mode, on `device` or spread by `device_map`.
+    """Load the plain `transformers` model of a target, in evaluation mode, on `device` or spread by `device_map`.
 
-    For a GPU the weights are read from the memory-mapped files straight to it: eight processes on a node share the
+    For a GPU, the weights go straight from memory-mapped files to the device. Eight processes on a node then share the
     pages of the files and hold no copies in CPU memory.
     """
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
-    with reading(name):
+    with load_errors(name):
         if not trust_remote_code:
             tensors.check_quantisation(f"target {name}", config)
             tensors.check_headers(f"target {name}", model_directory(name, revision), config)
-        loaded: Any = loader(name, config, dtype)(
+        loaded: Any = from_pretrained_of(name, config, dtype)(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
@@ -257,14 +261,15 @@ def load_model(
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
         raise CheckpointError(
-            f"target {name} does not fit the memory of the GPUs of this process",
-            "more GPUs, or raise target.max_memory",
+            f"target {name} does not fit in the memory of the GPUs of this process",
+            "use more GPUs, or raise target.max_memory",
         )
     return model.eval()
 
 
-def loader(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
-    """`from_pretrained` of a target, which needs options alone; `config` is its configuration."""
+def from_pretrained_of(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
+    """A `from_pretrained` function for a target, which needs only the options; `config` is the target's
+    configuration."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -275,24 +280,24 @@ def loader(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Whatever files make `transformers` raise, a pickle that was not loaded included, as a CheckpointError."""
+def load_errors(name: str) -> Iterator[None]:
+    """Turn any exception of `transformers` about files, a refused pickle included, into a CheckpointError."""
     from safetensors import SafetensorError
 
     try:
         yield
-    except SafetensorError as error:  # which does not say of which file
-        hint = f"specctl doctor --target {name} names the file"
+    except SafetensorError as error:  # safetensors does not name the file
+        hint = f"run `specctl doctor --target {name}`: it names the damaged file"
         raise CheckpointError(f"cannot load target {name}: its weights are damaged: {error}", hint) from error
     except (UsageError, CheckpointError, MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        hint = f"specctl doctor --target {name} looks at its files"
+        hint = f"run `specctl doctor --target {name}`: it checks the files"
         raise CheckpointError(f"cannot load target {name}: {first_line(error)}", hint) from error
 
 
 def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
-    """The tokenizer of a model. CheckpointError where there is none."""
+    """Load the tokenizer of a model. CheckpointError if there is none."""
     from transformers import AutoTokenizer
 
     try:
@@ -300,22 +305,23 @@ def load_tokenizer(name: str, *, revision: str | None = None, trust_remote_code:
             location(name), revision=revision, trust_remote_code=trust_remote_code
         )
         vocabulary = tokenizer.encode("a", add_special_tokens=False)
-    except Exception as error:  # whatever a file can make the libraries raise
+    except Exception as error:  # files can make the libraries raise anything
         raise CheckpointError(f"cannot load the tokenizer of {name}: {first_line(error)}") from error
-    if not vocabulary:  # transformers makes an empty one where the files are missing
-        raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json beside config.json")
+    if not vocabulary:  # transformers makes an empty vocabulary if the files are missing
+        raise CheckpointError(f"the tokenizer of {name} has no vocabulary", "put tokenizer.json next to config.json")
     return tokenizer
 
 
 def load_generation_config(name: str, config: Any, *, revision: str | None = None) -> Any:
-    """The generation settings of a target; most have no file of their own, and then they follow from `config`."""
+    """Load the generation settings of a target. If there is no such file, as for most targets, they follow from
+    `config`."""
     from transformers import GenerationConfig
 
     try:
         return GenerationConfig.from_pretrained(location(name), revision=revision or "main")
     except OSError:
         return GenerationConfig.from_model_config(config)
-    except Exception as error:  # whatever a file can make transformers raise
+    except Exception as error:  # files can make transformers raise anything
         raise CheckpointError(
             f"cannot read generation_config.json of target {name}: {first_line(error)}",
             "copy the file again, or delete it",
@@ -323,7 +329,8 @@ def load_generation_config(name: str, config: Any, *, revision: str | None = Non
 
 
 def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:
-    """Arguments of `from_pretrained`. A map spreads over this process' GPUs only: what is free, or `max_memory`."""
+    """Placement arguments for `from_pretrained`. A device map uses only this process' GPUs, up to their free memory or
+    `max_memory`."""
     if find_spec("accelerate") is None:
         if device_map is None:
             return {}
@@ -340,10 +347,10 @@ def _placement(device: torch.device, device_map: str | None, max_memory: str | N
 
 
 def keep_freed_memory() -> None:
-    """Let glibc reuse freed blocks instead of returning them to the kernel.
+    """Make glibc reuse freed blocks instead of returning them to the kernel.
 
-    By default every tensor of some megabytes is a fresh mapping whose pages fault in one by one: a quarter of the time
-    of a training step. The process keeps its peak size instead. Does nothing under another C library.
+    By default every tensor of some megabytes is a fresh mapping with page faults for each page, which cost a quarter of
+    the time of a training step. The process keeps its peak size instead. Does nothing with another C library.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -351,5 +358,5 @@ def keep_freed_memory() -> None:
         return
     trim_threshold, mmap_threshold = -1, -3  # malloc.h
     if not mallopt(mmap_threshold, 2**30):
-        mallopt(mmap_threshold, 2**25)  # older versions allow no more
+        mallopt(mmap_threshold, 2**25)  # limit of older versions
     mallopt(trim_threshold, 2**31 - 1)

@@ -1,4 +1,4 @@
-"""The model of a target, whoever computes it."""
+"""Interface between a target and the implementation of its model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specctl.decoding.plan import Plan
 
 
 class Model(Protocol):
-    """A model as a target needs it: `LeanModel`, `HFModel` or `Ends`."""
+    """Interface that a target's model implements: `LeanModel`, `HFModel` or `LayerlessModel`."""
 
     dtype: torch.dtype
     device: torch.device

@@ -1,4 +1,4 @@
-"""All layers of a lean model, or the layer of a draft head, in one C++ call (`specctl/kernels/native`)."""
+"""C++ step: all layers of a lean model, or the layer of a draft head, in one call (`specctl/kernels/native`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.kernels import native
 
-ROWS = 64  # of all texts together; beyond, PyTorch's attention over blocks of keys is faster
+ROWS = 64  # most rows, over all sequences; beyond, PyTorch's attention over blocks of keys is faster
 
 
 PRODUCTS = "qkv", "o", "gate_up", "down"
@@ -23,10 +23,10 @@ NORMS = "input_norm", "post_norm", "q_norm", "k_norm"
 
 
 class Packed(NamedTuple):
-    """The layers of a model or of a draft head that the C++ step computes, and their sizes.
+    """Layers of a model or draft head for the C++ step, and their sizes.
 
     Attributes:
-        norm: of the last layer's output; None = the output is not normed.
+        norm: norm of the last layer's output, if it has one.
     """
 
     dtype: torch.dtype
@@ -42,20 +42,20 @@ class Packed(NamedTuple):
 
 
 class NativeStep:
-    """Layers in the form that C++ reads. The weights are the tensors of the model's own `Linear`s.
+    """Layers as C++ structures, with pointers into the model's `Linear` weights.
 
     Attributes:
-        held: everything that the structures point to.
+        keepalive: keeps alive all tensors and objects that the structures point to.
     """
 
     def __init__(self, model: Packed, library: ctypes.CDLL, int8: bool):
         self.library, self.dtype = library, model.dtype
-        self.held: list[object] = []
+        self.keepalive: list[object] = []
         self.layers = (native.StepLayer * len(model.layers))()
         for at, layer in zip(self.layers, model.layers, strict=True):
             for name in PRODUCTS:
                 product = _product(layer, name, int8)
-                self.held.append(product)
+                self.keepalive.append(product)
                 setattr(at, name, product.weights)
             for name in NORMS:
                 norm = getattr(layer, name, None)
@@ -70,11 +70,11 @@ class NativeStep:
     def _point(self, at: ctypes.Structure, name: str, tensor: Tensor | None) -> None:
         if tensor is not None:
             tensor = tensor.contiguous()
-            self.held.append(tensor)
+            self.keepalive.append(tensor)
             setattr(at, name, tensor.data_ptr())
 
-    def computes(self, cache: KVCache, plan: Plan) -> bool:
-        """Whether the C++ step computes a forward of this plan over this cache, of few rows and with a mask."""
+    def supports(self, cache: KVCache, plan: Plan) -> bool:
+        """Whether the C++ step supports this forward: few rows, a contiguous cache, a mask and no ancestry."""
         return plan.positions.numel() <= ROWS and type(cache) is KVCache and plan.ancestry is None
 
     def forward(
@@ -86,11 +86,11 @@ class NativeStep:
         taps: Sequence[int] = (),
         entered: Tensor | None = None,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """The normed states [N, H] of embeddings x [N, H] fp32, which become the residual stream behind the last layer,
-        and the tapped states [N, H] by tap. Keys and values of the rows are written into the cache.
+        """Run all layers on embeddings x [N, H] fp32. Afterwards x holds the residual stream after the last layer. Keys
+        and values are written to the cache. Returns the normed states [N, H], and the tapped states [N, H] by tap.
 
         Args:
-            entered: [N, I] bf16, what the first layer projects; None = its norm of x.
+            entered: [N, I] bf16, the input of the first layer's projections (default: its norm of x).
         """
         batch, rows = plan.positions.shape
         count = len(self.layers)
@@ -127,10 +127,10 @@ def _product(layer: Any, name: str, int8: bool) -> native.NativeProduct:
 
 
 def native_step(model: Packed, int8: bool = False) -> NativeStep | None:
-    """Make the C++ step of a model. Returns None where C++ cannot compute the model.
+    """Build the C++ step of a model, or return None if C++ cannot compute it.
 
     Args:
-        int8: its weights are the rounded ones of `DraftLinear`.
+        int8: use the int8 weights of `DraftLinear`.
     """
     if model.device.type != "cpu" or model.dtype != torch.bfloat16:
         return None

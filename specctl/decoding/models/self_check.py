@@ -1,7 +1,7 @@
-"""One small draft tree through a model of `transformers`, against its own plain forward.
+"""Trial of an unknown `transformers` model: one small draft tree, compared with the model's own plain forward.
 
-No table knows every architecture, least of all those that bring their own code. A model that ignores masks or
-positions, or keeps a cache that we do not see, would still write plausible text; here it shows.
+No table covers every architecture, least of all models with custom code. A model that ignores masks or positions, or
+keeps a cache outside of ours, would still write plausible text; this trial detects it.
 """
 
 from __future__ import annotations
@@ -16,29 +16,31 @@ from specctl.decoding.records import topology
 PARENTS = [-1, -1, 0, 1, 2]
 LEAVES = [3, 4]
 PROMPT, SHORTER = 9, 4
-# Relative errors of logits, in the middle of the nodes: rounding differs with the shape of a batch, and a mixture may
-# send a row to other experts. A mask or position that is ignored gives errors around 1.
+# Relative errors of logits, median over the nodes. Rounding differs with the shape of a batch, and a mixture may route
+# a row to other experts. An ignored mask or position gives errors around 1.
 TOLERANCE = {torch.float32: 1e-2}
 COARSE = 0.1
 
 
 @torch.inference_mode()
 def trial(model: HFModel) -> str | None:
-    """None when two prompts of different lengths, each with a draft tree behind it, give the logits of plain forwards.
+    """Run two prompts of different lengths, each with a draft tree, and compare the logits with plain forwards.
 
-    Otherwise what went wrong, in words. Takes six forwards of a few tokens.
+    Returns None if they agree, otherwise the fault as text. Takes six forwards over a few tokens.
     """
     try:
         ours, theirs = _by_tree(model), _by_branch(model)
-    except Exception as error:  # whatever the code of an unknown architecture raises
+    except Exception as error:  # the code of an unknown architecture may raise anything
         first = str(error).strip().splitlines()
-        return f"its code does not work with a cache and masks from outside ({(first or [type(error).__name__])[0]})"
+        return (
+            f"its code does not work with an external cache and external masks ({(first or [type(error).__name__])[0]})"
+        )
     if not (torch.isfinite(ours).all() and torch.isfinite(theirs).all()):
         return f"its logits are not finite in {str(model.dtype).removeprefix('torch.')}"
-    shift = theirs.mean(-1, keepdim=True)  # common to all tokens, means nothing, and would hide a difference
+    shift = theirs.mean(-1, keepdim=True)  # an offset common to all tokens means nothing, and would hide a difference
     off = ((ours - theirs).norm(dim=-1) / (theirs - shift).norm(dim=-1).clamp_min(1e-6)).median().item()
     if off > TOLERANCE.get(model.dtype, COARSE):
-        return f"the logits of a draft tree are not those of its own forward (relative error {off:.2g})"
+        return f"its logits for a draft tree differ from its forward pass over each branch (relative error {off:.2g})"
     return None
 
 
@@ -49,7 +51,7 @@ def _texts(model: HFModel) -> tuple[list[list[int]], list[int]]:
 
 
 def _by_tree(model: HFModel) -> Tensor:
-    """Logits [2 · nodes, V]."""
+    """Logits [2 · nodes, V] of the tree step."""
     prompts, draft = _texts(model)
     options = {"device": model.device, "dtype": model.dtype}
     tokens = torch.zeros(len(prompts), PROMPT, dtype=torch.long, device=model.device)
@@ -72,7 +74,7 @@ def _by_tree(model: HFModel) -> Tensor:
 
 
 def _by_branch(model: HFModel) -> Tensor:
-    """The same of each branch behind each prompt, through the model as its authors run it, without a cache."""
+    """Logits of the same nodes from plain forwards without a cache: one per prompt and branch."""
     prompts, draft = _texts(model)
     _, ancestors = topology(PARENTS)
     rows: dict[tuple[int, int], Tensor] = {}

@@ -1,5 +1,8 @@
-"""Are the tensors of a model in its files? `transformers` draws those that are missing at random, with a warning that
-few see, and reads past those that it has no place for."""
+"""Checks that a model's files hold exactly its tensors.
+
+`transformers` initializes missing tensors at random, with a warning that few users see, and ignores tensors that the
+model has no place for.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,45 @@ from typing import Any
 
 import torch
 
-from specctl import regular
+from specctl import regular_files
 from specctl.errors import CheckpointError
 
 ADAPTER = "adapter_config.json"
-SHOWN = 3  # names in a message
+SHOWN = 3  # names listed in a message
 REPORT = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""Options of `from_pretrained` that make it say what it has not found, for `check_loaded`."""
-OF_CACHES = ("k_scale", "v_scale")  # scales of a quantised KV cache: the weights are whole without them
+"""Options of `from_pretrained` that make it report missing tensors, for `check_loaded`."""
+KV_CACHE_SCALES = ("k_scale", "v_scale")  # scales of a quantized KV cache: the weights are complete without them
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that `transformers` reads a model's weights from, in name order."""
+    """Files that `transformers` reads a model's weights from, in name order."""
     for stem, suffix in (("model", "safetensors"), ("pytorch_model", "bin")):
         index, single = directory / f"{stem}.{suffix}.index.json", directory / f"{stem}.{suffix}"
         if single.is_file():
             return [single]
         if index.is_file():
-            return sorted(directory / name for name in set(regular.document(index)["weight_map"].values()))
+            return sorted(directory / name for name in set(regular_files.read_json(index)["weight_map"].values()))
     return []
 
 
 def check_adapter(what: str, directory: Path | None) -> None:
-    """Raise CheckpointError where a PEFT adapter lies beside the weights of a model: `transformers` would apply it, and
-    whoever reads the weights would not.
+    """Raise CheckpointError if a PEFT adapter lies next to a model's weights. `transformers` would apply it; other
+    readers of the weights would not.
 
     Args:
-        what: the model in messages, such as "target builtin".
-        directory: of the model; None where it is not on this machine.
+        what: name of the model for messages, such as "target builtin".
+        directory: the model's directory, or None if it is not on this machine.
     """
     if directory is not None and (directory / ADAPTER).is_file():
         raise _adapted(what)
 
 
 def check_loaded(what: str, model: Any, info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where `transformers` has not found all weights of `model`, or has applied an adapter.
+    """Raise CheckpointError if `transformers` has not found all weights of `model`, or has applied an adapter.
 
     Args:
-        what: the model in messages.
-        info: what `from_pretrained` says with `REPORT`. Tied matrices and buffers that are computed are not missing.
+        what: name of the model for messages.
+        info: report of `from_pretrained` with `REPORT`. Tied matrices and computed buffers do not count as missing.
     """
     if getattr(model, "_hf_peft_config_loaded", False):
         raise _adapted(what)
@@ -59,10 +62,10 @@ def check_loaded(what: str, model: Any, info: Mapping[str, Any]) -> None:
 
 
 def check_headers(what: str, directory: Path | None, config: Any) -> None:
-    """As `check_loaded`, by the headers of the safetensors files of a causal LM of this `config`; no weight is read.
+    """Run `check_loaded` on the headers of a causal LM's safetensors files, before any weight is read.
 
-    Does nothing where the model has no such files on this machine, is quantised (quantisers need their packages), or
-    cannot be laid out without weights: loading it then says what is wrong.
+    Does nothing if the model has no such files on this machine, is quantized (quantizers need their packages), or
+    cannot be built without weights. Loading then reports the error.
     """
     from transformers import AutoModelForCausalLM
 
@@ -76,13 +79,14 @@ def check_headers(what: str, directory: Path | None, config: Any) -> None:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 directory, device_map={"": torch.device("meta")}, **REPORT, trust_remote_code=False
             )
-    except Exception:  # whatever a file or an architecture makes `transformers` raise
+    except Exception:  # files and architectures can make `transformers` raise anything
         return
     check_loaded(what, *loaded)
 
 
 def check_quantisation(what: str, config: Any) -> None:
-    """Raise CheckpointError for weights of a `quant_method` that `transformers` does not know: it would skip them."""
+    """Raise CheckpointError if `transformers` does not know the weights' `quant_method`: it would ignore the
+    quantization."""
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     found = quantisation(config)
@@ -92,19 +96,19 @@ def check_quantisation(what: str, config: Any) -> None:
     if method is not None and method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
         raise CheckpointError(
             f"{what}: config.json: quantization_config.quant_method is {method!r:.60}, which transformers cannot read",
-            f"take weights that are not quantised, or one of {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
+            f"use weights that are not quantized, or one of {', '.join(sorted(AUTO_QUANTIZATION_CONFIG_MAPPING))}",
         )
 
 
 def quantisation(config: Any) -> Any:
-    """The `quantization_config` of a model or of its text part; None where it is not quantised."""
+    """The `quantization_config` of a model or of its text part, or None if it is not quantized."""
     parts = (config, config.get_text_config())
     return next((held for part in parts if (held := getattr(part, "quantization_config", None))), None)
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Keep `transformers` from warning of what is missing, or too much, in a model's files."""
+    """Suppress `transformers`' warnings about missing or unexpected tensors."""
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
@@ -117,47 +121,47 @@ def quiet() -> Iterator[None]:
 
 
 def _misfit(model: Any, info: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The first fault of the tensors that were found, and what would help; None where there is none."""
+    """The first fault among the tensors of the files, and a hint how to fix it (None if there is no fault)."""
     missing = sorted(info["missing_keys"])
     unexpected = sorted(info["unexpected_keys"])
     if missing:
-        said = f"its files lack {_some(missing)} of config.json"
+        said = f"its files lack {_some(missing)}, which config.json requires"
         ends = {name: held for held in unexpected for name in missing if held.endswith(f".{name}")}
         if ends:
             name, held = next(iter(ends.items()))
-            wrapped = "save the model itself (peft: merge_and_unload) without what was wrapped around it"
-            return f"{said}, and hold them under the prefix {held.removesuffix(name)!r}", wrapped
+            wrapped = "save the inner model (peft: merge_and_unload) without its wrapper"
+            return f"{said}, but have such tensors under the prefix {held.removesuffix(name)!r}", wrapped
         if any("lora_" in held or ".base_layer." in held for held in unexpected):
             return said, "merge the adapter into the weights first (peft: merge_and_unload) and save those"
         return said, "copy the weights again, or the config.json that belongs to them"
     if info["mismatched_keys"]:
         name, held, wanted = sorted(info["mismatched_keys"])[0]
-        said = f"{name} is {list(held)} in its files, {list(wanted)} by config.json"
+        said = f"{name} has shape {list(held)} in its files, but config.json requires {list(wanted)}"
         return said, "copy the weights again, or the config.json that belongs to them"
     if quantisation(model.config) is not None:
         return None
-    start = f"{model.base_model_prefix}."  # which files have, or not, for models that have it, or not
+    start = f"{model.base_model_prefix}."  # the prefix may be present in the files, in the model, in both or in neither
     names = {name.removeprefix(start) for name in model.state_dict()}
     owned = {one: f"{one.removeprefix(start).rpartition('.')[0]}.weight" for one in unexpected}
-    beside = [one for one, weight in owned.items() if weight in names and not one.endswith(OF_CACHES)]
+    beside = [one for one, weight in owned.items() if weight in names and not one.endswith(KV_CACHE_SCALES)]
     if beside:
-        said = f"its files hold {_some(beside)}, which a model of this config.json has no place for"
+        said = f"its files contain {_some(beside)}, which a model with this config.json does not have"
         return (
             said,
-            "copy the config.json that belongs to the weights (a bias, or quantization_config, is missing in it)",
+            "copy the config.json that belongs to the weights (this one lacks a bias or quantization_config)",
         )
     return None
 
 
 def _some(names: list[str]) -> str:
-    """The first names of several, and how many more there are."""
+    """The first names of a list, and the number of the remaining ones."""
     more = len(names) - SHOWN
     return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _adapted(what: str) -> CheckpointError:
     return CheckpointError(
-        f"{what}: a PEFT adapter ({ADAPTER}) lies beside its weights",
-        "merge it first (peft: merge_and_unload, then save_pretrained into another directory); where the weights "
-        f"hold it already, delete {ADAPTER}",
+        f"{what}: a PEFT adapter ({ADAPTER}) is in the directory of its weights",
+        "merge it first (peft: merge_and_unload, then save_pretrained into another directory); if the weights "
+        f"already contain it, delete {ADAPTER}",
     )

@@ -1,1 +1,1 @@
-"""Heads per draft depth: what do `hydra` and `medusa` share?"""
+"""One head per draft depth: code shared by the families `hydra` and `medusa`."""

@@ -1,4 +1,4 @@
-"""Drafting with `DepthHeads`: static trees whose depth-k nodes come from head k, and the heads' rows along a text."""
+"""Drafting with one head per depth (`DepthHeads`): static trees with the candidates of head k at depth k + 1."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import PADDING, DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
@@ -18,20 +18,20 @@ from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads
 from specctl.drafters.depth.static_tree import StaticTree, Trees
 from specctl.drafters.feature.layer import HeadWeights
-from specctl.drafters.tree import Pays, ProposedTree, TreeShape
+from specctl.drafters.tree import ProposedTree, TreeShape, WorthLevel
 
 
 class DepthDrafter(HeadWeights, ABC):
-    """Inference of `DepthHeads`.
+    """Base class of drafters that run `DepthHeads`.
 
     Attributes:
-        grounded: the heads read the drafted tokens; otherwise all nodes of a depth have the same candidates.
+        reads_tokens: the heads read the drafted tokens. If False, all nodes of a depth have the same candidates.
     """
 
-    grounded: bool
+    reads_tokens: bool
 
     def __init__(self, module: DepthHeads, target: Target, shape: TreeShape, accuracy: Sequence[float]):
-        """`accuracy`: how often each rank of a head's candidates is the target's token."""
+        """`accuracy`: how often each rank among a head's candidates is the target's token."""
         super().__init__(module, target)
         config = module.config
         self.taps, self.draft_heads = config.taps, config.draft_heads
@@ -42,15 +42,20 @@ class DepthDrafter(HeadWeights, ABC):
 
     @abstractmethod
     def logits(self, k: int, states: Tensor, tokens: Tensor) -> Tensor:
-        """Head k's logits [R, Vd] from `states` [R, H] of slots i and the tokens [R, k + 1] x_{i+1} … x_{i+k+1}."""
+        """Logits [R, Vd] of head k.
+
+        Args:
+            states: [R, H] of slots i.
+            tokens: [R, k + 1] tokens x_{i+1} … x_{i+k+1}.
+        """
 
     @abstractmethod
     def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
-        """The heads' input at every sequence's last `width` slots [B·width, H], and the first of those slots."""
+        """Inputs [B·width, H] of the heads at every sequence's last `width` slots, and the first of these slots."""
 
     @abstractmethod
     def last(self, state: DecodeState) -> Tensor:
-        """The same at every sequence's last slot [B, H]."""
+        """Inputs [B, H] of the heads at every sequence's last slot."""
 
     @abstractmethod
     def advance(self, state: DecodeState) -> None: ...
@@ -60,65 +65,70 @@ class DepthDrafter(HeadWeights, ABC):
 
     @abstractmethod
     def rounds(self, tree: StaticTree, state: DecodeState) -> DeviceDraft:
-        """Its part of rounds on the device that draft this tree (`draft_at`)."""
+        """Build the device-side drafting rounds for this tree (see `draft_at`)."""
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """A static tree from the last committed token, never deeper than there are heads, or room."""
-        floor = self.shape.floor
+        """Draft a static tree from the last committed token.
+
+        Its depth is limited by the number of heads and by the room of the sequences.
+        """
+        floor = self.shape.log_stop_below
         grown = self._grow(state, budget, None if floor == -math.inf else lambda joint: max(joint) >= floor)
         return empty_draft(state.batch, state.device) if grown is None else grown[0]
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
-        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
+        """Candidates after the last committed token of every sequence, at most `budget` nodes each."""
         grown = self._grow(state, budget, pays)
         if grown is None:
             return [ProposedTree([], [], []) for _ in state.rows]
         draft, claimed = grown
         columns = [draft.tokens.tolist(), draft.parents.tolist(), claimed.exp().tolist()]
-        sizes = (draft.parents != PADDING).sum(1).tolist()  # what is too deep stands last
+        sizes = (draft.parents != PADDING).sum(1).tolist()  # nodes that are too deep stand last
         return [ProposedTree(*(part[:size] for part in row)) for size, *row in zip(sizes, *columns, strict=True)]
 
-    def _grow(self, state: DecodeState, budget: int, pays: Pays | None) -> tuple[DraftTree, Tensor] | None:
-        """The tree with the log probability of each node given its parent; None where there is no room for any."""
+    def _grow(self, state: DecodeState, budget: int, pays: WorthLevel | None) -> tuple[DraftTree, Tensor] | None:
+        """Draft the tree, with the log probability of each node given its parent, or None without room."""
         self.advance(state)
-        tree = self.trees.of(state, budget)
+        tree = self.trees.tree_for(state, budget)
         if tree is None:
             return None
         roots = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
-        draft, claimed = self._drafted(tree, roots, self.last(state), pays)
-        rooms = [row.room for row in state.rows]
+        draft, claimed = self._fill_tree(tree, roots, self.last(state), pays)
+        rooms = [row.draft_room for row in state.rows]
         if min(rooms) < len(tree.levels):
             draft = tree.within(draft, torch.tensor(rooms, device=state.device))
         return draft, claimed
 
-    def _drafted(self, tree: StaticTree, roots: Tensor, states: Tensor, pays: Pays | None) -> tuple[DraftTree, Tensor]:
-        """`tree` behind the last tokens `roots` [B] of sequences whose last states are [B, H]; as `StaticTree.grow`."""
+    def _fill_tree(
+        self, tree: StaticTree, roots: Tensor, states: Tensor, pays: WorthLevel | None
+    ) -> tuple[DraftTree, Tensor]:
+        """Fill in `tree` after the last tokens `roots` [B], from the last states [B, H]; see `StaticTree.grow`."""
         states = states.unsqueeze(1)
 
         def logits(depth: int, paths: Tensor) -> Tensor:
-            behind = paths if self.grounded else paths[:, :1]
+            behind = paths if self.reads_tokens else paths[:, :1]
             nodes = states.expand(-1, behind.shape[1], -1)
             return self.logits(depth, nodes.flatten(0, 1), behind.flatten(0, 1)).unflatten(0, (len(roots), -1))
 
         return tree.grow(roots, logits, self.ids, pays)
 
     @property
-    def even(self) -> bool:
-        """Whether no draft ends early."""
+    def fixed_shape(self) -> bool:
+        """Whether all drafts have the same form, because none ends early."""
         return self.shape.stop_below <= 0
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
-        """None where drafts end early: that is decided by the host."""
-        tree = self.trees.whole(budget) if self.even else None
+        """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
+        tree = self.trees.full_tree(budget) if self.fixed_shape else None
         return None if tree is None else self.rounds(tree, state)
 
-    def draft_at(self, tree: StaticTree, sequences: Resident, states: Tensor) -> DraftTree:
-        """`tree` behind sequences on the device whose last states are [B, H], with padding where there is no room."""
-        draft, _ = self._drafted(tree, sequences.last[:, 0], states, None)
-        return tree.within(draft, sequences.room)
+    def draft_at(self, tree: StaticTree, sequences: DeviceBatch, states: Tensor) -> DraftTree:
+        """Fill in `tree` for sequences on the device with last states [B, H]; nodes without room become padding."""
+        draft, _ = self._fill_tree(tree, sequences.last[:, 0], states, None)
+        return tree.within(draft, sequences.draft_room)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Head k's rows at depth k + 1, behind the tokens of the text; there are none deeper than the heads.
+        """Score a text with head k at depth k + 1, given the true tokens; there are no depths beyond the last head.
 
         At depth k + 1 the token at position j is predicted from slot j − 2 − k.
         """

@@ -1,7 +1,7 @@
-"""Common parts of `hydra` and `medusa`: a head for each draft depth on the target's last state, and their distillation.
+"""Modules with one head per draft depth, the base of `hydra` and `medusa`, and their distillation loss.
 
-Slot i of a sequence holds the target's state h_i after its final norm and the token x_{i+1}; head k = 0, 1, … predicts
-x_{i+2+k}. Every head has a vocabulary matrix of its own, as in the published files.
+Slot i of a sequence holds the target's state h_i after its final norm and the token x_{i+1}. Head k = 0, 1, … predicts
+x_{i+2+k}. Every head has a separate vocabulary matrix, as in the published files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import Count
 from specctl.drafters.feature.head import DraftConfig, DraftHead, Losses, SlotBatch
-from specctl.drafters.lora import product_of
+from specctl.drafters.lora import as_single_product
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
-DRAFT_HEADS = 4  # as Hydra's released heads; Medusa's have up to 5
+DRAFT_HEADS = 4  # same number as Hydra's released heads; Medusa's have up to 5
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,10 @@ class HeadsConfig(DraftConfig):
 
 
 def heads_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str, Any]:
-    """The fields of a `HeadsConfig`. The default draft vocabulary is the target's: the published files know no other.
+    """Fields of a `HeadsConfig` as the recipe sets them.
 
-    Raises RecipeError where the recipe asks for other features.
+    The draft vocabulary defaults to the target's, as the published files support no other. Raises RecipeError if the
+    recipe asks for other features.
     """
     if recipe.taps is not None:
         raise RecipeError("hydra and medusa heads read the target's last hidden state", hint="leave drafter.taps out")
@@ -50,14 +51,19 @@ def heads_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str,
 
 
 def draft_ids(config: HeadsConfig, frequent: Callable[[int], list[int]]) -> Tensor | None:
-    """[Vd] the most frequent tokens, as draft vocabulary (see `pool.TrainableFamily.build`); None where that is the
-    target's."""
+    """Draft vocabulary [Vd] of the most frequent tokens, or None if it equals the target's vocabulary.
+
+    `frequent` is described in `pool.TrainableFamily.build`.
+    """
     size = config.draft_vocab_size
     return torch.tensor(frequent(size)) if size < config.vocab_size else None
 
 
 class ResBlock(nn.Module):
-    """skip(x) + silu(linear(x)), which starts as skip(x): the identity, or a projection of several states to one."""
+    """Residual block skip(x) + silu(linear(x)); skip is the identity, or a projection of several states.
+
+    The linear part starts at zero, so the block starts as skip(x).
+    """
 
     def __init__(self, size: int, states: int = 1):
         super().__init__()
@@ -71,35 +77,36 @@ class ResBlock(nn.Module):
 
 
 class DepthHeads(DraftHead):
-    """Base of the modules."""
+    """Base class of modules with one head per draft depth."""
 
     config: HeadsConfig
 
     def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None):
-        # The published files have no draft vocabulary: it is stored where it says something.
+        # The published files have no draft vocabulary, so it is stored only if it differs from the target's.
         super().__init__(config, draft_ids, stored=config.draft_vocab_size < config.vocab_size)
         self.steps = config.draft_heads
 
     def states(self, batch: SlotBatch) -> Tensor:
-        """The heads' view [N, H] of the text up to each response slot."""
+        """Text representation [N, H] that the heads read at each response slot."""
         raise NotImplementedError
 
     def hidden(self, k: int, inputs: Tensor) -> Tensor:
-        """The input of head k's vocabulary matrix [n, H], from the head's inputs [n, ·]."""
+        """Input [n, H] of head k's vocabulary matrix, from the head's inputs [n, ·]."""
         raise NotImplementedError
 
     def vocabulary(self, k: int) -> nn.Linear:
-        """Head k's vocabulary matrix."""
+        """Vocabulary matrix of head k."""
         raise NotImplementedError
 
     def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
-        """The input of head k [n, ·] at the response slots `row` [n], whose states are [n, H]."""
+        """Input [n, ·] of head k at the response slots `row` [n] with the `states` [n, H]."""
         raise NotImplementedError
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of all heads over a batch, one after another, tokens teacher-forced. Returns as `DraftHead.sums`.
+        """Loss of all heads over a batch, one head after another, with teacher-forced tokens.
 
-        Head 0 learns from all response slots, the others from `later_rows`.
+        Head 0 learns from all response slots, the other heads from `later_rows`. Returns the results of
+        `DraftHead.aggregate_losses`.
 
         Args:
             embedding: [V, H] the target's (frozen) token embedding.
@@ -110,20 +117,22 @@ class DepthHeads(DraftHead):
         for k in range(self.steps):
             row = batch.later_rows if k else torch.arange(len(states), device=states.device)
             x = self.hidden(k, self.inputs(k, batch, states[row] if k else states, row, embedding))
-            found.append(self.distil(product_of(self.vocabulary(k), x), [row], range(k, k + 1), batch, teacher))
+            found.append(
+                self.distill_losses(as_single_product(self.vocabulary(k), x), [row], range(k, k + 1), batch, teacher)
+            )
         total, each, valid, share = zip(*found, strict=True)
         losses = Losses(torch.stack(total).sum(), torch.cat(each), torch.cat(valid), torch.cat(share))
-        return self.sums(losses, [len(part) for part in each])
+        return self.aggregate_losses(losses, [len(part) for part in each])
 
 
-def prepare(module: DepthHeads, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    module.decay, module.objective = recipe.ttt_decay, recipe.distillation
+def set_training_options(module: DepthHeads, recipe: TrainRecipe) -> None:
+    """Set the training options of a recipe."""
+    module.decay, module.objective = recipe.ttt_decay, recipe.resolved_objective
 
 
 @torch.no_grad()
 def start_from_target(head: nn.Linear, ids: Tensor, target: Target) -> None:
-    """A vocabulary matrix starts as the target's own."""
+    """Initialize a vocabulary matrix from the target's vocabulary head."""
     head.weight.copy_(target.squash.scale * target.head_weight[ids.to(target.device)].float())
     if head.bias is not None:
         nn.init.zeros_(head.bias)

@@ -1,8 +1,9 @@
-"""Static draft trees: their form is chosen once, tokens are filled in every round (Cai et al. 2024, arXiv 2401.10774,
-§2.1.2 and 2.3.3; Ankner et al. 2024, arXiv 2402.05109, §3).
+"""Static draft trees with a fixed form; every round fills in the tokens.
 
-A node is a path of ranks: (0, 2) is the third likeliest token behind the likeliest one. The nodes kept are those whose
-paths are accepted most often, by the accuracies of the ranks.
+See Cai et al. 2024, arXiv 2401.10774, §2.1.2 and 2.3.3, and Ankner et al. 2024, arXiv 2402.05109, §3.
+
+A node is a path of ranks: (0, 2) is the third likeliest token after the likeliest one. The tree keeps the nodes with
+the paths that are accepted most often, estimated from the accuracy of each rank.
 """
 
 from __future__ import annotations
@@ -18,33 +19,37 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.records import PADDING, ChainRows, DraftTree
 from specctl.decoding.state import DecodeState
-from specctl.drafters.tree import Pays, TreeShape
+from specctl.drafters.tree import TreeShape, WorthLevel
 
 Path = tuple[int, ...]
 
 
 def default_shape(device: torch.device) -> TreeShape:
-    """On a CPU (measured on the built-in target) a chain with the runner-up of most depths as leaves: eight rows cost
-    the target little more than one, fifteen do. On a GPU about as many nodes as the papers' trees have."""
+    """Default shape of a static tree on a device.
+
+    On a CPU it is a chain with the runner-up of most depths as leaves. Measured on the built-in target, eight rows cost
+    little more than one, but fifteen do. On a GPU it has about as many nodes as the papers' trees.
+    """
     if device.type == "cpu":
         return TreeShape(depth=4, width=1, nodes=7, children=2, stop_below=0.05)
     return TreeShape(depth=4, width=16, nodes=60, children=10, stop_below=0.0)
 
 
 def best_paths(shape: TreeShape, accuracy: Sequence[float]) -> list[Path]:
-    """The paths most often accepted, best first: every beginning of the list is a tree too.
+    """Return the paths that are accepted most often, best first; every prefix of the list is a valid tree.
 
-    At most `shape.width` nodes of a level have children, the `shape.children` likeliest tokens at most.
+    At most `shape.width` nodes of a level have children, each at most the `shape.children` likeliest tokens.
 
     Args:
-        accuracy: how often each rank is the target's token where its parent was; ranks beyond are not used.
+        accuracy: how often each rank is the target's token if the parent was accepted; ranks beyond the list are not
+            used.
     """
     ranks = range(min(shape.children, len(accuracy)))
     heap: list[tuple[float, int, Path]] = [
         (-accuracy[rank], 1, (rank,)) for rank in ranks
-    ]  # of equals the shorter first: parents before children
+    ]  # ties go to the shorter path, so parents come before children
     heapq.heapify(heap)
-    opened = [0] * (shape.depth + 1)  # nodes of each level that have children
+    opened = [0] * (shape.depth + 1)  # number of nodes per level that have children
     found: list[Path] = []
     while heap and len(found) < shape.nodes:
         chance, depth, path = heapq.heappop(heap)
@@ -58,13 +63,13 @@ def best_paths(shape: TreeShape, accuracy: Sequence[float]) -> list[Path]:
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth.
+    """Nodes of one depth.
 
     Attributes:
-        ranks: how many candidates the parents are asked for.
-        parent: [n] of every node, the place of its parent among the nodes of the level above that have children.
-        rank: [n] of every node.
-        inner: [m] which of the nodes have children.
+        ranks: number of candidates requested for each parent.
+        parent: [n] for every node, the index of its parent among the nodes of the previous level that have children.
+        rank: [n] for every node, its rank among the candidates of its parent.
+        inner: [m] indices of the nodes that have children.
     """
 
     ranks: int
@@ -74,7 +79,7 @@ class Level:
 
 
 class StaticTree:
-    """A tree of `paths` (each with its beginnings), level by level, in the order of `DraftTree`'s nodes."""
+    """Tree given by `paths` (with all their prefixes), level by level, in the order of `DraftTree`'s nodes."""
 
     def __init__(self, paths: Sequence[Path], device: torch.device):
         self.paths = sorted(paths, key=lambda path: (len(path), path))
@@ -102,17 +107,19 @@ class StaticTree:
         return result
 
     def grow(
-        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, pays: Pays | None
+        self, roots: Tensor, logits: Callable[[int, Tensor], Tensor], ids: Tensor | None, pays: WorthLevel | None
     ) -> tuple[DraftTree, Tensor]:
-        """The draft with this tree's form, cut before the first level that is not worth drafting, and the log
-        probability [B, n] of each node given its parent.
+        """Fill in the tree's tokens; stop before the first level that is not worth drafting.
+
+        Returns the draft and the log probability [B, n] of each node given its parent.
 
         Args:
             roots: [B] last committed token of every sequence.
-            logits: (depth, paths) → [B, m, Vd], the next token's behind the m nodes of a depth that have children, or
-                [B, 1, Vd] where all have the same; `paths` [B, m, depth + 1] are their tokens, the root's first.
-            ids: [Vd] target id of every draft token; None = the same.
-            pays: None = all levels.
+            logits: function (depth, paths) → [B, m, Vd], the next-token logits after the m nodes of a depth that have
+                children, or [B, 1, Vd] if all of them share the same logits. `paths` [B, m, depth + 1] are the nodes'
+                tokens, the root's first.
+            ids: [Vd] target token id of every draft token, or None if they are the same.
+            pays: decides whether a further level is drafted. If None, all levels are.
         """
         batch = roots.shape[0]
         paths, joint = roots.view(-1, 1, 1), torch.zeros(batch, 1, device=roots.device)
@@ -139,13 +146,13 @@ class StaticTree:
         return DraftTree(flat, parents, chain=self.chain, q=ChainRows(first, ids)), torch.cat(claimed, 1)
 
     def within(self, draft: DraftTree, room: Tensor) -> DraftTree:
-        """A draft of this form without the nodes that are deeper than a sequence has `room` [B] for."""
+        """Return the draft without the nodes that are deeper than their sequence has `draft_room` [B] for."""
         fits = self.depths[:, : draft.size] <= room.unsqueeze(1)
         return replace(draft, parents=torch.where(fits, draft.parents, PADDING))
 
 
 class Trees:
-    """The trees of a drafter: one of the full shape, and smaller ones near the end of a text or of the budget."""
+    """Static trees of a drafter: the full shape, and smaller trees near the end of a text or for a smaller budget."""
 
     def __init__(self, shape: TreeShape, accuracy: Sequence[float], device: torch.device):
         self.shape = shape
@@ -154,19 +161,19 @@ class Trees:
 
     @property
     def children(self) -> tuple[int, ...]:
-        """How many children a node of the level above has at most, at each depth."""
+        """Maximal number of children per node at each depth."""
         depth = max(map(len, self.paths))
         return tuple(max(path[-1] for path in self.paths if len(path) == d + 1) + 1 for d in range(depth))
 
-    def whole(self, budget: int) -> StaticTree | None:
-        """At most `budget` nodes; None where that is none."""
+    def full_tree(self, budget: int) -> StaticTree | None:
+        """Return the tree with at most `budget` nodes, or None if the budget is zero."""
         return self._made(tuple(self.paths[:budget])) if budget > 0 else None
 
-    def of(self, state: DecodeState, budget: int) -> StaticTree | None:
-        """At most `budget` nodes, no deeper than some sequence has room for; None where nothing fits."""
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+    def tree_for(self, state: DecodeState, budget: int) -> StaticTree | None:
+        """Return the tree with at most `budget` nodes, as deep as the sequence with the most room allows, or None."""
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
         if depth <= 0:
             return None
-        if state.exact_rows:  # bitwise equality is promised for chains; a tree's siblings sit between the rows it keeps
+        if state.exact_rows:  # only chains stay bitwise equal: a tree's rejected siblings sit between the rows it keeps
             return self._made(tuple((0,) * (d + 1) for d in range(depth)))
         return self._made(tuple(path for path in self.paths if len(path) <= depth)[:budget])

@@ -1,1 +1,1 @@
-"""Family `dflash`: a head that drafts a block in one pass (DFlash, DSpark)."""
+"""Family `dflash`: a head that drafts a whole block in one pass (DFlash, DSpark)."""

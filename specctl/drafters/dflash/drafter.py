@@ -1,5 +1,8 @@
-"""Family `dflash`: drafting with block-parallel heads, DFlash, DSpark and DFlash 2. One pass of the head drafts a whole
-block; a Markov head or candidate selector, where there is one, then goes through it token by token."""
+"""Drafter of family `dflash`: block-parallel heads (DFlash, DSpark and DFlash 2).
+
+One pass of the head drafts a whole block. An optional Markov head or candidate selector then rescores the block token
+by token.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import NewSlots, Resident
+from specctl.decoding.device.device_batch import CommittedSlots, DeviceBatch
 from specctl.decoding.models.layers import attend
 from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import Plan, plan_at, plan_rows
@@ -23,27 +26,27 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.dflash.head import GROUP, BlockConfig, BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
-from specctl.drafters.feature.head import head_config, mask_token, restored, taps_of
-from specctl.drafters.feature.layer import FeatureMemory, last_slots, own_features
+from specctl.drafters.feature.head import head_config, mask_token, restore_head, taps_of
+from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter, Transitions, block_mask, hidden_context
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
-BLOCK = 8  # slots
-LAYERS = 2  # for a target of ten layers; the papers take five for one of 36
-CANDIDATES = 32  # tokens of each slot among which a Markov head chooses
-RANK = 32  # of the Markov head or the selector; the papers take 256 for vocabularies of 150,000 tokens
+BLOCK = 8  # slots of a block
+LAYERS = 2  # for targets with ten layers; the papers use five for 36
+CANDIDATES = 32  # tokens per slot from which a Markov head chooses
+RANK = 32  # rank of the Markov head or the selector; the papers use 256 for vocabularies of 150,000 tokens
 
 
 @dataclass(frozen=True)
 class BlockRows(ChainRows):
-    """Rows of a block whose tokens are tied.
+    """Draft logits of a block, corrected for the previous token of each chain.
 
     Attributes:
-        tokens: of each sequence, the anchor and its chain.
-        states: [B, K, H] that the rows are read off.
-        following: (logits [d, Vd], states [d, H], tokens [d]) → the logits behind these tokens.
+        tokens: for each sequence, the anchor and its chain.
+        states: [B, K, H] states from which the logits are computed.
+        following: function (logits [d, Vd], states [d, H], tokens [d]) → the logits after these tokens.
     """
 
     tokens: Sequence[list[int]] = ()
@@ -56,12 +59,15 @@ class BlockRows(ChainRows):
 
 
 def over_rows(linear: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A layer of x [..., H], which takes rows alone where its weights are of eight bits."""
+    """Apply a layer to x [..., H] as two-dimensional rows, which layers with 8-bit weights require."""
     return linear(x.flatten(0, -2)).unflatten(0, x.shape[:-1])
 
 
 class BlockDrafter(ParallelDrafter):
-    """Inference of a `BlockHead`: keys and values of the context are made once for every committed position."""
+    """Runs a `BlockHead` for drafting.
+
+    Keys and values of the context are computed once for every committed position.
+    """
 
     def __init__(self, head: BlockHead, target: Target, shape: TreeShape):
         layers = layers_of(head)
@@ -94,8 +100,8 @@ class BlockDrafter(ParallelDrafter):
         if selector is not None:
             self.before = selector.predecessor_codebook.detach().to(self.device, self.dtype)
             self.steer, self.candidates = self.linear(selector.hidden_projection), head.config.selector_top_k
-        if head.tie is not None:
-            self.after = head.tie.successors.detach().to(self.device, self.dtype)
+        if head.token_dependency is not None:
+            self.after = head.token_dependency.successors.detach().to(self.device, self.dtype)
 
     @property
     def reach(self) -> int:
@@ -107,21 +113,21 @@ class BlockDrafter(ParallelDrafter):
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
         plan = plan_rows([slots.start], len(slots), device=state.device, dtype=state.dtype)
-        tapped = own_features(state.features[b, slots.start : slots.stop], state.taps, self.taps)
+        tapped = select_taps(state.features[b, slots.start : slots.stop], state.taps, self.taps)
         self._read(tapped, memory.cache.sequence(b), plan)
 
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
         tapped, starts = last_slots(state, width, self.taps)
-        memory.cache.filled(starts)
+        memory.cache.mark_written(starts)
         self._read(tapped, memory.cache, plan_rows(starts, width, device=state.device, dtype=state.dtype))
 
-    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        tapped = own_features(new.tapped.flatten(0, 1), new.taps, self.taps)
+    def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
+        tapped = select_taps(new.tapped.flatten(0, 1), new.taps, self.taps)
         self._read(tapped, cache, new.plan(span, cache.store.dtype))
         return torch.empty(len(new.base), self.size, device=self.device)
 
     def _read(self, tapped: Tensor, cache: KVCache, plan: Plan) -> None:
-        """Write keys and values of features [N, F] to the cache."""
+        """Write the keys and values of features [N, F] to the cache."""
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.kv_heads, self.kv_heads)
         pairs = self.pairs(self.hidden_norm(self.feature(tapped))).view(len(tapped), self.layers, -1, self.dim)
@@ -130,7 +136,7 @@ class BlockDrafter(ParallelDrafter):
             cache.write(layer, Rope.rotate(torch.cat((part.key_norms(keys), values), 1), table), plan)
 
     def transitions(self, anchors: Tensor, states: Tensor, logits: Tensor, children: int) -> Transitions:
-        """The likeliest tokens of each level, reordered behind every candidate before them by what ties the block."""
+        """Likeliest tokens of each level, rescored after every previous candidate by the Markov head or selector."""
         if self.before is None or self.after is None:
             return super().transitions(anchors, states, logits, children)
         batch, depth, vocabulary = logits.shape
@@ -140,7 +146,7 @@ class BlockDrafter(ParallelDrafter):
         tokens = index if self.ids is None else self.ids[index]
         before = torch.cat((anchors.view(-1, 1, 1).expand(-1, 1, many), tokens[:, :-1]), 1)
         change = self._edges(states.unsqueeze(2), before) @ self.after[index].mT  # [B, depth, C before, C]
-        # Tokens beyond the candidates are taken to be as probable as before.
+        # Tokens beyond the candidates are assumed to keep their probability.
         left = torch.log1p(-logprob.exp().sum(-1).clamp_max(1 - 1e-6))[..., None, None]
         changed = logprob.unsqueeze(2) + change
         changed = changed - torch.logaddexp(changed.logsumexp(-1, keepdim=True), left)
@@ -148,32 +154,34 @@ class BlockDrafter(ParallelDrafter):
         return Transitions(index, gains, places)
 
     def _edges(self, states: Tensor, before: Tensor) -> Tensor:
-        """[..., r] what the rows of `after` are multiplied with, behind the tokens `before` [...]."""
+        """Factors [..., r] to multiply with the rows of `after`, for the preceding tokens `before` [...]."""
         assert self.before is not None
         edges = F.embedding(before, self.before)
         return edges if self.steer is None else edges * over_rows(self.steer, states)
 
     def rows(self, state: DecodeState, chains: list[list[int]], states: Tensor, logits: Tensor) -> ChainRows:
-        """The rows that chains were chosen from; what ties them is only added for those who ask."""
+        """Draft logits from which the chains were chosen; corrections for previous tokens are computed on demand."""
         if self.before is None:
             return super().rows(state, chains, states, logits)
         anchors = [row.ids[-1:] for row in state.rows]
         tokens = [[*anchor, *chain] for anchor, chain in zip(anchors, chains, strict=True)]
-        return BlockRows(logits.unbind(1), self.ids, tokens=tokens, states=states.unbind(), following=self.following)
+        return BlockRows(
+            logits.unbind(1), self.ids, tokens=tokens, states=states.unbind(), following=self.condition_on_previous
+        )
 
     def block(self, state: DecodeState, depth: int) -> Tensor:
         cache, base = self.current(state).cache, state.cached
         size, batch = self.config.block_size, state.batch
         positions = torch.tensor(base, device=state.device)[:, None] + torch.arange(size, device=state.device)
-        if len(set(base)) == 1:  # all rows see all there is
+        if len(set(base)) == 1:  # every row attends to all slots
             plan = Plan(base, positions, base[0] + size, None, False, True)
         else:
             every = torch.ones(batch, size, size, dtype=torch.bool, device=state.device)
             plan = plan_rows(base, size, device=state.device, dtype=state.dtype, visible=every)
         anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
-        return self._block(anchors, cache, plan.without(cache.skipped, state.dtype))[:, :depth]
+        return self._block(anchors, cache, plan.without_slots(cache.skipped, state.dtype))[:, :depth]
 
-    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+    def block_at(self, sequences: DeviceBatch, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
         size = self.config.block_size
         every = torch.ones(sequences.batch, size, size, dtype=torch.bool, device=sequences.device)
         place = torch.arange(size, device=sequences.device)
@@ -189,11 +197,11 @@ class BlockDrafter(ParallelDrafter):
             qkv, kernel = layer.project(x, table)
             cache.write(place, qkv[:, self.heads :], plan)
             query = qkv[:, : self.heads].unflatten(0, (-1, size))
-            x = layer.leave(x, attend(query, cache, place, plan, self.dim**-0.5), kernel)
+            x = layer.layer_output(x, attend(query, cache, place, plan, self.dim**-0.5), kernel)
         return self.norm(x).unflatten(0, (-1, size))[:, self.config.first :]
 
     def _entered(self, anchors: Tensor) -> Tensor:
-        """The layers' input [n·S, H] of the blocks that begin with the tokens `anchors` [n]."""
+        """Input [n·S, H] of the layers for blocks that begin with the tokens `anchors` [n]."""
         x = self.mask.expand(len(anchors), self.config.block_size, -1).clone()
         x[:, 0] = F.embedding(anchors, self.embedding)
         return x.flatten(0, 1)
@@ -201,7 +209,7 @@ class BlockDrafter(ParallelDrafter):
     def logits(self, states: Tensor) -> Tensor:
         return over_rows(self.head, states if self.scale == 1 else states * self.scale)
 
-    def following(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
+    def condition_on_previous(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
         if self.after is None:
             return logits
         return logits + F.linear(self._edges(states, before), self.after)
@@ -230,38 +238,38 @@ class BlockDrafter(ParallelDrafter):
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
             )
-            x = layer.leave(x, out.transpose(1, 2).flatten(0, 1).flatten(1), kernel)
+            x = layer.layer_output(x, out.transpose(1, 2).flatten(0, 1).flatten(1), kernel)
         first = self.config.first
         return self.norm(x).view(many, width, size, -1)[:, :, first : first + depths]
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: its names are those of the published checkpoints."""
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(BlockHead, config, tensors, BlockConfig)
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
+    return restore_head(BlockHead, config, tensors, BlockConfig)
 
 
-def drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
-    """Inference of `head`."""
+def make_drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
+    """Build the drafter that runs `head`."""
     return BlockDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "dflash", "architecture": head.config.to_dict(), "target": target}
 
 
-def prepare(head: BlockHead, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.distillation, recipe.paced
+def set_training_options(head: BlockHead, recipe: TrainRecipe) -> None:
+    """Set the training options of a recipe."""
+    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.resolved_objective, recipe.uses_d_pace
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> BlockHead:
-    """A head for `target` that starts from it."""
+    """Build a head that is initialized from `target`."""
     shape = architecture(recipe.drafter, target)
     pruned = shape.draft_vocab_size < shape.vocab_size
     head = BlockHead(shape, torch.tensor(frequent(shape.draft_vocab_size)) if pruned else None)
@@ -270,15 +278,17 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 
 
 def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
-    """Shaped by the recipe; what it leaves out follows the target's own layers. UsageError: convolutions that do not
-    fit a block or the target's states."""
+    """Shape of a head as the recipe sets it; options left out follow the target's own layers.
+
+    Raises UsageError if the convolutions do not fit a block or the target's states.
+    """
     layer, block, convolved = head_config(recipe, target), recipe.block_size or BLOCK, recipe.conv_kernel_size or 0
     if convolved > block:
-        hint = f"at most {block}; drafter.block_size makes blocks longer"
-        raise UsageError(f"drafter.conv_kernel_size={convolved}: a block has {block} slots", hint)
+        hint = f"use at most {block}, or raise drafter.block_size"
+        raise UsageError(f"drafter.conv_kernel_size={convolved} exceeds the {block} slots of a block", hint)
     if convolved and layer.hidden_size % GROUP:
-        what = f"states of target {target.name} have {layer.hidden_size} channels, no multiple of {GROUP}"
-        raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave it out")
+        what = f"the states of target {target.name} have {layer.hidden_size} channels, not a multiple of {GROUP}"
+        raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave out drafter.conv_kernel_size")
     taps = taps_of(recipe, target, default_taps(target.num_layers))
     rank = recipe.markov_rank if recipe.markov_rank is not None else 0 if recipe.selector_rank else RANK
     return BlockConfig(
@@ -298,14 +308,14 @@ def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """Spread evenly, the last one the input of the last layer: engines can tap no state behind it."""
+    """Evenly spaced taps. The last one is the input of the last layer, because engines cannot tap any later state."""
     last = max(layers - 1, 1)
     return tuple(sorted({max(1, round(last * part / 3)) for part in (1, 2, 3)}))
 
 
 @torch.no_grad()
 def initialise(head: BlockHead, target: Target) -> None:
-    """Start from the target: its final norm, and the last tapped state passed through `fc`."""
+    """Initialize from the target: its final norm, and `fc` passing the last tapped state through."""
     size = head.config.hidden_size
     if target.norm_weight is not None:
         head.norm.weight.copy_(target.norm_weight.float())

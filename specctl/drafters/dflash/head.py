@@ -1,19 +1,21 @@
-"""Block-parallel heads as trainable modules: DFlash (Chen et al. 2026, arXiv 2602.06036), DSpark (Cheng et al. 2026,
-arXiv 2607.05147) and DFlash 2 (Inco and Z Lab, August 2026).
+"""Block-parallel heads as trainable modules: DFlash, DSpark and DFlash 2.
 
-A block begins at an anchor, the last committed token x_p, and goes on with masks. Decoder layers run once over all of
-it: their queries are those of the block, their keys and values those of the target's features before the anchor and of
-the whole block, without a causal mask. The target's own vocabulary head reads all drafted tokens off the result.
+DFlash: Chen et al. 2026, arXiv 2602.06036. DSpark: Cheng et al. 2026, arXiv 2607.05147. DFlash 2: Inco and Z Lab,
+August 2026.
 
-The slots of a block do not know what the ones before them will say. DSpark's Markov head gives that back at the end,
-where it is cheap: behind token y the logits of the next one change by W₂ W₁[y], of a low rank. DSpark's confidence head
-says of every slot how likely the target is to keep what is drafted there: σ(w · [h ; W₁[y]] + b).
+A block begins with an anchor, the last committed token x_p, followed by masks. Decoder layers run once over the whole
+block. Queries come from the block, keys and values from the target's features before the anchor and from the whole
+block, without a causal mask. The target's own vocabulary head maps the result to all drafted tokens.
 
-DFlash 2 has two other answers. A short causal convolution before and behind every sublayer lets a slot see what the one
-before it is about to say. Its candidate selector is a Markov head that the slot's own state h steers: behind token y
+The slots of a block do not know which tokens the previous slots will draft. DSpark's Markov head restores this
+dependency cheaply at the end: after token y the logits of the next token change by the low-rank term W₂ W₁[y]. DSpark's
+confidence head estimates for every slot how likely the target is to accept the drafted token: σ(w · [h ; W₁[y]] + b).
+
+DFlash 2 has two other solutions. A short causal convolution before and after every sublayer lets a slot see the states
+of the slots before it. Its candidate selector is a Markov head that is steered by the slot's own state h: after token y
 the logit of c changes by ⟨A[y] ∘ W h, B[c]⟩.
 
-Slot i of a sequence holds the target's features g_i and the token x_{i+1}, as in EAGLE-3, so the block that begins at
+Slot i of a sequence holds the target's features g_i and the token x_{i+1}, as in EAGLE-3. So the block that begins at
 slot i has the anchor x_{i+1}, and its step k = 0, 1, … predicts x_{i+2+k}.
 """
 
@@ -30,13 +32,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, Count, misfit
+from specctl.drafters.blueprint import CONFIG, Count, config_error
 from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, Losses, SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
 from specctl.kernels.distill import linear_distill
 
-GROUP, CANDIDATES = 16, 16  # of the published heads of DFlash 2
+GROUP, CANDIDATES = 16, 16  # as in the published DFlash 2 heads
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,19 @@ class BlockConfig(HeadConfig):
     """Shape of a block-parallel head.
 
     Attributes:
-        block_size: slots of a block, the anchor included.
-        sample_from_anchor: the anchor's slot predicts the token behind it, slot k the one k + 1 behind; otherwise it
-            predicts nothing, and slot k predicts its own token.
-        mask_token_id: the token that stands in the slots behind the anchor where engines ask for one.
-        own_mask: their embedding is the head's own; otherwise it is that of the token in the target.
-        markov_rank: rank of the Markov head; 0 = none.
-        confidence: has a confidence head, which reads the Markov head's W₁.
-        conv_kernel_size: taps of the convolutions around every sublayer, the slot itself included; 0 = none.
-        conv_group_size: channels that share what a convolution's kernel adds for a slot.
-        selector_rank: rank of the candidate selector, which takes the Markov head's place; 0 = none.
-        selector_top_k: tokens of each slot that the selector chooses among.
+        block_size: slots of a block, including the anchor.
+        sample_from_anchor: the anchor's slot predicts the token after it, and slot k the token k + 1 after it.
+            Otherwise the anchor's slot predicts nothing, and slot k predicts its own token.
+        mask_token_id: token in the slots after the anchor, for engines that need one.
+        own_mask: the mask embedding is a parameter of the head; otherwise it is the mask token's embedding in the
+            target.
+        markov_rank: rank of the Markov head; 0 = no Markov head.
+        confidence: add a confidence head, which reads the Markov head's W₁.
+        conv_kernel_size: taps of the convolutions around every sublayer, including the slot itself; 0 = no
+            convolutions.
+        conv_group_size: channels that share a slot's addition to the convolution kernel.
+        selector_rank: rank of the candidate selector, which replaces the Markov head; 0 = no selector.
+        selector_top_k: tokens per slot among which the selector chooses.
     """
 
     num_layers: Count
@@ -72,33 +76,37 @@ class BlockConfig(HeadConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.confidence and not self.markov_rank:
-            raise ValueError("a confidence head reads a Markov head, and markov_rank is 0")
+            raise ValueError("a confidence head needs a Markov head, but markov_rank is 0")
         if self.selector_rank and self.markov_rank:
-            raise ValueError("a candidate selector takes the place of a Markov head, and markov_rank is not 0")
+            raise ValueError("a candidate selector replaces the Markov head, but markov_rank is not 0")
         if self.conv_kernel_size > self.block_size:
-            raise ValueError(f"convolutions of {self.conv_kernel_size} taps, blocks have {self.block_size} slots")
+            raise ValueError(
+                f"convolutions have {self.conv_kernel_size} taps, but blocks have only {self.block_size} slots"
+            )
         if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
-            raise ValueError(f"{self.hidden_size} channels are no groups of {self.conv_group_size} (conv_group_size)")
+            raise ValueError(
+                f"{self.hidden_size} channels do not divide into groups of {self.conv_group_size} (conv_group_size)"
+            )
 
     @property
     def depth(self) -> int:
-        """Tokens that a block drafts."""
+        """Number of tokens that a block drafts."""
         return self.block_size - self.first
 
     @property
     def first(self) -> int:
-        """The first slot that predicts."""
+        """Index of the first slot that predicts a token."""
         return 0 if self.sample_from_anchor else 1
 
     def check(self, target: Target) -> None:
         super().check(target)
         if self.mask_token_id >= self.vocab_size:
-            beyond = f"is {self.mask_token_id}, the vocabulary has {self.vocab_size} tokens"
-            raise misfit(CONFIG, "architecture.mask_token_id", beyond)
+            beyond = f"is {self.mask_token_id}, but the vocabulary has {self.vocab_size} tokens"
+            raise config_error(CONFIG, "architecture.mask_token_id", beyond)
 
 
 class BlockAttention(HeadAttention):
-    """Queries and keys are normed head by head, as in Qwen3."""
+    """Attention with norms on each head's queries and keys, as in Qwen3."""
 
     def __init__(self, config: HeadConfig):
         super().__init__(config, config.hidden_size)
@@ -107,8 +115,11 @@ class BlockAttention(HeadAttention):
 
 
 class GroupedConv(nn.Module):
-    """Causal convolutions along a block, before and behind a sublayer: y_i = Σ_t (base_t + δ_{i,t}) ∘ x_{i−t}. The
-    sublayer's input makes δ, one number for each group of channels, of both. They start as the identity."""
+    """Causal convolutions along a block, before and after a sublayer: y_i = Σ_t (base_t + δ_{i,t}) ∘ x_{i−t}.
+
+    The sublayer's input determines δ of both convolutions, one number per group of channels. They start as the
+    identity.
+    """
 
     def __init__(self, config: BlockConfig):
         super().__init__()
@@ -125,12 +136,12 @@ class GroupedConv(nn.Module):
 
 
 def kernels(base: Tensor, delta: Tensor, group: int) -> Tensor:
-    """Kernels [..., 2, T, H] in fp32 of their common part [2, T, H] and what a slot adds to it [..., 2·T·H/group]."""
+    """Kernels [..., 2, T, H] in fp32: the shared part [2, T, H] plus a slot's addition [..., 2·T·H/group]."""
     return base + delta.float().unflatten(-1, (2, base.shape[1], -1)).repeat_interleave(group, -1)
 
 
 def convolve(x: Tensor, kernel: Tensor) -> Tensor:
-    """Blocks x [..., S, H] behind a convolution with kernel [..., S, T, H]; nothing stands before a block."""
+    """Convolve blocks x [..., S, H] with kernel [..., S, T, H], zero-padded at the start of a block."""
     out = kernel[..., 0, :] * x
     for tap in range(1, kernel.shape[-2]):
         out = out + kernel[..., tap, :] * F.pad(x[..., :-tap, :], (0, 0, tap, 0))
@@ -138,7 +149,7 @@ def convolve(x: Tensor, kernel: Tensor) -> Tensor:
 
 
 class BlockLayer(HeadLayer):
-    """A decoder layer over blocks and their context."""
+    """Decoder layer over blocks and their context."""
 
     self_attn: BlockAttention
     config: BlockConfig
@@ -152,7 +163,7 @@ class BlockLayer(HeadLayer):
         self.mlp_conv = GroupedConv(config) if convolved else None
 
     def forward(self, x: Tensor, context: Tensor, positions: Tensor, places: Tensor, layout: Layout) -> Tensor:
-        """The layer's output [n, S, H], of x [n, S, H] at `positions` [n, S] and the context [M, H] at `places` [M]."""
+        """Output [n, S, H] for x [n, S, H] at `positions` [n, S], and the context [M, H] at `places` [M]."""
         attention, inputs = self.self_attn, self.input_layernorm(x)
         kernel = None if self.attention_conv is None else self.attention_conv(inputs)
         inputs = _before(inputs, kernel)
@@ -168,7 +179,7 @@ class BlockLayer(HeadLayer):
         return x + _behind(self.mlp(_before(inputs, kernel)), kernel)
 
     def _pairs(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys, normed and rotated, and values, each [N, Hkv, D], of inputs [N, H]."""
+        """Normed and rotated keys, and values, each [N, Hkv, D], for inputs [N, H]."""
         attention, shape = self.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
         value = attention.v_proj(inputs).view(shape)
         key = attention.k_norm(attention.k_proj(inputs).view(shape).float()).to(value.dtype)
@@ -176,17 +187,17 @@ class BlockLayer(HeadLayer):
 
 
 def _before(x: Tensor, kernel: Tensor | None) -> Tensor:
-    """The input of a sublayer with convolutions, or without."""
+    """Apply the convolution, if any, before a sublayer."""
     return x if kernel is None else convolve(x, kernel[..., 0, :, :]).to(x.dtype)
 
 
 def _behind(x: Tensor, kernel: Tensor | None) -> Tensor:
-    """The output of a sublayer with convolutions, or without."""
+    """Apply the convolution, if any, after a sublayer."""
     return x if kernel is None else convolve(x, kernel[..., 1, :, :])
 
 
 class MarkovHead(nn.Module):
-    """Token y ↦ W₂ W₁[y], what is added to the logits of the token behind it. It starts as nothing."""
+    """Markov head: maps token y to W₂ W₁[y], an addition to the logits of the next token. It starts at zero."""
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, rank: int):
         super().__init__()
@@ -196,17 +207,19 @@ class MarkovHead(nn.Module):
 
     @property
     def successors(self) -> Tensor:
-        """[Vd, r] what `forward` is multiplied with."""
+        """Matrix [Vd, r] that is multiplied with the output of `forward`."""
         return self.markov_w2.weight
 
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """[n, r] of the tokens `before` [n]."""
+        """Map the tokens `before` [n] to factors [n, r]."""
         return self.markov_w1(before)
 
 
 class CandidateSelector(nn.Module):
-    """Token y and hidden state h ↦ B (A[y] ∘ W h), what is added to the logits of the token behind y. It starts as
-    nothing."""
+    """Candidate selector: maps token y and hidden state h to B (A[y] ∘ W h), an addition to the next token's logits.
+
+    It starts at zero.
+    """
 
     def __init__(self, vocab_size: int, draft_vocab_size: int, hidden_size: int, rank: int):
         super().__init__()
@@ -216,17 +229,19 @@ class CandidateSelector(nn.Module):
 
     @property
     def successors(self) -> Tensor:
-        """[Vd, r] what `forward` is multiplied with."""
+        """Matrix [Vd, r] that is multiplied with the output of `forward`."""
         return self.successor_codebook
 
     def forward(self, hidden: Tensor, before: Tensor) -> Tensor:
-        """[n, r] of states [n, H] and the tokens `before` [n]."""
+        """Map states [n, H] and the tokens `before` [n] to factors [n, r]."""
         return F.embedding(before, self.predecessor_codebook) * self.hidden_projection(hidden)
 
 
 class ConfidenceHead(nn.Module):
-    """Hidden state h [n, H] and W₁[y] [n, r] ↦ the logit [n] of the chance that the target keeps what is drafted behind
-    y. It starts undecided."""
+    """Confidence head: estimates whether the target accepts the token drafted after y.
+
+    It maps the hidden state h [n, H] and W₁[y] [n, r] to the logit [n] of this probability, and starts undecided.
+    """
 
     def __init__(self, width: int):
         super().__init__()
@@ -239,9 +254,11 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockHead(DraftHead):
-    """Parameters carry the names of the published checkpoints (`fc`, `hidden_norm`, `layers.0.*`, `norm`,
-    `markov_head.*`, `confidence_head.*`, `candidate_selector.*`); a draft vocabulary brings a vocabulary head of its
-    own, `lm_head`."""
+    """Block-parallel head. Parameters have the names of the published checkpoints.
+
+    These are `fc`, `hidden_norm`, `layers.0.*`, `norm`, `markov_head.*`, `confidence_head.*` and
+    `candidate_selector.*`. With a draft vocabulary the head has a separate vocabulary head, `lm_head`.
+    """
 
     config: BlockConfig
 
@@ -264,23 +281,23 @@ class BlockHead(DraftHead):
         self.candidate_selector = CandidateSelector(*selector) if config.selector_rank else None
 
     @property
-    def tie(self) -> MarkovHead | CandidateSelector | None:
-        """The part that ties a block's tokens to those before them."""
+    def token_dependency(self) -> MarkovHead | CandidateSelector | None:
+        """Markov head or selector, which makes a block's tokens depend on the previous ones, or None without either."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
     def mask(self, embedding: Tensor) -> Tensor:
-        """[H] what stands in the slots behind the anchor, given the target's token embedding [V, H]."""
+        """Mask embedding [H] of the slots after the anchor, given the target's token embedding [V, H]."""
         return embedding[self.config.mask_token_id] if self.mask_embedding is None else self.mask_embedding
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of the blocks that begin at the batch's `later_rows`, tokens teacher-forced.
+        """Loss of the blocks that begin at the batch's `later_rows`, with teacher-forced tokens.
 
         Args:
             embedding: [V, H] the target's (frozen) token embedding.
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
 
         Returns:
-            As `DraftHead.sums`.
+            The results of `DraftHead.aggregate_losses`.
         """
         config, rows = self.config, batch.later_rows
         features = batch.features
@@ -296,22 +313,27 @@ class BlockHead(DraftHead):
         for layer in self.layers:
             run = partial(checkpoint, layer, use_reentrant=False) if self.gradient_checkpointing else layer
             x = run(x, context, positions, batch.key_positions, layout)
-        hidden = self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)  # step by step, as `distil` reads them
+        hidden = (
+            self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)
+        )  # step by step, the order of `distill_losses`
         before = (anchors + ahead[: self.steps, None]).flatten().clamp_max(len(batch.key_tokens) - 1)
         tokens = batch.key_tokens[before]
         product = self._product(hidden, tokens, target_head)
         each = [rows] * self.steps
-        found = self.distil(product, each, range(self.steps), batch, self.teacher(batch, target_head))
+        found = self.distill_losses(product, each, range(self.steps), batch, self.teacher(batch, target_head))
         if self.confidence_head is not None:
             doubt = self._doubt(hidden, tokens, product, found, batch, target_head)
             found = found._replace(total=found.total + doubt)
-        return self.sums(found, [len(rows)] * self.steps)
+        return self.aggregate_losses(found, [len(rows)] * self.steps)
 
     def _doubt(
         self, hidden: Tensor, before: Tensor, product: Product, found: Losses, batch: SlotBatch, target_head: Tensor
     ) -> Tensor:
-        """The confidence head's loss, weighted as `found` is: the cross-entropy with 1 − TV(p, q), the chance that a
-        token of q is kept. What it reads is detached: learning to tell does not change what is drafted."""
+        """Loss of the confidence head, weighted like `found`.
+
+        It is the cross-entropy with 1 − TV(p, q), the probability that a token drawn from q is accepted. The head's
+        inputs are detached, so learning to estimate confidence does not change the drafts.
+        """
         assert self.confidence_head is not None and self.markov_head is not None
         rows = batch.later_rows
         step = torch.arange(self.steps, device=rows.device).repeat_interleave(len(rows))
@@ -319,29 +341,29 @@ class BlockHead(DraftHead):
         if self.objective != "tv":
             with torch.no_grad():
                 teacher = self.distributions(batch, target_head)
-                _, distance = linear_distill(*product, teacher, rows.repeat(self.steps) + step, found.share, "tv")
+                _, distance = linear_distill(*product, teacher, rows.repeat(self.steps) + step, found.weight, "tv")
         inputs = hidden.detach(), self.markov_head.markov_w1(before).detach().to(hidden.dtype)
         kept = (1 - distance).clamp(0, 1)
         losses = F.binary_cross_entropy_with_logits(self.confidence_head(*inputs).float(), kept, reduction="none")
-        return torch.dot(found.share, losses)
+        return torch.dot(found.weight, losses)
 
     def _product(self, hidden: Tensor, before: Tensor, target_head: Tensor) -> Product:
-        """The product that makes the logits of hidden states [n, H] behind the tokens `before` [n]."""
-        edges = None if self.tie is None else self.tie(hidden, before)
+        """Product that computes the logits of hidden states [n, H] after the tokens `before` [n]."""
+        edges = None if self.token_dependency is None else self.token_dependency(hidden, before)
         if self.lm_head is None:
-            # A cap would not change the order of tokens.
+            # Leave out the logit cap of the target: it would not change the order of the tokens.
             hidden, weight, bias = hidden * self.squash.scale, target_head, self.squash.shift
         else:
             weight, bias = self.lm_head.weight, None
-        if self.tie is None or edges is None:
+        if self.token_dependency is None or edges is None:
             return hidden, weight, bias
-        # W h + W₂ W₁[y] as one product of what stands side by side.
+        # Compute W h + W₂ W₁[y] as one product of concatenated matrices.
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        wide = torch.cat((weight.to(dtype), self.tie.successors.to(dtype)), 1)
+        wide = torch.cat((weight.to(dtype), self.token_dependency.successors.to(dtype)), 1)
         return torch.cat((hidden, edges.to(hidden.dtype)), 1), wide, bias
 
 
 def layers_of(head: BlockHead) -> list[BlockLayer]:
-    """The decoder layers."""
+    """Decoder layers of the head."""
     return [cast(BlockLayer, layer) for layer in head.layers]

@@ -1,4 +1,4 @@
-"""A decoder layer of a block-parallel head at inference."""
+"""Run-time form of a block-parallel head's decoder layers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from specctl.drafters.feature.layer import HeadWeights
 
 
 class HeadNorms(RMSNorm):
-    """RMSNorms of several heads [N, heads, D], with a weight [heads, D]."""
+    """RMSNorms of several heads [N, heads, D], with a separate weight per head [heads, D]."""
 
     def fused(self, x: Tensor) -> Tensor:
         return (F.rms_norm(x.float(), x.shape[-1:], None, self.eps) * self.weight).to(self.dtype)
 
 
 class ConvPass(HeadWeights):
-    """The convolutions around a sublayer, over the rows of blocks."""
+    """Convolutions around a sublayer, over the rows of blocks."""
 
     def __init__(self, head: BlockHead, conv: GroupedConv, target: Target):
         super().__init__(head, target)
@@ -30,12 +30,12 @@ class ConvPass(HeadWeights):
         self.delta = self.linear(conv.kernel_projection)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The sublayer's input of rows [N, H], and the kernels [n, S, T, H] of what stands behind it."""
+        """Convolve the rows [N, H] to the sublayer's input. Also returns the kernels [n, S, T, H] for `behind`."""
         kernel = kernels(self.base, self.delta(x), self.group).unflatten(0, (-1, self.size))
         return self._convolved(x, kernel[:, :, 0]).to(x.dtype), kernel[:, :, 1]
 
     def behind(self, x: Tensor, kernel: Tensor) -> Tensor:
-        """The sublayer's output [N, H] fp32."""
+        """Convolve the sublayer's output. Returns [N, H] in fp32."""
         return self._convolved(x, kernel)
 
     def _convolved(self, x: Tensor, kernel: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class ConvPass(HeadWeights):
 
 
 class BlockPass(HeadWeights):
-    """A decoder layer over the rows of a block."""
+    """Decoder layer over the rows of a block."""
 
     def __init__(self, head: BlockHead, layer: BlockLayer, target: Target):
         super().__init__(head, target)
@@ -63,16 +63,18 @@ class BlockPass(HeadWeights):
         self.convs = [ConvPass(head, conv, target) for conv in convs if conv is not None]
 
     def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor | None]:
-        """Queries, keys and values [N, Hq + 2·Hkv, D] of rows [N, H], normed and rotated, and what `leave` needs of a
-        convolution."""
+        """Normed and rotated queries, keys and values [N, Hq + 2·Hkv, D] for rows [N, H].
+
+        Also returns the convolution kernels that `layer_output` needs, or None.
+        """
         heads, kernel, inputs = table[0].shape[1], None, self.input_norm(x)
         if self.convs:
             inputs, kernel = self.convs[0].before(inputs)
         qkv = self.qkv(inputs).view(len(x), heads, -1)
         return Rope.rotate(torch.cat((self.norms(qkv[:, : self.normed]), qkv[:, self.normed :]), 1), table), kernel
 
-    def leave(self, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
-        """The layer's output [N, H] fp32 from its residual stream and what its heads saw [N, Hq·D]."""
+    def layer_output(self, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
+        """Output [N, H] fp32 of the layer, from its residual stream and the attention output [N, Hq·D]."""
         out = self.o(attended)
         x = x + (out if kernel is None else self.convs[0].behind(out, kernel))
         inputs = self.post_norm(x)

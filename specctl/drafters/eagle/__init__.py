@@ -1,1 +1,1 @@
-"""Family `eagle`: a head that drafts from the last state of the target (EAGLE-1, with the trees of EAGLE-2)."""
+"""Family `eagle`: a head that drafts from the target's last hidden state (EAGLE-1, with the trees of EAGLE-2)."""

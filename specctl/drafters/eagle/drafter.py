@@ -1,4 +1,4 @@
-"""Drafting with an EAGLE-1 head (Li et al. 2024, arXiv 2401.15077), bias-free, in EAGLE-2's dynamic trees."""
+"""Drafter of family `eagle`: an EAGLE-1 head (Li et al. 2024, arXiv 2401.15077), bias-free, in EAGLE-2's trees."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.target import Target
 from specctl.drafters.eagle.head import EagleHead
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.head import HeadConfig, head_config, restored
+from specctl.drafters.feature.head import HeadConfig, head_config, restore_head
 from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
 
 class EagleDrafter(FeatureDrafter):
-    """Inference of an `EagleHead`, whose vocabulary head is the target's."""
+    """Runs an `EagleHead` for drafting, with the target's vocabulary head."""
 
     def __init__(self, head: EagleHead, target: Target, shape: TreeShape):
         super().__init__(head, head.layer, target, shape)
         token, feature = self.weight(head.fc).chunk(2, -1)
-        # The token's half of the fusion depends on the token alone: tabulate it.
+        # Half of the fusion depends on the token alone, so it is tabulated.
         self.token_part = (self.embedding.to(self.dtype) @ token.T).float()
         self.fc = DraftLinear(feature)
         self.head, self.scale = self.vocabulary_head(target)
@@ -34,7 +34,7 @@ class EagleDrafter(FeatureDrafter):
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float()
 
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         x = F.embedding(tokens, self.token_part) + self.fc(features.to(self.dtype))
         return x, x.to(self.dtype)
 
@@ -42,39 +42,41 @@ class EagleDrafter(FeatureDrafter):
         return (hidden * self.scale).to(self.dtype)
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: its names are those of the published checkpoints."""
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(EagleHead, config, tensors)
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
+    return restore_head(EagleHead, config, tensors)
 
 
-def drafter(head: EagleHead, target: Target, drafting: DraftingRecipe) -> EagleDrafter:
-    """Inference of `head`."""
+def make_drafter(head: EagleHead, target: Target, drafting: DraftingRecipe) -> EagleDrafter:
+    """Build the drafter that runs `head`."""
     return EagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "eagle", "architecture": head.config.to_dict(), "target": target}
 
 
-def prepare(head: EagleHead, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    head.objective = recipe.distillation
+def set_training_options(head: EagleHead, recipe: TrainRecipe) -> None:
+    """Set the training options of a recipe."""
+    head.objective = recipe.resolved_objective
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> EagleHead:
-    """A head for `target` that starts by handing its feature on.
+    """Build a head for `target` that initially passes its feature through.
 
-    Raises RecipeError where the recipe asks for other features or a draft vocabulary: the family has neither.
+    Raises RecipeError if the recipe asks for other features or a draft vocabulary, as the family supports neither.
     """
     options = recipe.drafter
     if options.taps is not None or options.vocab_size not in (None, target.vocab_size):
-        raise RecipeError("an eagle drafter reads the target's last hidden state and has its vocabulary", "use eagle3")
+        raise RecipeError(
+            "an eagle drafter reads the target's last hidden state and uses the target's vocabulary", "use eagle3"
+        )
     shape: HeadConfig = replace(
         head_config(options, target), taps=(target.num_layers,), draft_vocab_size=target.vocab_size
     )

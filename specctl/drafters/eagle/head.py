@@ -1,7 +1,8 @@
-"""The EAGLE-1 head as a trainable module (Li et al. 2024, arXiv 2401.15077, §4).
+"""EAGLE-1 head as a trainable module (Li et al. 2024, arXiv 2401.15077, §4).
 
-Slot i holds the target's last hidden state f_i and the token x_{i+1}; it predicts f_{i+1}, from which the target's own
-vocabulary head predicts x_{i+2}. Trained on the target's features with noise, so that at inference it bears its own.
+Slot i holds the target's last hidden state f_i and the token x_{i+1}. The head predicts f_{i+1}, from which the
+target's own vocabulary head predicts x_{i+2}. Training adds noise to the target's features, so that the head tolerates
+its own errors at inference.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from torch import Tensor, nn
 from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
-NOISE = 0.2  # uniform in ±NOISE/2 · 512 / length
-CLASSIFICATION = 0.1  # weight of the distillation loss beside the regression's 1
+NOISE = 0.2  # noise is uniform in ±NOISE/2, scaled by 512 / length (at most 1)
+CLASSIFICATION = 0.1  # weight of the distillation loss; the regression loss has weight 1
 
 
 class EagleHead(DraftHead):
-    """Parameters carry the names of the published checkpoints (`fc`, `layers.0.*`), the fusion without bias."""
+    """EAGLE-1 head. Parameters have the names of the published checkpoints (`fc`, `layers.0.*`); `fc` has no bias."""
 
     config: HeadConfig
 
@@ -41,7 +42,7 @@ class EagleHead(DraftHead):
             target_head: [V, H] the target's (frozen) vocabulary head.
 
         Returns:
-            As `DraftHead.sums`, of one step.
+            The results of `DraftHead.aggregate_losses`, for one step.
         """
         config, layer = self.config, self.layer
         attention = layer.self_attn
@@ -55,13 +56,13 @@ class EagleHead(DraftHead):
         value = attention.v_proj(x).view(len(x), -1, config.head_dim)
         x, positions = x[batch.query_rows], batch.key_positions[batch.query_rows]
         query = layer.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
-        predicted = layer.leave(x, ttt_attention(query, key, value, [], [], batch.layout))
+        predicted = layer.layer_output(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
         teacher = self.teacher(batch, target_head)
-        # A cap would not change the order of tokens.
+        # Leave out the logit cap of the target: it would not change the order of the tokens.
         product = predicted * self.squash.scale, target_head, self.squash.shift
-        found = self.distil(product, [rows], range(1), batch, teacher)
+        found = self.distill_losses(product, [rows], range(1), batch, teacher)
         regression = F.smooth_l1_loss(predicted, batch.teacher[rows].float(), reduction="none").mean(-1) * found.valid
         total = CLASSIFICATION * found.total + regression.sum()
         each = CLASSIFICATION * found.each + regression.detach()
-        return self.sums(found._replace(total=total, each=each), [len(rows)])
+        return self.aggregate_losses(found._replace(total=total, each=each), [len(rows)])

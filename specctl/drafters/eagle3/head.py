@@ -1,19 +1,19 @@
-"""The EAGLE-3 head as a trainable module, and its training-time test (Li et al. 2025, arXiv 2503.01840, §3).
+"""EAGLE-3 head as a trainable module, with its training-time test (Li et al. 2025, arXiv 2503.01840, §3).
 
-Slot i of a sequence holds the target's features g_i and the token x_{i+1}; at step 0 it predicts x_{i+2}. At step k the
-slot is fed the layer's own output of step k−1 and the token x_{i+1+k}, and predicts x_{i+2+k}: at inference it has
-no target features beyond the last committed position and lives on its own outputs.
+Slot i of a sequence holds the target's features g_i and the token x_{i+1}. At step 0 it predicts x_{i+2}. At step k the
+slot reads the layer's own output of step k−1 and the token x_{i+1+k}, and predicts x_{i+2+k}. Inference is the same:
+beyond the last committed position there are no target features, so the head reads its own outputs.
 
-Only response tokens are trained on, so only response slots are queries. The prompt enters as keys and values of step 0,
-which costs one projection a token; everything else (attention output, MLP, vocabulary head, loss, and all later steps)
-runs on response slots alone. A slot's later steps attend step-0 keys and its own outputs, never another slot's, so a
+Only response tokens are trained on, so only response slots are queries. Prompt slots contribute keys and values of step
+0, which cost one projection per token. Attention output, MLP, vocabulary head, loss and all later steps run on response
+slots alone. In later steps a slot attends to step-0 keys and to its own outputs, never to another slot's. Therefore a
 sample of the slots can go on while the others stop after step 0.
 
-EAGLE-3.1's norms are options of the head, each off unless it is set (`Eagle3Config`). With `norm_output` the final norm
-is part of the recurrence: what step k + 1 is fed is what the vocabulary head reads at step k.
+EAGLE-3.1's norms are options of the head, all off by default (`Eagle3Config`). With `norm_output` the final norm is
+part of the recurrence: step k + 1 reads the same normed state that the vocabulary head reads at step k.
 
-With `gradient_checkpointing` only the inputs of every step's layer are kept for the backward pass: long samples
-fit, for a second forward pass.
+With `gradient_checkpointing` only the inputs of the layer at every step are kept for the backward pass. Long samples
+then fit into memory, at the price of a second forward pass.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
-from specctl.drafters.lora import product_of
+from specctl.drafters.lora import as_single_product
 
 
 @dataclass(frozen=True)
@@ -38,26 +38,27 @@ class Eagle3Config(FusionConfig):
     """Shape of an EAGLE-3 head.
 
     Attributes:
-        norm_output: a draft step feeds the next one with its output behind the final norm, not with that before it.
+        norm_output: a draft step passes its output to the next step after the final norm instead of before it.
     """
 
     norm_output: Flag = False
 
 
 class Eagle3Head(FusionHead):
-    """One layer that is fed its own output (EAGLE-3, Fig. 5)."""
+    """EAGLE-3 head: one layer that reads its own output (EAGLE-3, Fig. 5)."""
 
     config: Eagle3Config
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Training-time test over a batch.
+        """Run the training-time test over a batch.
 
         Args:
             embedding: [V, H] the target's (frozen) token embedding.
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
 
         Returns:
-            As `DraftHead.sums`. Where only some rows go on (`later_rows`), the later steps weigh accordingly less.
+            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
+            accordingly less.
         """
         layer = self.midlayer
         step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
@@ -76,17 +77,17 @@ class Eagle3Head(FusionHead):
             x, own = step(k, x, slots, positions, embedded, key, value, own, self.within_window(layout, k))
             outputs.append(x)
             asked.append(rows)
-        # The vocabulary head and the loss are no part of the recurrence: one product for all steps.
+        # The vocabulary head and the loss are not part of the recurrence: compute them in one product for all steps.
         x = torch.cat(outputs)
         if not self.config.norm_output:
             x = self.norm(x)
-        losses = self.distil(
-            product_of(self.lm_head, x), asked, range(self.steps), batch, self.teacher(batch, target_head)
+        losses = self.distill_losses(
+            as_single_product(self.lm_head, x), asked, range(self.steps), batch, self.teacher(batch, target_head)
         )
-        return self.sums(losses, [len(part) for part in asked])
+        return self.aggregate_losses(losses, [len(part) for part in asked])
 
     def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, 2H]."""
+        """Rotated keys and values, each [n, Hkv, D], for layer inputs [n, 2H]."""
         attention, shape = self.midlayer.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
         return self.midlayer.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
 
@@ -102,13 +103,14 @@ class Eagle3Head(FusionHead):
         own: list[tuple[Tensor, Tensor]],
         layout: Layout,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The layer at step k, for rows x [n, H] at `slots` [n]; `own` are their keys and values of steps 1 … k−1.
+        """Run the layer at step k on the rows x [n, H] at `slots` [n].
 
-        Returns (its output, behind the final norm where that is fed back; `own` of steps 1 … k).
+        `own` holds the rows' keys and values of steps 1 … k−1. Returns the output (after the final norm if
+        `norm_output` is set) and `own` extended to steps 1 … k.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         heads, dim = self.config.num_heads, self.config.head_dim
-        # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
+        # Slot s + k holds token x_{s+k+1}; past the end of a document the row is invalid.
         tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
         normed = layer.hidden_norm(x)
         inputs = torch.cat((tokens, normed), -1)
@@ -116,5 +118,5 @@ class Eagle3Head(FusionHead):
             own = [*own, self._key_and_value(inputs, positions + k)]
         query = layer.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
-        x = layer.leave(normed.float() if self.config.norm_before_residual else x, out)
+        x = layer.layer_output(normed.float() if self.config.norm_before_residual else x, out)
         return self.norm(x).float() if self.config.norm_output else x, own

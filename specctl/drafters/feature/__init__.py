@@ -1,1 +1,1 @@
-"""Heads on the features of the target: what do several families share?"""
+"""Heads on the target's hidden states: code shared by several families."""

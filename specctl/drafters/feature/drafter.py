@@ -1,4 +1,4 @@
-"""Drafting with a one-layer head that lives on the target's features: what eagle and eagle3 share."""
+"""Drafting with a one-layer head that reads the target's features and then its own outputs (EAGLE and EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.attention import by_kernel
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.plan import BITS, Plan, plan_at, plan_rows
 from specctl.decoding.records import ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.head import DraftHead, HeadLayer
-from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, begun_at, own_features
+from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, draft_start_slots, select_taps
 from specctl.drafters.feature.rounds import ReaderRounds
-from specctl.drafters.growing import GrowingTrees
-from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best, chain_rows
+from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeShape, WorthLevel, best, chain_rows
 from specctl.kernels.native import NativeProduct
 
 
-class FeatureDrafter(Shaped, FeatureLayer):
-    """Slot i of its layer predicts token i + 2; behind the committed slots its own outputs serve as features.
+class FeatureDrafter(TreeDrafter, FeatureLayer):
+    """Base class of drafters that feed their one layer its own outputs. Slot i of the layer predicts token i + 2.
+
+    After the committed slots the layer's own outputs serve as features.
 
     Attributes:
-        head: the product of the draft vocabulary (`DraftLinear`, or `LowRank` of one).
-        stride: rows from one head's table of tokens to the next one's, where tables are stacked (`feature.stacked`).
+        head: product of the draft vocabulary head (a `DraftLinear`, or its `LowRank` update).
+        stride: rows between the token tables of two heads, if tables are stacked (`feature.stacked`).
     """
 
     stride = 0
@@ -44,20 +46,19 @@ class FeatureDrafter(Shaped, FeatureLayer):
 
     @property
     def reach(self) -> int:
-        """A broad tree has more rows than a draft has nodes. Those of all its levels are kept until it stands."""
+        """Cache slots for a broad tree, which keeps the rows of all its levels while it grows."""
         return (self.shape.depth - 1) * self.shape.width
 
     @abstractmethod
     def to_head(self, hidden: Tensor) -> Tensor:
-        """The layer's output [N, H] as the vocabulary head reads it."""
+        """Map the layer's output [N, H] to the input of the vocabulary head."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Draft vocabulary logits [N, Vd] of the layer's output."""
+        """Draft vocabulary logits [N, Vd] for the layer's output."""
         return self.head(self.to_head(hidden))
 
     def candidates(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The logits [N, Vd] of the layer's output, and the `count` largest of their log probabilities [N, count] and
-        their places."""
+        """Logits [N, Vd] for the layer's output, their `count` largest log probabilities [N, count] and the indices."""
         product = getattr(self.head, "int8", None)
         if isinstance(product, NativeProduct):
             return product.candidates(self.to_head(hidden), count)
@@ -65,12 +66,13 @@ class FeatureDrafter(Shaped, FeatureLayer):
         return logits, *kernels.expand_topk(logits, count)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """A chain or tree from the last committed token, never deeper than a sequence has room for."""
+        """Draft a chain or tree from the last committed token, no deeper than a sequence has room for."""
         memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
         if depth <= 0:
             return DraftTree.from_chains([[] for _ in state.rows], state.device)
-        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
+        # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
+        # keeps.
         if self.shape.chain or state.exact_rows:
             return self._chain(state, memory, depth)
         return self._tree(state, memory, depth, self.shape.within(budget))
@@ -79,7 +81,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
         hidden = memory.hidden
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [0.0] * state.batch
-        floor = self.shape.floor
+        floor = self.shape.log_stop_below
         tables = self._tables(memory, depth)
         asked = []
         for step in range(depth):
@@ -93,33 +95,33 @@ class FeatureDrafter(Shaped, FeatureLayer):
             tokens = torch.tensor([chain[-1:] for chain in chains], device=state.device)
             plan = plan_rows([c + step for c in memory.cached], 1, device=state.device, dtype=state.dtype)
             hidden = self._layer(tokens, hidden, memory.cache, plan, tables[step])
-        chains = [chain[: row.room] for chain, row in zip(chains, state.rows, strict=True)]
+        chains = [chain[: row.draft_room] for chain, row in zip(chains, state.rows, strict=True)]
         return DraftTree.from_chains(chains, state.device, q=ChainRows(asked, self.ids))
 
     def _tree(self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape) -> DraftTree:
-        floor = shape.floor
+        floor = shape.log_stop_below
         growing, asked = self._grow(state, memory, depth, shape, lambda joint: max(joint) >= floor)
-        rooms = [row.room for row in state.rows]
+        rooms = [row.draft_room for row in state.rows]
         return best(growing, rooms, shape, state.device, chain_rows(growing, asked, self.ids))
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
-        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
+        """Candidates after the last committed token of every sequence, at most `budget` levels deep."""
         memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
         growing, _ = self._grow(state, memory, depth, self.shape, pays)
-        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
     def _grow(
-        self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape, pays: Pays
-    ) -> tuple[list[GrowingTree], list[Tensor]]:
-        """Trees of candidates, and the rows of logits that each level was chosen from."""
-        growing = [GrowingTree() for _ in state.rows]
+        self, state: DecodeState, memory: FeatureMemory, depth: int, shape: TreeShape, pays: WorthLevel
+    ) -> tuple[list[TreeBuilder], list[Tensor]]:
+        """Grow the trees of candidates. Also returns the logits from which each level was chosen."""
+        growing = [TreeBuilder() for _ in state.rows]
         width, children = shape.width, min(shape.children, len(self.ids))
         logits, logprob, index = self.candidates(memory.hidden, children)
         asked = [logits]
         for tree, gains, ids in zip(growing, logprob.tolist(), index.tolist(), strict=True):
             tree.add(-1, gains, [self._to_target[i] for i in ids])
-        hidden = memory.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
+        hidden = memory.hidden[:, None].expand(-1, width, -1)  # all children of the root continue from the last slot
         tables = self._tables(memory, depth, width if state.batch > 1 else 1)
         for step in range(depth - 1):
             frontiers = [tree.frontier(width) for tree in growing]
@@ -149,12 +151,14 @@ class FeatureDrafter(Shaped, FeatureLayer):
         self,
         state: DecodeState,
         memory: FeatureMemory,
-        growing: list[GrowingTree],
+        growing: list[TreeBuilder],
         frontiers: list[list[int]],
         step: int,
     ) -> Plan:
-        """Row w of this step sits behind the committed slots and the rows of earlier steps, and attends the committed
-        slots, its ancestors' rows and itself."""
+        """Plan of one tree level: its rows follow the committed slots and the rows of earlier steps.
+
+        Each row attends to the committed slots, its ancestors' rows and itself.
+        """
         width = len(frontiers[0])
         base = [cached + step * width for cached in memory.cached]
         positions = torch.tensor([[cached + step] * width for cached in memory.cached], device=state.device)
@@ -180,11 +184,11 @@ class FeatureDrafter(Shaped, FeatureLayer):
         return Plan(base, positions, span, mask, False, False)
 
     def on_device(self, state: DecodeState, budget: int) -> FeatureRounds | None:
-        """None where drafts end early: that is decided by the host."""
-        return FeatureRounds(self, state, budget) if self.even and budget > 0 else None
+        """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
+        return FeatureRounds(self, state, budget) if self.fixed_shape and budget > 0 else None
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Rows at the positions of `spans`, self-fed for `depths` steps: a training-time test over the cached slots.
+        """Score the positions of `spans`: a training-time test of `depths` steps over the cached slots.
 
         Slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of slot j − 2 − k.
         """
@@ -193,7 +197,7 @@ class FeatureDrafter(Shaped, FeatureLayer):
     def score_as(
         self, heads: list[FeatureDrafter], state: DecodeState, spans: list[range], depths: int
     ) -> list[list[Score]]:
-        """The scores of N `heads`, for which `self` computes: N·R rows, head after head (see `feature.stacked`)."""
+        """Score with N `heads` in one forward of N·R rows, head after head (see `feature.stacked`)."""
         kinds: list[dict[str, Any]] = [
             {"ids": head.ids, "children": head.children(state), "inner": head.shape.width} for head in heads
         ]
@@ -203,10 +207,10 @@ class FeatureDrafter(Shaped, FeatureLayer):
         if not live:
             return [[Score(span, **kind) for span in spans] for kind in kinds]
         assert state.features is not None
-        slots = begun_at([spans[b] for b in live], depths)
+        slots = draft_start_slots([spans[b] for b in live], depths)
         at, index = torch.tensor(slots, device=state.device), torch.tensor(live, device=state.device)
         many, end, width = len(heads), int(at.max()) + 1, at.shape[1]
-        features = own_features(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps)
+        features = select_taps(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps)
         hidden = self.feature(features.repeat(many, 1))
         cached = [memory.cache for memory in memories]
         keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
@@ -241,14 +245,14 @@ class FeatureDrafter(Shaped, FeatureLayer):
         return found
 
     def _ready(self, state: DecodeState, asked: list[int] | None = None) -> FeatureMemory:
-        """The memory, up to the last committed token, with the slots from `asked` on."""
+        """Return the memory, up to the last committed token, with all slots from `asked` on filled."""
         self.advance(state)
         if asked is not None:
-            self.cover(state, asked)
+            self.fill_skipped(state, asked)
         return self.current(state)
 
     def _attend(self, query: Tensor, keys: list[Tensor], values: list[Tensor], mask: Tensor) -> Tensor:
-        """Queries [B·R, Hq, D] over the cached slots and all rows of the steps from 1 on: [B·R, Hq·D]."""
+        """Attend from queries [B·R, Hq, D] to the cached slots and the rows of later steps. Returns [B·R, Hq·D]."""
         batch, rows = mask.shape[0], mask.shape[2]
         groups = self.heads // self.kv_heads
         folded = query.view(batch, rows, self.kv_heads, groups, self.dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
@@ -259,8 +263,10 @@ class FeatureDrafter(Shaped, FeatureLayer):
 
 
 def _mask(at: Tensor, span: int, depths: int, dtype: torch.dtype) -> Tensor:
-    """[B, 1, R, span + (depths − 1)·R]: a row at slot `at` [B, R] looks at the slots up to its own, and of the rows of
-    later steps at its own ones."""
+    """Mask [B, 1, R, span + (depths − 1)·R] for rows at slots `at` [B, R].
+
+    A row attends to the slots up to its own, and among the rows of later steps only to its own.
+    """
     batch, rows = at.shape
     hidden = torch.arange(span, device=at.device) > at[..., None]
     others = ~torch.eye(rows, dtype=torch.bool, device=at.device).repeat(1, depths - 1).expand(batch, -1, -1)
@@ -269,13 +275,16 @@ def _mask(at: Tensor, span: int, depths: int, dtype: torch.dtype) -> Tensor:
 
 
 def _near(mask: Tensor, positions: Tensor, span: int, window: int) -> Tensor:
-    """`mask` [B, 1, R, ·] where rows at `positions` [B, R] see no more than `window` positions of the cached slots."""
+    """Restrict `mask` [B, 1, R, ·]: rows at `positions` [B, R] see at most `window` of the cached positions."""
     far = torch.arange(span, device=mask.device) <= (positions - window)[..., None]
     return mask.masked_fill(F.pad(far, (0, mask.shape[-1] - span))[:, None], float("-inf"))
 
 
 class FeatureRounds(ReaderRounds):
-    """Levels of `width` expanded nodes with `children` candidates each; the `nodes` best candidates are the draft."""
+    """Device-side rounds of a `FeatureDrafter`.
+
+    Each level expands `width` nodes into `children` candidates; the draft keeps the `nodes` best ones.
+    """
 
     def __init__(self, drafter: FeatureDrafter, state: DecodeState, budget: int):
         shape = drafter.shape.within(budget)
@@ -285,20 +294,20 @@ class FeatureRounds(ReaderRounds):
         reach = max(1 + self.nodes, (self.levels - 1) * self.width)
         super().__init__(drafter, state, min(self.levels, self.nodes), reach)
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
-        """As `FeatureDrafter._chain` and `_tree`."""
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        """Draft like `FeatureDrafter._chain` and `_tree`, with tensors of fixed shapes."""
         batch, width, children = sequences.batch, self.width, self.children
-        trees = GrowingTrees()
+        trees = DeviceTreeBuilder()
         gains, index = kernels.expand_topk(self.drafter.logits(self.hidden), children)
         trees.add(None, gains.unsqueeze(1), self.drafter.ids[index].unsqueeze(1))
-        hidden = self.hidden[:, None].expand(-1, width, -1)  # every child of the root continues the last slot
+        hidden = self.hidden[:, None].expand(-1, width, -1)  # all children of the root continue from the last slot
         seen = torch.ones(batch, width, 0, dtype=torch.bool, device=sequences.device)
         own = torch.eye(width, dtype=torch.bool, device=seen.device).expand(batch, -1, -1)
         for step in range(self.levels - 1):
             best = trees.frontier(width)
             best = torch.cat((best, best[:, -1:].expand(-1, width - best.shape[1])), 1)
             if step:
-                source = (best // children).unsqueeze(-1)  # its parent's row among those of the step before
+                source = (best // children).unsqueeze(-1)  # row of its parent in the previous step
                 hidden = hidden.gather(1, source.expand(-1, -1, hidden.shape[-1]))
                 seen = seen.gather(1, source.expand(-1, -1, seen.shape[-1]))
             seen = torch.cat((seen, own), -1)
@@ -307,4 +316,4 @@ class FeatureRounds(ReaderRounds):
             hidden = rows.view(batch, width, -1)
             gains, index = kernels.expand_topk(self.drafter.logits(rows), children)
             trees.add(best, gains.view(batch, width, -1), self.drafter.ids[index].view(batch, width, -1))
-        return trees.best(sequences.room, self.nodes, self.chain)
+        return trees.best(sequences.draft_room, self.nodes, self.chain)

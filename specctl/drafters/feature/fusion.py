@@ -1,4 +1,4 @@
-"""Tapped states fused to one feature, and a layer that reads it beside a token: what EAGLE-3 and P-EAGLE share."""
+"""Heads that fuse several tapped states to one feature, read together with a token: shared by EAGLE-3 and P-EAGLE."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, head_config, taps_of
 from specctl.drafters.feature.layer import FeatureLayer
 from specctl.drafters.feature.ttt_attention import Layout
-from specctl.families import LEAST_WINDOW
+from specctl.families import MIN_SLIDING_WINDOW
 from specctl.recipe import DrafterRecipe
 
 Flag = Annotated[bool, Field(strict=True)]
-Window = Annotated[int, Field(strict=True, ge=LEAST_WINDOW, le=1 << 31)]
+Window = Annotated[int, Field(strict=True, ge=MIN_SLIDING_WINDOW, le=1 << 31)]
 
 
 @dataclass(frozen=True)
 class FusionConfig(HeadConfig):
-    """Shape of a head, which of EAGLE-3.1's norms it has, and how far its layer looks back.
+    """Shape of a fusion head, its EAGLE-3.1 norms, and its attention window.
 
     Attributes:
-        fc_norm: every tapped state has a norm of its own before they are fused.
-        norm_before_fc: the tapped states side by side have one norm before they are fused; excludes `fc_norm`.
-        norm_before_residual: the layer's residual stream begins with the normed feature, not with the feature itself.
-        sliding_window: positions that a row attends, its own included, as vLLM counts them; None = all up to its own.
+        fc_norm: every tapped state has a separate norm before the states are fused.
+        norm_before_fc: the concatenated tapped states have one norm before they are fused; excludes `fc_norm`.
+        norm_before_residual: the residual stream of the layer begins with the normed feature instead of the feature.
+        sliding_window: number of positions that a row attends to, including its own, as vLLM counts them (None = all
+            up to its own).
     """
 
     fc_norm: Flag = False
@@ -44,7 +45,7 @@ class FusionConfig(HeadConfig):
             raise ValueError("fc_norm and norm_before_fc exclude each other: both are the norm before fc")
 
     def to_dict(self) -> dict[str, Any]:
-        """Without options that are not set: a head that has none is kept as it was before there were any."""
+        """Convert to a dictionary without unset options; a head without options is stored as in earlier versions."""
         unset = {
             key.name for key in fields(self) if key.default is not MISSING and getattr(self, key.name) == key.default
         }
@@ -52,7 +53,7 @@ class FusionConfig(HeadConfig):
 
 
 class FusionLayer(HeadLayer):
-    """A decoder layer over [token; feature], each behind a norm of its own."""
+    """Decoder layer over [token; feature], each with a separate norm."""
 
     def __init__(self, config: HeadConfig):
         super().__init__(config, 2 * config.hidden_size)
@@ -61,8 +62,11 @@ class FusionLayer(HeadLayer):
 
 
 class FusionHead(DraftHead):
-    """Parameters carry the names of the published checkpoints (`fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`, and
-    `fc_norm.*` or `input_norm` of the norms before `fc`)."""
+    """Fusion head. Parameters have the names of the published checkpoints.
+
+    These are `fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`, and `fc_norm.*` or `input_norm` for the norms before
+    `fc`.
+    """
 
     config: FusionConfig
     fc_norm: nn.ModuleList | None
@@ -81,11 +85,11 @@ class FusionHead(DraftHead):
 
     @property
     def tapped_norms(self) -> list[nn.RMSNorm]:
-        """The norms before `fc`: of equal parts of the tapped states side by side, if there are any."""
+        """Norms before `fc`, each for an equal part of the concatenated tapped states; may be empty."""
         return [self.input_norm] if self.input_norm is not None else cast(list[nn.RMSNorm], list(self.fc_norm or []))
 
     def feature(self, tapped: Tensor) -> Tensor:
-        """Tapped target states [M, taps·H] as features [M, H] fp32."""
+        """Fuse tapped target states [M, taps·H] to features [M, H] in fp32."""
         norms = self.tapped_norms
         if norms:
             parts = tapped.float().chunk(len(norms), -1)
@@ -95,7 +99,7 @@ class FusionHead(DraftHead):
         return self.fc(tapped).float()
 
     def within_window(self, layout: Layout, k: int) -> Layout:
-        """`layout` at step k: its rows stand k positions behind their slots."""
+        """Return `layout` with the sliding window at step k, when a row's position is k after its slot."""
         window = self.config.sliding_window
         if window is None or all(stop - start + k <= window for start, stop in layout.slots):
             return layout
@@ -103,7 +107,10 @@ class FusionHead(DraftHead):
 
     @torch.no_grad()
     def initialise(self, target: Target) -> None:
-        """Start from the target: its vocabulary head, its final norm, and the last tapped state passed through `fc`."""
+        """Initialize from the target.
+
+        The head copies its vocabulary head and final norm; `fc` starts by passing the last tapped state through.
+        """
         size = self.config.hidden_size
         ids = self.draft_ids.to(target.device)
         self.lm_head.weight.copy_(target.squash.scale * target.head_weight[ids].float())
@@ -114,14 +121,14 @@ class FusionHead(DraftHead):
 
 
 class FusedInput(FeatureLayer):
-    """Inference of what a `FusionHead` makes of tapped states and tokens.
+    """Run-time input of a `FusionHead`: it fuses tapped states and combines them with tokens.
 
     Attributes:
         token_input: [V, H] the half of the layer's input that depends on the token alone.
     """
 
     def fuse(self, head: FusionHead, embedding: Tensor) -> None:
-        """Take what stands before and behind the layer from `head`; `embedding`: [V, H] of the tokens."""
+        """Copy the weights before and after the layer from `head`; `embedding` is the token embedding [V, H]."""
         self.norm_before_residual, self.window = head.config.norm_before_residual, head.config.sliding_window
         self.tapped_norms = self._tapped_norms(head)
         self.fc = self.linear(head.fc)
@@ -130,7 +137,7 @@ class FusedInput(FeatureLayer):
         self.token_input = self.rms_norm(head.midlayer.input_layernorm)(embedding.float())
 
     def _tapped_norms(self, head: FusionHead) -> RMSNorms | None:
-        """None where the tapped states are fused as they are."""
+        """Norms of the tapped states, or None if they are fused without a norm."""
         weights = [norm.weight.detach().to(self.device) for norm in head.tapped_norms]
         return RMSNorms(torch.stack(weights), head.config.rms_norm_eps, self.dtype) if weights else None
 
@@ -140,21 +147,21 @@ class FusedInput(FeatureLayer):
             tapped = norms(tapped.float().unflatten(-1, norms.shape)).flatten(-2)
         return self.fc(tapped).float()
 
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         normed = self.hidden_norm(features)
         residual = normed.float() if self.norm_before_residual else features
         return residual, torch.cat((F.embedding(tokens, self.token_input), normed), -1)
 
 
 def fusion_shape(recipe: DrafterRecipe, target: Target) -> dict[str, Any]:
-    """The keys of a `FusionConfig`, shaped by the recipe; what it leaves out follows the target's own layers."""
+    """Fields of a `FusionConfig` as the recipe sets them; options left out follow the target's own layers."""
     vocabulary = recipe.vocab_size or min(32_000, target.vocab_size // 2)
     layer = vars(head_config(recipe, target))
     chosen = {
         "taps": taps_of(recipe, target, default_taps(target.num_layers)),
         "draft_vocab_size": min(vocabulary, target.vocab_size),
-        # Measured on the built-in target (EAGLE-3, sql, 300 steps): this norm and the one behind the layer make 4.0 mat
-        # of 3.2, norm_before_fc 3.7.
+        # Measured on the built-in target (EAGLE-3, sql, 300 steps): fc_norm and norm_output together raise mat from 3.2
+        # to 4.0, norm_before_fc raises it to 3.7.
         "fc_norm": not recipe.norm_before_fc if recipe.fc_norm is None else recipe.fc_norm,
     }
     options = ("norm_before_fc", "norm_before_residual", "sliding_window")
@@ -162,5 +169,5 @@ def fusion_shape(recipe: DrafterRecipe, target: Target) -> dict[str, Any]:
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
-    """EAGLE-3's choice, hidden_states[2], [n//2], [n−3]; spread evenly where the model is too shallow for it."""
+    """EAGLE-3's choice, hidden_states[2], [n//2], [n−3]; evenly spaced states if the model is too shallow."""
     return (2, layers // 2, layers - 3) if layers >= 7 else (max(1, layers // 3), max(1, 2 * layers // 3), layers)

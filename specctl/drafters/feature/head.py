@@ -1,4 +1,4 @@
-"""Common parts of trainable heads on features: configuration, batches, layer parts, vocabulary, losses by step."""
+"""Shared code of trainable draft heads: configuration, batches, layer parts, draft vocabulary and loss per step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,17 @@ from pydantic import ConfigDict, Field
 from torch import Tensor, nn
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, WEIGHTS, Count, Length, Place, Size, filled, misfit, read
+from specctl.drafters.blueprint import (
+    CONFIG,
+    WEIGHTS,
+    Count,
+    LayerIndex,
+    Length,
+    Size,
+    build_with_weights,
+    config_error,
+    read,
+)
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.drafters.lora import Product
 from specctl.errors import UsageError
@@ -22,38 +32,40 @@ from specctl.recipe import DrafterRecipe
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Shape of any head. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
+    """Shape shared by all heads. `taps` index `transformers`' hidden_states; `vocab_size` is the target's."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
 
     hidden_size: Size
     vocab_size: Size
     draft_vocab_size: Size
-    taps: Annotated[tuple[Place, ...], Field(min_length=1, max_length=64)]
+    taps: Annotated[tuple[LayerIndex, ...], Field(min_length=1, max_length=64)]
 
     def __post_init__(self) -> None:
         if self.draft_vocab_size > self.vocab_size:
-            raise ValueError(f"a draft vocabulary of {self.draft_vocab_size} tokens, the target has {self.vocab_size}")
+            raise ValueError(
+                f"the draft vocabulary has {self.draft_vocab_size} tokens, but the target has only {self.vocab_size}"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self) | {"taps": list(self.taps)}
 
     @classmethod
     def from_dict(cls, values: Any) -> Self:
-        """From "architecture" in config.json. CheckpointError names the key that is wrong."""
+        """Parse "architecture" in config.json. CheckpointError names the key that is wrong."""
         return read(cls, values)
 
     def check(self, target: Target) -> None:
-        """Raise CheckpointError where a head of this shape cannot read what `target` computes, or says other tokens."""
+        """Raise CheckpointError if a head of this shape does not fit the target's hidden states or vocabulary."""
         for key, own, its in (
             ("hidden_size", self.hidden_size, target.hidden_size),
             ("vocab_size", self.vocab_size, target.vocab_size),
         ):
             if own != its:
-                raise misfit(CONFIG, f"architecture.{key}", f"is {own}, target {target.name} has {its}")
+                raise config_error(CONFIG, f"architecture.{key}", f"is {own}, but target {target.name} has {its}")
         if max(self.taps) > target.num_layers:
             has = f"target {target.name} has hidden states 0 … {target.num_layers}"
-            raise misfit(CONFIG, "architecture.taps", f"is {list(self.taps)}, {has}")
+            raise config_error(CONFIG, "architecture.taps", f"is {list(self.taps)}, but {has}")
 
 
 @dataclass(frozen=True)
@@ -71,26 +83,30 @@ class HeadConfig(DraftConfig):
     def check(self, target: Target) -> None:
         super().check(target)
         if self.num_heads % self.num_kv_heads:
-            shared = f"is {self.num_kv_heads}, {self.num_heads} heads cannot share so many"
-            raise misfit(CONFIG, "architecture.num_kv_heads", shared)
+            shared = f"is {self.num_kv_heads}, which does not divide the {self.num_heads} heads"
+            raise config_error(CONFIG, "architecture.num_kv_heads", shared)
 
 
 def taps_of(recipe: DrafterRecipe, target: Target, default: tuple[int, ...]) -> tuple[int, ...]:
-    """The target's hidden states that a head reads: those of the recipe, else `default`. UsageError where the target
-    has no such state, or one comes twice."""
+    """Indices of the target's hidden states that a head reads: set by the recipe, or `default`.
+
+    Raises UsageError if the target has no such state, or if one is listed twice.
+    """
     taps = tuple(recipe.taps or default)
     last = target.num_layers
     if max(taps) > last or len({*taps}) < len(taps):
         raise UsageError(
-            f"drafter.taps={[*taps]}: the target has hidden states 0 to {last}, each to be read once",
-            f"leave drafter.taps out: {[*default]}",
+            f"drafter.taps={[*taps]}: the taps must be distinct hidden states from 0 to {last}",
+            f"leave out drafter.taps to use {[*default]}",
         )
     return taps
 
 
 def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
-    """A layer like the target's own, the recipe's sizes aside; without taps and a draft vocabulary, which the families
-    choose."""
+    """Shape of a layer like the target's own, with the sizes set by the recipe.
+
+    Each family sets taps and draft vocabulary itself.
+    """
     text = target.config
     heads = recipe.num_heads or text.num_attention_heads
     dim = None if recipe.num_heads else getattr(text, "head_dim", None)
@@ -111,7 +127,7 @@ def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
 
 
 def mask_token(target: Target) -> int:
-    """A token that stands for the masks where an engine looks their embedding up: the padding, or else the last one."""
+    """Token id of the mask, for engines that look up its embedding: the padding token, or else the last token."""
     pad = getattr(target.config, "pad_token_id", None)
     if pad is not None and 0 <= pad < target.vocab_size and pad not in target.eos_ids:
         return pad
@@ -126,16 +142,17 @@ class SlotBatch:
         features: [M, taps·Ht] target features of every slot.
         key_tokens: [M] token x_{i+1} of every slot.
         key_positions: [M] position i of every slot.
-        query_rows: [N] the response slots among the M.
-        later_rows: [n] which of the N go on to steps 1, 2, … .
-        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, back to back;
+        query_rows: [N] indices of the response slots among the M slots.
+        later_rows: [n] indices of the rows among the N that go on to steps 1, 2, … .
+        teacher: [N + T, Ht] target hidden state h_{i+1} (after the final norm) of every response slot, concatenated;
             step k reads it shifted by k.
-        distributions: [N + T, Vd] what the vocabulary head makes of those, where it was made beforehand.
-        inside: [N + T] bool, the target's most probable token there is in the draft vocabulary.
-        labels: [N + T] the token that stands there.
-        left: [N] how many steps a slot is valid for (step k is used iff k < left).
-        layout, later_layout: which slots the N and the n rows attend.
-        draws: [n] in [0, 1), evenly spread along a text, by which a share of the n rows is chosen; None = 0 for all.
+        distributions: [N + T, Vd] output of the vocabulary head on `teacher`, if it was computed beforehand.
+        in_draft_vocab: [N + T] bool, whether the target's most probable token is in the draft vocabulary.
+        labels: [N + T] the true token.
+        valid_steps: [N] number of steps a slot is valid for (step k is used iff k < left).
+        layout, later_layout: slots that the N and the n rows attend to.
+        sample_draws: [n] numbers in [0, 1), evenly spread along a text, used to choose a share of the n rows (None =
+            all 0).
     """
 
     features: Tensor
@@ -144,17 +161,17 @@ class SlotBatch:
     query_rows: Tensor
     later_rows: Tensor
     teacher: Tensor
-    inside: Tensor
+    in_draft_vocab: Tensor
     labels: Tensor
-    left: Tensor
+    valid_steps: Tensor
     layout: Layout
     later_layout: Layout
     distributions: Tensor | None = None
-    draws: Tensor | None = None
+    sample_draws: Tensor | None = None
 
 
 class HeadAttention(nn.Module):
-    """Projections of grouped-query attention over inputs of `width`; `bias`: of queries, keys and values."""
+    """Projections of grouped-query attention over inputs of `width`; `bias` applies to queries, keys and values."""
 
     def __init__(self, config: HeadConfig, width: int, bias: bool = False):
         super().__init__()
@@ -177,9 +194,9 @@ class HeadMLP(nn.Module):
 
 
 class HeadLayer(nn.Module):
-    """A decoder layer without the norm before its attention, which is where the families differ.
+    """Decoder layer without the norm before its attention, because families differ there.
 
-    `attention`: projections that are more than `HeadAttention`'s.
+    `attention` replaces the default `HeadAttention`, for families with more projections.
     """
 
     inv_freq: Tensor
@@ -194,51 +211,62 @@ class HeadLayer(nn.Module):
         self.register_buffer("inv_freq", config.rope_theta**-half, persistent=False)
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x [N, heads, D] rotated to `positions` [N]."""
+        """Rotate x [N, heads, D] to `positions` [N]."""
         angle = positions[:, None].float() * self.inv_freq
         cos, sin = (torch.cat((t, t), -1)[:, None].to(x.dtype) for t in (angle.cos(), angle.sin()))
         low, high = x.chunk(2, -1)
         return x * cos + torch.cat((-high, low), -1) * sin
 
-    def leave(self, residual: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [N, H] from its residual stream and what its heads saw [N, Hq, D]."""
+    def layer_output(self, residual: Tensor, attended: Tensor) -> Tensor:
+        """Output [N, H] of the layer, from its residual stream and the attention output [N, Hq, D]."""
         x = residual + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 Watch = Callable[[Product, Tensor, Tensor], None]
-"""Function of the product that makes draft logits, the response slots [n] that its rows are at and their steps [n]."""
+"""Callback that receives the product of the draft logits, and the response slots [n] and steps [n] of its rows."""
 
 
 class Losses(NamedTuple):
-    """Losses of n rows: Σ share · loss (differentiable), each loss [n], 0 where it does not count, which of them count,
-    and their shares [n]."""
+    """Losses of n rows.
+
+    `total` is Σ share · loss (differentiable). `each` holds every loss [n], 0 if it does not count. `valid` marks the
+    losses that count, `weight` holds their weights [n].
+    """
 
     total: Tensor
     each: Tensor
     valid: Tensor
-    share: Tensor
+    weight: Tensor
 
 
 class DraftHead(nn.Module):
-    """A head on target features. `objective` trains `steps` draft depths, at weights `decay`^depth or `paced`."""
+    """Base class of heads on target features.
+
+    Training with `objective` covers `steps` draft depths, weighted by `decay`^depth or, if `paced`, by `dpace_weights`.
+    """
 
     d2t: Tensor
     t2d: Tensor
 
     def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
-        """`draft_ids` [Vd] sorted target ids of the draft vocabulary (None: the first, or they come with a state dict);
-        `stored`: they are part of the checkpoint."""
+        """Create the head.
+
+        Args:
+            draft_ids: [Vd] sorted target ids of the draft vocabulary. By default it holds the first ids, until a state
+                dict is loaded.
+            stored: the draft vocabulary is part of the checkpoint.
+        """
         super().__init__()
         self.config = config
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
-        self.paced = False  # depths are weighted by `pace`, not by `decay`
-        self.squash = Squash()  # the target's
-        self.watch: Watch | None = None  # told of the draft logits of every batch
+        self.paced = False  # depths are weighted by `dpace_weights`, not by `decay`
+        self.squash = Squash()  # squash of the target's logits
+        self.watch: Watch | None = None  # callback on the draft logits of every batch
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
         member = torch.zeros(config.vocab_size, dtype=torch.bool)
         member[ids] = True
-        # d2t holds offsets, as vLLM and SGLang read it: target id = i + d2t[i].
+        # d2t holds offsets, the format that vLLM and SGLang read: target id = i + d2t[i].
         self.register_buffer("d2t", ids - torch.arange(config.draft_vocab_size), persistent=stored)
         self.register_buffer("t2d", member, persistent=stored)
 
@@ -247,91 +275,98 @@ class DraftHead(nn.Module):
         return self.config.taps
 
     def check(self, target: Target) -> None:
-        """Raise CheckpointError where it is no head for `target`."""
+        """Raise CheckpointError if the head was not made for `target`."""
         self.config.check(target)
 
     @property
     def draft_ids(self) -> Tensor:
-        """[Vd] target id of every draft token."""
+        """Target token ids [Vd] of the draft vocabulary."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
 
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
-        """The teacher of a batch's rows: the target's distributions, renormalised on the draft vocabulary
-        (EAGLE-3 practice), or its tokens. `target_head`: [Vd, Ht] rows of the target's vocabulary head."""
+        """Training targets of a batch's rows: the target's tokens or its distributions, depending on `objective`.
+
+        Distributions are renormalised on the draft vocabulary, as in EAGLE-3. `target_head` [Vd, Ht] holds the rows of
+        the target's vocabulary head.
+        """
         if self.objective == "ce":
             return Teacher(torch.searchsorted(self.draft_ids, batch.labels))
         return self.distributions(batch, target_head)
 
     def distributions(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
-        """The target's distributions at a batch's rows, renormalised on the draft vocabulary."""
+        """Distributions of the target at a batch's rows, renormalised on the draft vocabulary."""
         if batch.distributions is not None:
             return Teacher(batch.distributions)
         return Teacher(batch.teacher, target_head, self.squash)
 
-    def distil(self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher) -> Losses:
-        """Losses of draft logits, given as the product that makes them. Its Σ n_k inputs are those of all `steps` k,
-        whose n_k rows are at the response slots `rows`."""
+    def distill_losses(
+        self, product: Product, rows: list[Tensor], steps: range, batch: SlotBatch, teacher: Teacher
+    ) -> Losses:
+        """Losses of draft logits, which are given as the `product` that computes them.
+
+        The product has Σ n_k input rows: for each k of `steps`, n_k rows at the response slots `rows[k]`.
+        """
         row = torch.cat(rows)
         step = torch.cat([torch.full_like(part, k) for k, part in zip(steps, rows, strict=True)])
         if self.watch is not None:
             self.watch(product, row, step)
-        at, valid = row + step, batch.left[row] > step
+        at, valid = row + step, batch.valid_steps[row] > step
         known = self.t2d[batch.labels]
-        valid = valid & (known if self.objective == "ce" else batch.inside)[at]
+        valid = valid & (known if self.objective == "ce" else batch.in_draft_vocab)[at]
         if self.paced:
             with torch.no_grad():
                 labels = Teacher(torch.searchsorted(self.draft_ids, batch.labels))
                 _, cross_entropy = linear_distill(*product, labels, at, (valid & known[at]).float(), "ce")
             right = torch.where(known[at], torch.exp(-cross_entropy), 0.0)
-            share = valid * pace(right, row, step, valid)
+            share = valid * dpace_weights(right, row, step, valid)
         else:
             share = valid * self.decay ** step.float()
         total, losses = linear_distill(*product, teacher, at, share, self.objective)
         return Losses(total, losses, valid, share)
 
-    def sums(self, found: Losses, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """(Σ share · loss, Σ share, [steps, 2] sums of (loss, valid rows) per step) of the losses of all steps,
-        `sizes[k]` rows each.
+    def aggregate_losses(self, found: Losses, sizes: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Aggregate the losses of all steps, with `sizes[k]` rows for step k.
 
-        The mean loss is the first divided by the second, over however many ranks and micro-batches.
+        Returns Σ share · loss, Σ share, and per step the sums of (loss, valid rows) [steps, 2]. The mean loss over any
+        number of ranks and micro-batches is the sum of the first divided by the sum of the second.
         """
         pairs = zip(found.each.split(sizes), found.valid.split(sizes), strict=True)
         steps = torch.stack([torch.stack((loss.sum(), valid.sum().to(loss.dtype))) for loss, valid in pairs])
-        return found.total, found.share.sum(), steps
+        return found.total, found.weight.sum(), steps
 
 
-PACE = 0.5
-"""α of D-PACE: how little a wrong token costs the weight of those behind it."""
+DPACE_ALPHA = 0.5
+"""α of D-PACE: the larger it is, the less a wrong token lowers the weights of the depths after it."""
 
 
-def pace(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Tensor:
-    """Weights of draft depths by how often a draft gets so far (D-PACE): w_k = Σ_{j ≥ k} Π_{i ≤ j} ((1 − α) q_i + α).
+def dpace_weights(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Tensor:
+    """Weight of each draft depth by how often a draft reaches it (D-PACE): w_k = Σ_{j ≥ k} Π_{i ≤ j} ((1 − α) q_i + α).
 
     Args:
         right: [n] probability q that the drafter gives to the text's token.
-        row, step: [n] the draft that a loss belongs to, and its depth from 0 on.
-        valid: [n] which losses count; a draft ends before the first of its losses that does not.
+        row, step: [n] the draft that a loss belongs to, and its depth, counted from 0.
+        valid: [n] losses that count; a draft ends before its first loss that does not count.
 
     Returns:
         [n] weights.
     """
     reached = torch.zeros(int(step.max()) + 1, int(row.max()) + 1, dtype=right.dtype, device=right.device)
-    reached[step, row] = ((1 - PACE) * right + PACE) * valid
+    reached[step, row] = ((1 - DPACE_ALPHA) * right + DPACE_ALPHA) * valid
     return reached.cumprod(0).flip(0).cumsum(0).flip(0)[step, row]
 
 
 Head = TypeVar("Head", bound=DraftHead)
 
 
-def restored(
+def restore_head(
     kind: Callable[[Any], Head],
     config: dict[str, Any],
     tensors: dict[str, Tensor],
     shape: type[DraftConfig] = HeadConfig,
 ) -> Head:
-    """A head of `kind` and `shape` from the contents of a checkpoint. CheckpointError when they do not fit."""
+    """Rebuild a head of `kind` and `shape` from a checkpoint's contents. Raises CheckpointError if they do not fit."""
     architecture = shape.from_dict(config.get("architecture"))
-    head = filled(lambda: kind(architecture), tensors)
+    head = build_with_weights(lambda: kind(architecture), tensors)
     if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
-        raise misfit(WEIGHTS, "d2t", f"draft tokens stand for ids outside 0 … {head.config.vocab_size - 1}")
+        raise config_error(WEIGHTS, "d2t", f"maps draft tokens to ids outside 0 … {head.config.vocab_size - 1}")
     return head

@@ -1,4 +1,4 @@
-"""A draft head's weights at inference, and a decoder layer over the target's features with its cache."""
+"""Run-time weights of draft heads, and a decoder layer with a KV cache that reads the target's features."""
 
 from __future__ import annotations
 
@@ -14,36 +14,36 @@ import torch
 from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import NewSlots
+from specctl.decoding.device.device_batch import CommittedSlots
 from specctl.decoding.models.fused import LayerShape, fuses
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.native import NativeStep, Packed, native_step
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
-from specctl.decoding.state import DecodeState, far_behind
+from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer
-from specctl.drafters.lora import Adapter, Part
+from specctl.drafters.lora import Adapter, FusedPart
 
 Table = Callable[[], tuple[Tensor, Tensor]]
-"""Makes the rotary table of some rows. The C++ step does not need one."""
+"""Function that builds the rotary table of some rows; it is lazy because the C++ step does not need one."""
 
 
 class HeadWeights:
-    """Copies of a module's weights, fused and packed as the target's are; adapters can update them."""
+    """Copies of a module's weights, fused and packed like the target's; LoRA adapters can update them."""
 
     def __init__(self, module: nn.Module, target: Target):
         self.device, self.dtype = target.device, target.dtype
-        self._names = {id(part): name for name, part in module.named_modules()}  # by id: the module is not kept alive
-        self._parts: dict[Linear, list[Part]] = {}
+        self._names = {id(part): name for name, part in module.named_modules()}  # by id: no reference to the module
+        self._parts: dict[Linear, list[FusedPart]] = {}
 
     def weight(self, module: nn.Linear) -> Tensor:
-        """A projection's weight where and in what the target computes."""
+        """Weight of a projection in the target's dtype, on the target's device."""
         return module.weight.detach().to(self.device, self.dtype)
 
     def linear(self, *modules: nn.Linear) -> Linear:
-        """Projections of one input as one product, all of them with a bias or none."""
+        """Fuse projections of the same input into one product; either all of them have a bias or none has."""
         biases = [module.bias.detach().to(self.device, self.dtype) for module in modules if module.bias is not None]
         weight = torch.cat([self.weight(module) for module in modules])
         product = DraftLinear(weight, torch.cat(biases) if biases else None)
@@ -51,7 +51,10 @@ class HeadWeights:
         return product
 
     def vocabulary_head(self, target: Target) -> tuple[DraftLinear, float]:
-        """The target's own as a product, and the factor of its inputs. A cap would not change the order of tokens."""
+        """Target's vocabulary head as a product, and the scale of its inputs.
+
+        The target's logit cap is left out, as it would not change the order of the tokens.
+        """
         shift = target.squash.shift
         bias = None if shift is None else shift.to(self.dtype)
         return DraftLinear(target.head_weight.to(self.dtype), bias), target.squash.scale
@@ -61,7 +64,7 @@ class HeadWeights:
         return RMSNorm(module.weight.detach().to(self.device), module.eps, self.dtype)
 
     def adapted(self, adapter: Adapter) -> Self:
-        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
+        """Return a copy of this drafter with low-rank updates; it shares all weights but has separate caches."""
         twin = copy.copy(self)
         for name, value in vars(self).items():
             setattr(twin, name, self._updated(value, adapter))
@@ -77,11 +80,11 @@ class HeadWeights:
 
 @dataclass
 class FeatureMemory:
-    """The layer's own cache: slots 0 .. cached−1 hold keys and values made from the target's features."""
+    """KV cache of the layer: slots 0 .. cached−1 hold keys and values computed from the target's features."""
 
     cache: KVCache
     cached: list[int]
-    hidden: Tensor  # [B, H] the layer's output at the last slot, before its norm
+    hidden: Tensor  # [B, H] output of the layer at the last slot, before its norm
 
     def select(self, index: Tensor) -> None:
         self.cache.select(index)
@@ -93,12 +96,14 @@ class FeatureMemory:
 
 
 class FeatureReader(HeadWeights, ABC):
-    """Keys and values that a head makes of the target's features: slot i holds the feature of position i.
+    """Base class of heads that keep keys and values computed from the target's features.
+
+    Slot i holds the feature of position i.
 
     Attributes:
-        layers: decoder layers that have keys and values.
-        size: width of what is carried from one round to the next; 0 = nothing.
-        reach: slots behind the committed ones that a draft takes beyond those of the target's step.
+        layers: number of decoder layers with keys and values.
+        size: width of the state carried from one round to the next; 0 = no state.
+        reach: slots that a draft needs after the committed ones, beyond the slots of the target's step.
     """
 
     layers = 1
@@ -113,7 +118,7 @@ class FeatureReader(HeadWeights, ABC):
         self.size = config.hidden_size
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._inv_freq = inv_freq.to(self.device)
-        self.key = object()  # of its memory: twins that differ in nothing but the shape of their drafts share it
+        self.key = object()  # key of its memory; twins that differ only in tree shape share it
         self._rope: Rope | None = None
 
     def adapted(self, adapter: Adapter) -> Self:
@@ -123,7 +128,7 @@ class FeatureReader(HeadWeights, ABC):
 
     @abstractmethod
     def feature(self, tapped: Tensor) -> Tensor:
-        """Tapped target states [N, F] as features [N, H] fp32."""
+        """Fuse tapped target states [N, F] to features [N, H] in fp32."""
 
     @abstractmethod
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
@@ -131,11 +136,11 @@ class FeatureReader(HeadWeights, ABC):
 
     @abstractmethod
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
-        """Fill every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end."""
+        """Fill every sequence's last `width` slots, new or not, so no padding row can lie past the cache's end."""
 
     @abstractmethod
-    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        """Fill the slots that a round on the device has added; returns what is carried to the next one [B, size]."""
+    def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
+        """Fill the slots that a device-side round has added. Returns the state [B, size] for the next round."""
 
     def _rope_for(self, capacity: int) -> Rope:
         if self._rope is None or self._rope.cos.shape[0] < capacity:
@@ -162,8 +167,8 @@ class FeatureReader(HeadWeights, ABC):
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
         state.memory.pop(self.key, None)
 
-    def behind(self, state: DecodeState) -> list[int]:
-        """Slots of committed tokens that the next `advance` fills."""
+    def lag(self, state: DecodeState) -> list[int]:
+        """Number of committed slots per sequence that the next `advance` fills."""
         memory = state.memory.get(self.key)
         cached = [0] * state.batch if memory is None else memory.cached
         pairs = list(zip(cached, state.cached, strict=True))
@@ -171,14 +176,16 @@ class FeatureReader(HeadWeights, ABC):
         return [state.catch_up.count(start, end) for start, end in pairs]
 
     def advance(self, state: DecodeState) -> None:
-        """Fill slots `cached` .. len−2 (slot i = features of position i with the token after it) of every row, but for
-        those that are skipped."""
-        self.behind(state)  # or it is stale
+        """Fill slots `cached` .. len−2 of every row, except the slots that the catch-up policy skips.
+
+        Slot i holds the feature of position i and the token after it.
+        """
+        self.lag(state)  # asserts that the cache is not stale
         memory = self._memory(state)
         fill = partial(self._fill, state, memory)
         memory.cached = state.catch_up.skip(memory.cache, memory.cached, state.cached, fill)
         missing = [end - start for start, end in zip(memory.cached, state.cached, strict=True)]
-        behind = far_behind(missing, state.device)
+        behind = lagging_sequences(missing, state.device)
         for b in behind:
             fill(b, range(memory.cached[b], state.cached[b]))
         width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
@@ -186,15 +193,15 @@ class FeatureReader(HeadWeights, ABC):
             self._fill_last(state, memory, width)
         memory.cached = list(state.cached)
 
-    def cover(self, state: DecodeState, asked: list[int]) -> None:
-        """Fill what was skipped of the slots from `asked` [B] on, and a window before them."""
+    def fill_skipped(self, state: DecodeState, asked: list[int]) -> None:
+        """Fill the skipped slots from `asked` [B] on, and a window before them."""
         memory = self.current(state)
-        width = state.catch_up.again(memory.cache, asked, state.cached)
+        width = state.catch_up.slots_to_reread(memory.cache, asked, state.cached)
         if width > 0:
             self._fill_last(state, memory, width)
 
     def current(self, state: DecodeState) -> FeatureMemory:
-        """The memory, which must be up to the last committed token."""
+        """Return the memory, which must reach the last committed token."""
         memory = self._memory(state)
         assert memory.cached == state.cached, "stale draft cache"
         return memory
@@ -204,8 +211,9 @@ class FeatureLayer(FeatureReader):
     """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it.
 
     Attributes:
-        window: positions that a row attends, its own included; None = all up to its own. Nothing of the cache is freed.
-        output_norm: of the layer's output, which is then what the next step reads; None = the output as it is.
+        window: number of positions that a row attends to, including its own (None = all up to its own). A window frees
+            no cache memory.
+        output_norm: norm applied to the layer's output before the next step reads it (None = no norm).
     """
 
     window: int | None = None
@@ -226,11 +234,11 @@ class FeatureLayer(FeatureReader):
         self._native: tuple[object, NativeStep | None] | None = None
 
     @abstractmethod
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [N] and features [N, H]: the residual stream [N, H] fp32 and the input of the projections."""
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Map tokens [N] and features [N, H] to the residual stream [N, H] fp32 and the input of the projections."""
 
     def _tables(self, memory: FeatureMemory, steps: int, width: int = 1) -> list[Table]:
-        """Rotary tables of the drafting steps of a round, for `width` rows of every sequence; all are made at once."""
+        """Rotary tables of a round's drafting steps, for `width` rows per sequence, all built on first use."""
         heads, cached = self.heads + self.kv_heads, list(memory.cached)
         made = functools.cache(lambda: self._rope_for(memory.cache.capacity).ahead(cached, steps, heads, self.kv_heads))
 
@@ -249,9 +257,9 @@ class FeatureLayer(FeatureReader):
         table: Table,
         last: list[int] | None = None,
     ) -> Tensor:
-        """Run the layer over rows [B, T] of tokens and features [B·T, ·].
+        """Run the layer over rows [B, T] of tokens and features [B·T, ·]. Returns [B·T or B, H] fp32.
 
-        With `last`, only row last[b] of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        With `last`, only row last[b] of each sequence is computed beyond its keys and values.
         """
         step = self._step(cache, plan)
         if step is not None:
@@ -261,16 +269,16 @@ class FeatureLayer(FeatureReader):
         return self._leave(*self._attended(0, residual, query, cache, plan, last))
 
     def _step(self, cache: KVCache, plan: Plan) -> NativeStep | None:
-        """The layer as a C++ step (`decoding/models/native.py`), where that computes this plan over this cache."""
+        """Return the layer as a C++ step (`decoding/models/native.py`), or None if that cannot run this plan."""
         products = (self.qkv, self.o, self.gate_up, self.down)
-        if self._native is None or self._native[0] != products:  # an adapted twin has others
+        if self._native is None or self._native[0] != products:  # an adapted twin has other products
             shape = self.shape_of_layer
             sizes = self.size, shape.inner, self.heads, self.kv_heads, self.dim, self.dim**-0.5
             packed = Packed(self.dtype, self.device, [self], self.output_norm, *sizes)
             self._native = products, native_step(packed, int8=True)
         step = self._native[1]
         near = self.window is None or plan.span <= self.window
-        return step if step is not None and near and not any(cache.skipped) and step.computes(cache, plan) else None
+        return step if step is not None and near and not any(cache.skipped) and step.supports(cache, plan) else None
 
     def _computed(
         self,
@@ -281,8 +289,8 @@ class FeatureLayer(FeatureReader):
         plan: Plan,
         last: list[int] | None,
     ) -> Tensor:
-        residual, entered = self.enter(self.seen(tokens, plan).reshape(-1), features)
-        x = (residual.clone() if residual is features else residual).contiguous()  # the step changes it
+        residual, entered = self.layer_input(self.seen(tokens, plan).reshape(-1), features)
+        x = (residual.clone() if residual is features else residual).contiguous()  # the step changes x in place
         normed, _ = step.forward(x, cache, plan, self._rope_for(cache.capacity), entered=entered)
         if self.output_norm is not None:
             x = normed.float()
@@ -291,7 +299,7 @@ class FeatureLayer(FeatureReader):
         return x.view(*tokens.shape, -1)[torch.arange(len(last)), torch.tensor(last)]
 
     def seen(self, tokens: Tensor, plan: Plan) -> Tensor:
-        """The tokens [B, T] of a plan's rows as `enter` reads them."""
+        """Tokens [B, T] of a plan's rows in the form that `layer_input` reads."""
         return tokens
 
     def _attended(
@@ -304,8 +312,10 @@ class FeatureLayer(FeatureReader):
         last: list[int] | None = None,
         tail: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        """The residual stream and what the queries see in the cache of layer `place`, of all rows, or of `tail` rows of
-        each sequence from last[b] on."""
+        """Attend to the cache of layer `place`. Returns the residual stream and the attention output.
+
+        With `last`, only `tail` rows of each sequence, from last[b] on, are computed.
+        """
         batch = len(plan.positions)
         rows = len(query) // batch
         if last is not None:
@@ -315,34 +325,34 @@ class FeatureLayer(FeatureReader):
             rows = tail
             starts = [start + row for start, row in zip(plan.base, last, strict=True)]
             plan = plan_rows(starts, tail, device=cache.store.device, dtype=cache.store.dtype)
-        plan = plan.within(self.window, cache.store.dtype).without(cache.skipped, cache.store.dtype)
+        plan = plan.with_window(self.window, cache.store.dtype).without_slots(cache.skipped, cache.store.dtype)
         return residual, attend(query.unflatten(0, (batch, rows)), cache, place, plan, self.dim**-0.5)
 
-    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
-        features = self.feature(own_features(new.tapped.flatten(0, 1), new.taps, self.taps))
+    def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
+        features = self.feature(select_taps(new.tapped.flatten(0, 1), new.taps, self.taps))
         return self.rows_at(new.tokens, features, cache, new.plan(span, cache.store.dtype), new.last)
 
     def rows_at(
         self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None
     ) -> Tensor:
-        """The layer over rows [B, T] at places that only the device knows (`plan_at`).
+        """Run the layer over rows [B, T] at positions known only on the device (`plan_at`). Returns [B·T or B, H] fp32.
 
-        With `last` [B], only that row of each sequence is carried beyond keys and values. Returns [B·T or B, H] fp32.
+        With `last` [B], only that row of each sequence is computed beyond its keys and values.
         """
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
         residual, pairs, query = self._project(tokens.flatten(), features, table)
         cache.write(0, pairs, plan)
-        plan = plan.within(self.window, cache.store.dtype)
+        plan = plan.with_window(self.window, cache.store.dtype)
         if last is not None:
             kept = torch.arange(batch, device=last.device) * rows + last
             query, residual, rows, plan = query[kept], residual[kept], 1, plan.row(last)
         return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
 
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """The residual stream [N, H] fp32, keys beside values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
-        residual, inputs = self.enter(tokens, features)
+        """Residual stream [N, H] fp32, keys concatenated with values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
+        residual, inputs = self.layer_input(tokens, features)
         qkv = Rope.rotate(self.qkv(inputs).view(len(tokens), self.heads + 2 * self.kv_heads, self.dim), table)
         return residual, qkv[:, self.heads :], qkv[:, : self.heads]
 
@@ -357,7 +367,7 @@ class FeatureLayer(FeatureReader):
         start, end = slots.start, slots.stop
         tokens = torch.tensor([state.rows[b].ids[start + 1 : end + 1]], device=state.device)
         plan = plan_rows([start], len(slots), device=state.device, dtype=state.dtype)
-        features = self.feature(own_features(state.features[b, start:end], state.taps, self.taps))
+        features = self.feature(select_taps(state.features[b, start:end], state.taps, self.taps))
         last = [len(slots) - 1]
         table = self._table_of(memory, plan)
         memory.hidden[b] = self._layer(tokens, features, memory.cache.sequence(b), plan, table, last)[0]
@@ -370,17 +380,18 @@ class FeatureLayer(FeatureReader):
         memory.hidden, _ = self.read(state, width, every=False)
 
     def last(self, state: DecodeState) -> Tensor:
-        """The layer's output at every sequence's last slot [B, H]."""
+        """Output [B, H] of the layer at every sequence's last slot."""
         return self.current(state).hidden
 
     def read(self, state: DecodeState, width: int, every: bool) -> tuple[Tensor, list[int]]:
-        """Run every sequence's last `width` slots, new or not: no padding row can lie behind the cache's end.
+        """Run every sequence's last `width` slots, new or not, so no padding row can lie past the cache's end.
 
-        Returns the layer's output at all of them [B·width, H] or at the last ones [B, H], and the first of the slots.
+        Returns the layer's output at all these slots [B·width, H] or only at the last ones [B, H], and the first slot
+        of each sequence.
         """
         memory = self._memory(state)
         features, starts = last_slots(state, width, self.taps)
-        memory.cache.filled(starts)
+        memory.cache.mark_written(starts)
         counts = [end - start for start, end in zip(starts, state.cached, strict=True)]
         tokens = torch.tensor(
             [
@@ -390,25 +401,25 @@ class FeatureLayer(FeatureReader):
             device=state.device,
         )
         plan = plan_rows(starts, width, device=state.device, dtype=state.dtype)
-        # A row with nothing new (finished, waiting to be dropped) runs a padding row whose result is not used.
+        # A sequence without new slots (finished, not yet dropped) runs a padding row; its result is not used.
         last = None if every else [max(count - 1, 0) for count in counts]
         table = self._table_of(memory, plan)
         return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
 
 
-def own_features(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -> Tensor:
-    """The part that a drafter reads of the states [N, F] that are `kept` for all drafters of a pool."""
+def select_taps(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -> Tensor:
+    """Select the states of a drafter's `taps` from the states [N, F] that are `kept` for all drafters of a pool."""
     if taps == kept:
         return tapped
     parts = tapped.chunk(len(kept), -1)
     return torch.cat([parts[kept.index(tap)] for tap in taps], -1)
 
 
-def begun_at(spans: list[range], depths: int) -> list[list[int]]:
-    """Slots [L][W] at which those drafts begin that reach the positions of `spans` [L] in 1 to `depths` steps.
+def draft_start_slots(spans: list[range], depths: int) -> list[list[int]]:
+    """First slots [L][W] of the drafts that reach the positions of `spans` [L] in 1 to `depths` steps.
 
-    W is the longest span + depths − 1, and shorter ones are filled up with their last slot. Behind a short prompt the
-    deepest drafts would begin before the text: slot 0 stands in for theirs.
+    W is the longest span + depths − 1; shorter rows repeat their last slot. After a short prompt the deepest drafts
+    would begin before the text, so they use slot 0 instead.
     """
     width = max(map(len, spans)) + depths - 1
     begun = [range(span.start - 1 - depths, span.stop - 2) for span in spans]
@@ -416,16 +427,16 @@ def begun_at(spans: list[range], depths: int) -> list[list[int]]:
 
 
 def last_slots(state: DecodeState, width: int, taps: tuple[int, ...]) -> tuple[Tensor, list[int]]:
-    """Target features of every sequence's last `width` slots [B·width, F], and the first of those slots.
+    """Target features [B·width, F] of every sequence's last `width` slots, and the first of these slots.
 
-    A sequence that has fewer repeats its last: behind it there may never have been written anything, and a NaN among
-    keys is one everywhere, masked or not.
+    A sequence with fewer slots repeats its last one. The memory past it may never have been written, and a NaN among
+    the keys spreads to all results even if it is masked.
     """
-    assert state.features is not None, "the loop retains no features for this drafter: pass its taps"
+    assert state.features is not None, "the decoding loop keeps no features for this drafter: pass its taps"
     starts = [max(end - width, 0) for end in state.cached]
     if state.batch == 1:
-        return own_features(state.features[0, starts[0] : state.cached[0]], state.taps, taps), starts
+        return select_taps(state.features[0, starts[0] : state.cached[0]], state.taps, taps), starts
     where = torch.tensor(starts, device=state.device)[:, None] + torch.arange(width, device=state.device)
     where = torch.minimum(where, torch.tensor(state.cached, device=state.device)[:, None] - 1)
     rows = torch.arange(state.batch, device=state.device)[:, None]
-    return own_features(state.features[rows, where].flatten(0, 1), state.taps, taps), starts
+    return select_taps(state.features[rows, where].flatten(0, 1), state.taps, taps), starts

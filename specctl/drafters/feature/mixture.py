@@ -1,4 +1,4 @@
-"""Several feature heads that draft as one, by the mean of their distributions (OnlineSpec; `learner.combine=probs`)."""
+"""Ensemble of feature heads that drafts from the mean of their distributions (OnlineSpec; `learner.combine=probs`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specctl.drafters.feature.layer import FeatureMemory, Table
 
 @dataclass(frozen=True)
 class _Caches:
-    """One of every head."""
+    """KV caches, one per head."""
 
     parts: list[KVCache]
 
@@ -29,14 +29,14 @@ class _Caches:
 
 
 class Mixture(FeatureDrafter):
-    """Drafts from Σ p_i q_i: every head runs for every drafted token, behind the tokens that all have chosen together.
+    """Drafts from the mixture Σ p_i q_i: every head reads all tokens that the mixture has drafted.
 
-    That is N times the drafting cost of the mean of their weights. Its states are those of the heads side by side
-    [·, N·H], so that it grows the chains and trees of one head.
+    This costs N times as much as one head with averaged weights. The mixture's states are the heads' states
+    concatenated [·, N·H], so it can use the chains and trees of a single head.
     """
 
     def __init__(self, heads: Sequence[FeatureDrafter], weights: Sequence[float]):
-        """`heads` have one architecture and one draft vocabulary; `weights` are theirs, and sum up to 1."""
+        """`heads` have the same architecture and draft vocabulary; `weights` has one entry per head and sums to 1."""
         vars(self).update(vars(heads[0]))
         self.members, self.key = list(heads), object()
         self._log_weights = torch.tensor(list(weights), device=self.device).log()[:, None, None]  # [N, 1, 1]
@@ -60,7 +60,7 @@ class Mixture(FeatureDrafter):
         return torch.cat([head._layer(tokens, part, own, plan, table, last) for head, part, own in parts], -1)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """log Σ p_i q_i [N, Vd] of the states [N, N·H]."""
+        """Log probabilities log Σ p_i q_i [N, Vd] for the states [N, N·H]."""
         parts = zip(self.members, hidden.chunk(len(self.members), -1), strict=True)
         return self._mixed([head.logits(part) for head, part in parts])
 
@@ -73,28 +73,28 @@ class Mixture(FeatureDrafter):
         return logits, *kernels.expand_topk(logits, count)
 
     def feature(self, tapped: Tensor) -> Tensor:
-        raise NotImplementedError("every head has its own")
+        raise NotImplementedError("every head computes its own features")
 
-    enter = to_head = feature  # type: ignore[assignment]
+    layer_input = to_head = feature  # type: ignore[assignment]
 
-    even = False
+    fixed_shape = False
 
     def on_device(self, state: DecodeState, budget: int) -> None:
-        """Rounds go through the host."""
+        """Return None: rounds always go through the host."""
 
     def advance(self, state: DecodeState) -> None:
         for head in self.members:
             head.advance(state)
 
-    def behind(self, state: DecodeState) -> list[int]:
-        return self.members[0].behind(state)
+    def lag(self, state: DecodeState) -> list[int]:
+        return self.members[0].lag(state)
 
     def invalidate(self, state: DecodeState) -> None:
         for head in self.members:
             head.invalidate(state)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Rows of the mixture. Raises as those of its heads."""
+        """Score with the mixture's distributions. Raises like the `score` of its heads."""
         found = []
         for scores in zip(*(head.score(state, spans, depths) for head in self.members), strict=True):
             rows = [score.logits for score in scores if score.logits is not None]

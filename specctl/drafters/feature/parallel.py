@@ -1,4 +1,4 @@
-"""Drafting by one pass of a head: all positions of a block at once, and a chain or tree of what stands there."""
+"""Parallel drafting: one pass of a head predicts all positions of a block, from which a chain or tree is chosen."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.records import ChainRows, DraftTree, Score, empty_draft, first_chain
 from specctl.decoding.state import DecodeState
-from specctl.drafters.feature.layer import FeatureReader, begun_at
+from specctl.drafters.device_trees import DeviceTreeBuilder
+from specctl.drafters.feature.layer import FeatureReader, draft_start_slots
 from specctl.drafters.feature.rounds import ReaderRounds
-from specctl.drafters.growing import GrowingTrees
-from specctl.drafters.tree import GrowingTree, Pays, ProposedTree, Shaped, TreeShape, best
+from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeShape, WorthLevel, best
 
 
 class Transitions(NamedTuple):
-    """Transitions from the candidates of each level to those of the next.
+    """Transitions from the candidates of each level to the candidates of the next level.
 
     Attributes:
         candidates: [B, depth, C] draft tokens.
-        gains: [B, depth, C, c] behind each candidate of the level before (behind the root, at the first), the log
-            probabilities of the likeliest.
-        places: [B, depth, C, c] of these, among the candidates.
+        gains: [B, depth, C, c] log probabilities of the likeliest next tokens after each candidate of the previous
+            level (at the first level, after the root).
+        places: [B, depth, C, c] indices of these next tokens among the candidates.
     """
 
     candidates: Tensor
@@ -36,12 +36,12 @@ class Transitions(NamedTuple):
     places: Tensor
 
 
-class ParallelDrafter(Shaped, FeatureReader):
-    """A drafter whose pass gives a distribution for each of the next `depths` tokens.
+class ParallelDrafter(TreeDrafter, FeatureReader):
+    """Drafter that predicts a distribution for each of the next `depths` tokens in one pass.
 
     Attributes:
-        depths: tokens that one pass drafts.
-        ids: [Vd] target ids of the draft vocabulary; None = the target's own.
+        depths: number of tokens that one pass drafts.
+        ids: [Vd] target ids of the draft vocabulary; if None, it is the target's vocabulary.
     """
 
     depths: int
@@ -50,31 +50,37 @@ class ParallelDrafter(Shaped, FeatureReader):
 
     @abstractmethod
     def block(self, state: DecodeState, depth: int) -> Tensor:
-        """States [B, depth, H], behind the final norm, of the tokens behind every sequence's last one, for which the
-        memory is up to date."""
+        """States [B, depth, H], after the final norm, of the tokens that follow every sequence's last one.
+
+        The memory must be up to date.
+        """
 
     @abstractmethod
-    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
-        """The same of all depths [B, depths, H], on the device; `hidden` [B, size] is what the reader carries."""
+    def block_at(self, sequences: DeviceBatch, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+        """Compute the states of all depths [B, depths, H] on the device.
+
+        `hidden` [B, size] is the state that the reader carries from round to round.
+        """
 
     @abstractmethod
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
-        """The same [L, W, depths, H] of the blocks that begin at `slots` [L][W] of the sequences in `live`."""
+        """Compute the states [L, W, depths, H] of blocks that begin at `slots` [L][W] of the sequences in `live`."""
 
     @abstractmethod
     def logits(self, states: Tensor) -> Tensor:
-        """Draft vocabulary logits [..., Vd] of states [..., H]."""
+        """Draft vocabulary logits [..., Vd] for states [..., H]."""
 
-    def following(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
-        """Logits [..., Vd] of tokens behind those of `before` [...], where a head has a say in that."""
+    def condition_on_previous(self, logits: Tensor, states: Tensor, before: Tensor) -> Tensor:
+        """Adjust the logits [..., Vd] to the preceding tokens `before` [...], for heads that condition on them."""
         return logits
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """A chain or tree from the last committed token, never deeper than a sequence has room for."""
-        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
+        """Draft a chain or tree from the last committed token, no deeper than a sequence has room for."""
+        # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
+        # keeps.
         chain = self.shape.chain or bool(state.exact_rows)
         shape = replace(self.shape, width=1, children=1) if chain else self.shape.within(budget)
-        rooms, floor = [row.room for row in state.rows], shape.floor
+        rooms, floor = [row.draft_room for row in state.rows], shape.log_stop_below
         growing, drafted = self._grow(state, budget, shape, lambda joint: max(joint) >= floor)
         if drafted is None:
             return empty_draft(state.batch, state.device)
@@ -84,26 +90,28 @@ class ParallelDrafter(Shaped, FeatureReader):
         chains = [[tree.tokens[node] for node in first_chain(tree.parents)] for tree in growing]
         return best(growing, rooms, shape, state.device, self.rows(state, chains, *drafted))
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
-        """Candidates behind the last committed token of every sequence, at most `budget` levels deep."""
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
+        """Candidates after the last committed token of every sequence, at most `budget` levels deep."""
         growing, _ = self._grow(state, budget, self.shape, pays)
-        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
     def _grow(
-        self, state: DecodeState, budget: int, shape: TreeShape, pays: Pays
-    ) -> tuple[list[GrowingTree], tuple[Tensor, Tensor] | None]:
-        """Trees of candidates, and the block's states [B, depth, H] and logits [B, depth, Vd]; None where there is no
-        room for any."""
+        self, state: DecodeState, budget: int, shape: TreeShape, pays: WorthLevel
+    ) -> tuple[list[TreeBuilder], tuple[Tensor, Tensor] | None]:
+        """Grow the trees of candidates. Also returns the block's states [B, depth, H] and logits [B, depth, Vd].
+
+        If no sequence has room, the trees are empty and None is returned instead of states and logits.
+        """
         self.advance(state)
-        growing = [GrowingTree() for _ in state.rows]
-        depth = min(shape.depth, self.depths, max(row.room for row in state.rows), budget)
+        growing = [TreeBuilder() for _ in state.rows]
+        depth = min(shape.depth, self.depths, max(row.draft_room for row in state.rows), budget)
         if depth <= 0:
             return growing, None
         states = self.block(state, depth)
         logits = self.logits(states)
         anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
         known = [part.tolist() for part in self.transitions(anchors, states, logits, shape.children)]
-        ranks: list[list[int]] = [[] for _ in growing]  # of every node, its place among the candidates of its level
+        ranks: list[list[int]] = [[] for _ in growing]  # for every node, its index among the candidates of its level
         for step in range(depth):
             if step and not pays([tree.joint[tree.frontier(1)[0]] for tree in growing]):
                 break
@@ -116,12 +124,15 @@ class ParallelDrafter(Shaped, FeatureReader):
         return growing, (states, logits)
 
     def on_device(self, state: DecodeState, budget: int) -> ParallelRounds | None:
-        """None where drafts end early: that is decided by the host."""
-        return ParallelRounds(self, state, budget) if self.even and budget > 0 else None
+        """Return the device-side rounds, or None if drafts may end early, because the host decides that."""
+        return ParallelRounds(self, state, budget) if self.fixed_shape and budget > 0 else None
 
     def transitions(self, anchors: Tensor, states: Tensor, logits: Tensor, children: int) -> Transitions:
-        """The likeliest `children` of each level of a block's logits [B, depth, Vd], whatever stands before them; the
-        last tokens `anchors` [B] do before the first."""
+        """The `children` likeliest tokens of each level of a block's logits [B, depth, Vd].
+
+        Here they do not depend on earlier tokens. Subclasses may condition on these; `anchors` [B] are the last
+        committed tokens.
+        """
         batch, depth, vocabulary = logits.shape
         many = min(children, vocabulary)
         logprob, index = (x.unflatten(0, (batch, depth)) for x in kernels.expand_topk(logits.flatten(0, 1), many))
@@ -129,11 +140,11 @@ class ParallelDrafter(Shaped, FeatureReader):
         return Transitions(index, logprob.unsqueeze(2).expand(-1, -1, many, -1), places)
 
     def rows(self, state: DecodeState, chains: list[list[int]], states: Tensor, logits: Tensor) -> ChainRows:
-        """The rows that chains were chosen from."""
+        """Draft logits from which the chains were chosen."""
         return ChainRows(logits.unbind(1), self.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Rows at the positions of `spans`, of blocks that begin behind earlier positions; none is deeper than a block.
+        """Score the positions of `spans` with blocks that begin at earlier positions; no depth exceeds a block.
 
         The block that begins at slot s predicts position s + 2 + k at step k, so position j at depth k + 1 is step k of
         the block at slot j − 2 − k.
@@ -143,11 +154,11 @@ class ParallelDrafter(Shaped, FeatureReader):
         depths = min(depths, self.depths)
         self.advance(state)
         asked = [span.start - 1 - depths if span else end for span, end in zip(spans, state.cached, strict=True)]
-        self.cover(state, asked)
+        self.fill_skipped(state, asked)
         live = [b for b, span in enumerate(spans) if span]
         if not live:
             return [Score(span, **kind) for span in spans]
-        slots = begun_at([spans[b] for b in live], depths)
+        slots = draft_start_slots([spans[b] for b in live], depths)
         states = self.blocks_at(state, live, slots, depths)
         rows = []
         for k in range(depths):
@@ -155,14 +166,18 @@ class ParallelDrafter(Shaped, FeatureReader):
             texts = [state.rows[b].ids for b in live]
             said = [[ids[min(s + 1 + k, len(ids) - 1)] for s in at[part]] for ids, at in zip(texts, slots, strict=True)]
             found_at = states[:, part, k]
-            rows.append(self.following(self.logits(found_at), found_at, torch.tensor(said, device=state.device)))
+            rows.append(
+                self.condition_on_previous(self.logits(found_at), found_at, torch.tensor(said, device=state.device))
+            )
         found = dict(zip(live, torch.stack(rows, 1), strict=True))
         return [Score(span, found[b][:, : len(span)] if span else None, **kind) for b, span in enumerate(spans)]
 
 
 def hidden_context(at: Tensor, span: int, skipped: list[range], own: bool) -> Tensor:
-    """[L, W, span] bool: slots that a block which begins at slot `at` [L, W] may not look at: those behind its own, its
-    own unless `own`, and those that are skipped."""
+    """Mask [L, W, span], True for the slots that a block beginning at slot `at` [L, W] must not attend to.
+
+    These are the slots after its own, its own unless `own`, and the skipped ones.
+    """
     slots = torch.arange(span, device=at.device)
     hidden = slots > at[..., None] if own else slots >= at[..., None]
     for row, gone in enumerate(skipped):
@@ -171,8 +186,11 @@ def hidden_context(at: Tensor, span: int, skipped: list[range], own: bool) -> Te
 
 
 def block_mask(context: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
-    """[L, 1, W·S, span + W·S] that is added to scores: of the context no row sees what is True in `context`
-    [L, W, S, span], and within its own block row s sees what is True in `inside` [S, S]."""
+    """Bias [L, 1, W·S, span + W·S] added to scores.
+
+    Rows do not attend to context slots that are True in `context` [L, W, S, span]. Row s of a block attends to the rows
+    of its own block that are True in `inside` [S, S].
+    """
     many, width = context.shape[:2]
     blocks = torch.eye(width, dtype=torch.bool, device=context.device)
     others = ~torch.kron(blocks, inside).expand(many, -1, -1)
@@ -181,7 +199,7 @@ def block_mask(context: Tensor, inside: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class ParallelRounds(ReaderRounds):
-    """A block, and a chain or tree of what stands there."""
+    """Device-side rounds that draft a block and choose a chain or tree of its candidates."""
 
     def __init__(self, drafter: ParallelDrafter, state: DecodeState, budget: int):
         shape = drafter.shape.within(budget)
@@ -189,16 +207,16 @@ class ParallelRounds(ReaderRounds):
         self.width, self.children, self.chain = shape.width, shape.children, shape.chain
         self.nodes = self.levels if self.chain else shape.nodes
         depth = min(self.levels, self.nodes)
-        # The slots of a pass stand behind the committed ones, or behind those that it reads.
+        # The slots of a pass follow the committed slots, or the slots that the pass reads.
         super().__init__(drafter, state, depth, max(1 + self.nodes, depth + drafter.reach))
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
-        """As `ParallelDrafter.propose`."""
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        """Draft like `ParallelDrafter.propose`, with tensors of fixed shapes."""
         drafter, batch = self.drafter, sequences.batch
         states = drafter.block_at(sequences, self.hidden, self.cache, span)[:, : self.levels]
         known = drafter.transitions(sequences.last[:, 0], states, drafter.logits(states), self.children)
-        trees, above = GrowingTrees(), None
-        # Of every node of the last level, its place among the candidates there.
+        trees, above = DeviceTreeBuilder(), None
+        # For every node of the last level, its index among the candidates of that level.
         ranks = before = torch.zeros(batch, 1, dtype=torch.long, device=sequences.device)
         for step, (candidates, gains, places) in enumerate(zip(*(part.unbind(1) for part in known), strict=True)):
             if step:
@@ -208,4 +226,4 @@ class ParallelRounds(ReaderRounds):
             ranks = places.gather(1, wanted)
             tokens = candidates.gather(1, ranks.flatten(1)).view_as(ranks)
             trees.add(above, gains.gather(1, wanted), tokens if drafter.ids is None else drafter.ids[tokens])
-        return trees.best(sequences.room, self.nodes, self.chain)
+        return trees.best(sequences.draft_room, self.nodes, self.chain)

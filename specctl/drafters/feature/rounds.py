@@ -1,24 +1,24 @@
-"""State of a drafter that reads the target's features, for rounds on the device (decoding/device/rounds.py)."""
+"""Device-side rounds (decoding/device/rounds.py) of a drafter that reads the target's features."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature.layer import FeatureReader
 
 
 class ReaderRounds:
-    """The part of a round that is the reader's: keys and values in the host's own memory, to which every round adds.
+    """Base class of device-side rounds with a `FeatureReader`: every round adds keys and values to the host's cache.
 
     Attributes:
-        hidden: [B, size] what the reader carries from one round to the next.
+        hidden: [B, size] state that the reader carries from one round to the next.
     """
 
     def __init__(self, reader: FeatureReader, state: DecodeState, depth: int, reach: int):
-        """`depth`: longest path of a draft; `reach`: slots behind the committed text that drafting it takes."""
+        """`depth`: longest path of a draft; `reach`: slots after the committed text that drafting needs."""
         self.reader, self.depth, self.reach = reader, depth, max(reach, depth + 1)
         self.hidden = torch.zeros(state.batch, reader.size, device=state.device)
         self.carried = [self.hidden]
@@ -37,7 +37,7 @@ class ReaderRounds:
         memory = state.memory[self.reader.key]
         memory.cached, memory.hidden = list(state.cached), self.hidden
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
-        """Fill the slots of what was committed."""
-        new = sequences.new_slots(before, self.depth + 1)
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
+        """Fill the slots of the committed tokens."""
+        new = sequences.committed_slots(before, self.depth + 1)
         self.hidden.copy_(self.reader.read_at(new, self.cache, span))

@@ -1,9 +1,10 @@
-"""Heads of one shape scored as one: N products of a few rows are one launch on a GPU, not N.
+"""Score several draft heads in one forward: N small matrix products become one launch on a GPU.
 
-On a CPU this gains nothing: N packed products take as long as the batched one (7 heads of the built-in size, 37 and 47
-rows, one thread: 0.9 to 1.2 times as long for each of the head's matrices), so there heads are scored one by one.
+Heads of the same shape are stacked on a GPU. On a CPU this gains nothing, so heads are scored one by one: N packed
+products take 0.9 to 1.2 times as long as the batched one (each matrix of 7 heads of the built-in size, 37 and 47 rows,
+one thread).
 
-LoRA adapters of one base are one forward of the base on any device, with a batched low-rank product beside each of its
+LoRA adapters of one base share one forward of the base on any device, plus a batched low-rank product for each of its
 matrices.
 """
 
@@ -26,9 +27,12 @@ from specctl.drafters.feature.drafter import FeatureDrafter
 from specctl.drafters.lora import LowRank
 
 
-def teams(drafters: Sequence[Drafter]) -> list[list[int]]:
-    """Places of the drafters that are scored together: feature heads on one base (itself among them), and on a GPU
-    those of one shape; others alone."""
+def scoring_groups(drafters: Sequence[Drafter]) -> list[list[int]]:
+    """Group the drafters that are scored together, as lists of indices.
+
+    Feature heads on one base form a group, including the base. On a GPU, heads of one shape do too. Other drafters stay
+    alone.
+    """
     bases = {place: _base(head) for place, head in enumerate(drafters) if isinstance(head, FeatureDrafter)}
     sharing = {base for base, count in Counter(bases.values()).items() if count > 1}
     found: dict[Hashable, list[int]] = {}
@@ -42,13 +46,13 @@ def teams(drafters: Sequence[Drafter]) -> list[list[int]]:
 
 
 def _base(head: FeatureDrafter) -> Hashable:
-    """The products that are updated or not: the same ones for all adapters of a base, and for the base."""
+    """Identity of the base's products: equal for the base and all its adapters."""
     parts = (vars(head)[name] for name in sorted(PRODUCTS & vars(head).keys()))
     return tuple(id(part.base if isinstance(part, LowRank) else part) for part in parts)
 
 
 def _shape(head: FeatureDrafter) -> Hashable | None:
-    """The shape of heads that can be stacked; None for one that cannot: its weights are packed, or adapted (LoRA)."""
+    """Shape key of a head, or None if it cannot be stacked because its weights are packed or adapted (LoRA)."""
     sizes: list[Hashable] = [type(head), head.taps, head.window, tuple(head._inv_freq.tolist())]
     for name, part in sorted(vars(head).items()):
         if isinstance(part, Linear):
@@ -65,11 +69,14 @@ def _shape(head: FeatureDrafter) -> Hashable | None:
 
 
 PRODUCTS = {"qkv", "o", "gate_up", "down", "fc", "head"}
-TABLES = {"token_input", "token_part"}  # [V, ·] what depends on the token alone
+TABLES = {"token_input", "token_part"}  # tables [V, ·] that depend on the token alone
 
 
 class Stacked:
-    """N `heads` of one shape. Weights that differ become views of the stacked ones: nothing is stored twice."""
+    """N `heads` of one shape, scored together.
+
+    The weights of the single heads become views of the stacked ones, so no weight is stored twice.
+    """
 
     def __init__(self, heads: Sequence[FeatureDrafter]):
         self.heads = list(heads)
@@ -83,7 +90,7 @@ class Stacked:
                     setattr(head, name, part)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[list[Score]]:
-        """The scores of every head, as they are one by one."""
+        """Score all heads, with the same results as separate calls."""
         return self._whole.score_as(self.heads, state, spans, depths)
 
 
@@ -106,7 +113,7 @@ def _one(parts: list[Any]) -> bool:
 
 
 class _Updated:
-    """One product and N low-rank updates of it (none has rank 0): the product's weights are read once for all rows."""
+    """One product with N low-rank updates, not all empty; the product's weights are read once for all rows."""
 
     def __init__(self, parts: list[Linear | LowRank]):
         updates = {n: part for n, part in enumerate(parts) if isinstance(part, LowRank)}
@@ -128,7 +135,7 @@ class _Updated:
 
 
 class _Products:
-    """N products of one shape; head n's rows are the n-th of N equal parts."""
+    """N products of one shape; the rows are split into N equal parts, one per head."""
 
     def __init__(self, products: list[DraftLinear]):
         self.weight = torch.stack([product.weight for product in products])  # [N, out, in]
@@ -144,7 +151,7 @@ class _Products:
 
 
 class _Norms:
-    """N norms of one width, on rows as `_Products` has them."""
+    """N norms of one width, on rows split as in `_Products`."""
 
     def __init__(self, norms: list[RMSNorm]):
         first = norms[0]

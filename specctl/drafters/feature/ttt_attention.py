@@ -1,18 +1,17 @@
-"""Attention of drafters in training: a row attends keys of its document up to its slot, then keys of its own draft.
+"""Attention of draft heads in training: a row attends to its document up to its slot, then to keys of its own draft.
 
-In the training-time test (`attention`) those are step-0 keys of the whole document, then one key of its own per later
-step. Where a block is drafted at once (`block_attention`), they are keys of the target's features, then of the block.
+A query row at slot s attends to the document's step-0 slots 0 .. s (with a window, only to the last ones). In the
+training-time test (`attention`) it also attends, at step k, to its own rows of steps 1 .. k (EAGLE-3, Fig. 6). If a
+block is drafted at once (`block_attention`), it also attends to all rows of its block.
 
-A query row at slot s of its document attends step-0 slots 0 .. s (with a window, the last of them) and, at step k, its
-own rows of steps 1 .. k (EAGLE-3, Fig. 6). The two parts are computed apart and merged by their normalisers, so no
-later step widens the attention matrix:
+The two parts are computed separately and merged by their normalisers, so later steps do not widen the attention matrix:
 
     out = (e^{lse₀} out₀ + Σ_j e^{s_j} v_j) / e^m,   m = log(e^{lse₀} + Σ_j e^{s_j})
 
-The gradient of the first part needs no more than `out` and `m`: with P = e^{s − m}, it is dS = P ∘ (dO Vᵀ − δ) with
-δ = rowsum(dO ∘ out), as in ring attention (Liu et al. 2023). P is recomputed in the backward pass, block by block:
-documents of similar length share a block of padded matrix products, and a long document is cut into blocks of rows,
-so memory stays linear in its length. On a GPU both are kernels that need no padding (`kernels.span_attention`).
+The gradient of the first part needs only `out` and `m`: with P = e^{s − m}, it is dS = P ∘ (dO Vᵀ − δ) with δ =
+rowsum(dO ∘ out), as in ring attention (Liu et al. 2023). The backward pass recomputes P block by block. Documents of
+similar length share a block of padded matrix products, and a long document is cut into blocks of rows, so memory stays
+linear in its length. On a GPU both passes are kernels that need no padding (`kernels.span_attention`).
 """
 
 from __future__ import annotations
@@ -29,27 +28,27 @@ import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.kernels import trial
+from specctl.kernels import self_check
 
-# Scores of one head in a block. On a CPU eight heads of fp32 are 4 MB; a GPU is filled by 32 heads of 128 MB.
+# Maximal scores per head in a block. On a CPU eight heads in fp32 take 4 MB; on a GPU 32 heads take 128 MB and fill it.
 BLOCK = {"cpu": 2**17, "cuda": 2**20}
-# Rows of a block of a document too long for that: every block reads all the document's keys, so it must not be thin.
+# Minimal rows per block of a long document: every block reads all the document's keys, so it must not be too small.
 ROWS = 64
-# Masks are kept for layouts of so many blocks at most, and made anew for each use beyond: no quadratic memory.
+# Layouts with at most KEPT blocks cache their masks. Others rebuild them on each use, to avoid quadratic memory.
 KEPT = 16
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The slots that every query row attends.
+    """Slots that every query row attends to.
 
     Attributes:
-        slots: of each document, its range among the M slots.
-        rows: of each document, its range among the N query rows.
+        slots: for each document, its range among the M slots.
+        rows: for each document, its range among the N query rows.
         at: [N] slot of each query row within its document, ascending in every document.
-        device: where the queries and keys are.
-        window: how many positions a row attends, its own included; None = all up to its own.
-        ahead: how far every row stands behind its slot in the text, which moves its window on.
+        device: device of the queries and keys.
+        window: number of positions that a row attends to, including its own (None = all up to its own).
+        ahead: number of positions between a row's slot and the row's position in the text, which shifts its window.
     """
 
     slots: list[tuple[int, int]]
@@ -61,28 +60,28 @@ class Layout:
 
     @property
     def reach(self) -> int | None:
-        """How far before its own slot the last slot lies that a row does not attend; None without a window."""
+        """Number of document slots, up to its own, that a row attends to, or None without a window."""
         return None if self.window is None else self.window - self.ahead
 
     def blockwise(self, height: int) -> Layout:
-        """The layout of blocks of `height` rows in the places of single ones: all of a block look at the same slots."""
+        """Replace each row of the layout by a block of `height` rows, which all attend to the same slots."""
         rows = [(height * first, height * end) for first, end in self.rows]
         return Layout(self.slots, rows, [slot for slot in self.at for _ in range(height)], self.device)
 
     def of_rows(self, kept: list[int]) -> Layout:
-        """The layout of some of the query rows, by their places, ascending."""
+        """Layout of a subset of the query rows, given by ascending indices."""
         sizes = [bisect_left(kept, end) - bisect_left(kept, first) for first, end in self.rows]
         return replace(self, rows=ranges(sizes), at=[self.at[row] for row in kept])
 
     @cached_property
     def blocks(self) -> list[_Block]:
-        """Made (and moved to the device) once, used by every step forward and backward."""
+        """Blocks of the layout, built (and moved to the device) once and used by every step, forward and backward."""
         parts = list(self._parts())
         return [_Block(self, part, keep=len(parts) <= KEPT) for part in parts]
 
     @cached_property
     def spans(self) -> tuple[Tensor, Tensor]:
-        """low, high [N] int32: the first and the last of the M slots that each query row attends. Both ascend."""
+        """Return low and high [N] int32: first and last of the M slots that each query row attends to. Both ascend."""
         counts = torch.tensor([end - first for first, end in self.rows])
         document = torch.tensor([first for first, _ in self.slots]).repeat_interleave(counts)
         high = document + torch.tensor(self.at, dtype=torch.long)
@@ -90,13 +89,16 @@ class Layout:
         return low.to(self.device, torch.int32), high.to(self.device, torch.int32)
 
     def _parts(self) -> Iterator[list[tuple[int, int, int]]]:
-        """Groups of (document, first row, last row + 1), each of BLOCK padded scores per head or ROWS rows at most."""
+        """Yield groups of (document, first row, last row + 1).
+
+        Each group has at most BLOCK padded scores per head, or consists of one piece of at most ROWS rows.
+        """
         limit = BLOCK["cpu" if torch.device(self.device).type == "cpu" else "cuda"]
         group: list[tuple[int, int, int]] = []
         height = width = 0
         for document, ((s0, s1), (r0, r1)) in enumerate(zip(self.slots, self.rows, strict=True)):
             most = max(ROWS, limit // (s1 - s0))
-            for start in range(r0, r1, most) or [r0]:  # a document without rows stays in its place
+            for start in range(r0, r1, most) or [r0]:  # a document without rows keeps its place
                 piece = (document, start, min(start + most, r1))
                 height, width = max(height, piece[2] - start), max(width, s1 - s0)
                 if group and height * width * (len(group) + 1) > limit:
@@ -108,11 +110,11 @@ class Layout:
 
 
 class _Block:
-    """B pieces of documents, padded to R rows and S slots; no document is in it twice.
+    """B pieces of different documents, padded to R rows and S slots.
 
     Attributes:
-        rows, slots: the block's range among the N query rows and the M slots.
-        row_places, slot_places: places of those among the B·R and B·S padded ones.
+        rows, slots: range of the block among the N query rows and among the M slots.
+        row_places, slot_places: indices of its rows and slots among the B·R and B·S padded ones.
         at: [B, R, 1] slot of every row within its document.
     """
 
@@ -120,7 +122,7 @@ class _Block:
         self.count, device, self._reach = len(part), layout.device, layout.reach
         slots = [layout.slots[document] for document, _, _ in part]
         _, first, last = part[-1]
-        if last > first:  # where a long document is cut, half of its scores lie behind the diagonal
+        if last > first:  # half of the scores of a cut document lie beyond the diagonal
             slots[-1] = (slots[-1][0], slots[-1][0] + layout.at[last - 1] + 1)
         self.height = max(1, *(stop - start for _, start, stop in part))
         self.width = max(stop - start for start, stop in slots)
@@ -136,7 +138,7 @@ class _Block:
 
     @property
     def bias(self) -> Tensor:
-        """[B, 1, 1, R, S] added to scores: −inf where a row may not look (much faster than masked_fill_)."""
+        """Bias [B, 1, 1, R, S] added to scores: −inf at masked slots (much faster than masked_fill_)."""
         return self._make_bias() if self._bias is None else self._bias
 
     def _make_bias(self) -> Tensor:
@@ -145,28 +147,34 @@ class _Block:
 
 
 def _hidden(at: Tensor, width: int, reach: int | None) -> Tensor:
-    """[…, width] bool: which of a document's first slots rows at slots `at` [..., 1] may not look at."""
+    """Mask […, width], True for the slots of a document that rows at slots `at` [..., 1] must not attend to."""
     slots = torch.arange(width, device=at.device)
     return slots > at if reach is None else (slots > at) | (slots <= at - reach)
 
 
 def ranges(sizes: list[int]) -> list[tuple[int, int]]:
-    """Consecutive row ranges of the given sizes."""
+    """Return consecutive row ranges of the given sizes."""
     ends = list(accumulate(sizes))
     return [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _places(sizes: list[int], width: int) -> Tensor:
-    """Consecutive runs of `sizes`, each padded to `width`: where each element lies."""
+    """Index of every element of consecutive runs of `sizes`, after padding each run to `width`."""
     return (torch.arange(width) < torch.tensor(sizes).unsqueeze(1)).view(-1).nonzero().squeeze(1)
 
 
 def attention(
     query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], layout: Layout
 ) -> Tensor:
-    """query [N, H, D], key and value of step 0 [M, Hkv, D], own keys and values of steps 1 … k, each [N, Hkv, D].
+    """Attention of the training-time test at step k.
 
-    Returns [N, H, D] in the dtype of `query`.
+    Args:
+        query: [N, H, D].
+        key, value: [M, Hkv, D] keys and values of step 0.
+        own_keys, own_values: k tensors [N, Hkv, D] each, the rows' keys and values of steps 1 … k.
+
+    Returns:
+        [N, H, D] in the dtype of `query`.
     """
     own = torch.stack([*own_keys, *own_values]) if own_keys else query.new_zeros(0, query.shape[0], *key.shape[1:])
     return _Merged.apply(query, key, value, own, layout)[0]
@@ -175,8 +183,10 @@ def attention(
 def reference(
     query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], layout: Layout
 ) -> Tensor:
-    """The specification, for tests: scaled_dot_product_attention over [step-0 keys | own keys] with a mask, a document
-    at a time, in quadratic memory."""
+    """Reference for tests: scaled_dot_product_attention over [step-0 keys | own keys] with a mask.
+
+    It processes one document at a time and needs quadratic memory.
+    """
     outputs = []
     for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
         at = torch.tensor(layout.at[q0:q1], device=query.device)
@@ -197,13 +207,13 @@ def reference(
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
-    """Blocks of R rows each: a row attends slots 0 … `at` of its document, and all rows of its block.
+    """Attention of blocks of R rows: a row attends to slots 0 … `at` of its document and to all rows of its block.
 
     Args:
         query: [n, R, H, D].
         key, value: [M, Hkv, D] of the documents' slots.
         own: [2, n, R, Hkv, D] keys and values of the blocks' rows.
-        layout: of the n·R rows, block by block.
+        layout: layout of the n·R rows, block by block.
 
     Returns:
         [n, R, H, D] in the dtype of `query`.
@@ -212,23 +222,25 @@ def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layo
 
 
 def _by_kernel(q: Tensor) -> bool:
-    """Whether a kernel of ours reads documents: for queries [N, Hkv, G, D] in bf16 or fp16 on a GPU with Triton, once
-    its answers for such heads have agreed with the reference."""
-    if q.dtype.itemsize != 2 or kernels.chosen(q.device) != "triton":
+    """Whether our own kernel computes the document part for queries [N, Hkv, G, D].
+
+    It does so in bf16 or fp16 on a GPU with Triton, once its results for such heads have agreed with the reference.
+    """
+    if q.dtype.itemsize != 2 or kernels.select_backend(q.device) != "triton":
         return False
     return _tried(q.device, q.dtype, *q.shape[1:])
 
 
 @cache
 def _tried(device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int, dim: int) -> bool:
-    reason = trial.span_shortcoming(kernels, device, dtype, kv_heads, groups, dim)
+    reason = self_check.span_mismatch(kernels, device, dtype, kv_heads, groups, dim)
     if reason is not None:
-        warnings.warn(f"attention of training on {device} is PyTorch's: {reason}", stacklevel=2)
+        warnings.warn(f"training attention on {device} runs in PyTorch: {reason}", stacklevel=2)
     return reason is None
 
 
 def _read(q: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-    """Scaled queries q [N, Hkv, G, D] over their documents: (`out` [N, Hkv, G, D], `lse` [N, Hkv, G]) in fp32."""
+    """Attend from scaled queries q [N, Hkv, G, D] to documents: (`out` [N, Hkv, G, D], `lse` [N, Hkv, G]) in fp32."""
     if _by_kernel(q):
         return kernels.span_attention(q, key, value, *layout.spans)
     out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
@@ -246,11 +258,17 @@ def _read(q: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor
 def _read_backward(
     q: Tensor, key: Tensor, value: Tensor, grad: Tensor, delta: Tensor, lse: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients by scaled queries, keys and values, given those of the result [N, Hkv, G, D] and its `m` as `lse`."""
+    """Gradients of scaled queries, keys and values.
+
+    Args:
+        grad: [N, Hkv, G, D] gradient of the result.
+        delta: [N, Hkv, G] δ, the row sums of `grad` ∘ `out`.
+        lse: [N, Hkv, G] m, the normaliser of the merged attention.
+    """
     if _by_kernel(q):
         return kernels.span_attention_backward(q, key, value, grad, delta, lse, *layout.spans)
     dq = torch.empty_like(q)
-    # A long document's keys collect from hundreds of blocks: in bf16 the late ones would be rounded away.
+    # A long document's keys sum over hundreds of blocks; in bf16 the late terms would be rounded away.
     dk, dv = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
     for block in layout.blocks:
         folded, keys, folded_grad = _fold(q, block), _pad(key, block), _fold(grad, block)
@@ -265,14 +283,17 @@ def _read_backward(
 
 
 class _Merged(torch.autograd.Function):
-    """Scores in fp32 (rounded to bf16 they would be off by per cents), the other products in the input's dtype."""
+    """Merged attention of the training-time test.
+
+    Scores are in fp32, because in bf16 they would be off by per cents. Other products are in the input's dtype.
+    """
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-        """The result, and what the backward pass needs besides it and the inputs: scaled queries, `out` and `m`."""
+        """Return the result and the extra tensors for the backward pass: scaled queries, `out` and `m`."""
         rows, heads, dim = query.shape
         kv_heads = key.shape[1]
-        q = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5  # no −1: there may be no rows
+        q = query.view(rows, kv_heads, heads // kv_heads, dim) * dim**-0.5  # no −1 in view: there may be no rows
         out, lse = _read(q, key, value, layout)
         if own.shape[0]:
             own_keys, own_values = own.unsqueeze(3).chunk(2)  # each [k, N, Hkv, 1, D]
@@ -313,11 +334,11 @@ class _Merged(torch.autograd.Function):
 
 
 class _Blocks(torch.autograd.Function):
-    """As `_Merged`, with the keys of whole blocks instead of those of earlier steps."""
+    """Merged attention like `_Merged`, with the keys of whole blocks instead of the keys of earlier steps."""
 
     @staticmethod
     def forward(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> tuple[Tensor, ...]:
-        """The result, and what the backward pass needs besides it and the inputs: scaled queries, `out` and `m`."""
+        """Return the result and the extra tensors for the backward pass: scaled queries, `out` and `m`."""
         count, height, heads, dim = query.shape
         kv_heads = key.shape[1]
         q = query.view(count * height, kv_heads, heads // kv_heads, dim) * dim**-0.5
@@ -359,25 +380,25 @@ class _Blocks(torch.autograd.Function):
 
 
 def _of_blocks(own: Tensor) -> tuple[Tensor, Tensor]:
-    """[2, n, R, Hkv, D] → keys and values, each [n, Hkv, R, D]."""
+    """Split [2, n, R, Hkv, D] into keys and values, each [n, Hkv, R, D]."""
     keys, values = own.transpose(2, 3)
     return keys, values
 
 
 def _by_blocks(x: Tensor, count: int) -> Tensor:
-    """Rows [n·R, Hkv, G, ·] → [n, Hkv, G·R, ·]."""
+    """Reshape rows [n·R, Hkv, G, ·] to [n, Hkv, G·R, ·]."""
     return x.unflatten(0, (count, x.shape[0] // count)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def _by_rows(x: Tensor, groups: int) -> Tensor:
-    """[n, Hkv, G·R, ·] → rows [n·R, Hkv, G, ·]: the inverse of `_by_blocks`."""
+    """Reshape [n, Hkv, G·R, ·] to rows [n·R, Hkv, G, ·]: the inverse of `_by_blocks`."""
     return x.unflatten(2, (groups, x.shape[2] // groups)).permute(0, 3, 1, 2, 4).flatten(0, 1)
 
 
 def _side_by_side(
     function: type[torch.autograd.Function], heads: int, info: Any, in_dims: tuple[int | None, ...], *inputs: Any
 ) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Several attentions over one layout as one with as many times the heads, which are dimension `heads` of it."""
+    """Run several attentions over one layout as one attention with more heads; heads are dimension `heads`."""
     *tensors, layout = inputs
     merged = [_together(x, dim, info.batch_size) for x, dim in zip(tensors, in_dims, strict=False)]
     out, *_ = function.apply(*merged, layout)
@@ -385,13 +406,13 @@ def _side_by_side(
 
 
 def _together(x: Tensor, dim: int | None, count: int) -> Tensor:
-    """`count` tensors [..., H, D], stacked along `dim` or (None) all the same, as one [..., count · H, D]."""
+    """Combine `count` tensors [..., H, D], stacked along `dim` or equal (None), to one tensor [..., count · H, D]."""
     x = x.unsqueeze(-3).expand(*x.shape[:-2], count, *x.shape[-2:]) if dim is None else x.movedim(dim, -3)
     return x.flatten(-3, -2)
 
 
 def _fold(x: Tensor, block: _Block) -> Tensor:
-    """[N, Hkv, G, D] → [B·Hkv, G·R, D]: grouped queries as rows of their key head, padding zero."""
+    """Reshape [N, Hkv, G, D] to [B·Hkv, G·R, D]: grouped queries become rows of their key head, padded with zeros."""
     kv_heads, groups, dim = x.shape[1:]
     padded = x.new_zeros(block.count * block.height, kv_heads, groups, dim)
     padded[block.row_places] = x[block.rows]
@@ -400,14 +421,14 @@ def _fold(x: Tensor, block: _Block) -> Tensor:
 
 
 def _unfold(x: Tensor, block: _Block) -> Tensor:
-    """[B·Hkv, G·R, D] → the block's rows [n, Hkv, G, D]."""
+    """Reshape [B·Hkv, G·R, D] to the block's rows [n, Hkv, G, D], dropping the padding."""
     kv_heads = x.shape[0] // block.count
     x = x.view(block.count, kv_heads, -1, block.height, x.shape[-1]).permute(0, 3, 1, 2, 4)
     return x.reshape(block.count * block.height, *x.shape[2:])[block.row_places]
 
 
 def _pad(x: Tensor, block: _Block) -> Tensor:
-    """[M, Hkv, D] → [B·Hkv, S, D], padding zero."""
+    """Reshape [M, Hkv, D] to [B·Hkv, S, D], padded with zeros."""
     padded = x.new_zeros(block.count * block.width, *x.shape[1:])
     padded[block.slot_places] = x[block.slots]
     padded = padded.view(block.count, block.width, *x.shape[1:]).transpose(1, 2)
@@ -415,7 +436,7 @@ def _pad(x: Tensor, block: _Block) -> Tensor:
 
 
 def _unpad(x: Tensor, block: _Block) -> Tensor:
-    """[B·Hkv, S, D] → the block's slots [m, Hkv, D]."""
+    """Reshape [B·Hkv, S, D] to the block's slots [m, Hkv, D], dropping the padding."""
     x = x.view(block.count, -1, *x.shape[1:]).transpose(1, 2)
     return x.reshape(block.count * block.width, *x.shape[2:])[block.slot_places]
 

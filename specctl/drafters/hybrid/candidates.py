@@ -1,4 +1,4 @@
-"""Candidates for a draft that come from two drafters, in one tree and on one scale."""
+"""Merge the candidates of two drafters into one tree, with probabilities on one scale."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import NamedTuple
 
 from specctl.drafters.tree import ProposedTree
 
-SURE = 0.99  # no claim is trusted further: a child is less probable than its parent
+SURE = 0.99  # upper limit of trusted probabilities, so that a child is less probable than its parent
 
 
 class Claim(NamedTuple):
-    """The probability that a drafter (by its place) gives a token behind those before it."""
+    """Probability that a drafter (given by its index) claims for a token after the preceding ones."""
 
     drafter: int
     probability: float
 
 
-class Trust:
-    """How much a drafter's claims are worth in a text: how many came true, by eighths of the probability claimed.
+class Calibration:
+    """Calibration of a drafter's claimed probabilities in a text, by eighths of the probability.
 
-    A claim p becomes p · (s·r + came true) ÷ (s + Σ claimed), over the claims of its eighth. Before there were any, s
-    stands for claims of which r times as many came true as was claimed.
+    A claim p becomes p · (s·r + came true) ÷ (s + Σ claimed), over the claims of its eighth. The prior is
+    equivalent to claims with the sum s that came true r times as often as claimed.
     """
 
     BEFORE = 2.0  # s
@@ -32,25 +32,27 @@ class Trust:
         self.claimed = [self.BEFORE] * len(ratios)
 
     def __call__(self, probability: float) -> float:
-        """The probability that a claim is worth."""
+        """Calibrated probability of a claim."""
         part = min(int(probability * len(self.true)), len(self.true) - 1)
         return min(probability * self.true[part] / self.claimed[part], SURE)
 
     def learn(self, probability: float, came_true: bool) -> None:
-        """Book the outcome of a claim."""
+        """Record the outcome of a claim."""
         part = min(int(probability * len(self.true)), len(self.true) - 1)
         self.true[part] += came_true
         self.claimed[part] += probability
 
 
 class Candidates:
-    """A tree of tokens behind a text. What several drafters claim is there once, with the larger probability.
+    """Tree of candidate tokens after a text.
+
+    A token that several drafters claim is one node, with the larger probability.
 
     Attributes:
-        tokens: of every node, parents first.
-        parents: of every node; −1 = the end of the text.
-        joint: estimated probability that the target accepts a node and all before it.
-        claims: who has claimed a node.
+        tokens: token of every node, parents first.
+        parents: parent of every node; −1 = the end of the text.
+        joint: estimated probability that the target accepts a node and all its ancestors.
+        claims: claims for every node.
     """
 
     def __init__(self) -> None:
@@ -58,10 +60,10 @@ class Candidates:
         self.parents: list[int] = []
         self.joint: list[float] = []
         self.claims: list[list[Claim]] = []
-        self._children: list[dict[int, int]] = [{}]  # token → node, of the end of the text and of every node
+        self._children: list[dict[int, int]] = [{}]  # token → child node, for the end of the text and for every node
 
-    def add(self, proposal: ProposedTree, who: int, trust: Trust) -> None:
-        """Merge what a drafter proposes."""
+    def add(self, proposal: ProposedTree, who: int, trust: Calibration) -> None:
+        """Merge the proposal of drafter `who` into the tree."""
         places: list[int] = []
         for token, parent, probability in zip(*proposal, strict=True):
             above = places[parent] if parent >= 0 else -1
@@ -82,12 +84,12 @@ class Candidates:
         return node
 
     def ranked(self) -> list[int]:
-        """All nodes, the likeliest first, parents before their children."""
+        """Return all nodes, the likeliest first, parents before their children."""
         return sorted(range(len(self.tokens)), key=lambda node: -self.joint[node])
 
     def longest(self) -> list[int]:
-        """The path of the most expected tokens."""
-        ahead = list(self.joint)  # of the best path from a node on
+        """Return the path with the most expected tokens."""
+        ahead = list(self.joint)  # expected tokens on the best path from each node on
         best = [-1] * (len(ahead) + 1)
         for node in reversed(range(len(ahead))):
             if best[node + 1] >= 0:
@@ -102,12 +104,12 @@ class Candidates:
         return path
 
     def cut(self, kept: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(tokens, parents) of some nodes, in their order; each stands behind its parent."""
+        """Return (tokens, parents) of the nodes `kept`, in their order; parents must come before their children."""
         place = {node: i for i, node in enumerate(kept)} | {-1: -1}
         return [self.tokens[node] for node in kept], [place[self.parents[node]] for node in kept]
 
     def outcomes(self, tokens: Sequence[int]) -> list[tuple[Claim, bool]]:
-        """The claims that the tokens which were committed have settled, and whether they came true."""
+        """Return the claims that the committed `tokens` have settled, and whether each came true."""
         settled, node = [], -1
         for token in tokens:
             children = self._children[node + 1]
@@ -117,8 +119,8 @@ class Candidates:
             node = children[token]
         return settled
 
-    def foreseen(self, tokens: Sequence[int], who: int) -> int:
-        """How many of the tokens that were committed a drafter had by itself."""
+    def accepted_claims(self, tokens: Sequence[int], who: int) -> int:
+        """Count the committed tokens, up to the first miss, that drafter `who` claimed."""
         count, node = 0, -1
         for token in tokens:
             node = self._children[node + 1].get(token, -1)

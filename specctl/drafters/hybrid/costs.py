@@ -1,7 +1,7 @@
-"""Costs of a round on this machine: its rows in the target, and the passes of a head before it.
+"""Measure the costs of a round on this machine: the target's rows, and a head's passes before them.
 
-They say how deep a draft pays. They are measured once for a machine, a target and a head, and kept, so that equal runs
-draft equally and nothing is measured inside of what is timed.
+The costs decide how deep a draft pays off. They are measured once per machine, target and head, and cached. So equal
+runs draft equally, and no measurement runs inside timed code.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from typing import Any, Protocol
 
 import torch
 
-from specctl import processes, progress, regular, threads
+from specctl import processes, progress, regular_files, threads
 from specctl.decoding.engine import Engine
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.timing import clock_of, synchronise
+from specctl.decoding.timing import synchronise, work_clock
 from specctl.decoding.verify import verify
 from specctl.kernels import native
 from specctl.runs import atomic_write
 
 ROWS = (1, 2, 4, 8, 16, 32, 63)
-LEVELS = 5  # of a head, timed together
-TEXTS, ROWS_EACH = 8, (1, 4)  # of the batch that is timed
-CONTEXT, FAR = 256, 1024  # tokens of the texts that rounds are timed behind
+LEVELS = 5  # levels of a head that are timed together
+TEXTS, ROWS_EACH = 8, (1, 4)  # number of texts, and rows per text, in the timed batch
+CONTEXT, FAR = 256, 1024  # lengths in tokens of the texts in timed rounds
 FAR_ROWS = (1, 16)
-ROOM = 512  # tokens that may follow: of a large target, a cache of its whole context would not fit
+ROOM = 512  # tokens that may follow; a cache for a large target's whole context would not fit
 REPEATS, WARM_UP = 15, 2
-ENOUGH_S = 20.0  # a large target has its medians of fewer repeats
+ENOUGH_S = 20.0  # time after which no repeats are added, for large targets
 ENVIRONMENT = "XDG_CACHE_HOME"
-LONGEST = 2**24  # bytes of the file
-DEAREST = 1e6  # rounds of one row that anything costs
+LONGEST = 2**24  # maximal bytes of the cache file
+MAX_COST = 1e6  # maximal plausible cost, in rounds of one row
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs in rounds of one row behind `context` tokens.
+    """Costs in units of a round with one row after `context` tokens.
 
     Attributes:
-        rounds: of a round with as many rows as `ROWS` says; linear in between and behind.
-        first: of a head's first level, with what it reads of the last round.
-        level: of each further level.
-        text, text_row: of each further text of a batch, and of each of its rows, beyond what these rows cost one text:
-            every text reads keys and values of its own.
-        text_first, text_level: of a head's levels, for each further text.
-        slot, row_slot: of each token that a text is longer, and again for each further row that reads it.
+        rounds: cost of a round with the number of rows given in `ROWS`; linear in between and beyond.
+        first: cost of a head's first level, including its reading of the last round.
+        level: cost of each further level.
+        text, text_row: extra cost of each further text of a batch and of each of its rows, compared with the same rows
+            in one text: every text reads separate keys and values.
+        text_first, text_level: extra cost of a head's levels for each further text.
+        slot, row_slot: extra cost per token of text length, and per further row that reads it.
     """
 
     rounds: tuple[float, ...]
@@ -72,34 +72,34 @@ class Costs:
     context: float = CONTEXT
 
     def at(self, length: float) -> Costs:
-        """The costs behind texts of so many tokens, in the same unit; never less than half of what was measured."""
+        """Costs after texts of `length` tokens, in the same unit; at least half of the measured costs."""
         further = length - self.context
         slots = [further * (self.slot + (rows - 1) * self.row_slot) for rows in ROWS]
         rounds = tuple(max(cost + more, cost / 2) for cost, more in zip(self.rounds, slots, strict=True))
         return replace(self, rounds=rounds, text=max(self.text + further * self.slot, 0.0))
 
     def round(self, rows: int, texts: int = 1) -> float:
-        """A round in which each of `texts` has so many rows."""
+        """Cost of a round with `rows` rows for each of `texts` texts."""
         return self._step(texts * rows) + (texts - 1) * (self.text + self.text_row * rows)
 
     def _step(self, rows: int) -> float:
-        """A round whose step has so many rows, all of one text."""
+        """Cost of a round with `rows` rows, all in one text."""
         place = min(max(bisect_left(ROWS, rows), 1), len(ROWS) - 1)
         low, high = ROWS[place - 1], ROWS[place]
         share = (rows - low) / (high - low)
         return self.rounds[place - 1] + share * (self.rounds[place] - self.rounds[place - 1])
 
     def row(self, texts: int) -> float:
-        """A further row of each of so many texts, on average over rounds of usual size."""
+        """Cost of one more row for each of `texts` texts, averaged over rounds of usual size."""
         return texts * (self._step(32) - self._step(2)) / 30 + (texts - 1) * self.text_row
 
     def drafting(self, levels: float, texts: int = 1) -> float:
-        """A head that drafts so many levels of so many texts in one."""
+        """Cost of drafting `levels` levels with a head, for `texts` texts together."""
         first, level = self.first + (texts - 1) * self.text_first, self.further(texts)
         return first + (levels - 1) * level if levels else 0.0
 
     def further(self, texts: int) -> float:
-        """A further level of a head, of so many texts."""
+        """Cost of one more level of a head for `texts` texts."""
         return self.level + (texts - 1) * self.text_level
 
 
@@ -107,54 +107,57 @@ SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 
 
 class LevelDrafter(Protocol):
-    """A drafter that grows its drafts level by level (`drafters.hybrid.drafter.Grower`)."""
+    """Drafter that grows its drafts level by level (`drafters.hybrid.drafter.CandidateDrafter`)."""
 
     taps: tuple[int, ...]
 
-    def grow(self, state: DecodeState, budget: int, pays: Callable[[list[float]], bool]) -> Any:
-        """Candidates behind the text of every sequence."""
+    def propose_candidates(self, state: DecodeState, budget: int, pays: Callable[[list[float]], bool]) -> Any:
+        """Candidates after the text of every sequence."""
         ...
 
 
 def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
-    """The costs of rounds with a head, kept from before or measured. `name`: its family and architecture."""
+    """Return the costs of rounds with a head, from the cache file or measured now.
+
+    `name` identifies the head's family and architecture.
+    """
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
-    sliced = [f"{processes.joined()} slices"] if processes.joined() > 1 else []
+    sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
     weights = target.identity["weights"] or target.name
     step = [native.version()] if isinstance(target.model, LeanModel) and target.model.native else []
     key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
     known, problem = None, ""
     try:
         if (found := _read(path).get(key)) is not None:
-            known = _believed(found)
+            known = _validated(found)
     except (OSError, ValueError) as error:
-        problem = f"{path} is not used: {getattr(error, 'strerror', None) or error}; costs are measured anew"
-    if (known := processes.agree(known)) is not None:
+        problem = f"ignoring {path}: {getattr(error, 'strerror', None) or error}; costs are measured again"
+    if (known := processes.broadcast_value(known)) is not None:
         return known
-    if problem and not processes.follows():
+    if problem and not processes.is_follower():
         progress.warn(problem)
-    costs = processes.agree(measure(target, head))
-    if processes.follows():
+    costs = processes.broadcast_value(measure(target, head))
+    if processes.is_follower():
         return costs
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         others = {}
-        with suppress(OSError, ValueError):  # what cannot be read is replaced
+        with suppress(OSError, ValueError):  # a file that cannot be read is replaced
             others = _read(path)
         atomic_write(path, json.dumps(others | {key: asdict(costs)}, indent=1))
-        told = f"kept in {path}"
+        told = f"saved in {path}"
     except OSError as error:
-        told = f"measured again the next time, as {path} cannot be written: {error.strerror}"
+        told = f"measured again next time, because {path} cannot be written: {error.strerror}"
     progress.log(
-        f"measured once, in rounds of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
-        f"{TEXTS} texts {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
+        f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
+        f"{TEXTS} sequences {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
         f"{costs.level:.2f} ({told})"
     )
     return costs
 
 
 def _machine(target: Target) -> str:
-    """The processor, and how much of it computes."""
+    """Name of the GPU, or of the processor with the number of threads used."""
     if target.device.type == "cuda":
         return torch.cuda.get_device_name(target.device)
     with suppress(OSError, StopIteration):
@@ -165,54 +168,59 @@ def _machine(target: Target) -> str:
 
 
 def _threads(target: Target) -> str:
-    with threads.suited(target.row_flops):
+    with threads.step_threads(target.row_flops):
         return threads.counted(torch.get_num_threads(), "thread")
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The costs that are kept, by machine, target and head; none where there is no file. OSError, ValueError where it
-    cannot be read."""
+    """Read the cached costs, keyed by machine, target and head; empty without a file.
+
+    Raises OSError or ValueError if the file cannot be read.
+    """
     try:
-        kept = regular.parsed(regular.content(path, LONGEST))
+        kept = regular_files.parse_json(regular_files.read_bytes(path, LONGEST))
     except FileNotFoundError:
         return {}
     if not isinstance(kept, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     return kept
 
 
-def _believed(found: Any) -> Costs:
-    """The costs in an entry of the file. ValueError where `measure` cannot have made it: other keys or sizes of rounds,
-    as another version has, or what is no duration."""
+def _validated(found: Any) -> Costs:
+    """Validate an entry of the cache file.
+
+    Raises ValueError if `measure` cannot have written it: other keys or sizes of rounds (from another version), or
+    values that are not durations.
+    """
     if not isinstance(found, dict) or found.keys() != {"rounds", *SINGLE}:
-        raise ValueError("its costs have other keys")
+        raise ValueError("its costs have unexpected keys")
     rounds = found["rounds"]
     if not isinstance(rounds, list) or len(rounds) != len(ROWS):
-        raise ValueError(f"its costs are not of {len(ROWS)} rounds")
+        raise ValueError(f"its costs are not a list of {len(ROWS)} rounds")
     singles = [found[name] for name in SINGLE]
-    if not all(type(one) in (int, float) and 0 <= one <= DEAREST for one in [*rounds, *singles]):
-        raise ValueError("its costs are no durations")
+    if not all(type(one) in (int, float) and 0 <= one <= MAX_COST for one in [*rounds, *singles]):
+        raise ValueError("its costs are not valid durations")
     if min(rounds) <= 0 or rounds != sorted(rounds):
-        raise ValueError("its costs of more rows are below those of fewer")
+        raise ValueError("its costs decrease with the number of rows")
     return Costs(tuple(map(float, rounds)), **{name: float(found[name]) for name in SINGLE})
 
 
 @torch.inference_mode()
 def measure(target: Target, head: LevelDrafter) -> Costs:
-    """Time rounds of all sizes in turn, and the head before them, each beside a round of one row: medians of that."""
+    """Time rounds of all sizes and the head's levels, each relative to a round of one row; returns medians."""
     ratios: dict[str, list[float]] = {}
     near, far = (min(length, target.context_length // part) for length, part in ((CONTEXT, 4), (FAR, 2)))
-    # What is timed, by what its names end in: so many texts of so many tokens, with as many rows.
+    # Keyed by the suffix of the timed names: number of texts, their length in tokens, and rows per text.
     timed = {"": (1, near, ROWS), f" of {TEXTS}": (TEXTS, near, ROWS_EACH), " far": (1, far, FAR_ROWS)}
-    with threads.suited(target.row_flops):
+    with threads.step_threads(target.row_flops):
         states = {name: _texts(target, head, count, length) for name, (count, length, _) in timed.items()}
         began = time.monotonic()
         for repeat in range(REPEATS + WARM_UP):
-            if repeat > WARM_UP and processes.agree(time.monotonic() - began > ENOUGH_S):
+            if repeat > WARM_UP and processes.broadcast_value(time.monotonic() - began > ENOUGH_S):
                 break
             taken: dict[str, float] = {}
             for name, (count, length, sizes) in timed.items():
-                if states[name].rows[0].room < 2 * max(ROWS):
+                if states[name].rows[0].draft_room < 2 * max(ROWS):
                     states[name] = _texts(target, head, count, length)
                 state = states[name]
                 for rows in sizes:
@@ -220,7 +228,7 @@ def measure(target: Target, head: LevelDrafter) -> Costs:
                     taken[f"{rows} rows{name}"] = _seconds(target, partial(verify, target, state, draft))
                 for levels in (1, LEVELS) if length == near else ():
                     _commit_a_round(target, state)
-                    grow = partial(head.grow, state, levels, lambda joint: True)
+                    grow = partial(head.propose_candidates, state, levels, lambda joint: True)
                     taken[f"{levels} levels{name}"] = _seconds(target, grow)
             for name in taken if repeat >= WARM_UP else ():
                 ratios.setdefault(name, []).append(taken[name] / taken["1 rows"])
@@ -228,14 +236,16 @@ def measure(target: Target, head: LevelDrafter) -> Costs:
 
 
 def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -> Costs:
-    """Costs from the relative time of `8 rows`, `1 levels` and so on, behind texts of `near` and, where they are `far`,
-    of so many tokens; more rows are never cheaper than fewer."""
+    """Compute the costs from relative times such as `8 rows` or `1 levels`.
+
+    Texts have `near` tokens, or `far` tokens for the names that say so. More rows are never cheaper than fewer.
+    """
     rounds = [ratios[f"{rows} rows"] for rows in ROWS]
     first, levels = ratios["1 levels"], ratios[f"{LEVELS} levels"]
     level = max(levels - first, 0.0) / (LEVELS - 1)
     alone = Costs(tuple(max(rounds[: place + 1]) for place in range(len(rounds))), first, level)
     few, more = ROWS_EACH
-    # What every further text adds to a step of as many rows.
+    # Cost that every further text adds to a step with the same number of rows.
     added = {rows: (ratios[f"{rows} rows of {TEXTS}"] - alone.round(TEXTS * rows)) / (TEXTS - 1) for rows in ROWS_EACH}
     text_row = max(added[more] - added[few], 0.0) / (more - few)
     text_first = max(ratios[f"1 levels of {TEXTS}"] - first, 0.0) / (TEXTS - 1)
@@ -255,7 +265,7 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
 
 
 def _texts(target: Target, head: LevelDrafter, count: int, length: int) -> DecodeState:
-    """Texts of `length` random tokens, read by the target and the head, with room for what is timed."""
+    """Build texts of `length` random tokens, read by the target and the head, with room for the timed rounds."""
     generator = torch.Generator().manual_seed(0)
     engine = Engine(target, taps=head.taps, host=True)
     for _ in range(count):
@@ -263,13 +273,13 @@ def _texts(target: Target, head: LevelDrafter, count: int, length: int) -> Decod
         engine.add(Request(prompt.tolist(), GREEDY, ROOM))
     engine.step()
     for row in engine.state.rows:
-        row.stop = None  # their first tokens may end texts
-    head.grow(engine.state, 1, lambda joint: False)
+        row.stop = None  # a first token may end its text
+    head.propose_candidates(engine.state, 1, lambda joint: False)
     return engine.state
 
 
 def _commit_a_round(target: Target, state: DecodeState) -> None:
-    """Give the head something to read: the tokens of a round, whether they end the texts or not."""
+    """Commit one round, so that the head has tokens to read, even if they would end the texts."""
     state.commit(verify(target, state, DraftTree.from_chains([[0]] * state.batch, target.device)))
     for row in state.rows:
         row.stop = None
@@ -277,7 +287,7 @@ def _commit_a_round(target: Target, state: DecodeState) -> None:
 
 def _seconds(target: Target, function: Callable[[], object]) -> float:
     synchronise(target.device)
-    clock = clock_of(target.device)
+    clock = work_clock(target.device)
     started = clock()
     function()
     synchronise(target.device)

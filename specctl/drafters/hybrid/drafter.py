@@ -1,13 +1,13 @@
-"""Hybrid drafts: a trained drafter and a text drafter in one tree.
+"""Hybrid drafter: a trained drafter (the head) and a text drafter draft one tree together.
 
-A text drafter (`lookup`, `suffix`, `retrieval`) drafts for nothing and is sure where a text repeats itself; a head
-costs a pass a level and knows more elsewhere. Each round the text drafter proposes first. The head is asked where what
-it is expected to add is worth its passes (`gate`), and goes a level deeper while that pays. Of what both propose those
-nodes are verified whose probability is worth their row. Everything is weighed on one scale: expected tokens against
-measured costs (`costs`), at the rate of tokens that the text has had so far.
+A text drafter (`lookup`, `suffix`, `retrieval`) drafts for free and is reliable in repetitive text. A head costs one
+pass per level and knows more elsewhere. In each round the text drafter proposes first. The head is asked if its
+expected gain is worth its passes (`gate`), and drafts another level as long as that pays off. The round verifies the
+proposed nodes that are probable enough to be worth a row. All decisions compare expected tokens with measured costs
+(`costs`), at the text's recent rate of tokens per cost.
 
-Trees by expected tokens are those of Sequoia (Chen et al. 2024, arXiv 2402.12374) and OPT-Tree (Wang et al. 2025,
-arXiv 2406.17276); the gate between two kinds of drafters is ours.
+Trees chosen by expected tokens follow Sequoia (Chen et al. 2024, arXiv 2402.12374) and OPT-Tree (Wang et al. 2025,
+arXiv 2406.17276). The gate between two kinds of drafters is ours.
 """
 
 from __future__ import annotations
@@ -23,55 +23,58 @@ from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
-from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, Past, Pending
-from specctl.drafters.tree import Pays, ProposedTree
+from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, GateStatistics, Pending
+from specctl.drafters.tree import ProposedTree, WorthLevel
 
-OFFERED = 32  # nodes that a text drafter proposes at most
-GOES_ON = 0.75  # of the texts in which a level's token is accepted, the share whose next one is, too
-NEXT = 0.9  # claim by which the worth of a level that is not drafted yet is judged
+OFFERED = 32  # maximal number of nodes that a text drafter proposes
+GOES_ON = 0.75  # assumed probability that a level's token is accepted if the previous level's was
+NEXT = 0.9  # claim assumed for a level that is not drafted yet
 
 
-class Grower(Drafter, Protocol):
-    """A trained drafter that can tell how probable its candidates are, and stop where a further level does not pay."""
+class CandidateDrafter(Drafter, Protocol):
+    """Trained drafter that reports candidate probabilities and stops when a further level does not pay off."""
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
-        """Candidates behind the last committed token of every sequence, at most `budget` levels deep and no deeper than
-        it has room for; a level deeper while that `pays`."""
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
+        """Candidates after the last committed token of every sequence.
+
+        The draft has at most `budget` levels, is no deeper than the sequence has room for, and grows while `pays` is
+        true.
+        """
         ...
 
 
 class TextDrafter(Drafter, Protocol):
-    """A drafter that reads its drafts off text, without a forward pass.
+    """Drafter that copies its drafts from text, without a forward pass.
 
     Attributes:
-        came_true: of what it claims, by eighths of the probability, how many times as often it comes true (`gate`).
+        calibration: ratio of outcomes to claims, by eighths of the claimed probability (`gate`).
     """
 
-    came_true: tuple[float, ...]
+    calibration: tuple[float, ...]
 
-    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
         """At most `nodes` continuations of every sequence, with their probabilities."""
         ...
 
 
 class Hybrid:
-    """A trained drafter (the head) and a text drafter that draft as one.
+    """Trained drafter (the head) and text drafter that draft as one.
 
-    Where drafts have not paid it drafts nothing, and tries again now and then.
+    If drafting has not paid off, it drafts nothing and tries again from time to time.
 
     Attributes:
-        weighs_rows: it proposes no more nodes than their rows are worth, also in a batch.
-        past: of the texts of a stream; None = each text begins as if it were the first one.
+        weighs_rows: the drafter never proposes more nodes than their rows are worth, even in a batch.
+        past: record of earlier texts of a stream (None = every text starts without a record).
     """
 
     weighs_rows = True
 
-    def __init__(self, head: Grower, text: TextDrafter, costs: Costs, past: Past | None = None):
+    def __init__(self, head: CandidateDrafter, text: TextDrafter, costs: Costs, past: GateStatistics | None = None):
         self.head, self.text, self.costs, self.past = head, text, costs, past
         self.taps = head.taps
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """A tree from the last committed token; in exact mode a chain."""
+        """Draft a tree from the last committed token; in exact mode a chain."""
         gates = self._gates(state)
         for gate, row in zip(gates, state.rows, strict=True):
             gate.settle(row)
@@ -79,10 +82,10 @@ class Hybrid:
         if self._rests([gates[b] for b in live]):
             return empty_draft(state.batch, state.device)
         costs = self.costs.at(sum(len(state.rows[b].ids) for b in live) / max(len(live), 1))
-        plain = costs.round(1, state.batch)  # what a text yields is known of batches of other sizes, too
+        plain = costs.round(1, state.batch)  # unit of costs, comparable across batch sizes
         rate = sum(gates[b].rate for b in live) / plain
         drafts = [Candidates() for _ in gates]
-        for draft, offer, gate in zip(drafts, self.text.offer(state, min(budget, OFFERED)), gates, strict=True):
+        for draft, offer, gate in zip(drafts, self.text.propose_trees(state, min(budget, OFFERED)), gates, strict=True):
             draft.add(offer, TEXT, gate.trust[TEXT])
         row_price = rate * costs.row(state.batch)
         kinds = [Gate.kind(sum(joint for joint in draft.joint if joint > row_price)) for draft in drafts]
@@ -101,21 +104,21 @@ class Hybrid:
         )
 
     def _rests(self, gates: list[Gate]) -> bool:
-        """Whether a round of these texts drafts nothing: a batch does where drafts pay for none of them."""
+        """Whether this round drafts nothing, because drafting does not pay off for the batch."""
         pays = sum(gate.worth for gate in gates) > WORTH * len(gates)
         resting = [past.rests(pays) for past in dict.fromkeys(gate.past for gate in gates)]
         return bool(resting) and all(resting)
 
     def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], rate: float, costs: Costs) -> bool:
-        """Whether the head is worth its passes: one forward is that of all texts."""
-        asking = [b for b in state.live if state.rows[b].room > 0]
+        """Whether the head's gain is worth its passes; one forward serves all texts."""
+        asking = [b for b in state.live if state.rows[b].draft_room > 0]
         if not asking:
             return False
         overdue = [b for b in asking if gates[b].overdue(kinds[b])]
-        # One forward tells of all texts: a few that have not heard of the head do not make it worth its passes.
+        # One forward tries the head on all texts, so a minority of overdue texts does not justify its passes.
         if 2 * len(overdue) >= len(asking):
             for b in overdue:
-                gates[b].tried(kinds[b])
+                gates[b].double_patience(kinds[b])
             return True
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
@@ -133,7 +136,7 @@ class Hybrid:
         rate: float,
         costs: Costs,
     ) -> int:
-        """Add the head's candidates to the drafts; returns how many levels it has drafted."""
+        """Add the head's candidates to the drafts. Returns the number of levels it has drafted."""
         levels = 1
         price = rate * (costs.further(state.batch) + 2 * costs.row(state.batch))
         trust = [gate.trust[HEAD] for gate in gates]
@@ -148,7 +151,7 @@ class Hybrid:
             levels += worth > price
             return worth > price
 
-        grown = self.head.grow(state, budget, pays)
+        grown = self.head.propose_candidates(state, budget, pays)
         for draft, proposal, gate in zip(drafts, grown, gates, strict=True):
             draft.add(proposal, HEAD, gate.trust[HEAD])
         return levels
@@ -156,25 +159,25 @@ class Hybrid:
     def _gates(self, state: DecodeState) -> list[Gate]:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(partial(Gate, self.text.came_true, self.past), state.batch)
+            memory = state.memory[self] = PerText(partial(Gate, self.text.calibration, self.past), state.batch)
         return memory.rows
 
     def advance(self, state: DecodeState) -> None:
-        """Let both read what was committed."""
+        """Let both drafters read the committed tokens."""
         self.head.advance(state)
         self.text.advance(state)
 
-    def behind(self, state: DecodeState) -> list[int]:
-        """Tokens that the head has to read; text costs nothing."""
-        return self.head.behind(state)
+    def lag(self, state: DecodeState) -> list[int]:
+        """Number of tokens that the head has to read; the text drafter's reading is free."""
+        return self.head.lag(state)
 
     def invalidate(self, state: DecodeState) -> None:
-        """Forget what the head keeps, after a weight update."""
+        """Forget the head's cache after a weight update."""
         self.head.invalidate(state)
         self.text.invalidate(state)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """The children that both would have proposed, had both been asked: the gate lets through no more."""
+        """Children that both drafters would have proposed: an upper bound, as the gate may leave some out."""
         scores = []
         parts = zip(self.head.score(state, spans, depths), self.text.score(state, spans, depths), strict=True)
         for head, text in parts:
@@ -187,14 +190,14 @@ class Hybrid:
 
 
 def asking_cost(levels: int, texts: int, costs: Costs) -> float:
-    """The cost of so many levels of the head, and of the rows of their likeliest tokens."""
+    """Cost of `levels` levels of the head and of verifying their likeliest tokens."""
     return costs.drafting(levels, texts) + levels * costs.row(texts)
 
 
 def nodes_worth(batch: int, joint: list[list[float]], rate: float, budget: int, costs: Costs) -> int:
-    """How many nodes of every text are verified: as long as one more of each is worth a row in all of them.
+    """Number of nodes per text to verify: nodes are added as long as one more per text is worth its row.
 
-    `joint`: of the nodes of every text, the likeliest first.
+    `joint` holds the nodes' probabilities for every text, the largest first.
     """
     width = 0
     while width < budget:
@@ -206,12 +209,12 @@ def nodes_worth(batch: int, joint: list[list[float]], rate: float, budget: int, 
 
 
 def share(level: int, levels: int) -> float:
-    """How much of what so many `levels` add is added by the first ones, up to `level`."""
+    """Share of the gain of `levels` levels that comes from the first `level` levels."""
     return (1 - GOES_ON**level) / (1 - GOES_ON**levels)
 
 
 def proposed(score: Score) -> torch.Tensor:
-    """[K, S, C] the tokens that a score's drafter would have proposed, −1 = none."""
+    """Tokens [K, S, C] that the drafter of a score would have proposed; −1 = no token."""
     if score.tokens is not None:
         return score.tokens
     if score.logits is None:

@@ -1,1 +1,1 @@
-"""Family `hydra`: a head per draft depth, which reads the tokens drafted before it."""
+"""Family `hydra`: one head per draft depth, which reads the tokens drafted before it."""

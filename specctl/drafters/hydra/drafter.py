@@ -1,4 +1,4 @@
-"""Family `hydra`: drafting with Hydra heads (Ankner et al. 2024, arXiv 2402.05109), one forward a level of the tree."""
+"""Drafter of family `hydra` (Ankner et al. 2024, arXiv 2402.05109): one forward per level of a static tree."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -17,20 +17,20 @@ from specctl.drafters.depth import head as depth_heads
 from specctl.drafters.depth.drafter import DepthDrafter
 from specctl.drafters.depth.head import draft_ids, heads_shape, start_from_target
 from specctl.drafters.depth.static_tree import StaticTree, default_shape
-from specctl.drafters.feature.head import head_config, restored
+from specctl.drafters.feature.head import head_config, restore_head
 from specctl.drafters.feature.layer import FeatureLayer
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.hydra.head import HydraConfig, HydraHeads
 from specctl.drafters.tree import TreeShape, shape_for
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
-# Of each rank, the share of the target's tokens; measured on the built-in target (sql, 450 steps), alike at all depths.
+# Share of the target's tokens at each rank, measured on the built-in target (sql, 450 steps); similar at all depths.
 ACCURACY = (0.62, 0.085, 0.045, 0.04, 0.035, 0.02, 0.017, 0.012, 0.012, 0.008)
-LAYERS = 4  # of each head's MLP
+LAYERS = 4  # layers of each head's MLP
 
 
 class PrefixStates(FeatureLayer):
-    """The prefix attention, over features alone: tokens play no part."""
+    """Runs the prefix attention, which reads the target's features alone, not the tokens."""
 
     def __init__(self, module: HydraHeads, target: Target):
         layer = module.prefix_embeding_layer.layer
@@ -43,14 +43,14 @@ class PrefixStates(FeatureLayer):
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float()
 
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         return features, self.input_norm(features)
 
 
 class HydraDrafter(DepthDrafter):
-    """Inference of `HydraHeads`: the prefix attention runs once a round, over the new slots."""
+    """Runs `HydraHeads` for drafting; the prefix attention runs once per round, over the new slots."""
 
-    grounded = True
+    reads_tokens = True
 
     def __init__(self, module: HydraHeads, target: Target, shape: TreeShape):
         super().__init__(module, target, shape, ACCURACY)
@@ -72,7 +72,7 @@ class HydraDrafter(DepthDrafter):
         return self.heads[k](x)
 
     def states(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
-        self.prefix.cover(state, [end - width for end in state.cached])
+        self.prefix.fill_skipped(state, [end - width for end in state.cached])
         hidden, starts = self.prefix.read(state, width, every=True)
         return self.prefix.norm(hidden), starts
 
@@ -80,11 +80,11 @@ class HydraDrafter(DepthDrafter):
         return self.prefix.norm(self.prefix.last(state))
 
     def advance(self, state: DecodeState) -> None:
-        """Run the prefix attention over the slots that are new."""
+        """Run the prefix attention over the new slots."""
         self.prefix.advance(state)
 
-    def behind(self, state: DecodeState) -> list[int]:
-        return self.prefix.behind(state)
+    def lag(self, state: DecodeState) -> list[int]:
+        return self.prefix.lag(state)
 
     def invalidate(self, state: DecodeState) -> None:
         """Forget keys and values; the next `advance` recomputes them from the retained features."""
@@ -95,47 +95,49 @@ class HydraDrafter(DepthDrafter):
 
 
 class HydraRounds(ReaderRounds):
-    """A static tree behind the prefix attention's output."""
+    """Device-side rounds that draft a static tree from the output of the prefix attention."""
 
     def __init__(self, drafter: HydraDrafter, tree: StaticTree, state: DecodeState):
         super().__init__(drafter.prefix, state, len(tree.levels), 1 + len(tree.paths))
         self.drafter, self.tree = drafter, tree
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
         return self.drafter.draft_at(self.tree, sequences, self.drafter.prefix.norm(self.hidden))
 
 
-def prepare(module: HydraHeads, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    depth_heads.prepare(module, recipe)
+def set_training_options(module: HydraHeads, recipe: TrainRecipe) -> None:
+    """Set the training options of a recipe."""
+    depth_heads.set_training_options(module, recipe)
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = recipe.dropout
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: its names are those of the published `hydra_lm_head`, where the module of
-    `hydra_mlp.K.3` is written again under K.5, K.7, … for every further layer."""
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state unchanged: the module already has the names of the published `hydra_lm_head`.
+
+    There the module `hydra_mlp.K.3` appears again under K.5, K.7, … for every further layer.
+    """
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> HydraHeads:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(HydraHeads, config, tensors, HydraConfig)
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
+    return restore_head(HydraHeads, config, tensors, HydraConfig)
 
 
-def drafter(module: HydraHeads, target: Target, drafting: DraftingRecipe) -> HydraDrafter:
-    """Inference of `module`."""
+def make_drafter(module: HydraHeads, target: Target, drafting: DraftingRecipe) -> HydraDrafter:
+    """Build the drafter that runs `module`."""
     return HydraDrafter(module, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(module: HydraHeads, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(module: HydraHeads, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "hydra", "architecture": module.config.to_dict(), "target": target}
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> HydraHeads:
-    """Heads for `target` that start from it: its vocabulary head behind an MLP that passes the prefix state on."""
+    """Build heads that start as the target's vocabulary head after an MLP that passes the prefix state through."""
     layer = vars(head_config(recipe.drafter, target))
     shape = HydraConfig(**layer | heads_shape(recipe.drafter, target, LAYERS))
     module = HydraHeads(shape, draft_ids(shape, frequent))

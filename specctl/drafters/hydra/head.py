@@ -1,11 +1,11 @@
 """Hydra heads as a trainable module (Ankner et al. 2024, arXiv 2402.05109, §3 and 4.3: "Hydra++").
 
-Head k reads cat(p_i, emb(x_{i+1}), …, emb(x_{i+k+1})) and predicts x_{i+2+k}: unlike Medusa's it knows the tokens
-drafted before its own. p_i is the output of one decoder layer over the target's last states h_0 … h_i, the prefix
-attention.
+Head k reads cat(p_i, emb(x_{i+1}), …, emb(x_{i+k+1})) and predicts x_{i+2+k}. Unlike a Medusa head, it knows the tokens
+drafted before its own. p_i is the output of the prefix attention, one decoder layer over the target's last states h_0 …
+h_i.
 
-In the published files layers 2 … n of a head are one and the same: their `Sequential` repeats a module. So they are
-here, where that module is stored once (`hydra_mlp.K.3`).
+In the published files layers 2 … n of a head are one shared module, repeated in a `Sequential`. Here this module is
+also shared, and stored once (`hydra_mlp.K.3`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 @dataclass(frozen=True)
 class HydraConfig(HeadsConfig, HeadConfig):
-    """Shape of the heads, and of the prefix attention's layer."""
+    """Shape of the heads and of the prefix attention's layer."""
 
 
 class PrefixLayer(HeadLayer):
-    """A Llama decoder layer."""
+    """Llama decoder layer."""
 
     def __init__(self, config: HydraConfig):
         super().__init__(config, config.hidden_size)
@@ -36,7 +36,7 @@ class PrefixLayer(HeadLayer):
 
 
 class Prefix(nn.Module):
-    """The layer, and the norm behind it."""
+    """Prefix attention: the layer and its output norm."""
 
     def __init__(self, config: HydraConfig):
         super().__init__()
@@ -49,7 +49,7 @@ class Prefix(nn.Module):
 
 
 class HydraHeads(DepthHeads):
-    """Parameters carry the names of the published `hydra_lm_head` ("prefix-mlp", grounded)."""
+    """Hydra module. Parameters have the names of the published `hydra_lm_head` ("prefix-mlp", grounded)."""
 
     config: HydraConfig
 
@@ -64,7 +64,7 @@ class HydraHeads(DepthHeads):
             self.hydra_lm_head.append(nn.Sequential(nn.Dropout(0.0), nn.Linear(size, config.draft_vocab_size)))
 
     def states(self, batch: SlotBatch) -> Tensor:
-        """p [N, H] of the response slots; the others are keys and values only."""
+        """Prefix states p [N, H] of the response slots; the other slots are keys and values only."""
         layer, dim = self.prefix_embeding_layer.layer, self.config.head_dim
         part, rows = layer.self_attn, batch.query_rows
         x = batch.features.float()
@@ -72,7 +72,7 @@ class HydraHeads(DepthHeads):
         key = layer.rope(part.k_proj(inputs).unflatten(-1, (-1, dim)), batch.key_positions)
         value = part.v_proj(inputs).unflatten(-1, (-1, dim))
         query = layer.rope(part.q_proj(inputs[rows]).unflatten(-1, (-1, dim)), batch.key_positions[rows])
-        out = layer.leave(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
+        out = layer.layer_output(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
         return self.prefix_embeding_layer.norm(out)
 
     def hidden(self, k: int, inputs: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class HydraHeads(DepthHeads):
         return head[1]
 
     def inputs(self, k: int, batch: SlotBatch, states: Tensor, row: Tensor, embedding: Tensor) -> Tensor:
-        # Slot s + j holds token x_{s+j+1}; past the end of a document the row is no longer valid.
+        # Slot s + j holds token x_{s+j+1}; past the end of a document the row is invalid.
         ahead = batch.query_rows[row].unsqueeze(1) + torch.arange(k + 1, device=row.device)
         tokens = batch.key_tokens[ahead.clamp_max(len(batch.key_tokens) - 1)]
         return torch.cat((states, F.embedding(tokens, embedding).float().flatten(1)), -1)

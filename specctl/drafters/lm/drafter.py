@@ -1,4 +1,4 @@
-"""Drafting with a small LM, which reads none of the target's features: chains, with a cache of its own."""
+"""Drafter of family `lm`: a small language model with a separate cache drafts chains, without the target's features."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 
 from specctl import kernels
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.models.hf import HFModel
-from specctl.decoding.models.lean import LeanModel, why_not
+from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.model import Model
 from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.sampling import DRAFT
-from specctl.decoding.state import DecodeState, far_behind
+from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import filled, guarded
+from specctl.drafters.blueprint import build_or_raise, build_with_weights
 from specctl.drafters.lm.config import configuration, stored
 from specctl.drafters.lm.model import LM, architecture, base_of, cast
 from specctl.drafters.lm.shape import ChainShape, shape_for
 from specctl.drafters.lora import Adapter
-from specctl.drafters.tree import GrowingTree, Pays, ProposedTree
+from specctl.drafters.tree import ProposedTree, TreeBuilder, WorthLevel
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -39,15 +39,17 @@ FUSED = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
-"""The products of a lean layer and the projections that they fuse."""
+"""Fused products of a `LeanModel` layer, and the projections that they fuse."""
 
-RUNNERS_UP = 2  # beside each token of a chain, where drafts are weighed by their rows
+RUNNERS_UP = 2  # added to each token of a chain when a hybrid weighs drafts by their rows
 
 
 @dataclass
 class _Memory:
-    """Slots 0 .. length−1 hold the committed tokens, those behind them the `drafted` ones; `logits` [B, V] follow the
-    last committed token."""
+    """State of the drafter: its KV cache and the logits after the last committed token.
+
+    Slots 0 .. length−1 hold the committed tokens, later slots the `drafted` ones. `logits` is [B, V].
+    """
 
     cache: KVCache
     length: list[int]
@@ -65,7 +67,7 @@ class _Memory:
         self.length[b], self.drafted[b], self.cache.skipped[b] = 0, [], range(0)
 
     def known(self, b: int, ids: list[int]) -> int:
-        """How many tokens of `ids` are cached; accepted draft tokens are, the last token never is."""
+        """Number of tokens of `ids` that are cached: accepted draft tokens are included, the last token never is."""
         found = self.length[b]
         for token, drafted in zip(ids[found:-1], self.drafted[b], strict=False):
             if token != drafted:
@@ -75,21 +77,21 @@ class _Memory:
 
 
 class LMDrafter:
-    """Inference of an `LM` on the lean step, with a copy of its weights in the target's dtype."""
+    """Runs an `LM` for drafting on the lean step, with a copy of its weights in the target's dtype."""
 
     taps: tuple[int, ...] = ()
 
     def __init__(self, model: nn.Module, target: Target, shape: ChainShape):
-        """`model`: an `LM`, which is left as it is."""
+        """`model`: an `LM`, which is not modified."""
         self.shape = shape
         assert isinstance(model.model, PreTrainedModel)
         own = cast(copy.deepcopy(model.model).requires_grad_(False), target.device, target.dtype).eval()
-        self.model: Model = HFModel(own) if why_not(own.config) else LeanModel(own)
+        self.model: Model = HFModel(own) if unsupported_reason(own.config) else LeanModel(own)
         self.vocab_size, self.intermediate_size = target.vocab_size, getattr(own.config, "intermediate_size", 0)
 
     @property
     def outputs(self) -> dict[str, tuple[int, ...]]:
-        """How many outputs each projection of a fused product has."""
+        """Number of outputs of each projection in a fused product."""
         model = self.model
         assert isinstance(model, LeanModel)
         inner, kv = self.intermediate_size, model.kv_heads * model.head_dim
@@ -97,7 +99,7 @@ class LMDrafter:
         return {"qkv": (model.heads * model.head_dim, kv, kv), "o": size, "gate_up": (inner, inner), "down": size}
 
     def adapted(self, adapter: Adapter) -> LMDrafter:
-        """This drafter with low-rank updates: it shares every weight and has caches of its own."""
+        """Return a copy of this drafter with low-rank updates; it shares all weights but has separate caches."""
         if not isinstance(self.model, LeanModel):
             raise CheckpointError("LoRA adapters run on the lean step only", "merge the adapter: train without --lora")
         twin, model = copy.copy(self), copy.copy(self.model)
@@ -114,7 +116,7 @@ class LMDrafter:
         state.memory.pop(self, None)
 
     def advance(self, state: DecodeState) -> None:
-        """Read the committed tokens that are not cached yet, the last one included, in one forward."""
+        """Read all committed tokens that are not cached yet, including the last one, in one forward."""
         memory = state.memory.get(self)
         if memory is None:
             memory = state.memory[self] = _Memory(
@@ -130,7 +132,7 @@ class LMDrafter:
         read = partial(self._catch_up, memory, texts)
         starts = state.catch_up.skip(memory.cache, self._known(memory, state), ends, read)
         missing = [end - start for start, end in zip(starts, ends, strict=True)]
-        behind = far_behind(missing, state.device)
+        behind = lagging_sequences(missing, state.device)
         for b in behind:
             read(b, range(starts[b], ends[b]))
         width = max((count for b, count in enumerate(missing) if b not in behind), default=0)
@@ -141,27 +143,27 @@ class LMDrafter:
         memory.length = ends
         memory.drafted = [[] for _ in texts]
 
-    def behind(self, state: DecodeState) -> list[int]:
-        """Committed tokens that the next `advance` reads."""
+    def lag(self, state: DecodeState) -> list[int]:
+        """Number of committed tokens per sequence that the next `advance` reads."""
         memory: _Memory | None = state.memory.get(self)
         known = [0] * state.batch if memory is None else self._known(memory, state)
         return [state.catch_up.count(start, len(row.ids)) for start, row in zip(known, state.rows, strict=True)]
 
     @staticmethod
     def _known(memory: _Memory, state: DecodeState) -> list[int]:
-        """How many committed tokens of every sequence are cached."""
+        """Number of committed tokens of every sequence that are cached."""
         assert all(n <= len(row.ids) for n, row in zip(memory.length, state.rows, strict=True)), "stale draft cache"
         return [memory.known(b, row.ids) for b, row in enumerate(state.rows)]
 
     def _catch_up(self, memory: _Memory, texts: list[list[int]], b: int, places: range) -> None:
-        """Read some tokens of sequence b, and keep the logits behind them."""
+        """Read some tokens of sequence b, and keep the logits that follow them."""
         tokens = torch.tensor([texts[b][places.start : places.stop]], device=memory.logits.device)
         plan = plan_rows([places.start], len(places), device=tokens.device, dtype=memory.logits.dtype)
         memory.logits[b] = self.logits(self._forward(tokens, memory.cache.sequence(b), plan)[0, -1])
 
     def _forward(self, tokens: Tensor, cache: KVCache, plan: Plan) -> Tensor:
-        """Hidden states [B, T, H] of tokens that see no skipped slot."""
-        return self.model.forward(tokens, cache, plan.without(cache.skipped, cache.store.dtype), ())[0]
+        """Hidden states [B, T, H] of tokens; skipped slots are masked."""
+        return self.model.forward(tokens, cache, plan.without_slots(cache.skipped, cache.store.dtype), ())[0]
 
     def _ready(self, state: DecodeState) -> _Memory:
         self.advance(state)
@@ -170,9 +172,9 @@ class LMDrafter:
         return memory
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """Its row before each position; whatever the depth, the text before it is the same.
+        """Score a text: the logits before each position are the same for all depths, as the preceding text is.
 
-        One forward over the last tokens of every sequence writes the keys and values again that are there already.
+        One forward over the last tokens of every sequence recomputes keys and values that are already cached.
         """
         memory = self._ready(state)
         width = max((len(row.ids) - span.start for row, span in zip(state.rows, spans, strict=True) if span), default=0)
@@ -181,7 +183,7 @@ class LMDrafter:
         children, sampled = (1,) * self.shape.depth, self._samples(state)
         ends = [len(row.ids) for row in state.rows]
         asked = [span.start - 1 if span else end for span, end in zip(spans, ends, strict=True)]
-        hidden, base = self._read(state, max(width + 1, state.catch_up.again(memory.cache, asked, ends)))
+        hidden, base = self._read(state, max(width + 1, state.catch_up.slots_to_reread(memory.cache, asked, ends)))
         scores = []
         for b, (start, span) in enumerate(zip(base, spans, strict=True)):
             at = slice(span.start - 1 - start, span.stop - 1 - start) if span else slice(0, 0)
@@ -191,21 +193,21 @@ class LMDrafter:
     def _read(self, state: DecodeState, width: int) -> tuple[Tensor, list[int]]:
         """Hidden states [B, width, H] of every sequence's last `width` tokens, and the position of the first of each.
 
-        Re-reading a few costs nothing, and no row needs a padding slot, which for a finished sequence could lie behind
-        the end of the cache. Short prompts are padded.
+        Reading a few tokens again costs nothing, and no row needs a padding slot, which could lie past the end of the
+        cache for a finished sequence. Short prompts are padded.
         """
         memory: _Memory = state.memory[self]
         texts = [row.ids for row in state.rows]
         base = [max(len(ids) - width, 0) for ids in texts]
         tokens = torch.tensor([ids[-width:] + [0] * (width - len(ids)) for ids in texts], device=state.device)
         plan = plan_rows(base, width, device=state.device, dtype=state.dtype)
-        memory.cache.filled(base)
+        memory.cache.mark_written(base)
         return self._forward(tokens, memory.cache, plan), base
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """A chain from the last committed token, never longer than the sequence has room for."""
+        """Draft a chain from the last committed token, no longer than the sequence has room for."""
         memory = self._ready(state)
-        depths = [min(self.shape.depth, budget, row.room) for row in state.rows]
+        depths = [min(self.shape.depth, budget, row.draft_room) for row in state.rows]
         if max(depths) <= 0:
             return empty_draft(state.batch, state.device)
         sampled = self._samples(state)
@@ -224,7 +226,8 @@ class LMDrafter:
             for b, token in enumerate(picked):
                 if step < depths[b] and joint[b] >= self.shape.stop_below:
                     chains[b].append(token)
-                    # The token itself stays in the draft: leaving it out because of what it is would bias the law.
+                    # The unlikely token itself stays in the draft: dropping it because of its value would bias the
+                    # distribution.
                     joint[b] *= gains[b]
                     growing |= step + 1 < depths[b] and joint[b] >= self.shape.stop_below
             if not growing:
@@ -233,11 +236,11 @@ class LMDrafter:
         drawn_from = stacked(rows) if sampled else None
         return DraftTree.from_chains(chains, state.device, drawn_from, self.shape.rule, ChainRows(asked))
 
-    def grow(self, state: DecodeState, budget: int, pays: Pays) -> list[ProposedTree]:
-        """A chain behind the last committed token of every sequence, at most `budget` tokens long, with runners-up."""
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
+        """Draft chains of at most `budget` tokens after the last committed token of every sequence, with runners-up."""
         memory = self._ready(state)
-        depth = min(self.shape.depth, max(row.room for row in state.rows), budget)
-        growing = [GrowingTree() for _ in state.rows]
+        depth = min(self.shape.depth, max(row.draft_room for row in state.rows), budget)
+        growing = [TreeBuilder() for _ in state.rows]
         chain = [-1] * state.batch
         logits = memory.logits
         for step in range(depth):
@@ -248,10 +251,10 @@ class LMDrafter:
             if step + 1 == depth or not pays([tree.joint[node] for tree, node in zip(growing, chain, strict=True)]):
                 break
             logits = self._behind(state, memory, step, index[:, 0].tolist())
-        return [tree.proposal(row.room) for tree, row in zip(growing, state.rows, strict=True)]
+        return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
     def _behind(self, state: DecodeState, memory: _Memory, step: int, tokens: list[int]) -> Tensor:
-        """Logits [B, V] behind the tokens [B] drafted at `step`, which are read."""
+        """Read the tokens [B] drafted at `step`. Returns the logits [B, V] that follow them."""
         plan = plan_rows([n + step for n in memory.length], 1, device=state.device, dtype=state.dtype)
         hidden = self._forward(torch.tensor(tokens, device=state.device).unsqueeze(1), memory.cache, plan)
         for fed, token in zip(memory.drafted, tokens, strict=True):
@@ -262,16 +265,19 @@ class LMDrafter:
         return self.shape.sampled and not state.draws.greedy
 
     @property
-    def even(self) -> bool:
-        """Whether no draft ends early, and the model is one of ours."""
+    def fixed_shape(self) -> bool:
+        """Whether all drafts have the same length and the model is a `LeanModel`."""
         return self.shape.stop_below <= 0 and isinstance(self.model, LeanModel)
 
     def on_device(self, state: DecodeState, budget: int) -> LMRounds | None:
-        """None where drafts end early, which is decided by the host, and off the lean step."""
-        return LMRounds(self, state, budget) if self.even and budget > 0 else None
+        """Return the device-side rounds, or None if they cannot be used.
+
+        Drafts that may end early are decided by the host, and other models have no lean step.
+        """
+        return LMRounds(self, state, budget) if self.fixed_shape and budget > 0 else None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits over the target's vocabulary; models of one family pad theirs to different sizes."""
+        """Logits over the target's vocabulary; models of one family pad their vocabularies to different sizes."""
         logits = self.model.logits(hidden)
         missing = self.vocab_size - logits.shape[-1]
         if missing <= 0:
@@ -279,7 +285,7 @@ class LMDrafter:
         return F.pad(logits, (0, missing), value=float("-inf"))
 
     def _best(self, logits: Tensor) -> tuple[Tensor, list[float]]:
-        """The most probable tokens [B], and their probabilities (1 when nobody asks)."""
+        """Most probable tokens [B], and their probabilities (1 if they are not needed)."""
         if self.shape.stop_below <= 0:
             return logits.float().argmax(-1), [1.0] * len(logits)
         logprob, token = kernels.expand_topk(logits, 1)
@@ -288,10 +294,10 @@ class LMDrafter:
     def _sample(
         self, state: DecodeState, logits: Tensor, step: int, rows: list[kernels.Rows]
     ) -> tuple[Tensor, list[float]]:
-        """Tokens [B] drawn from the rows of `logits`, which are kept in `rows`, and their probabilities.
+        """Draw tokens [B] from the rows of `logits`, and append the rows to `rows`. Also returns their probabilities.
 
-        One random stream per depth: a position drafted again in a later round is then at another depth, so that no
-        uniform is used twice, whatever a controller concluded from the first draft.
+        Every depth has a separate random stream. A position that is drafted again in a later round is at another depth,
+        so no uniform number is used twice, regardless of what a controller concluded from the first draft.
         """
         row = state.draws.rows(logits.unsqueeze(1))
         rows.append(row)
@@ -304,7 +310,10 @@ class LMDrafter:
 
 
 class LMRounds:
-    """Slot i of the drafter's cache holds token i; `following` [B, V] are the logits behind the last committed one."""
+    """Device-side rounds of an `LMDrafter`: slot i of its cache holds token i.
+
+    `following` [B, V] holds the logits after the last committed token.
+    """
 
     def __init__(self, drafter: LMDrafter, state: DecodeState, budget: int):
         self.drafter, self.depth = drafter, min(drafter.shape.depth, budget)
@@ -326,8 +335,8 @@ class LMRounds:
         memory = state.memory[self.drafter]
         memory.length, memory.logits = [len(row.ids) for row in state.rows], self.following
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
-        """As `LMDrafter.propose`."""
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        """Draft like `LMDrafter.propose`, with tensors of fixed shapes."""
         sampled = self.drafter.shape.sampled and not sequences.draws.greedy
         alone = torch.ones(sequences.batch, 1, 1, dtype=torch.bool, device=sequences.device)
         logits, rows = self.following, []
@@ -346,14 +355,14 @@ class LMRounds:
             else:
                 chosen.append(kernels.argmax(logits).unsqueeze(1))
         place = torch.arange(self.depth, device=sequences.device)
-        parents = torch.where(place < sequences.room.unsqueeze(1), place - 1, PADDING)
+        parents = torch.where(place < sequences.draft_room.unsqueeze(1), place - 1, PADDING)
         tokens = torch.cat(chosen, 1)
         return DraftTree(tokens, parents, stacked(rows) if sampled else None, rule=self.drafter.shape.rule)
 
-    def advance(self, sequences: Resident, before: Tensor, span: int) -> None:
-        """Read what was committed: rows for as much as a round can commit, the last repeated as padding.
+    def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
+        """Read the committed tokens in as many rows as a round can commit; the last token is repeated as padding.
 
-        Accepted tokens were read when they were drafted; reading them again spares the question of which.
+        Accepted tokens were already read when they were drafted. Reading them again avoids working out which ones.
         """
         place = torch.arange(self.depth + 1, device=before.device)
         end = sequences.length - 1
@@ -361,51 +370,51 @@ class LMRounds:
         causal = (place <= place.unsqueeze(1)).expand(sequences.batch, -1, -1)
         plan = plan_at(before, causal, place, span=span, dtype=sequences.dtype, chain=True)
         hidden, _ = self.drafter.model.forward(sequences.ids.gather(1, slots), self.cache, plan, ())
-        last = (end - before).clamp(min=0).unsqueeze(1)  # a sequence that is finished has nothing new
+        last = (end - before).clamp(min=0).unsqueeze(1)  # a finished sequence has no new tokens
         self.following.copy_(self.drafter.logits(hidden[sequences.sequences, last][:, 0]))
 
 
 def stacked(rows: list[kernels.Rows]) -> kernels.Rows:
-    """The rows of all depths, sequence-major: row b·n + i is that of token i of sequence b."""
+    """Stack the rows of all depths, sequence-major: row b·n + i belongs to token i of sequence b."""
     return kernels.Rows(*(torch.stack(field, 1).flatten(0, 1) for field in zip(*rows, strict=True)))
 
 
-def prepare(model: LM, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    model.objective = recipe.distillation
+def set_training_options(model: LM, recipe: TrainRecipe) -> None:
+    """Set the training options of a recipe."""
+    model.objective = recipe.resolved_objective
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
-    """A new drafter for `target`: a preset with random weights, or the causal LM that `drafter.base` names."""
+    """Build a new drafter for `target`: a preset with random weights, or the causal LM that `drafter.base` names."""
     if recipe.drafter.base is None:
         return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
     return LM(base_of(recipe.drafter, target))
 
 
-def config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "lm", "architecture": stored(model.model.config), "target": target}
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: under `transformers`' own names."""
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the module's state to the stored names, which are the names of `transformers`."""
     return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
-    """The module from the contents of a checkpoint, e.g. to go on training. CheckpointError when they do not fit."""
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     shape = configuration(config.get("architecture"))
-    model = filled(lambda: AutoModelForCausalLM.from_config(shape), tensors)
-    guarded(lambda: _tried(model))
+    model = build_with_weights(lambda: AutoModelForCausalLM.from_config(shape), tensors)
+    build_or_raise(lambda: _tried(model))
     return LM(model)
 
 
 @torch.no_grad()
 def _tried(model: PreTrainedModel) -> None:
-    """Read two tokens: sizes that fit the weights and not each other fail here, not while decoding."""
+    """Read two tokens, so that sizes that fit the weights but not each other fail now, not while decoding."""
     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
 
 
-def drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
-    """Inference of `model`."""
+def make_drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
+    """Build the drafter that runs `model`."""
     return LMDrafter(model, target, shape_for(drafting, target.device))

@@ -1,4 +1,4 @@
-"""An independent small Llama decoder with the target's vocabulary, as a trainable module, and models that it may be."""
+"""Small independent language model with the target's vocabulary as a trainable module, with its presets."""
 
 from __future__ import annotations
 
@@ -12,34 +12,36 @@ from transformers import LlamaConfig, PreTrainedModel
 from specctl.decoding.models.loading import load_model, load_tokenizer
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import vocab_hash
-from specctl.drafters.blueprint import CONFIG, misfit
+from specctl.drafters.blueprint import CONFIG, config_error
 from specctl.errors import CheckpointError, RecipeError
 from specctl.kernels.distill import Squash, Teacher, linear_distill
 from specctl.recipe import DrafterRecipe
 
-# Layers, hidden size, heads, intermediate size. "68m" is that of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
+# Layers, hidden size, heads, intermediate size. "68m" is the size of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
 PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
 
 
 class LM(nn.Module):
-    """The drafter as a trainable module around a causal LM of `transformers`."""
+    """Trainable wrapper around a causal LM of `transformers`."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model
         self.objective = "ce"
-        self.squash = Squash()  # the target's
+        self.squash = Squash()  # squash of the target's logits
 
     def check(self, target: Target) -> None:
-        """Raise CheckpointError where it cannot read every token of `target`. Rows of padding may differ."""
+        """Raise CheckpointError if the vocabulary lacks tokens of `target`; the number of padding rows may differ."""
         embedding: Any = self.model.get_input_embeddings()
         own, used = len(embedding.weight), max(target.tokenizer.get_vocab().values()) + 1
         if own < used:
-            raise misfit(CONFIG, "architecture.vocab_size", f"is {own}, target {target.name} uses {used} tokens")
+            raise config_error(
+                CONFIG, "architecture.vocab_size", f"is {own}, but target {target.name} uses {used} tokens"
+            )
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """Keep only the inputs of every layer for the backward pass."""
+        """Whether only the inputs of every layer are kept for the backward pass."""
         return self.model.is_gradient_checkpointing
 
     @gradient_checkpointing.setter
@@ -48,11 +50,11 @@ class LM(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, batch: LMBatch, target_head: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Loss of the response tokens, given everything before them: (sum of the losses, number of them), for the
-        caller to normalise over ranks and micro-batches.
+        """Loss of the response tokens given all preceding tokens: (sum of the losses, number of tokens).
 
-        Padding stands at the right: causal attention never sees it. `target_head` [V, Ht] turns the batch's teacher
-        states into the target's distributions, which every objective but "ce" needs.
+        The caller normalises over ranks and micro-batches. Padding is on the right, so causal attention never reads it.
+        `target_head` [V, Ht] turns the batch's teacher states into the target's distributions, which every objective
+        except "ce" needs.
         """
         wanted = batch.mask[:, 1:]
         hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
@@ -72,12 +74,12 @@ class LM(nn.Module):
 
 @dataclass(frozen=True)
 class LMBatch:
-    """Documents padded at the right.
+    """Documents padded on the right.
 
     Attributes:
         tokens: [B, S].
-        mask: [B, S] bool, true at the N tokens to be predicted.
-        teacher: [N, Ht] target hidden states (after the final norm) that predict those tokens.
+        mask: [B, S] bool, true at the N tokens to predict.
+        teacher: [N, Ht] target hidden states (after the final norm) that predict these tokens.
     """
 
     tokens: Tensor
@@ -86,37 +88,37 @@ class LMBatch:
 
 
 def base_of(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:
-    """The small model that `drafter.base` names. CheckpointError where it has another vocabulary than the target."""
+    """Load the small model named by `drafter.base`. Raises CheckpointError if its vocabulary is not the target's."""
     name = str(recipe.base)
     sizes = recipe.model_fields_set - {"base"}
     if sizes:
-        raise RecipeError(f"drafter.base has its own sizes: leave out {', '.join(sorted(sizes))}")
+        raise RecipeError(f"drafter.base determines the sizes: leave out {', '.join(sorted(sizes))}")
     if vocab_hash(load_tokenizer(name)) != target.identity["vocab_hash"]:
         raise CheckpointError(
             f"{name} and target {target.name} have different vocabularies",
-            "a small model of the target's own family, such as Qwen3-0.6B for Qwen3-8B",
+            "use a small model of the target's family, such as Qwen3-0.6B for Qwen3-8B",
         )
     return load_model(name, device=target.device, dtype=torch.float32)
 
 
 def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
-    """A preset, each of whose sizes the recipe may override.
+    """Configuration of a preset, with all sizes that the recipe overrides.
 
     Raises:
         RecipeError: an unknown preset, sizes that do not divide, or a field that this family does not have.
     """
     preset = recipe.preset or ("68m" if target.hidden_size >= 1024 else "small")
     if preset not in PRESETS:
-        raise RecipeError(f"unknown preset {preset!r} of drafter family lm", hint=f"one of {', '.join(PRESETS)}")
+        raise RecipeError(f"unknown preset {preset!r} of drafter family lm", hint=f"use one of {', '.join(PRESETS)}")
     if recipe.taps or recipe.vocab_size not in (None, target.vocab_size):
-        raise RecipeError("an lm drafter has the target's vocabulary and no taps", hint="leave vocab_size and taps out")
+        raise RecipeError("an lm drafter has the target's vocabulary and no taps", hint="leave out vocab_size and taps")
     layers, hidden, heads, intermediate = PRESETS[preset]
     hidden, heads = recipe.hidden_size or hidden, recipe.num_heads or heads
     kv_heads = recipe.num_kv_heads or heads
     if hidden % (2 * heads) or heads % kv_heads:
         raise RecipeError(
-            f"lm drafter: {heads} heads of {kv_heads} kv heads do not fit hidden size {hidden}",
-            hint="hidden_size must be a multiple of 2·num_heads, num_heads one of num_kv_heads",
+            f"lm drafter: {heads} heads and {kv_heads} KV heads do not fit hidden size {hidden}",
+            hint="hidden_size must be a multiple of 2·num_heads, and num_heads a multiple of num_kv_heads",
         )
     return LlamaConfig(
         vocab_size=target.vocab_size,
@@ -133,8 +135,10 @@ def architecture(recipe: DrafterRecipe, target: Target) -> LlamaConfig:
 
 
 def cast(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
-    """`model.to(device, dtype)`, its rotary frequencies left in fp32: in bf16 they are radians off after some hundred
-    tokens."""
+    """Move and cast the model like `model.to(device, dtype)`, but keep its rotary frequencies in fp32.
+
+    In bf16 they are radians off after some hundred tokens.
+    """
     exact = {name: buffer.clone() for name, buffer in model.named_buffers() if "inv_freq" in name}
     model.to(device, dtype)  # type: ignore[arg-type]
     for name, buffer in exact.items():

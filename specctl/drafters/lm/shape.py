@@ -1,4 +1,4 @@
-"""Shapes of the drafts of a small LM."""
+"""Shape of the chains that a small LM drafts."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from specctl.recipe import DraftingRecipe
 
 @dataclass(frozen=True)
 class ChainShape:
-    """A chain of at most `depth` tokens, ended by the first token whose joint probability is under `stop_below`.
+    """Limits of a chain: at most `depth` tokens, ending with the first token of joint probability below `stop_below`.
 
-    `sampled` draws the tokens (ratio rule, by `rule`) where the target samples; otherwise they are the most probable
-    ones. That a token ends the chain biases neither rule: whether a prefix is drafted further depends on itself alone.
+    `sampled` draws the tokens if the target samples (accepted by the ratio rule `rule`); otherwise they are the most
+    probable ones. Ending the chain at a token does not bias the sampling: whether a prefix is continued depends on the
+    prefix alone.
     """
 
     depth: int
@@ -24,10 +25,10 @@ class ChainShape:
 
 
 def shape_for(drafting: DraftingRecipe, device: torch.device) -> ChainShape:
-    """The default of the device with what the recipe sets.
+    """Default shape for a device, overridden by the values set in the recipe.
 
-    A draft step of a small target costs a CPU a good fifth of a verification: only likely tokens are worth one. On a
-    GPU reading the probabilities back costs as much as the step.
+    On a CPU a draft step for a small target costs at least a fifth of a verification, so only likely tokens are worth
+    drafting. On a GPU reading the probabilities back to the host costs as much as the step, so chains never end early.
     """
     shape = ChainShape(7, 0.25, False) if device.type == "cpu" else ChainShape(5, 0.0, False)
     given = {key: value for key in ("depth", "stop_below") if (value := getattr(drafting, key)) is not None}

@@ -1,1 +1,1 @@
-"""Family `medusa`: a head per draft depth, which reads the last state of the target alone."""
+"""Family `medusa`: one head per draft depth, which reads only the target's last hidden state."""

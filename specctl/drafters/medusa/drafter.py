@@ -1,4 +1,4 @@
-"""Drafting with Medusa heads (Cai et al. 2024, arXiv 2401.10774): all heads at once, as a static tree."""
+"""Drafter of family `medusa` (Cai et al. 2024, arXiv 2401.10774): one forward of all heads fills a static tree."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from specctl.decoding.device.resident import Resident
+from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.plain import PlainRounds
 from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
@@ -17,21 +17,21 @@ from specctl.drafters.depth import head as depth_heads
 from specctl.drafters.depth.drafter import DepthDrafter
 from specctl.drafters.depth.head import HeadsConfig, draft_ids, heads_shape, start_from_target
 from specctl.drafters.depth.static_tree import StaticTree, default_shape
-from specctl.drafters.feature.head import restored
-from specctl.drafters.feature.layer import last_slots, own_features
+from specctl.drafters.feature.head import restore_head
+from specctl.drafters.feature.layer import last_slots, select_taps
 from specctl.drafters.medusa.head import MedusaHeads
 from specctl.drafters.tree import TreeShape, shape_for
 from specctl.errors import RecipeError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
-# Of each rank, the share of the target's tokens; measured on the built-in target (sql, 400 steps) at depth 1.
+# Share of the target's tokens at each rank, measured on the built-in target (sql, 400 steps) at depth 1.
 ACCURACY = (0.5, 0.11, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.02, 0.012)
 
 
 class MedusaDrafter(DepthDrafter):
-    """Inference of `MedusaHeads`; nothing is kept between rounds."""
+    """Runs `MedusaHeads` for drafting; it keeps no state between rounds."""
 
-    grounded = False
+    reads_tokens = False
 
     def __init__(self, module: MedusaHeads, target: Target, shape: TreeShape):
         super().__init__(module, target, shape, ACCURACY)
@@ -50,40 +50,40 @@ class MedusaDrafter(DepthDrafter):
         return last_slots(state, 1, self.taps)[0]
 
     def advance(self, state: DecodeState) -> None:
-        """Nothing to consume."""
+        """Do nothing: there is no state to update."""
 
-    def behind(self, state: DecodeState) -> list[int]:
+    def lag(self, state: DecodeState) -> list[int]:
         return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
-        """Nothing is cached."""
+        """Do nothing: there is no cache."""
 
     def rounds(self, tree: StaticTree, state: DecodeState) -> MedusaRounds:
         return MedusaRounds(self, tree)
 
 
 class MedusaRounds(PlainRounds):
-    """A static tree behind the target's last state. As in plain decoding, nothing is remembered."""
+    """Device-side rounds that draft a static tree from the target's last state, without memory between rounds."""
 
     def __init__(self, drafter: MedusaDrafter, tree: StaticTree):
         super().__init__()
         self.drafter, self.tree = drafter, tree
         self.depth, self.reach = len(tree.levels), 1 + len(tree.paths)
 
-    def propose(self, sequences: Resident, span: int) -> DraftTree:
-        last, drafter = sequences.new_slots(sequences.length - 1, 1), self.drafter
-        return drafter.draft_at(self.tree, sequences, own_features(last.tapped[:, 0], last.taps, drafter.taps))
+    def propose(self, sequences: DeviceBatch, span: int) -> DraftTree:
+        last, drafter = sequences.committed_slots(sequences.length - 1, 1), self.drafter
+        return drafter.draft_at(self.tree, sequences, select_taps(last.tapped[:, 0], last.taps, drafter.taps))
 
 
-prepare = depth_heads.prepare
+set_training_options = depth_heads.set_training_options
 
 
-# In the published `medusa_lm_head` head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
+# In the published `medusa_lm_head`, head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
 PLACES = {"blocks": "0", "lm_head": "1"}
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: `blocks.K.` as `K.0.` and `lm_head.K.` as `K.1.`."""
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the module's state to the stored names: `blocks.K.` becomes `K.0.` and `lm_head.K.` becomes `K.1.`."""
     return {_published(name): tensor for name, tensor in state.items()}
 
 
@@ -101,25 +101,25 @@ def _ours(name: str) -> str:
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, HeadsConfig)
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
+    return restore_head(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, HeadsConfig)
 
 
-def drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
-    """Inference of `module`."""
+def make_drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
+    """Build the drafter that runs `module`."""
     return MedusaDrafter(module, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(module: MedusaHeads, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(module: MedusaHeads, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "medusa", "architecture": module.config.to_dict(), "target": target}
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MedusaHeads:
-    """Heads for `target` that start as its own.
+    """Build heads for `target`, with vocabulary matrices that start as copies of the target's.
 
     Raises:
-        RecipeError: more than one layer, which the published format has no place for.
+        RecipeError: more than one layer, which the published format does not support.
     """
     shape = HeadsConfig(**heads_shape(recipe.drafter, target, layers=1))
     if shape.num_layers != 1:

@@ -1,6 +1,6 @@
 """Medusa heads as a trainable module (Cai et al. 2024, arXiv 2401.10774, "Medusa-1").
 
-Each predicts one of the next tokens from the target's last state alone.
+Each head predicts one of the next tokens from the target's last state alone.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from specctl.drafters.feature.head import SlotBatch
 
 
 class MedusaHeads(DepthHeads):
-    """Head k is a `ResBlock` and a vocabulary matrix."""
+    """Medusa module: head k is a `ResBlock` followed by a vocabulary matrix."""
 
     def __init__(self, config: HeadsConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)

@@ -1,1 +1,1 @@
-"""Family `mtp`: the target's own layer for multi-token prediction, fine-tuned (FastMTP)."""
+"""Family `mtp`: the target's own multi-token prediction layer, fine-tuned (FastMTP)."""

@@ -1,4 +1,4 @@
-"""Drafting with the target's own MTP layer, again and again with one layer (FastMTP, arXiv 2509.18362)."""
+"""Drafter of family `mtp`: the target's own MTP layer, applied recursively (FastMTP, arXiv 2509.18362)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.decoding.target import Target
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.head import head_config, restored
+from specctl.drafters.feature.head import head_config, restore_head
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.head import MtpConfig, MtpHead
 from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
@@ -21,42 +21,42 @@ from specctl.drafters.tree import TreeShape, default_shape, shape_for
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 
-UNSEEN = -1  # in the place of a token whose embedding is zero
+UNSEEN = -1  # replaces a token id to give it a zero embedding
 
 
 class MtpDrafter(FeatureDrafter):
-    """Inference of an `MtpHead`. The states that it keeps are behind its norm, where its vocabulary head reads them."""
+    """Runs an `MtpHead` for drafting. Its cached states are taken after its norm, as the vocabulary head reads them."""
 
     def __init__(self, head: MtpHead, target: Target, shape: TreeShape):
         super().__init__(head, head.layer, target, shape)
         attention: Any = head.layer.self_attn
-        self.blind_start = head.config.blind_start
+        self.ignores_first_token = head.config.ignores_first_token
         self.token_norm, self.hidden_norm = self.rms_norm(head.token_norm), self.rms_norm(head.hidden_norm)
         self.input_norm, self.output_norm = self.rms_norm(head.layer.input_layernorm), self.rms_norm(head.norm)
         self.fc = self.linear(head.fc)
         if head.config.qk_norm:
             self.q_norm, self.k_norm = self.rms_norm(attention.q_norm), self.rms_norm(attention.k_norm)
-        unnorm = head.unnorm
+        unnorm = head.inverse_norm_weight
         self.unnorm = None if unnorm is None else unnorm.to(self.device)
         self.head, self.scale = self.vocabulary_head(target)
 
     def feature(self, tapped: Tensor) -> Tensor:
         return tapped.float() if self.unnorm is None else tapped.float() * self.unnorm
 
-    def enter(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+    def layer_input(self, tokens: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         embedded = self.token_norm(F.embedding(tokens.clamp_min(0), self.embedding).float())
-        if self.blind_start:
+        if self.ignores_first_token:
             embedded = embedded.masked_fill((tokens == UNSEEN)[:, None], 0)
         x = self.fc(torch.cat((embedded, self.hidden_norm(features)), -1)).float()
         return x, self.input_norm(x)
 
     def seen(self, tokens: Tensor, plan: Plan) -> Tensor:
-        return tokens.masked_fill(plan.positions == 0, UNSEEN) if self.blind_start else tokens
+        return tokens.masked_fill(plan.positions == 0, UNSEEN) if self.ignores_first_token else tokens
 
     def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        if self.blind_start:
+        if self.ignores_first_token:
             tokens = tokens.masked_fill(Rope.at_start(table), UNSEEN)
-        residual, inputs = self.enter(tokens, features)
+        residual, inputs = self.layer_input(tokens, features)
         heads, kv = self.heads, self.kv_heads
         qkv = self.qkv(inputs).view(len(tokens), heads + 2 * kv, self.dim)
         if self.q_norm is not None and self.k_norm is not None:
@@ -70,47 +70,50 @@ class MtpDrafter(FeatureDrafter):
         return (hidden * self.scale).to(self.dtype)
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: under our names; `layouts.theirs` has the target's."""
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state unchanged, under our names; `layouts.to_target_names` converts it to the target's names."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(MtpHead, config, tensors, MtpConfig)
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
+    return restore_head(MtpHead, config, tensors, MtpConfig)
 
 
-def drafter(head: MtpHead, target: Target, drafting: DraftingRecipe) -> MtpDrafter:
-    """Inference of `head`."""
+def make_drafter(head: MtpHead, target: Target, drafting: DraftingRecipe) -> MtpDrafter:
+    """Build the drafter that runs `head`."""
     return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "mtp", "architecture": head.config.to_dict(), "target": target}
 
 
-def prepare(head: MtpHead, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.distillation
-    head.paced = recipe.paced
+def set_training_options(head: MtpHead, recipe: TrainRecipe) -> None:
+    """Set the training options of a recipe."""
+    head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.resolved_objective
+    head.paced = recipe.uses_d_pace
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MtpHead:
-    """The layer in the files of the target that `recipe` names.
+    """Load the MTP layer from the files of the target that `recipe` names.
 
-    Raises RecipeError where the recipe asks for other sizes than it has, CheckpointError where there is none.
+    Raises RecipeError if the recipe asks for other sizes than the layer's, and CheckpointError if the target has no MTP
+    layer.
     """
     if recipe.drafter != DrafterRecipe(normed_features=recipe.drafter.normed_features):
-        raise RecipeError("an mtp drafter is the target's own layer: it has its sizes", "leave them out, or use eagle3")
+        raise RecipeError(
+            "an mtp drafter is the target's MTP layer, which determines its sizes", "leave out the sizes, or use eagle3"
+        )
     layer = layouts.find(recipe.target.name, recipe.target.revision)
     layouts.check_computable(layer, target.config)
     shape = architecture(layer, recipe.drafter, target)
-    if target.device.type == "meta":  # an estimate
+    if target.device.type == "meta":  # only a training estimate
         return MtpHead(shape)
     tensors = {name: tensor.float() for name, tensor in layer.tensors().items()}
     if not shape.normed_features:
-        assert target.norm_weight is not None  # of every model type that is supported
+        assert target.norm_weight is not None  # every supported model type has one
         tensors["target_norm"] = target.norm_weight.float().cpu()
     head = MtpHead(shape)
     head.load_state_dict(tensors)
@@ -118,7 +121,7 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 
 
 def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> MtpConfig:
-    """The shape of a target's layer. CheckpointError where the target's sizes are not its own."""
+    """Shape of a target's MTP layer. Raises CheckpointError if it does not match the sizes of the target."""
     own = vars(head_config(DrafterRecipe(), target))
     usual = getattr(target.config, layouts.NORMED, LAYOUTS[layer.layout].normed)
     normed = usual if recipe.normed_features is None else recipe.normed_features
@@ -134,7 +137,8 @@ def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> M
     for name in called.keys() | layer.shapes.keys():
         if called.get(name) != layer.shapes.get(name):
             sizes = (
-                f"{layer.shapes.get(name, 'missing')}, config.json of the target calls for {called.get(name, 'none')}"
+                f"{layer.shapes.get(name, 'missing')}, but config.json of the target requires "
+                f"{called.get(name, 'none')}"
             )
             raise CheckpointError(f"target {layer.target}: its MTP layer: {name} is {sizes}", layouts.WHICH)
     return shape

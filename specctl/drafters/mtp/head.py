@@ -1,15 +1,17 @@
-"""A target's own MTP layer as a trainable module (DeepSeek-V3, arXiv 2412.19437, §2.2; FastMTP, arXiv 2509.18362).
+"""MTP layer of a target as a trainable module (DeepSeek-V3, arXiv 2412.19437, §2.2; FastMTP, arXiv 2509.18362).
 
 Slot i holds the target's last hidden state h_i and the token x_{i+1}:
 
     r = W [RMSNorm(E x_{i+1}) ; RMSNorm(h_i)],    g_i = RMSNorm(Layer(r)),    logits of x_{i+2} = head(g_i)
 
-The layer is a decoder layer of the target, E and head are the target's, frozen. FastMTP has one layer draft several
-tokens: step k + 1 is fed g of step k in the place of h, and the true token; losses of step k weigh 0.6^k. The later
-steps attend as drafts do (training-time test): the keys of step 0, made from the target's states, and their own.
+The layer is a decoder layer of the target. E and head are the target's and frozen. In FastMTP one layer drafts several
+tokens: step k + 1 reads g of step k instead of h, and the true token. The loss of step k has weight 0.6^k. Later
+steps attend as in drafting (training-time test): to the keys of step 0, made from the target's states, and to their own
+keys.
 
-Where the layer reads the state before the target's final norm (`normed_features` false, as vLLM feeds MiMo's), the tap
-behind it is divided by that norm's weight: RMSNorm(h_i) does not see by how much h_i is scaled.
+Some layers read the state before the target's final norm (`normed_features` false, as vLLM feeds MiMo's). Then the
+tapped state, which is taken after the norm, is divided by the norm's weight. The remaining scale does not matter,
+because RMSNorm(h_i) is invariant to scale.
 """
 
 from __future__ import annotations
@@ -36,10 +38,10 @@ class MtpConfig(HeadConfig):
     """Shape of an MTP layer.
 
     Attributes:
-        layout: whose names the tensors have in the target's files (`layouts.LAYOUTS`).
-        qkv_bias: the projections of queries, keys and values have biases, as Qwen2's.
-        qk_norm: queries and keys have norms, as Qwen3's.
-        normed_features: h_i is the target's state behind its final norm, not before it.
+        layout: naming scheme of the tensors in the target's files (`layouts.LAYOUTS`).
+        qkv_bias: the projections of queries, keys and values have biases, as in Qwen2.
+        qk_norm: queries and keys have norms, as in Qwen3.
+        normed_features: h_i is the target's state after its final norm instead of before it.
     """
 
     layout: Literal["mimo", "qwen"]
@@ -48,8 +50,8 @@ class MtpConfig(HeadConfig):
     normed_features: Flag
 
     @property
-    def blind_start(self) -> bool:
-        """Whether the token of slot 0 is not looked at: MiMo's layer gets zeros for its embedding."""
+    def ignores_first_token(self) -> bool:
+        """Whether the token of slot 0 is ignored: MiMo's layer reads zeros instead of its embedding."""
         return self.layout == "mimo"
 
 
@@ -70,19 +72,19 @@ class MtpLayer(HeadLayer):
         self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def heads(self, x: Tensor, positions: Tensor, projection: nn.Module, norm: nn.RMSNorm | None) -> Tensor:
-        """Queries or keys [n, heads, D] of layer inputs [n, H], normed and rotated."""
+        """Normed and rotated queries or keys [n, heads, D] for layer inputs [n, H]."""
         split = projection(x).view(len(x), -1, self.config.head_dim)
         return self.rope(split if norm is None else norm(split.float()), positions)
 
     def key_and_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys (rotated) and values, each [n, Hkv, D], of layer inputs [n, H]."""
+        """Rotated keys and values, each [n, Hkv, D], for layer inputs [n, H]."""
         attention = cast(MtpAttention, self.self_attn)
         value = attention.v_proj(x).view(len(x), -1, self.config.head_dim)
         return self.heads(x, positions, attention.k_proj, attention.k_norm).to(value.dtype), value
 
 
 class MtpHead(DraftHead):
-    """Parameters have names of their own; `layouts` knows those of the targets. `fc` reads the embedding first."""
+    """MTP module. Parameters have our own names; `layouts` maps the targets' names. `fc` reads the embedding first."""
 
     config: MtpConfig
     target_norm: Tensor | None
@@ -99,9 +101,11 @@ class MtpHead(DraftHead):
         self.register_buffer("target_norm", None if config.normed_features else torch.ones(size))
 
     @property
-    def unnorm(self) -> Tensor | None:
-        """[H] factors that take the weight of the target's final norm off its states; None where it belongs there. A
-        channel of weight 0 is lost."""
+    def inverse_norm_weight(self) -> Tensor | None:
+        """Factors [H] that remove the weight of the target's final norm from its states, or None if it stays.
+
+        A channel with weight 0 is lost.
+        """
         weight = self.target_norm
         return None if weight is None else torch.where(weight == 0, 0, 1 / weight).float()
 
@@ -113,15 +117,16 @@ class MtpHead(DraftHead):
             target_head: [V, H] the target's (frozen) vocabulary head.
 
         Returns:
-            As `DraftHead.sums`. Where only some rows go on (`later_rows`), the later steps weigh accordingly less.
+            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
+            accordingly less.
         """
         layer = self.layer
         step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
         embedded = self.token_norm(F.embedding(batch.key_tokens, embedding).float())
-        if self.config.blind_start:
+        if self.config.ignores_first_token:
             embedded = embedded.masked_fill((batch.key_positions == 0)[:, None], 0)
         hidden = batch.features.float()
-        if (unnorm := self.unnorm) is not None:
+        if (unnorm := self.inverse_norm_weight) is not None:
             hidden = hidden * unnorm
         entered = self._enter(embedded, hidden)
         key, value = layer.key_and_value(layer.input_layernorm(entered), batch.key_positions)
@@ -134,18 +139,18 @@ class MtpHead(DraftHead):
                 if k == 1:
                     rows, layout = batch.later_rows, batch.later_layout
                     x, slots, positions = x[rows], slots[rows], positions[rows]
-                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is no longer valid.
+                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is invalid.
                 x = self._enter(embedded[(slots + k).clamp_max(len(embedded) - 1)], x)
             x, own = step(k, x, positions, key, value, own, layout)
             outputs.append(x)
             asked.append(rows)
-        x = torch.cat(outputs) * self.squash.scale  # a cap would not change the order of tokens
+        x = torch.cat(outputs) * self.squash.scale  # a logit cap would not change the order of tokens
         product = x, target_head, self.squash.shift
-        losses = self.distil(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
-        return self.sums(losses, [len(part) for part in asked])
+        losses = self.distill_losses(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
+        return self.aggregate_losses(losses, [len(part) for part in asked])
 
     def _enter(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """The layer's residual stream [n, H] fp32 from normed embeddings and states, each [n, H]."""
+        """Residual stream [n, H] fp32 of the layer, from normed embeddings and states, each [n, H]."""
         return self.fc(torch.cat((embedded, self.hidden_norm(hidden)), -1)).float()
 
     def _step(
@@ -158,10 +163,10 @@ class MtpHead(DraftHead):
         own: list[tuple[Tensor, Tensor]],
         layout: Layout,
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """The layer at step k, for rows x [n, H] that begin at `positions` [n]; `own` are keys and values of their
-        steps 1 … k−1.
+        """Run the layer at step k on rows x [n, H] that begin at `positions` [n].
 
-        Returns (its output behind its norm, which is what is fed back; `own` of steps 1 … k).
+        `own` holds the rows' keys and values of steps 1 … k−1. Returns the output after the norm, which the next step
+        reads, and `own` extended to steps 1 … k.
         """
         layer, attention = self.layer, cast(MtpAttention, self.layer.self_attn)
         inputs = layer.input_layernorm(x)
@@ -169,4 +174,4 @@ class MtpHead(DraftHead):
             own = [*own, layer.key_and_value(inputs, positions + k)]
         query = layer.heads(inputs, positions + k, attention.q_proj, attention.q_norm).to(value.dtype)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
-        return self.norm(layer.leave(x, out)).float(), own
+        return self.norm(layer.layer_output(x, out)).float(), own

@@ -1,11 +1,11 @@
-"""MTP layers in the files of their targets: whose names they have, which of them our head can be, and reading one.
+"""Find and read a target's MTP layer in its files: naming schemes, and checks that our head can compute it.
 
-`transformers` leaves them out when it loads a target, so they are read from the target's own safetensors.
+`transformers` leaves these layers out when it loads a target, so they are read from the target's own safetensors.
 
 - `mimo`: `model.mtp_layers.0.*` of MiMo-7B. `input_proj` reads the state first, then the embedding; the embedding at
   position 0 is zero (`MiMoMTP` of vLLM and of SGLang).
-- `qwen`: `mtp.*` as Qwen3-Next's and Qwen3.5's (`Qwen3NextMTP` of vLLM), around a plain Qwen3 or Llama layer, which
-  `speculators` trains. Those two models themselves have gated attention, and are no targets here.
+- `qwen`: `mtp.*`, the names of Qwen3-Next and Qwen3.5 (`Qwen3NextMTP` of vLLM), around a plain Qwen3 or Llama layer,
+  which `speculators` trains. Qwen3-Next and Qwen3.5 themselves have gated attention and are not supported as targets.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from specctl import regular
+from specctl import regular_files
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config, model_directory
 from specctl.decoding.models.supported import ropes
@@ -28,19 +28,20 @@ from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
 from specctl.recipe.sections import TargetRecipe
 
-MODEL_TYPES = lean.FAMILIES | {"mimo"}  # whose decoder layer is Llama's, Qwen2's or Qwen3's
-WHICH = "a target with tensors model.mtp_layers.* (MiMo) or mtp.* around a dense Llama or Qwen layer"
+MODEL_TYPES = lean.FAMILIES | {"mimo"}  # decoder layers like Llama's, Qwen2's or Qwen3's
+WHICH = "use a target with tensors model.mtp_layers.* (MiMo) or mtp.* around a dense Llama or Qwen layer"
 
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """The tensors of a kind of target.
+    """Naming scheme of an MTP layer's tensors in one kind of target.
 
     Attributes:
-        prefix: of all names; `first`: of those of its first layer.
-        names: beginnings of our names → of theirs behind `first`; all others are the same behind our `layer.`.
-        state_first: the projection's first half reads the state, not the embedding.
-        normed: engines feed it the state behind the target's final norm.
+        prefix: common prefix of all names.
+        first: prefix of the names of the first MTP layer.
+        names: our name prefixes → theirs after `first`; all other names follow our `layer.` unchanged.
+        state_first: the first half of the projection reads the state, not the embedding.
+        normed: engines feed the layer the state after the target's final norm.
     """
 
     prefix: str
@@ -68,20 +69,20 @@ LAYOUTS = {
         normed=True,
     ),
 }  # fmt: skip
-NORMED = "mtp_normed_features"  # key of config.json: the side of the final norm that our own exports were trained on
-FINAL_NORM = "model.norm.weight"  # of the target, in its files
+NORMED = "mtp_normed_features"  # key of config.json: our exported layer was trained on normed states
+FINAL_NORM = "model.norm.weight"  # name of the target's final norm in its files
 DEEPSEEK = re.compile(r"model\.layers\.\d+\.(eh_proj|enorm|hnorm)\.")
 FOREIGN = {
     "experts": "a mixture of experts",
     "kv_a_proj": "multi-head latent attention",
     "q_a_proj": "multi-head latent attention",
 }
-"""Parts of names that say what a dense layer with plain attention does not have."""
+"""Parts of tensor names that a dense layer with plain attention does not have."""
 
 
 @dataclass(frozen=True)
 class NativeLayer:
-    """A target's MTP layer where it is. `files`: of every tensor, by its name in them; `shapes` by ours."""
+    """MTP layer in a target's files. `files` maps tensor names in the files to paths, `shapes` our names to shapes."""
 
     target: str
     layout: str
@@ -89,37 +90,39 @@ class NativeLayer:
     shapes: dict[str, tuple[int, ...]]
 
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors under our names. CheckpointError where a file is damaged."""
+        """Read the tensors under our names. Raises CheckpointError if a file is damaged."""
         found = {}
         for name, file in self.files.items():
             try:
-                regular.check(file)
+                regular_files.check(file)
                 with safe_open(file, framework="pt") as weights:
                     found[name] = weights.get_tensor(name)
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(f"{file}: {name} cannot be read: {error}", "copy the target again") from error
-        return ours(LAYOUTS[self.layout], found, self.target)
+        return to_our_names(LAYOUTS[self.layout], found, self.target)
 
 
 def kind_of(names: Iterable[str]) -> str | None:
-    """The layout of which there are `names`; None where there is none."""
+    """Return the layout that matches the tensor `names`, or None if they include no MTP layer."""
     known = list(names)
     return next((kind for kind, one in LAYOUTS.items() if any(n.startswith(one.prefix) for n in known)), None)
 
 
-def ours(layout: MtpLayout, tensors: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
-    """The layer's tensors among those of a `target` under the names of `MtpHead`, its `fc` as there. CheckpointError
-    where there are several layers."""
+def to_our_names(layout: MtpLayout, tensors: Mapping[str, Tensor], target: str) -> dict[str, Tensor]:
+    """Select the MTP layer's tensors from a `target` and rename them to the names of `MtpHead`.
+
+    `fc` is reordered to read the embedding first. Raises CheckpointError if there are several layers.
+    """
     mine = {name: tensor for name, tensor in tensors.items() if name.startswith(layout.prefix)}
     found = {_our_name(layout, name, target): tensor for name, tensor in mine.items()}
-    return _turned(found, "fc.weight") if layout.state_first else found
+    return _swap_halves(found, "fc.weight") if layout.state_first else found
 
 
-def theirs(layout: MtpLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of an `MtpHead` under the names of a layout; what is the target's own is left out."""
+def to_target_names(layout: MtpLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename the weights of an `MtpHead` to the names of a layout; weights that are the target's own are left out."""
     weights = {name: tensor for name, tensor in tensors.items() if name != "target_norm"}
     if layout.state_first:
-        weights = _turned(weights, "fc.weight")
+        weights = _swap_halves(weights, "fc.weight")
     prefixes = {name: next(p for p in layout.names if name.startswith(p)) for name in weights}
     return {
         layout.first + layout.names[prefix] + name.removeprefix(prefix): weights[name]
@@ -128,27 +131,32 @@ def theirs(layout: MtpLayout, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
 
 
 def find(target: str, revision: str | None = None) -> NativeLayer:
-    """The MTP layer of a target whose files are on this machine. CheckpointError, which names the target: there is
-    none, or none that our head can be."""
+    """Find the MTP layer of a target with files on this machine.
+
+    Raises CheckpointError, which names the target, if it has no MTP layer, or one that our head cannot compute.
+    """
     directory = model_directory(target, revision)
     if directory is None:
-        raise CheckpointError(f"target {target} is not on this machine", f"hf download {target}")
+        raise CheckpointError(f"target {target} is not on this machine", f"run `hf download {target}`")
     try:
         places = {name: file for file in weight_files(directory) for name in _names(file)}
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise CheckpointError(f"target {target}: its weights cannot be read: {error}", "copy it again") from error
+        raise CheckpointError(
+            f"target {target}: its weights cannot be read: {error}", "copy the target again"
+        ) from error
     kind = kind_of(places)
     if kind is None:
         if any(DEEPSEEK.match(name) for name in places):
             raise CheckpointError(
-                f"target {target}: its MTP layer has DeepSeek's layout (eh_proj), not supported", WHICH
+                f"target {target}: its MTP layer has DeepSeek's layout (eh_proj), which is not supported", WHICH
             )
         raise CheckpointError(f"target {target} has no MTP layer (tensors mtp.* or model.mtp_layers.*)", WHICH)
     files = {name: file for name, file in places.items() if name.startswith(LAYOUTS[kind].prefix)}
     for part, what in FOREIGN.items():
         if any(part in name for name in files):
             raise CheckpointError(
-                f"target {target}: its MTP layer has {what}, ours is dense with plain attention", WHICH
+                f"target {target}: its MTP layer has {what}; only dense layers with plain attention are supported",
+                WHICH,
             )
     shapes = {}
     for name, file in files.items():
@@ -158,30 +166,30 @@ def find(target: str, revision: str | None = None) -> NativeLayer:
 
 
 def check(target: TargetRecipe) -> None:
-    """Raise CheckpointError where a target, as far as it is on this machine, has no MTP layer that can be trained."""
+    """Raise CheckpointError if a target on this machine has no MTP layer that can be trained."""
     if model_directory(target.name, target.revision) is None:
-        return  # it is downloaded first, and looked at then
+        return  # it is downloaded first and checked then
     layer = find(target.name, target.revision)
     config = load_config(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
     check_computable(layer, config.get_text_config())
 
 
 def check_computable(layer: NativeLayer, config: Any) -> None:
-    """Raise CheckpointError where our head cannot compute the layer of a target of this (text) configuration."""
+    """Raise CheckpointError if our head cannot compute the MTP layer of a target with this (text) configuration."""
     heads = config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     rows = layer.shapes.get("layer.self_attn.q_proj.weight", (heads * dim,))[0]
     scaled = {kind: rope for kind, rope in ropes(config).items() if kind != "default"}
     if config.model_type not in MODEL_TYPES:
-        reason = f"a layer of model type {config.model_type!r}, which is none of {', '.join(sorted(MODEL_TYPES))}"
+        reason = f"model type {config.model_type!r}, which is not one of {', '.join(sorted(MODEL_TYPES))}"
     elif rows == 2 * heads * dim:
-        reason = "gated attention (q_proj is twice as wide), ours is plain"
+        reason = "gated attention (q_proj is twice as wide); only plain attention is supported"
     elif scaled or any(rope.get("partial_rotary_factor", 1.0) != 1.0 for rope in ropes(config).values()):
-        reason = f"scaled or partial RoPE ({', '.join(scaled) or 'partial'}), ours rotates by plain RoPE"
+        reason = f"scaled or partial RoPE ({', '.join(scaled) or 'partial'}); only plain RoPE is supported"
     elif "sliding_attention" in (getattr(config, "layer_types", None) or []):
-        reason = "a sliding window, ours attends all tokens"
+        reason = "a sliding window; only full attention is supported"
     elif getattr(config, "hidden_act", "silu") != "silu":
-        reason = f"activation {config.hidden_act!r}, ours is silu"
+        reason = f"activation {config.hidden_act!r}; only silu is supported"
     else:
         return
     raise CheckpointError(f"target {layer.target}: its MTP layer has {reason}", WHICH)
@@ -190,14 +198,14 @@ def check_computable(layer: NativeLayer, config: Any) -> None:
 def _names(file: Path) -> list[str]:
     if file.suffix != ".safetensors":
         return []
-    regular.check(file)
+    regular_files.check(file)
     with safe_open(file, framework="pt") as weights:
         return list(weights.keys())
 
 
 def _our_name(layout: MtpLayout, name: str, target: str) -> str:
     if not name.startswith(layout.first) or (layout.first == layout.prefix and re.match(r"mtp\.layers\.[1-9]", name)):
-        raise CheckpointError(f"target {target}: {name}: it has more than one MTP layer, ours is one", WHICH)
+        raise CheckpointError(f"target {target}: {name}: it has more than one MTP layer; only one is supported", WHICH)
     rest = name.removeprefix(layout.first)
     mine = next((our for our, their in layout.names.items() if their and rest.startswith(their)), None)
     if mine is None:
@@ -205,6 +213,6 @@ def _our_name(layout: MtpLayout, name: str, target: str) -> str:
     return mine + rest.removeprefix(layout.names[mine])
 
 
-def _turned(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
-    """`tensors` with the two halves of the columns of one exchanged."""
+def _swap_halves(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    """Swap the two halves of the columns of the tensor `name`."""
     return {n: torch.cat(t.chunk(2, -1)[::-1], -1).contiguous() if n == name else t for n, t in tensors.items()}

@@ -1,1 +1,1 @@
-"""Family `peagle`: EAGLE-3's layer over all draft depths in one pass (P-EAGLE)."""
+"""Family `peagle`: EAGLE-3's layer run over all draft depths in one pass (P-EAGLE)."""

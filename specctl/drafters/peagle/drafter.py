@@ -1,5 +1,7 @@
-"""Drafting with a P-EAGLE head (Hui et al. 2026, arXiv 2602.01469): the pass that reads what was committed also drafts,
-as its last rows are those of all depths."""
+"""Drafter of family `peagle`: a P-EAGLE head (Hui et al. 2026, arXiv 2602.01469).
+
+The pass that reads the committed tokens also drafts: its last rows cover all draft depths.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.device.resident import NewSlots, Resident
+from specctl.decoding.device.device_batch import CommittedSlots, DeviceBatch
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.feature.fusion import FusedInput, fusion_shape
-from specctl.drafters.feature.head import mask_token, restored
-from specctl.drafters.feature.layer import FeatureMemory, last_slots, own_features
+from specctl.drafters.feature.head import mask_token, restore_head
+from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter, block_mask, hidden_context
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
 from specctl.drafters.peagle.layer import UpperPass
@@ -28,7 +30,7 @@ LAYERS = 1
 
 
 class PEagleDrafter(ParallelDrafter, FusedInput):
-    """Inference of a `PEagleHead`. What it carries from round to round is the output at all depths of a draft."""
+    """Runs a `PEagleHead` for drafting. It carries the output at all depths of a draft from round to round."""
 
     def __init__(self, head: PEagleHead, target: Target, shape: TreeShape):
         FusedInput.__init__(self, head, head.midlayer, target)
@@ -51,7 +53,7 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
     def block(self, state: DecodeState, depth: int) -> Tensor:
         return self._normed(self.current(state).hidden.view(state.batch, self.depths, -1)[:, :depth])
 
-    def block_at(self, sequences: Resident, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
+    def block_at(self, sequences: DeviceBatch, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
         return self._normed(hidden.view(len(hidden), self.depths, -1))
 
     def _normed(self, hidden: Tensor) -> Tensor:
@@ -60,20 +62,23 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
         tokens = [state.rows[b].ids[slots.start + 1 : slots.stop + 1]]
-        features = own_features(state.features[b, slots.start : slots.stop], state.taps, self.taps)
+        features = select_taps(state.features[b, slots.start : slots.stop], state.taps, self.taps)
         memory.hidden[b] = self._draft(tokens, features, memory.cache.sequence(b), [slots.start])[0]
 
     def _fill_last(self, state: DecodeState, memory: FeatureMemory, width: int) -> None:
         features, starts = last_slots(state, width, self.taps)
-        memory.cache.filled(starts)
+        memory.cache.mark_written(starts)
         tokens = [
             row.ids[start + 1 : end + 1] for row, start, end in zip(state.rows, starts, state.cached, strict=True)
         ]
         memory.hidden = self._draft(tokens, features, memory.cache, starts)
 
     def _draft(self, tokens: list[list[int]], tapped: Tensor, cache: KVCache, starts: list[int]) -> Tensor:
-        """The output [B, K·H] at all K depths behind the last of `tokens` [B][≤ T], whose first ones stand at slots
-        `starts`. `tapped` [B·T, F] has their states, and any others where a sequence has fewer than T of them."""
+        """Compute the output [B, K·H] at all K depths after the last of `tokens` [B][≤ T].
+
+        The first token of each sequence stands at slot `starts`. `tapped` [B·T, F] holds the tokens' states; rows of
+        sequences with fewer than T tokens are filled with arbitrary states.
+        """
         batch, masks = len(tokens), self.depths - 1
         counts = [len(row) for row in tokens]
         width = len(tapped) // batch + masks
@@ -84,12 +89,12 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         plan = plan_rows(starts, width, device=self.device, dtype=cache.store.dtype)
         return self._pass(said, features, cache, plan, [max(count - 1, 0) for count in counts]).view(batch, -1)
 
-    def read_at(self, new: NewSlots, cache: KVCache, span: int) -> Tensor:
+    def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
         masks, width = self.depths - 1, new.tokens.shape[1] + self.depths - 1
         place = torch.arange(width, device=self.device)
         unknown = place >= new.count.unsqueeze(1)
         tokens = torch.where(unknown, self.mask_token, F.pad(new.tokens, (0, masks)))
-        known = own_features(new.tapped.flatten(0, 1), new.taps, self.taps).unflatten(0, new.tokens.shape)
+        known = select_taps(new.tapped.flatten(0, 1), new.taps, self.taps).unflatten(0, new.tokens.shape)
         features = self.feature(
             torch.where(unknown.unsqueeze(-1), self.mask_hidden, F.pad(known, (0, 0, 0, masks))).flatten(0, 1)
         )
@@ -100,12 +105,14 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
     def _pass(
         self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: list[int] | None = None
     ) -> Tensor:
-        """The output [N, H] of rows of `tokens` [B, T] and features [B·T, H]; with `last`, at all K depths from that
-        row of each sequence on."""
+        """Run the head over rows of `tokens` [B, T] and features [B·T, H]. Returns the output [N, H].
+
+        With `last`, only the K rows of each sequence from that row on are returned.
+        """
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
         x, pairs, query = self._project(tokens.flatten(), features, table)
-        for place, leave in enumerate([self._leave, *(layer.leave for layer in self.upper)]):
+        for place, leave in enumerate([self._leave, *(layer.layer_output for layer in self.upper)]):
             if place:
                 pairs, query = self.upper[place - 1].project(x, table)
             cache.write(place, pairs, plan)
@@ -131,7 +138,7 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
             [[state.rows[b].ids[s + 1] for s in part] for b, part in zip(live, slots, strict=True)], device=device
         )
         features = self.mask_hidden.repeat(many, width, depths, 1)
-        features[:, :, 0] = own_features(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps).view(
+        features[:, :, 0] = select_taps(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps).view(
             many, width, -1
         )
 
@@ -147,37 +154,37 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         x, pairs, query = self._project(tokens.flatten(), self.feature(features.flatten(0, 2)), table)
         x = self._leave(x, attended(0, pairs, query))
         for place, layer in enumerate(self.upper, 1):
-            x = layer.leave(x, attended(place, *layer.project(x, table)))
+            x = layer.layer_output(x, attended(place, *layer.project(x, table)))
         return self.norm(x).view(many, width, depths, -1)
 
 
-def published(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state as it is stored: its names are those of the published checkpoints."""
+def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the state unchanged: the module already has the names of the published checkpoints."""
     return state
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> PEagleHead:
-    """The module from the contents of a checkpoint. CheckpointError when they do not fit."""
-    return restored(PEagleHead, config, tensors, PEagleConfig)
+    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
+    return restore_head(PEagleHead, config, tensors, PEagleConfig)
 
 
-def drafter(head: PEagleHead, target: Target, drafting: DraftingRecipe) -> PEagleDrafter:
-    """Inference of `head`."""
+def make_drafter(head: PEagleHead, target: Target, drafting: DraftingRecipe) -> PEagleDrafter:
+    """Build the drafter that runs `head`."""
     return PEagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
 
 
-def config(head: PEagleHead, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(head: PEagleHead, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     return {"family": "peagle", "architecture": head.config.to_dict(), "target": target}
 
 
-def prepare(head: PEagleHead, recipe: TrainRecipe) -> None:
-    """The training options of a recipe."""
-    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.distillation, recipe.paced
+def set_training_options(head: PEagleHead, recipe: TrainRecipe) -> None:
+    """Set the training options of a recipe."""
+    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.resolved_objective, recipe.uses_d_pace
 
 
 def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> PEagleHead:
-    """A head for `target` that starts from it."""
+    """Build a head that is initialized from `target`."""
     shape = architecture(recipe, target)
     head = PEagleHead(shape, torch.tensor(frequent(shape.draft_vocab_size)))
     head.initialise(target)
@@ -185,7 +192,7 @@ def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[in
 
 
 def architecture(recipe: TrainRecipe, target: Target) -> PEagleConfig:
-    """Shaped by the recipe; what it leaves out follows the target's own layers."""
+    """Shape of a head as the recipe sets it; options left out follow the target's own layers."""
     return PEagleConfig(
         **fusion_shape(recipe.drafter, target),
         num_layers=recipe.drafter.num_layers or LAYERS,

@@ -1,12 +1,13 @@
-"""The P-EAGLE head as a trainable module: all draft depths in one pass (Hui et al. 2026, arXiv 2602.01469).
+"""P-EAGLE head as a trainable module: all draft depths in one pass (Hui et al. 2026, arXiv 2602.01469).
 
-A draft is a row of depth 0, which is EAGLE-3's (the target's features g_i and the token x_{i+1}), and behind it a row
-for every further depth, of which nothing is known: a mask token, and a learnt stand-in for the tapped states. The row
-of anchor slot i and depth d stands at position i + d and predicts x_{i+2+d}. It attends the rows of depth 0 up to its
-anchor, and those of its own draft up to itself.
+A draft consists of one row per depth. The row of depth 0 is EAGLE-3's: the target's features g_i and the token x_{i+1}.
+The rows of further depths have no known input: they read a mask token and a learnt replacement for the tapped states.
+The row of anchor slot i and depth d has position i + d and predicts x_{i+2+d}. It attends to the rows of depth 0 up to
+its anchor, and to the rows of its own draft up to itself.
 
-Depth d is trained from a share max(0.7^d, 0.2) of the anchors, each of which has been trained at all depths before
-(COD sampling, §3): deep rows are many, and the first ones decide how long drafts are.
+Depth d is trained on a share max(0.7^d, 0.2) of the anchors. These are a subset of the anchors of depth d − 1 (COD
+sampling, §3). Training all anchors at all depths would cost many rows, and the first depths matter most for the
+accepted length.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, Count, misfit
+from specctl.drafters.blueprint import CONFIG, Count, config_error
 from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
 from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout, attention
-from specctl.drafters.lora import product_of
+from specctl.drafters.lora import as_single_product
 
 KEPT, LEAST = 0.7, 0.2
-"""Share of a depth's anchors that go on to the next one, and the least share of all anchors at any depth (COD)."""
+"""Share of a depth's anchors that are also trained at the next depth, and the minimal share of all anchors (COD)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,10 +38,10 @@ class PEagleConfig(FusionConfig):
     """Shape of a P-EAGLE head.
 
     Attributes:
-        num_layers: the first reads [token; feature], the others what the one before made of it.
-        depths: tokens that are trained, and drafted, in one pass.
-        mask_token_id: the token that stands in the rows behind the first.
-        own_embedding: tokens are embedded by a table of the head's own, not by the target's.
+        num_layers: number of layers; the first reads [token; feature], each other reads the output of the previous one.
+        depths: number of tokens that are trained, and drafted, in one pass.
+        mask_token_id: token in the rows after the first.
+        own_embedding: the head has a separate token embedding instead of using the target's.
     """
 
     num_layers: Count
@@ -51,12 +52,12 @@ class PEagleConfig(FusionConfig):
     def check(self, target: Target) -> None:
         super().check(target)
         if self.mask_token_id >= self.vocab_size:
-            beyond = f"is {self.mask_token_id}, the vocabulary has {self.vocab_size} tokens"
-            raise misfit(CONFIG, "architecture.mask_token_id", beyond)
+            beyond = f"is {self.mask_token_id}, but the vocabulary has {self.vocab_size} tokens"
+            raise config_error(CONFIG, "architecture.mask_token_id", beyond)
 
 
 class UpperLayer(HeadLayer):
-    """A decoder layer over the output of the one below."""
+    """Decoder layer over the output of the previous layer."""
 
     def __init__(self, config: HeadConfig):
         super().__init__(config, config.hidden_size)
@@ -64,8 +65,10 @@ class UpperLayer(HeadLayer):
 
 
 class PEagleHead(FusionHead):
-    """Parameters carry EAGLE-3's names, and `mask_hidden`, the upper layers' `layers.1.*` and so on, and `embed_tokens`
-    where tokens have an embedding of the head's own."""
+    """P-EAGLE head. Parameters have EAGLE-3's names, plus `mask_hidden` and `layers.1.*` etc. for the upper layers.
+
+    `embed_tokens` is added if the head has a separate token embedding.
+    """
 
     config: PEagleConfig
 
@@ -78,15 +81,15 @@ class PEagleHead(FusionHead):
 
     @property
     def upper(self) -> list[UpperLayer]:
-        """The layers behind the first."""
+        """Layers after the first."""
         return [layer for layer in self.layers.values() if isinstance(layer, UpperLayer)]
 
     def embedding(self, own: Tensor) -> Tensor:
-        """[V, H] of the tokens, given the target's `own`."""
+        """Token embedding [V, H]: the target's, given as `own`, unless the head has a separate one."""
         return own if self.embed_tokens is None else self.embed_tokens.weight
 
     def shares(self) -> list[float]:
-        """Shares of the response's anchors that train each depth."""
+        """Share of the response's anchors that train each depth."""
         return [1.0, *(max(KEPT**depth, LEAST) for depth in range(1, self.steps))]
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +100,7 @@ class PEagleHead(FusionHead):
             target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
 
         Returns:
-            As `DraftHead.sums`.
+            The results of `DraftHead.aggregate_losses`.
         """
         first, embedding = self.midlayer, self.embedding(embedding)
         features = self.feature(torch.cat((batch.features, self.mask_hidden.view(1, -1).to(batch.features.dtype))))
@@ -107,51 +110,51 @@ class PEagleHead(FusionHead):
         residual = normed.float() if self.config.norm_before_residual else features
         inputs = torch.cat((first.input_layernorm(tokens), normed), -1)
         rollouts = Rollouts(batch, self.shares()[1:], [self.within_window(batch.layout, k) for k in range(self.steps)])
-        # Row M of what goes in stands for every masked row: they differ by their positions alone.
+        # Input row M is shared by all masked rows, as they differ only in their positions.
         place = rollouts.spread(len(batch.features))
         run = partial(checkpoint, _layer, use_reentrant=False) if self.gradient_checkpointing else _layer
         x = run(first, residual[place], inputs[place], rollouts, not self.upper)
         for layer in self.upper:
             x = run(layer, x, layer.input_layernorm(x), rollouts, layer is self.upper[-1])
-        losses = self.distil(
-            product_of(self.lm_head, self.norm(x)),
-            rollouts.asked,
+        losses = self.distill_losses(
+            as_single_product(self.lm_head, self.norm(x)),
+            rollouts.trained_slots,
             range(self.steps),
             batch,
             self.teacher(batch, target_head),
         )
-        return self.sums(losses, [len(rows) for rows in rollouts.asked])
+        return self.aggregate_losses(losses, [len(rows) for rows in rollouts.trained_slots])
 
 
 class Rollouts:
-    """The rows of a batch's drafts: M of depth 0, one for every slot, then those of each further depth.
+    """Rows of a batch's drafts: M rows of depth 0, one for every slot, then the rows of each further depth.
 
     Attributes:
-        asked: of each depth, which of the N response slots are trained [n_d]; ascending, and among those of the depth
-            before.
-        answers: the rows of depth 0 that are trained [N], among the M.
-        positions: [M + Σ n_d] of all rows in their documents.
-        before: of each further depth, where its n_d anchors are among those of the depths from 1 to itself.
-        whole: what every slot attends.
-        layouts: of each depth, what its anchors attend of depth 0.
+        trained_slots: for each depth, the indices [n_d] of the response slots that are trained; ascending, and a subset
+            of the previous depth's.
+        trained_rows: [N] indices of the trained depth-0 rows among the M.
+        positions: [M + Σ n_d] positions of all rows in their documents.
+        before: for each further depth, the indices of its n_d anchors among the anchors of depths 1 to its own.
+        whole: layout in which every slot is a query.
+        layouts: for each depth, the depth-0 rows that its anchors attend to.
     """
 
     def __init__(self, batch: SlotBatch, shares: list[float], layouts: list[Layout]):
         count, device = len(batch.query_rows), batch.query_rows.device
         going = batch.later_rows
-        draws = torch.zeros(len(going)) if batch.draws is None else batch.draws
-        self.asked = [torch.arange(count, device=device)]
+        draws = torch.zeros(len(going)) if batch.sample_draws is None else batch.sample_draws
+        self.trained_slots = [torch.arange(count, device=device)]
         self.layouts = [layouts[0]]
         for share, layout in zip(shares, layouts[1:], strict=True):
             rows = going[(draws < share).to(device)]
-            self.asked.append(rows)
+            self.trained_slots.append(rows)
             self.layouts.append(layout.of_rows(rows.tolist()))
-        self.answers = batch.query_rows
-        anchors = [batch.key_positions[batch.query_rows[rows]] + d for d, rows in enumerate(self.asked) if d]
+        self.trained_rows = batch.query_rows
+        anchors = [batch.key_positions[batch.query_rows[rows]] + d for d, rows in enumerate(self.trained_slots) if d]
         self.positions = torch.cat((batch.key_positions, *anchors))
         self.before = [
-            [torch.searchsorted(self.asked[before], rows) for before in range(1, depth)] + [slice(None)]
-            for depth, rows in enumerate(self.asked)
+            [torch.searchsorted(self.trained_slots[before], rows) for before in range(1, depth)] + [slice(None)]
+            for depth, rows in enumerate(self.trained_slots)
             if depth
         ]
         slots = [stop - start for start, stop in layouts[0].slots]
@@ -159,18 +162,18 @@ class Rollouts:
         self.whole = replace(whole, window=layouts[0].window)
 
     def spread(self, slots: int) -> Tensor:
-        """[M + Σ n_d] of every row, where its input stands: a slot's own, or the one behind them all."""
-        masked = sum(len(rows) for rows in self.asked[1:])
+        """Index [M + Σ n_d] of every row's input: its own slot, or the shared mask row at the end."""
+        masked = sum(len(rows) for rows in self.trained_slots[1:])
         return torch.cat((torch.arange(slots), torch.full((masked,), slots))).to(self.positions.device)
 
     def split(self, x: Tensor) -> list[Tensor]:
-        """Rows [M + Σ n_d, ...] of depth 0, and of each further one."""
-        deeper = [len(rows) for rows in self.asked[1:]]
+        """Split rows [M + Σ n_d, ...] into depth 0 and each further depth."""
+        deeper = [len(rows) for rows in self.trained_slots[1:]]
         return list(x.split([len(x) - sum(deeper), *deeper]))
 
 
 def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollouts, last: bool) -> Tensor:
-    """A layer's output over all rows; of the `last` one those that are trained, [N + Σ n_d, H]."""
+    """Run one layer over all rows; the `last` layer returns only the trained rows [N + Σ n_d, H]."""
     projections, config = layer.self_attn, layer.config
     shape = (-1, config.num_kv_heads, config.head_dim)
     keys = rollouts.split(layer.rope(projections.k_proj(inputs).view(shape), rollouts.positions))
@@ -178,7 +181,7 @@ def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollout
     layout, positions = rollouts.whole, rollouts.positions
     if last:
         layout = rollouts.layouts[0]
-        kept = torch.cat((rollouts.answers, torch.arange(len(keys[0]), len(inputs), device=inputs.device)))
+        kept = torch.cat((rollouts.trained_rows, torch.arange(len(keys[0]), len(inputs), device=inputs.device)))
         residual, inputs, positions = residual[kept], inputs[kept], positions[kept]
     query = layer.rope(projections.q_proj(inputs).view(-1, config.num_heads, config.head_dim), positions)
     parts = rollouts.split(query)
@@ -187,4 +190,4 @@ def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollout
         own_keys = [key[rows] for key, rows in zip(keys[1:], before, strict=False)]
         own_values = [value[rows] for value, rows in zip(values[1:], before, strict=False)]
         seen.append(attention(parts[depth], keys[0], values[0], own_keys, own_values, rollouts.layouts[depth]))
-    return layer.leave(residual, torch.cat(seen))
+    return layer.layer_output(residual, torch.cat(seen))

@@ -1,4 +1,4 @@
-"""An upper decoder layer of a P-EAGLE head at inference."""
+"""Run-time form of a P-EAGLE head's upper decoder layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specctl.drafters.peagle.head import PEagleHead, UpperLayer
 
 
 class UpperPass(HeadWeights):
-    """A decoder layer over rows of the layer below."""
+    """Decoder layer over the output rows of the previous layer."""
 
     def __init__(self, head: PEagleHead, layer: UpperLayer, target: Target):
         super().__init__(head, target)
@@ -26,13 +26,13 @@ class UpperPass(HeadWeights):
         self.post_norm = self.rms_norm(layer.post_attention_layernorm)
 
     def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Keys beside values [N, 2·Hkv, D], and queries [N, Hq, D], rotated, of rows [N, H]."""
+        """Keys concatenated with values [N, 2·Hkv, D], and queries [N, Hq, D], rotated, for rows [N, H]."""
         qkv = self.qkv(self.input_norm(x)).view(len(x), self.heads + 2 * self.kv_heads, self.dim)
         qkv = Rope.rotate(qkv, table)
         return qkv[:, self.heads :], qkv[:, : self.heads]
 
-    def leave(self, x: Tensor, attended: Tensor) -> Tensor:
-        """The layer's output [N, H] fp32 from its residual stream and what its heads saw [N, Hq·D]."""
+    def layer_output(self, x: Tensor, attended: Tensor) -> Tensor:
+        """Output [N, H] fp32 of the layer, from its residual stream and the attention output [N, Hq·D]."""
         x = x + self.o(attended)
         gate, up = self.gate_up(self.post_norm(x)).chunk(2, -1)
         return x + self.down(F.silu(gate).mul_(up))

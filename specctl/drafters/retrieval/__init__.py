@@ -1,1 +1,1 @@
-"""Family `retrieval`: a datastore of responses, and drafting from it."""
+"""Family `retrieval`: a drafter that looks up continuations in a datastore of responses."""

@@ -1,9 +1,9 @@
-"""Family `retrieval`: a datastore of a domain's distilled responses (REST, He et al. 2023, arXiv 2311.08252).
+"""Drafter of family `retrieval`: a datastore of a domain's distilled responses.
 
-Built without gradient steps, read on the CPU. REST drafts from the store alone; here every node is weighed by the mean
-of the store and of the sequence's own text (`suffix`), as SuffixDecoding mixes a global and a local tree. Tokens a pass
-with a store of 400 responses and 7 nodes, text alone / store alone / both: sql 1.64 / 2.60 / 3.10, code 2.01 / 2.09 /
-3.26, summarization 1.36 / 2.57 / 2.54.
+It follows REST (He et al. 2023, arXiv 2311.08252). It is built without gradient steps and read on the CPU. REST drafts
+from the store alone. Here every node is weighted by the mean of the store and the sequence's own text (`suffix`), as
+SuffixDecoding mixes a global and a local tree. Tokens per pass with a store of 400 responses and 7 nodes, from the text
+alone / the store alone / both: sql 1.64 / 2.60 / 3.10, code 2.01 / 2.09 / 3.26, summarization 1.36 / 2.57 / 2.54.
 """
 
 from __future__ import annotations
@@ -15,39 +15,41 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import WEIGHTS, misfit
+from specctl.drafters.blueprint import WEIGHTS, config_error
 from specctl.drafters.retrieval.datastore import LONGEST, SEPARATOR, Datastore, GrowingDatastore
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import DraftingRecipe
 
 
 def collect(texts: Iterable[tuple[list[int], int]]) -> Datastore:
-    """A store of responses, from (tokens, prompt length) pairs."""
+    """Build a datastore of responses from (tokens, prompt length) pairs."""
     return Datastore.of(document(tokens, length) for tokens, length in texts)
 
 
 def document(tokens: list[int], prompt_length: int) -> list[int]:
-    """The part of a text that a store keeps: the response, and the end of the prompt as context for its first tokens;
-    what is before that would never be drafted."""
+    """Part of a text that the store keeps: the response, and the end of the prompt as context for its first tokens.
+
+    The rest of the prompt would never be drafted.
+    """
     return tokens[max(0, prompt_length - LONGEST) :]
 
 
-def config(store: Datastore, target: dict[str, Any]) -> dict[str, Any]:
-    """config.json of a checkpoint; `target` is `Target.identity`."""
+def checkpoint_config(store: Datastore, target: dict[str, Any]) -> dict[str, Any]:
+    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
     architecture = {"tokens": len(store.tokens), "context": LONGEST}
     return {"family": "retrieval", "architecture": architecture, "target": target}
 
 
 def tensors(store: Datastore) -> dict[str, Tensor]:
-    """model.safetensors of a checkpoint."""
+    """Content of a checkpoint's model.safetensors."""
     return {"tokens": store.tokens, "suffixes": store.suffixes}
 
 
 def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Datastore:
-    """The store from the contents of a checkpoint. CheckpointError when they are not one."""
+    """Rebuild the store from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
     tokens, suffixes = tensors.get("tokens"), tensors.get("suffixes")
     if tokens is None or suffixes is None or not _fit(tokens, suffixes):
-        raise misfit(WEIGHTS, "tokens", "they and the suffix array do not fit")
+        raise config_error(WEIGHTS, "tokens", "do not match the suffix array")
     return Datastore(tokens, suffixes)
 
 
@@ -59,6 +61,6 @@ def _fit(tokens: Tensor, suffixes: Tensor) -> bool:
     return bool(suffixes.min() >= 0 and suffixes.max() < len(tokens))
 
 
-def drafter(store: Datastore | GrowingDatastore, target: Target, drafting: DraftingRecipe) -> Suffix:
-    """Drafts from `store` and from the text itself."""
+def make_drafter(store: Datastore | GrowingDatastore, target: Target, drafting: DraftingRecipe) -> Suffix:
+    """Build the drafter that reads `store` and the text itself."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children, corpus=store)

@@ -1,1 +1,1 @@
-"""Drafts read off text: the drafters `lookup` and `suffix`, and what `retrieval` shares with them."""
+"""Drafters that copy from text: `lookup`, `suffix`, and code shared with `retrieval`."""

@@ -1,53 +1,53 @@
-"""An online suffix automaton of a growing text (Blumer et al. 1985, Theor. Comput. Sci. 40), with counts.
+"""Online suffix automaton of a growing text (Blumer et al. 1985, Theor. Comput. Sci. 40), with counts.
 
-A state stands for the substrings that end at the same positions. Appending a token is amortised O(1), a text of n
-tokens has at most 2n−1 states and 3n−4 transitions.
+A state stands for all substrings that end at the same set of positions. Appending a token takes amortised O(1) time. A
+text of n tokens has at most 2n−1 states and 3n−4 transitions.
 """
 
 from __future__ import annotations
 
 from itertools import islice
 
-from specctl.drafters.text.trie import Follower
+from specctl.drafters.text.text_tree import NextToken
 
-# Set aside for each kind of follower seen, for those not seen yet (PPM), over the squared length of the match: the only
-# token seen behind a match of 1 / 2 / 3 / 4 / more tokens is the next one in 20 / 61 / 68 / 66 / 92 % of the cases, on
-# sql, code and summarization together. With one share for all lengths, short matches of the text crowd out a store: 9 %
-# fewer tokens a pass of code, 2 % of sql.
-UNSEEN = 4.0
+# Escape mass (PPM) that each distinct follower adds to the denominator for tokens not seen yet, divided by the squared
+# match length. If only one token has followed a match of 1 / 2 / 3 / 4 / more tokens, it is the next token in 20 / 61 /
+# 68 / 66 / 92 % of the cases (sql, code and summarization together). With the same mass for all lengths, short matches
+# in the text crowd out the datastore: 9 % fewer tokens per pass on code, 2 % on sql.
+ESCAPE_MASS = 4.0
 
 
 class SuffixAutomaton:
-    """All substrings of a text, and what followed each of them.
+    """Index of all substrings of a text and of the tokens that followed each substring.
 
-    The suffix link of the whole text's state is the longest suffix that stood in the text before: the match that a
-    draft continues is kept up to date by construction and never searched for.
+    The suffix link of the last state leads to the longest suffix that occurred before. A draft continues this match, so
+    the match is up to date by construction and is never searched for.
 
-    Counts follow the *update exclusion* of PPM (Moffat 1990): a token is counted behind the longest match and behind
-    each shorter suffix up to the first that knew the token. These are the states that appending visits anyway; counting
-    in all shorter ones, too, would cost O(n) a token in repetitive text.
+    Counts follow the *update exclusion* of PPM (Moffat 1990). A token is counted for the longest match and for each
+    shorter suffix, up to the first one that the token has followed before. Appending visits these states anyway;
+    counting in all shorter ones as well would cost O(n) per token in repetitive text.
     """
 
     def __init__(self) -> None:
-        self.length = [0]  # of the longest substring of each state; state 0 is the empty one
+        self.length = [0]  # length of the longest substring of each state; state 0 is the empty substring
         self.link = [-1]  # state of the longest suffix that ends at more positions
         self.next: list[dict[int, int]] = [{}]
-        self.count: list[dict[int, int]] = [{}]  # of each follower, in the order in which they were last seen
-        self.total = [0]  # Σ count
-        self.last = 0  # the whole text
+        self.count: list[dict[int, int]] = [{}]  # occurrences of each follower, in the order they were last seen
+        self.total = [0]  # sum of `count` per state
+        self.last = 0  # state of the whole text
 
     @property
     def size(self) -> int:
-        """Tokens of the text."""
+        """Number of tokens in the text."""
         return self.length[self.last]
 
     @property
     def match(self) -> int:
-        """State of the longest suffix that occurred before (state 0 where none did)."""
+        """State of the longest suffix that occurred before, or state 0 if no suffix did."""
         return max(self.link[self.last], 0)
 
     def extend(self, ids: list[int], end: int | None = None) -> None:
-        """Append what is new in `ids`, the whole text up to `end`."""
+        """Append the new tokens of `ids`, the whole text up to `end`."""
         for token in ids[self.size : end]:
             self._append(token)
 
@@ -65,7 +65,7 @@ class SuffixAutomaton:
         self.last = new
 
     def _ending(self, state: int, token: int) -> int:
-        """The state that holds `state`'s longest substring and `token` as its longest: split off where need be."""
+        """Return the state with `state`'s longest substring plus `token` as its longest; split a state if necessary."""
         following, link, length = self.next, self.link, self.length
         found = following[state][token]
         if length[found] == length[state] + 1:
@@ -94,20 +94,21 @@ class SuffixAutomaton:
 
 
 class Match:
-    """`length` tokens that led to a state of an automaton, as the place from which a draft reads on."""
+    """Match of the last `length` tokens with a state of an automaton: a place from which a draft continues."""
 
     def __init__(self, automaton: SuffixAutomaton, state: int, length: int):
         self.automaton, self.state, self.length = automaton, state, length
 
     @classmethod
     def of(cls, automaton: SuffixAutomaton) -> Match:
-        """The longest suffix of the text that occurred before."""
+        """Return the longest suffix of the text that occurred before."""
         return cls(automaton, automaton.match, automaton.length[automaton.match])
 
-    def followers(self, limit: int) -> list[Follower]:
-        """The `limit` tokens seen last behind this match, whatever their number: O(limit).
+    def followers(self, limit: int) -> list[NextToken]:
+        """The `limit` tokens that followed this match most recently, in O(limit) time however many there are.
 
-        At the end of the text it goes on behind the text's own match: there the text runs into its own copy.
+        At the end of the text the draft continues from the text's own longest match, because the copied text is
+        periodic there.
         """
         automaton, state, length = self.automaton, self.state, self.length
         if state == automaton.last:
@@ -116,8 +117,8 @@ class Match:
         if length == 0:
             return []
         count = automaton.count[state]
-        weight = automaton.total[state] + UNSEEN / length**2 * len(count)
+        weight = automaton.total[state] + ESCAPE_MASS / length**2 * len(count)
         return [
-            Follower(token, count[token] / weight, Match(automaton, automaton.next[state][token], length + 1))
+            NextToken(token, count[token] / weight, Match(automaton, automaton.next[state][token], length + 1))
             for token in islice(reversed(count), limit)
         ]

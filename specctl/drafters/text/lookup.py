@@ -1,6 +1,7 @@
-"""Family `lookup`: copy what followed the last occurrence of the current n-gram (prompt lookup decoding, Saxena 2023).
+"""Drafter `lookup`: copy the tokens after the last occurrence of the current n-gram (prompt lookup, Saxena 2023).
 
-No weights: the text itself is the model. Strong where the output repeats the input (schemas, code, summaries).
+It has no weights, as the text itself is the model. It is strong if the output repeats the input (schemas, code,
+summaries).
 """
 
 from __future__ import annotations
@@ -11,25 +12,29 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.hybrid.gate import TEXT_CAME_TRUE
+from specctl.drafters.hybrid.gate import TEXT_CALIBRATION
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
-# On a CPU 8 rows cost what 1 costs, more do not. Tokens per pass of the built-in target at depth 4 / 5 / 7: sql 1.57 /
-# 1.65 / 1.65, math 2.18 / 2.32 / 2.46; without 1-grams 1.63 and 2.18 at depth 7; 4-grams change nothing.
+# On a CPU 8 rows cost the same as 1, and further rows cost more. Tokens per pass of the built-in target at depth 4 / 5
+# / 7: sql 1.57 / 1.65 / 1.65, math 2.18 / 2.32 / 2.46. Without 1-grams it is 1.63 and 2.18 at depth 7; 4-grams make no
+# difference.
 DEPTH = {"cpu": 7, "cuda": 10}
-LONGEST, SHORTEST = 3, 1  # n-grams that are looked up, longest first
+LONGEST, SHORTEST = 3, 1  # lengths of the n-grams that are looked up, longest first
 
-# How often the token behind a match of so many tokens is the next one, in 1,050 responses of the built-in target to
-# training prompts of seven domains.
+# HITS[n] is how often the token after a match of n tokens is the next one, measured in 1,050 responses of the built-in
+# target to training prompts of seven domains.
 HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0.88, 0.90, 0.92, 0.94, 0.95, 0.96, 0.97)
 
 
 class Lookup:
-    """Drafts a chain of up to `depth` tokens (None = the device's default) behind a match of `longest`..`shortest`."""
+    """Drafts a chain after the last occurrence of the text's last `longest` to `shortest` tokens.
+
+    `depth` is the maximal chain length. The default depends on the device.
+    """
 
     taps: tuple[int, ...] = ()
-    came_true = TEXT_CAME_TRUE
+    calibration = TEXT_CALIBRATION
 
     def __init__(self, depth: int | None = None, longest: int = LONGEST, shortest: int = SHORTEST):
         self.depth, self.longest, self.shortest = depth, longest, shortest
@@ -39,17 +44,17 @@ class Lookup:
         depth = self._depth(state)
         indices = state.memory[self].rows
         chains = [
-            index.continuation(row.ids, min(depth, budget, row.room))
+            index.continuation(row.ids, min(depth, budget, row.draft_room))
             for index, row in zip(indices, state.rows, strict=True)
         ]
         return DraftTree.from_chains(chains, state.device)
 
-    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
-        """A chain of at most `nodes` tokens behind every text's match, no longer than it has room for."""
+    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+        """Draft for every sequence a chain of at most `nodes` tokens, no longer than the sequence has room for."""
         self.advance(state)
         trees = []
         for index, row in zip(state.memory[self].rows, state.rows, strict=True):
-            tokens = index.continuation(row.ids, min(nodes, row.room))
+            tokens = index.continuation(row.ids, min(nodes, row.draft_room))
             length = index.matched(row.ids) if tokens else 0
             odds = [HITS[min(length + depth, len(HITS) - 1)] for depth in range(len(tokens))]
             trees.append(ProposedTree(tokens, list(range(-1, len(tokens) - 1)), odds))
@@ -63,7 +68,7 @@ class Lookup:
             index.extend(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """The token behind the match before each position: whatever the depth, the text before it is the same."""
+        """Proposed token at every position; it is the same for all depths, as the preceding text is the same."""
         self.advance(state)
         scores = []
         for index, span in zip(state.memory[self].rows, spans, strict=True):
@@ -71,27 +76,27 @@ class Lookup:
             scores.append(Score(span, tokens=tokens.view(1, -1, 1), children=(1,) * self._depth(state)))
         return scores
 
-    def behind(self, state: DecodeState) -> list[int]:
-        """Reading text is no forward pass."""
+    def lag(self, state: DecodeState) -> list[int]:
+        """Return zeros: reading text needs no forward pass."""
         return [0] * state.batch
 
     def _depth(self, state: DecodeState) -> int:
         return self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
 
     def invalidate(self, state: DecodeState) -> None:
-        """There are no weights that could change."""
+        """Do nothing: there are no weights that could change."""
 
 
 class NGramIndex:
-    """Where each n-gram of a growing text last stood; every token is looked at once."""
+    """Index of the last occurrence of each n-gram in a growing text; every token is processed once."""
 
     def __init__(self, longest: int, shortest: int):
         self.sizes = range(longest, shortest - 1, -1)
-        self.after: dict[tuple[int, ...], int] = {}  # n-gram → position behind its last occurrence
-        self.expected: list[int] = [-1]  # what would have been proposed for each position, −1 = nothing
+        self.after: dict[tuple[int, ...], int] = {}  # n-gram → position after its last occurrence
+        self.expected: list[int] = [-1]  # token that would have been proposed at each position, −1 = none
 
     def extend(self, ids: list[int]) -> None:
-        """Index the n-grams that have a token behind them: the one at the very end must not find itself."""
+        """Index all n-grams with a following token. The last n-gram is left out, so it cannot match itself."""
         after = self.after
         for end in range(len(self.expected), len(ids)):
             grams = [tuple(ids[end - size : end]) for size in self.sizes if size <= end]
@@ -99,8 +104,10 @@ class NGramIndex:
             after.update(dict.fromkeys(grams, end))
 
     def matched(self, ids: list[int]) -> int:
-        """How many tokens at the end of `ids` stand before the occurrence that `continuation` goes on from; no more
-        than `HITS` tells apart."""
+        """Count the tokens at the end of `ids` that precede also the occurrence used by `continuation`.
+
+        The count stops at the length of `HITS`.
+        """
         start = next((self.after[gram] for size in self.sizes if (gram := tuple(ids[-size:])) in self.after), 0)
         count = 0
         while count < min(start, len(HITS)) and ids[start - 1 - count] == ids[-1 - count]:
@@ -108,9 +115,9 @@ class NGramIndex:
         return count
 
     def continuation(self, ids: list[int], count: int) -> list[int]:
-        """The `count` tokens behind the last occurrence of the longest known n-gram at the end of `ids`, or [].
+        """The `count` tokens after the last occurrence of the longest known n-gram that ends `ids`; [] without a match.
 
-        A match close to the end runs into its own copy: the text is periodic there and the copy goes on.
+        If the match is so close to the end that fewer tokens follow it, the text is periodic and the copy is repeated.
         """
         if count <= 0:
             return []
@@ -125,6 +132,6 @@ class NGramIndex:
         return []
 
 
-def drafter(drafting: DraftingRecipe) -> Lookup:
-    """The drafter `lookup`."""
+def make_drafter(drafting: DraftingRecipe) -> Lookup:
+    """Build the drafter `lookup` from a recipe."""
     return Lookup(drafting.depth)

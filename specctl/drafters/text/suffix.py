@@ -1,7 +1,7 @@
-"""Family `suffix`: continue the longest suffix that stood in the text before, as a tree ordered by probability.
+"""Drafter `suffix`: a tree of the most probable continuations of the longest suffix that occurred before.
 
-SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automaton of prompt and output, and, where there is a
-`Datastore`, on a domain's responses at the same time: see `specctl.drafters.retrieval.drafter`.
+This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automaton of prompt and output. With a
+`Datastore` of a domain's responses the drafter reads both at once: see `specctl.drafters.retrieval.drafter`.
 """
 
 from __future__ import annotations
@@ -10,26 +10,29 @@ import torch
 
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
-from specctl.drafters.hybrid.gate import STORE_CAME_TRUE, TEXT_CAME_TRUE
+from specctl.drafters.hybrid.gate import STORE_CALIBRATION, TEXT_CALIBRATION
 from specctl.drafters.text.automaton import Match, SuffixAutomaton
-from specctl.drafters.text.trie import Documents, Place, TextTreeShape, first_level, grow
+from specctl.drafters.text.text_tree import TextIndex, TextPosition, TextTreeShape, first_level, grow
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
-# × plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each, one thread of a busy
-# machine, where equal drafts differ by up to 20 %):
+# Speedup over plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each; one thread of
+# a busy machine, on which equal drafts differ by up to 20 %):
 #   chain of 7     text 1.55 2.16 1.18   with a store of 400 responses 2.30 2.99 1.68   (lookup 1.54 1.80 1.20)
 #    7 nodes       text 1.58 1.80 1.15   with the store 2.94 2.82 1.86
 #   14 nodes       text 1.63 2.09 1.01   with the store 2.71 2.95 1.74
-# The 14 yield up to 9 % (text) and 8 to 17 % (store) more tokens a pass, and cost as much. A chain of 7 yields as much
-# from the text, 2 to 16 % less from a store. Not measured on a GPU, where rows are cheap.
+# 14 nodes yield up to 9 % (text) and 8 to 17 % (store) more tokens per pass than 7, and cost as much as they gain. A
+# chain of 7 yields as much as a tree from the text, but 2 to 16 % less from a store. Not measured on a GPU, where rows
+# are cheap.
 NODES = {"cpu": 7, "cuda": 30}
 DEPTH, CHILDREN = 16, 5
-LEAST = 0.02  # probability of a node beside a head: a row costs more than one that is less probable yields
+MIN_PROBABILITY = (
+    0.02  # minimal joint probability of a node in a hybrid: a less probable node yields less than its row costs
+)
 
 
 class Suffix:
-    """Drafts trees from each sequence's own text, and from `corpus` where one is given."""
+    """Drafts trees from each sequence's own text, and from `corpus` if one is given."""
 
     taps: tuple[int, ...] = ()
 
@@ -38,27 +41,27 @@ class Suffix:
         depth: int | None = None,
         nodes: int | None = None,
         children: int | None = None,
-        corpus: Documents | None = None,
+        corpus: TextIndex | None = None,
     ):
         self.depth, self.nodes, self.children = depth or DEPTH, nodes, children or CHILDREN
         self.corpus = corpus
-        self.came_true = TEXT_CAME_TRUE if corpus is None else STORE_CAME_TRUE
+        self.calibration = TEXT_CALIBRATION if corpus is None else STORE_CALIBRATION
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
-        """At most `budget` nodes, no deeper than a sequence has room for."""
+        """Draft a tree of at most `budget` nodes per sequence, no deeper than the sequence has room for."""
         trees = self._trees(state, min(self._shape(state).nodes, budget))
         return DraftTree.from_trees([(tree.tokens, tree.parents) for tree in trees], state.device)
 
-    def offer(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
-        """The `nodes` most probable continuations of every text that are worth a row at all."""
-        return self._trees(state, nodes, LEAST)
+    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+        """The `nodes` most probable continuations of every text, without nodes that are not worth a row."""
+        return self._trees(state, nodes, MIN_PROBABILITY)
 
     def _trees(self, state: DecodeState, nodes: int, least: float = 0.0) -> list[ProposedTree]:
         """The `nodes` most probable continuations of every text, no deeper than it has room for."""
         self.advance(state)
         shape, trees = self._shape(state), []
         for text, row in zip(state.memory[self].rows, state.rows, strict=True):
-            fitting = TextTreeShape(min(shape.depth, row.room), nodes, shape.children, least)
+            fitting = TextTreeShape(min(shape.depth, row.draft_room), nodes, shape.children, least)
             trees.append(grow(self._places(text.automaton, row.ids), fitting))
         return trees
 
@@ -70,7 +73,7 @@ class Suffix:
             text.automaton.extend(row.ids)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
-        """The first level of its tree before each position: whatever the depth, the text before it is the same."""
+        """First level of the tree before each position; it is the same for all depths, as the preceding text is."""
         self.advance(state)
         shape, scores = self._shape(state), []
         for text, row, span in zip(state.memory[self].rows, state.rows, spans, strict=True):
@@ -84,35 +87,36 @@ class Suffix:
             scores.append(Score(span, tokens=tokens, children=(shape.children,) * min(shape.depth, shape.nodes)))
         return scores
 
-    def behind(self, state: DecodeState) -> list[int]:
-        """Reading text is no forward pass."""
+    def lag(self, state: DecodeState) -> list[int]:
+        """Return zeros: reading text needs no forward pass."""
         return [0] * state.batch
 
     def invalidate(self, state: DecodeState) -> None:
-        """There are no weights that could change."""
+        """Do nothing: there are no weights that could change."""
 
     def _shape(self, state: DecodeState) -> TextTreeShape:
-        # Exact mode promises bitwise equality for chains; a tree's siblings sit between the rows it keeps.
+        # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
+        # keeps.
         children = 1 if state.exact_rows else self.children
         return TextTreeShape(self.depth, self.nodes or NODES.get(state.device.type, max(NODES.values())), children)
 
-    def _places(self, automaton: SuffixAutomaton, ids: list[int]) -> list[Place]:
-        """Where the text `ids`, read by `automaton`, goes on from."""
-        own: list[Place] = [Match.of(automaton)]
+    def _places(self, automaton: SuffixAutomaton, ids: list[int]) -> list[TextPosition]:
+        """Places from which a draft for the text `ids`, read by `automaton`, continues."""
+        own: list[TextPosition] = [Match.of(automaton)]
         return own if self.corpus is None else [*own, self.corpus.find(ids, self.depth)]
 
 
 class SuffixText:
-    """The automaton of one sequence."""
+    """Suffix automaton of one sequence."""
 
     def __init__(self) -> None:
         self.automaton = SuffixAutomaton()
         self._trail = SuffixAutomaton()
 
     def before(self, end: int, ids: list[int]) -> SuffixAutomaton:
-        """The automaton as it was at `ids[:end]`: a second one, which follows behind once a sequence is scored.
+        """Return the automaton of `ids[:end]`, a second one that is built when a sequence is scored.
 
-        While the positions ascend it costs what the first one does; a step back reads the text again.
+        Ascending positions cost as much as the first automaton does; a step back reads the text again from its start.
         """
         if self._trail.size > end:
             self._trail = SuffixAutomaton()
@@ -120,6 +124,6 @@ class SuffixText:
         return self._trail
 
 
-def drafter(drafting: DraftingRecipe) -> Suffix:
-    """The drafter `suffix`."""
+def make_drafter(drafting: DraftingRecipe) -> Suffix:
+    """Build the drafter `suffix` from a recipe."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children)

@@ -1,8 +1,8 @@
 """The C++ step for CPUs with AVX512-BF16: compiled on first use, kept in the user's cache, called through `ctypes`.
 
 `step.cpp` computes all layers of a Llama-shaped decoder, or the layer of a draft head, in one call. It needs a C++
-compiler with OpenMP (g++ 11 or later, or clang). Compiling takes about five seconds once per machine and version.
-Without a compiler, or where the trial below fails, everything runs on PyTorch.
+compiler with OpenMP (g++ 11 or later, or clang). Compilation takes about five seconds once per machine and version.
+Without a compiler, or if the check below fails, everything runs on PyTorch.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepModel(ctypes.Structure):
 
 
 class StepCall(ctypes.Structure):
-    """`Call` of step.cpp."""
+    """`AdminCall` of step.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "rows", "span", "threads")),
@@ -74,8 +74,11 @@ class StepCall(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Load the compiled step. Returns None where the processor has no AVX512-BF16, where there is no compiler, or where
-    the trial fails (with a warning). The environment variable SPECCTL_STEP=torch turns it off."""
+    """Load the compiled step. Returns None if it is not available.
+
+    The step needs a processor with AVX512-BF16 and a compiler, and its products must agree with PyTorch's. If the
+    compiler fails or the products differ, there is a warning. The environment variable SPECCTL_STEP=torch turns it off.
+    """
     supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
     if os.environ.get("SPECCTL_STEP") == "torch" or supported is None or not supported():
         return None
@@ -97,18 +100,21 @@ def library() -> ctypes.CDLL | None:
     for name in ("pack", "pack_int8", "product", "candidates", "forward"):
         getattr(found, f"specctl_{name}").restype = None
     if not _agrees(found):
-        warnings.warn("the CPU step runs on PyTorch: its products differ from PyTorch's", stacklevel=2)
+        warnings.warn("the CPU step runs on PyTorch: the compiled matrix products differ from PyTorch's", stacklevel=2)
         return None
     return found
 
 
 def version() -> str:
-    """A name of the C++ source. It changes with the source, so that costs measured with other code are not used."""
+    """Name of the C++ source's version.
+
+    It changes with the source, so that costs measured with other code are not used.
+    """
     return f"C++ {hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}"
 
 
 def _compiled(compiler: str) -> Path:
-    """The shared library, compiled where the cache has none of this source, compiler and flags.
+    """Path of the shared library. Compiles it if the cache has no library for this source, compiler and flags.
 
     Raises OSError (the cache cannot be written) and SubprocessError (the compiler fails or takes too long).
     """
@@ -123,23 +129,19 @@ def _compiled(compiler: str) -> Path:
         made = Path(place) / path.name
         command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
         subprocess.run(command, capture_output=True, check=True, text=True, timeout=TIMEOUT_S)
-        made.replace(path)  # processes that compile at the same time write the same library
+        made.replace(path)  # concurrent processes compile the same library
     return path
 
 
 class NativeProduct:
-    """x [..., I] bf16 → x Wᵀ + b [..., O] bf16, for W [O, I] bf16, I even. The bits of a row do not depend on other
-    rows.
+    """x [..., I] bf16 → x Wᵀ + b [..., O] bf16, for W [O, I] bf16, I even. A row's bits do not depend on other rows.
 
     Attributes:
         weights: W in panels of 16 outputs, as C++ reads it.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, found: ctypes.CDLL, int8: bool = False):
-        """
-        Args:
-            int8: W is rounded to int8, symmetric, with one scale per output: half the bytes.
-        """
+        """`int8`: round W to int8, symmetric, with one scale per output. It takes half the bytes."""
         self.outputs, self.inputs = weight.shape
         self._library = found
         weight = weight.detach().contiguous()
@@ -152,9 +154,9 @@ class NativeProduct:
         packed = weight.new_empty(room * self.inputs)
         pack = found.specctl_pack_int8 if int8 else found.specctl_pack
         pack(weight.data_ptr(), self.outputs, self.inputs, packed.data_ptr())
-        # of whole panels
+        # padded to whole panels
         padded = (None if x is None else F.pad(x.float(), (0, room - self.outputs)) for x in (scale, bias))
-        self._held = packed, *padded  # what `weights` points to
+        self._held = packed, *padded  # keeps alive the memory that `weights` points to
         self.weights = Weights(*(None if tensor is None else tensor.data_ptr() for tensor in self._held))
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -167,8 +169,11 @@ class NativeProduct:
         return y
 
     def candidates(self, x: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The products of x [N, I] bf16 as logits [N, O] fp32, and what `expand_topk` finds there: the `count` largest
-        log probabilities [N, count], of equal ones the first, and their places. NaN counts as −inf."""
+        """Return the products of x [N, I] bf16 as logits [N, O] fp32, with their top candidates as in `expand_topk`.
+
+        The candidates are the `count` largest log probabilities [N, count] and their indices; of equal values, the
+        first. NaN counts as −inf.
+        """
         x = x.contiguous()
         logits = torch.empty(len(x), self.outputs)
         gains, index = logits.new_empty(len(x), count), torch.empty(len(x), count, dtype=torch.int64)
@@ -180,7 +185,7 @@ class NativeProduct:
 
 
 def _agrees(found: ctypes.CDLL) -> bool:
-    """Whether products of 1 and 13 rows are PyTorch's, up to rounding, and do not depend on the number of rows."""
+    """Whether products of 1 and 13 rows equal PyTorch's up to rounding, and do not depend on the number of rows."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((83, 96), (13, 96)))
     bias = torch.randn(83, generator=generator).bfloat16()

@@ -1,7 +1,7 @@
-"""Kernels for GPUs, in Triton: the functions of `reference`, which documents them. No one talks to the host.
+"""Triton kernels for GPUs. `reference` documents the functions. They never synchronize with the host.
 
-The same kernels run on a CPU in Triton's interpreter (TRITON_INTERPRET=1 before the import), which is how the tests
-compare them with the reference. There is no libdevice, no autotuning.
+These kernels also run on a CPU in Triton's interpreter (TRITON_INTERPRET=1 before the import), where the tests compare
+them with the reference. They use no libdevice and no autotuning.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from . import attention as attending
 from . import distill, expand, layers, rows, spans, verify
-from . import panorama as feedback
+from . import drafter_feedback as feedback
 
 __all__ = [
     "accept_chain",
@@ -22,8 +22,8 @@ __all__ = [
     "argmax",
     "attention",
     "distill_rows",
+    "drafter_feedback",
     "expand_topk",
-    "panorama",
     "rope_and_cache",
     "row_params",
     "sample_rows",
@@ -38,7 +38,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _on_its_device(function: F) -> F:
-    """Triton launches on the current device, whatever its arguments' is."""
+    """Launch on the device of the first argument: Triton would launch on the current device."""
 
     @functools.wraps(function)
     def call(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,4 +62,4 @@ walk_tree = _on_its_device(verify.walk_tree)
 accept_chain = _on_its_device(verify.accept_chain)
 expand_topk = _on_its_device(expand.expand_topk)
 distill_rows = _on_its_device(distill.distill_rows)
-panorama = _on_its_device(feedback.panorama)
+drafter_feedback = _on_its_device(feedback.drafter_feedback)

@@ -1,9 +1,8 @@
-"""Attention of a step's rows over cached keys and values: split over the keys (Dao et al. 2023, Flash-Decoding), with
-a tree's ancestors as bits.
+"""Attention of a step's rows over cached keys and values, split over the keys, with a tree's ancestors as bits.
 
-The query heads of a key head are packed beside the rows, so that a program reads its keys once for all of them. Every
-program takes a piece of a text's slots; a second kernel weighs what the pieces found by their log-sum-exp. The order of
-all sums is fixed: no atomics.
+The split follows Flash-Decoding (Dao et al. 2023). The query heads of a key head are packed with the rows, so that a
+program reads its keys once for all these heads. Every program processes a piece of a text's slots. A second kernel
+combines the pieces by their log-sum-exp. The order of all sums is fixed: no atomics.
 """
 
 from __future__ import annotations
@@ -21,47 +20,49 @@ from ..paging import PAGE
 from ..reference import Ancestry
 
 LOG2E = 1 / log(2)
-PROCESSORS = 132  # those of an H100, where there is no GPU to ask
-WIDEST = 128  # head dimension: of larger ones queries and sums would not fit the registers
-LEAST, MOST = 128, 2048  # slots of a piece: less is not worth a program, more lets one long text hold up a batch
-PIECES = 64  # of a text, at most
-SUMS = 2**16  # rows of sums that pieces leave, 32 MB of them: what no longer fits the L2 cache is not worth it
-KEYS = 32  # slots at a time
-WORTH = 1.05  # fewer pieces are taken where they cost at most so much more time
+PROCESSORS = 132  # of an H100, used without a GPU
+WIDEST = 128  # head dimension: queries and sums of larger heads would not fit the registers
+MIN_PIECE, MAX_PIECE = 128, 2048  # slots per piece: less is not worth a program, more lets one long text delay a batch
+MAX_PIECES = 64  # per text, at most
+MAX_PARTIAL_ROWS = 2**16  # rows of partial sums, 32 MB: more would not fit the L2 cache
+KEYS = 32  # slots per iteration
+MAX_TIME_RATIO = 1.05  # prefer fewer pieces if their time is at most this multiple of the best time
 
 
 class Tiling(NamedTuple):
-    """How a call is dealt out to programs."""
+    """Division of a call into programs."""
 
-    rows: int  # rows × query heads that share keys, of a program
+    rows: int  # rows × query heads that share keys, per program
     warps: int
     stages: int
-    tiles: int  # of rows, for each key head of each text
+    tiles: int  # tiles of rows, for each key head of each text
     splits: int  # pieces of the longest text
 
 
-@lru_cache(4096)  # all layers of a step ask the same, in 35 to 114 µs each; `span` grows with a text
+@lru_cache(4096)  # all layers of a step ask the same question, which takes 35 to 114 µs; `span` grows
 def tiling(batch: int, rows: int, heads: int, itemsize: int, span: int, processors: int) -> Tiling:
     """The tiling for `rows` queries of each of `heads` key heads, and texts of at most `span` slots.
 
-    Programs are to fill the GPU in whole waves, of two on each of its `processors` where they are small.
+    Programs should fill the GPU in whole waves. Each of its `processors` runs two programs at once if they are small.
     """
-    half = itemsize < 4  # fp32 has no tensor cores, and twice the bytes
+    half = itemsize < 4  # fp32 has no tensor cores, and takes twice the bytes
     size = min(max(16, triton.next_power_of_2(rows)), 128) if half else 16
     tiles = triton.cdiv(rows, size)
     programs, places = batch * heads * tiles, processors * (2 if size <= 64 else 1)
-    most = max(min(triton.cdiv(span, LEAST), PIECES, SUMS // (batch * heads * rows)), 1)
-    least = min(triton.cdiv(span, MOST), most)
+    most = max(min(triton.cdiv(span, MIN_PIECE), MAX_PIECES, MAX_PARTIAL_ROWS // (batch * heads * rows)), 1)
+    least = min(triton.cdiv(span, MAX_PIECE), most)
     times = {splits: triton.cdiv(programs * splits, places) / splits for splits in range(least, most + 1)}
     best = min(times.values())
-    splits = min(splits for splits, time in times.items() if time <= WORTH * best)
+    splits = min(splits for splits, time in times.items() if time <= MAX_TIME_RATIO * best)
     return Tiling(size, 8 if size > 64 else 4, (4 if size == 16 else 3) if half else 2, tiles, splits)
 
 
 @triton.jit
 def _slots(rows, table, text, start, stride_text, stride_slot, stride_table, N: tl.constexpr, PAGE: tl.constexpr):
-    """Addresses of slots start .. start + N − 1 of a text, N consecutive ones: the one place that knows where. With
-    pages of PAGE slots, a multiple of N as `start` is one, they lie in one page."""
+    """Addresses of the N slots start .. start + N − 1 of a text. Only this function knows the memory layout.
+
+    With pages of PAGE slots, all N slots lie in one page: PAGE and `start` are multiples of N.
+    """
     if PAGE == 0:
         return rows + text * stride_text + tl.cast(start, tl.int64) * stride_slot + tl.arange(0, N) * stride_slot
     else:
@@ -76,16 +77,17 @@ def _attend_kernel(
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     LEAST: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles  # tiles that read the same keys run side by side
+    tile, head = tl.program_id(0) % tiles, tl.program_id(0) // tiles  # tiles that read the same keys are adjacent
     split = tl.program_id(1)
     text = tl.program_id(2).to(tl.int64)
     lane = tile * M + tl.arange(0, M)
     t = lane // G
     inside = lane < T * G
     d = tl.arange(0, WIDTH)
-    edge = tl.load(base + text).to(tl.int32)  # slots before it are everybody's
+    edge = tl.load(base + text).to(tl.int32)  # all rows attend the slots before it
     end = edge + reach
-    # Of a chain no row sees further than the last one here. A branch would cost Triton 3.9 all it knows of addresses.
+    # In a chain, no row of this tile attends slots past its last row. There is no branch here: Triton 3.9 would lose
+    # the alignment of addresses.
     own = end - T + tl.max(tl.where(inside, t, 0), 0) + 1
     end = tl.where(tree > 0, end, own)
     seen = tl.load(bits + text * T + t, mask=lane < tree * T * G, other=0)
@@ -144,7 +146,7 @@ def _combine_kernel(
     part, lse, out, count, T, splits,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Rows in the order of the parts: text, key head, row, query head."""
+    """Combine the pieces. Rows are in the order of the parts: text, key head, row, query head."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     split = tl.arange(0, LANES)
     d = tl.arange(0, WIDTH)
@@ -154,7 +156,7 @@ def _combine_kernel(
     weight = tl.exp2(weight - tl.where(high == float("-inf"), 0.0, high)[:, None])
     total = tl.sum(weight, 1)
     weight = weight / tl.where(total > 0, total, 1.0)[:, None]
-    found = (weight > 0)[:, :, None] & (d < D)[None, None, :]  # a piece that a short text does not have wrote nothing
+    found = (weight > 0)[:, :, None] & (d < D)[None, None, :]  # a short text has fewer pieces: the others are unwritten
     acc = tl.load(part + place[:, :, None] * D + d[None, None, :], mask=found, other=0.0)
     mean = tl.sum(acc * weight[:, :, None], 1)
     query, rest = row % G, row // G
@@ -176,19 +178,22 @@ def attention(
 ) -> Tensor:
     batch, count, heads, dim = q.shape
     if dim > WIDEST or q.dtype == torch.float64:
-        raise ValueError(f"attention of heads of {dim} in {q.dtype}: at most {WIDEST}, and not in fp64")
+        raise ValueError(
+            f"attention with head dimension {dim} in {q.dtype} is not supported: at most {WIDEST}, and not fp64"
+        )
     kv = rows.shape[-2] // 2
     groups = heads // kv
     if q.stride(3) != 1 or q.stride(2) != dim:
         q = q.contiguous()
     base, reach, bits, first, fixed = ancestry
     tree, windowed = int(bits is not None), int(first is not None)
-    bits = base if bits is None else bits.contiguous()  # what is not there is not read
+    bits = base if bits is None else bits.contiguous()  # an absent tensor is not read
     first = base if first is None else first.contiguous()
     stride_text, stride_slot = rows.stride()[:2] if table is None else (0, rows.stride(0))
     where, stride_table, page = (base, 0, 0) if table is None else (table, table.stride(0), PAGE)
     how = tiling(batch, count * groups, kv, rows.element_size(), span, _processors(q.device))
-    # Compiled for a page whose number is read first, these stages have as many keys under way as those without pages.
+    # With pages, the page number is loaded before the keys. These stages then keep as many keys in flight as without
+    # pages.
     stages = 2 * how.stages - 1 if page and how.stages > 2 else how.stages
     splits = how.splits
     out = q.new_empty(batch * count, heads * dim)
@@ -200,10 +205,10 @@ def attention(
         q, rows, where, base, bits, first, part, lse, out,
         q.stride(0), q.stride(1), stride_text, stride_slot, stride_table,
         count, reach, splits, span if fixed else 0, tree, windowed, how.tiles,
-        scale * LOG2E, kv, groups, dim, width, how.rows, KEYS, LEAST, page, num_warps=how.warps, num_stages=stages,
+        scale * LOG2E, kv, groups, dim, width, how.rows, KEYS, MIN_PIECE, page, num_warps=how.warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
-        lanes, each = (8, 2) if splits <= 8 else (PIECES, 1)
+        lanes, each = (8, 2) if splits <= 8 else (MAX_PIECES, 1)
         _combine_kernel[(triton.cdiv(len(part), each),)](
             part, lse, out, len(part), count, splits, kv, groups, dim, width, each, lanes
         )

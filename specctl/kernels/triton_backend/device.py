@@ -1,4 +1,4 @@
-"""Shared parts of Triton kernels: loading logits, the probability of a row's tokens, the search in a running sum."""
+"""Code that the Triton kernels share: loading logits, the probability of tokens, the search in a running sum."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from torch import Tensor
 
 from ..rows import Rows
 
-BLOCKS = 16  # runs of `rows.BLOCK` ids that one program takes: 4096 logits
-TILE = 4096  # logits at a time of a program that takes a whole row
+BLOCKS = 16  # runs of `rows.BLOCK` ids per program: 4096 logits
+TILE = 4096  # logits per iteration in programs that process a whole row
 
 
 def precision(logits: Tensor) -> Any:
-    """The working precision of `rows.working` as a Triton type."""
+    """The working precision of `rows.to_working_precision` as a Triton type."""
     return tl.float64 if logits.dtype == torch.float64 else tl.float32
 
 
 def row_major(logits: Tensor) -> Tensor:
-    """Logits [R, V] whose rows are contiguous; between rows any stride will do."""
+    """Logits [R, V] with contiguous rows; the stride between rows may be any."""
     logits = logits.detach()
     return logits if logits.stride(1) == 1 else logits.contiguous()
 
 
 def pointers(rows: Rows) -> tuple[Any, ...]:
-    """Arguments of a kernel for its rows: (logits, stride, inv_temp, cut, lse, greedy)."""
+    """Kernel arguments for rows: (logits, stride, inv_temp, cut, lse, greedy)."""
     logits = row_major(rows.logits)
     return logits, logits.stride(0), *(field.contiguous() for field in rows[1:5])
 
@@ -45,7 +45,7 @@ def load_logits(x, ids, mask, ACC: tl.constexpr):
 
 @triton.jit
 def probability(x, ids, inv_temp, cut, lse, greedy):
-    """p of tokens `ids` with logits `x`: see `Rows`."""
+    """p of tokens `ids` with logits `x`, as defined in `Rows`."""
     scores = x * inv_temp
     p = tl.where(scores >= cut, tl.exp(scores - lse), 0.0)
     return tl.where(greedy >= 0, tl.where(ids == greedy, 1.0, 0.0).to(p.dtype), p)
@@ -53,9 +53,10 @@ def probability(x, ids, inv_temp, cut, lse, greedy):
 
 @triton.jit
 def search(weight, threshold, SIZE: tl.constexpr):
-    """First index whose running sum of `weight` [SIZE] exceeds `threshold`, at most the last that has weight; the rest.
+    """Find the first index at which the running sum of `weight` [SIZE] exceeds `threshold`; also return the rest.
 
-    A parallel running sum need not be monotone in its last bit, so an index without weight is refused explicitly.
+    The index is at most the last index with weight. A parallel running sum may decrease in its last bit, so indices
+    without weight are excluded explicitly.
     """
     index = tl.arange(0, SIZE)
     cumulative = tl.cumsum(weight, 0)

@@ -1,6 +1,6 @@
-"""The distillation objectives, one program per row: softmax sums while reading, then the gradient in place.
+"""Distillation objectives, one program per row: softmax sums in the first pass, then the gradient in place.
 
-Formulas: `kernels.objectives`. The second and third reading of a row come from the cache.
+Formulas: `kernels.objectives`. The second and third pass over a row read it from the cache.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..objectives import ETA, OBJECTIVES, TINY
-from ..rows import working
+from ..rows import to_working_precision
 from .device import precision, tile_of
 
 
@@ -25,7 +25,7 @@ def _distill_kernel(
     z += row * z_stride
     teacher += row * t_stride
 
-    # log Σ exp z lane by lane, and the sums that are linear in p.
+    # log Σ exp z per lane, and the sums that are linear in p.
     peak = tl.full((TILE,), float("-inf"), ACC)
     total = tl.zeros((TILE,), ACC)
     mass = tl.zeros((TILE,), ACC)
@@ -49,7 +49,7 @@ def _distill_kernel(
     base = tl.where(highest == float("-inf"), 0.0, highest)
     lse = highest + tl.log(tl.sum(total * tl.exp(peak - base), 0))
 
-    # What the gradient needs beyond lse, and the loss.
+    # Further sums that the gradient needs, and the loss.
     scale = tl.load(weight + row).to(ACC)
     inner = tl.full((), 0.0, ACC)
     share = tl.full((), 0.0, ACC)  # λ
@@ -115,7 +115,7 @@ def distill_rows(logits: Tensor, teacher: Tensor, weight: Tensor, objective: str
     dense = logits.detach()
     dense = dense if dense.stride(1) == 1 else dense.contiguous()
     teacher, acc = teacher.contiguous(), precision(logits)
-    losses = torch.empty(rows, dtype=working(logits[:0]).dtype, device=logits.device)
+    losses = torch.empty(rows, dtype=to_working_precision(logits[:0]).dtype, device=logits.device)
     _distill_kernel[(rows,)](
         dense, dense.stride(0), teacher, teacher.stride(0), weight.contiguous(), losses, TINY, ETA,
         vocabulary, objective, tile_of(vocabulary), acc, num_warps=16,

@@ -1,4 +1,4 @@
-"""The likeliest tokens of a row: k maxima of every tile, then k of those, and log Σ exp on the way."""
+"""Most likely tokens of a row: the k maxima of every tile, then the k best candidates; log Σ exp in the same passes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import working
+from ..rows import to_working_precision
 from .device import load_logits, precision, row_major, tile_of
 
 
 @triton.jit
 def _best(values, ids, free, NONE):
-    """Maximum over the `free` lanes and the lowest id that holds it; NONE if no lane is free."""
+    """Maximum over the `free` lanes and its lowest id; NONE if no lane is free."""
     top = tl.max(tl.where(free, values, float("-inf")), 0)
     return top, tl.min(tl.where(free & (values == top), ids, NONE), 0)
 
@@ -68,7 +68,7 @@ def expand_topk(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     rows, vocabulary = logits.shape
     tile, acc = tile_of(vocabulary), precision(logits)
     tiles = triton.cdiv(vocabulary, tile)
-    like = working(logits[:0])
+    like = to_working_precision(logits[:0])
     peak, total = (like.new_empty(rows, tiles) for _ in range(2))
     values, logprob = like.new_empty(rows, tiles, k), like.new_empty(rows, k)
     indices = torch.empty(rows, tiles, k, dtype=torch.int32, device=logits.device)

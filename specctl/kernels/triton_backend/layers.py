@@ -1,6 +1,6 @@
-"""The small operations of a decoder layer, several in one launch: each reads and writes its rows once.
+"""Small operations of a decoder layer, fused into one launch each, which reads and writes every row once.
 
-Arithmetic is fp32 and rounded once. A row's sums have one order, whatever rows stand beside it.
+Arithmetic is fp32, with one rounding at the end. A row's sums have one order, independent of the other rows.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import triton.language as tl
 from torch import Tensor
 
 WIDEST = 2**16  # hidden size: a program holds a whole row in registers
-GATED = 512  # products of a program
-TURNED = 512  # elements of half heads in a program
-EACH = 8  # of them for a thread: 16 bytes of bf16
+GATED = 512  # products per program
+TURNED = 512  # elements of half heads per program
+EACH = 8  # elements per thread: 16 bytes of bf16
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def _rope_kernel(
     Q: tl.constexpr, K: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr,
     NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of a row, of Q for queries, K for keys and K for values; the halves of a head turn together."""
+    """Process some heads of a row, with both halves. A row has Q heads for queries, K for keys and K for values."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
@@ -64,7 +64,7 @@ def _rope_kernel(
         of_k = tl.load(k_weight + HALF + d, mask=there, other=0.0)[None, :]
         y = high * scale * tl.where(query, of_q, of_k)
     angle = tl.load(position + row) * D + d
-    turned = (head < Q + K)[:, None]  # values stay as they are
+    turned = (head < Q + K)[:, None]  # values are not rotated
     c = tl.load(cos + angle, mask=there, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + angle, mask=there, other=0.0).to(tl.float32)[None, :]
     low = tl.where(turned, x * c + y * s, low)
@@ -84,7 +84,7 @@ def _rope_kernel(
 def add_rms_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     count, size = x.shape
     if size > WIDEST:
-        raise ValueError(f"rows of {size}: at most {WIDEST}")
+        raise ValueError(f"rows of {size} elements are not supported: at most {WIDEST}")
     x, delta = x.contiguous(), delta.contiguous()
     total, out = x.new_empty(x.shape), delta.new_empty(x.shape)
     width = triton.next_power_of_2(size)
@@ -115,13 +115,13 @@ def rope_and_cache(
     count, heads, dim = qkv.shape
     kv = rows.shape[-2] // 2
     queries = heads - 2 * kv
-    stride_text, stride_slot = rows.stride()[:2] if rows.ndim == 4 else (0, rows.stride(0))  # a pool is all texts'
+    stride_text, stride_slot = rows.stride()[:2] if rows.ndim == 4 else (0, rows.stride(0))  # all texts share a pool
     q = qkv.new_empty(*positions.shape, queries, dim)
     width = triton.next_power_of_2(dim // 2)
     each = min(max(TURNED // width, 1), triton.next_power_of_2(heads))
     _rope_kernel[(count, triton.cdiv(heads, each))](
         qkv.contiguous(), cos, sin, positions.contiguous(), slots.contiguous(), q, rows,
-        cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,  # what is not there is not read
+        cos if q_weight is None else q_weight, cos if k_weight is None else k_weight,  # an absent weight is not read
         positions.shape[1], heads * dim, stride_text, stride_slot, eps,
         queries, kv, dim, dim // 2, width, each, q_weight is not None, num_warps=max(each * width // (32 * EACH), 1),
     )  # fmt: skip

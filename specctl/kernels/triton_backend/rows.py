@@ -1,8 +1,9 @@
-"""Random numbers, the scalars of a row, and draws from it.
+"""Random numbers, the scalars of a row, and sampling.
 
-Many programs read a row once, for maxima and sums of its blocks. With top-k or top-p they read it again, only where
-blocks reach a pivot below the cut, and gather what may lie there: the search for the cut runs on few logits. Its masses
-are integers, so neither the order of the candidates nor the batch changes a bit.
+Many programs share the first pass over a row, which computes maxima and sums of its blocks. With top-k or top-p, a
+second pass reads only blocks that reach a pivot, which lies below the cut. It gathers the logits above the pivot as
+candidates, so the search for the cut runs on few logits. The masses in this search are integers: neither the order of
+the candidates nor the batch changes a bit of the result.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..rows import BLOCK, COLDEST, Rows, working
+from ..rows import BLOCK, GREEDY_BELOW, Rows, to_working_precision
 from .device import BLOCKS, load_logits, pointers, precision, probability, row_major, search, tile_of
 
-ROOM = 16384  # candidates of a row; where there are more, the row itself is searched
-SAMPLE = 2048  # logits from which the mass of a tail is guessed
-PROGRAMS = 1056  # of a pass that few rows share: eight for every multiprocessor of a large GPU
-UNIT = tl.constexpr(2.0**43)  # of a mass, the largest of which is 1: the sum of 2**20 of them has 63 bits
-NEAR = tl.constexpr(-8.0)  # scores so close to the maximum are candidates, whatever the sample has seen of them
-LEAST = tl.constexpr(COLDEST)
+MAX_CANDIDATES = 16384  # candidates per row; if there are more, the row itself is searched
+SAMPLE = 2048  # logits per row from which the mass of a tail is estimated
+PROGRAMS = 1056  # of a pass over few rows: eight per multiprocessor of a large GPU
+UNIT = tl.constexpr(2.0**43)  # units per mass of 1, the largest of a token: the sum over 2**20 tokens has 63 bits
+ALWAYS_CANDIDATE = tl.constexpr(-8.0)  # scores this close to the maximum are always candidates
+GREEDY_LIMIT = tl.constexpr(GREEDY_BELOW)
 HALVINGS = tl.constexpr(6)
-SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that fp32 has beyond
+SHIFTS = {torch.float64: 0, torch.float32: 0, torch.bfloat16: 16, torch.float16: 13}  # bits that only fp32 has
 
 
 @triton.jit(do_not_specialize=["length", "size", "stream"])
@@ -46,7 +47,7 @@ def uniform(seed: Tensor, position: Tensor, stream: int) -> Tensor:
 
 @triton.jit(do_not_specialize=["TILES"])
 def _argmax_kernel(x, stride, top, first, V, TILES, TILE: tl.constexpr, ACC: tl.constexpr):
-    """Maximum of every tile and its lowest id. Grid: rows × tiles; one pass, everything else is small."""
+    """Maximum of every tile and its lowest id. Grid: rows × tiles; one pass, all other work is small."""
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     ids = tile * TILE + tl.arange(0, TILE)
@@ -71,7 +72,7 @@ def argmax(logits: Tensor) -> Tensor:
     count, vocabulary = rows.shape
     tile, acc = tile_of(vocabulary), precision(rows)
     tiles = triton.cdiv(vocabulary, tile)
-    top = torch.empty(count, tiles, dtype=working(rows[:0]).dtype, device=rows.device)
+    top = torch.empty(count, tiles, dtype=to_working_precision(rows[:0]).dtype, device=rows.device)
     first = torch.empty(count, tiles, dtype=torch.int64, device=rows.device)
     _argmax_kernel[(count, tiles)](rows, rows.stride(0), top, first, vocabulary, tiles, tile, acc)
     if tiles == 1:
@@ -83,14 +84,14 @@ def argmax(logits: Tensor) -> Tensor:
 
 @triton.jit
 def _flip(bits):
-    """Bits of a float as an integer in the order of the floats; the same function leads back."""
+    """Map a float's bits to an integer in the order of the floats. The function is its own inverse."""
     BITS: tl.constexpr = bits.dtype.primitive_bitwidth
     return bits ^ ((bits >> (BITS - 1)) & ((1 << (BITS - 1)) - 1))
 
 
 @triton.jit
 def _key(value, SHIFT: tl.constexpr):
-    """Integers in the order of the floats, less the SHIFT lowest bits, which the logits' dtype does not have."""
+    """Integers in the order of the floats, without the SHIFT lowest bits, which the logits' dtype lacks."""
     return _flip(value.to(tl.int64 if value.dtype == tl.float64 else tl.int32, bitcast=True)) >> SHIFT
 
 
@@ -102,13 +103,13 @@ def _value(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _from(
+def _count_or_mass_from(
     source, n, end, least, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
     TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """How many of `n` logits have keys from `least` on, or the mass of those whose score reaches `cut`.
+    """Count the keys from `least` on among `n` logits, or sum the mass of all logits with a score of at least `cut`.
 
-    Masses are relative to exp(base), in units of 1 / UNIT: integers, whose sum is the same in any order.
+    Masses are relative to exp(base), in units of 1 / UNIT. They are integers, so their sum is the same in any order.
     """
     lane = tl.arange(0, TILE)
     total = tl.zeros((TILE,), tl.int64)
@@ -125,17 +126,17 @@ def _from(
 
 
 @triton.jit
-def _highest(
+def _highest_key(
     source, n, end, low, high, needed, scale, base, cut, COUNT: tl.constexpr, SHIFT: tl.constexpr,
     TILE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Highest key of low … high from which on there is `needed` or more: interval halving. `low` if there is none.
+    """Highest key in low … high with a count or mass of at least `needed` from this key on; `low` if there is none.
 
-    Passes over `source`: log2(high − low), at most the bits of the logits' dtype.
+    Interval halving takes log2(high − low) passes over `source`, at most the number of bits of the logits' dtype.
     """
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up, without overflow
-        enough = _from(source, n, end, middle, scale, base, cut, COUNT, SHIFT, TILE, ACC) >= needed
+        enough = _count_or_mass_from(source, n, end, middle, scale, base, cut, COUNT, SHIFT, TILE, ACC) >= needed
         low = tl.where(enough, middle, low)
         high = tl.where(enough, high, middle - 1)
     return low
@@ -145,9 +146,9 @@ def _highest(
 def _blocks_kernel(
     x, stride, inv_temp, peak, total, best, taken, V, NB, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, ACC: tl.constexpr
 ):
-    """Maximum, its lowest id, and Σ exp(score − that of the maximum) of every run of BLOCK ids.
+    """Maximum, its lowest id, and Σ exp(score − maximum's score) of every run of BLOCK ids.
 
-    Grid: rows × BLOCKS runs; one pass. It also makes the counters of the next kernel zero.
+    Grid: rows × groups of BLOCKS runs; one pass. It also zeroes the counters of the next kernel.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
@@ -181,15 +182,16 @@ def _gather_kernel(
     ROOM: tl.constexpr, SAMPLE: tl.constexpr, LANES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The logits from a `pivot` on, which is at or (almost always) below the cut, as `candidates` in any order.
+    """Gather the logits from a `pivot` on as `candidates`, in any order.
 
-    Top-k: the k-th of the blocks' maxima. Top-p: with a tail of half of 1 − top_p below it, as a SAMPLE of the logits
-    has it; the next kernel notices where the tail is too large. Grid: rows × a few programs; reads the blocks whose
-    maximum reaches the pivot.
+    The pivot is (almost always) at or below the cut. Top-k: the pivot is the k-th of the blocks' maxima. Top-p: the
+    tail below the pivot has half of the mass 1 − top_p, as estimated from a SAMPLE of the logits; the next kernel
+    notices a tail that is too large. Grid: rows × a few programs; reads the blocks with a maximum of at least the
+    pivot.
     """
     row = tl.program_id(0).to(tl.int64)
     k, p = tl.minimum(tl.load(top_k + row), V), tl.load(top_p + row)
-    if ((k > 0) | (p < 1)) & (tl.load(temperature + row) >= LEAST):
+    if ((k > 0) | (p < 1)) & (tl.load(temperature + row) >= GREEDY_LIMIT):
         scale = tl.load(inv_temp + row)
         top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
         x += row * stride
@@ -210,8 +212,8 @@ def _gather_kernel(
             score = load_logits(x, ids, ids < V, ACC) * scale - highest
             weight = tl.exp(score) * (V / tl.minimum(V, SAMPLE))
             tail = 0.5 * (1 - p).to(ACC) * tl.sum(sums, 0)
-            low = tl.log(tail / V)  # so much does not lie below, however many there are
-            high = tl.maximum(low, NEAR)
+            low = tl.log(tail / V)  # even all V tokens below this score have at most the tail's mass
+            high = tl.maximum(low, ALWAYS_CANDIDATE)
             for _ in range(HALVINGS):
                 middle = 0.5 * (low + high)
                 fine = tl.sum(tl.where(score < middle, weight, 0.0), 0) <= tail
@@ -241,15 +243,15 @@ def _rows_kernel(
     cut, lse, greedy, mass, V, NB, ROOM: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
     BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The fields of a row. With a filter: the exact cut, found among the candidates, and the masses behind it.
+    """Compute the fields of a row; with a filter, first the exact cut among the candidates.
 
-    The row itself is searched where candidates are too many, or too few: its passes are as many as a key has bits,
-    out of the cache. Grid: rows; reads candidates, and the blocks whose maximum reaches the cut.
+    If there are too many or too few candidates, the row itself is searched: one pass per bit of a key, from the cache.
+    Grid: rows; reads candidates, and the blocks with a maximum of at least the cut.
     """
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(inv_temp + row)
     top, highest, sums = _statistics(peak, total, scale, row, NB, LANES)
-    is_greedy = tl.load(temperature + row) < LEAST
+    is_greedy = tl.load(temperature + row) < GREEDY_LIMIT
     token = tl.load(best + row * NB + tl.argmax(top, 0)).to(tl.int64)
     tl.store(greedy + row, tl.where(is_greedy, token, -1))
     finite = (highest > float("-inf")) & (highest < float("inf"))
@@ -258,27 +260,27 @@ def _rows_kernel(
     lane = tl.arange(0, LANES)
     if ((k > 0) | (p < 1)) & (is_greedy == 0) & finite:
         n = tl.load(taken + row)
-        end = tl.cdiv(n, 16) * 16  # where the candidates' memory ends, for loads of 16 bytes
+        end = tl.cdiv(n, 16) * 16  # end of the candidates' memory, for loads of 16 bytes
         low = _key(tl.load(pivot + row), SHIFT)
         high = _key(tl.max(top, 0), SHIFT)
         needed = (p.to(tl.float64) * tl.sum(sums.to(tl.float64), 0) * UNIT).to(tl.int64)
         source, whole_row = candidates + row * ROOM, x + row * stride
         few = n <= ROOM
         if few & (k == 0):
-            few = _from(source, n, end, low, scale, highest, least, False, SHIFT, TILE, ACC) >= needed
+            few = _count_or_mass_from(source, n, end, low, scale, highest, least, False, SHIFT, TILE, ACC) >= needed
         source = tl.where(few, source, whole_row)
         n, end = tl.where(few, n, V), tl.where(few, end, V)
         bottom = _key(least, SHIFT)
         low = tl.where(few, low, bottom)
         if k > 0:
-            low = _highest(source, n, end, low, high, k, scale, highest, least, True, SHIFT, TILE, ACC)
+            low = _highest_key(source, n, end, low, high, k, scale, highest, least, True, SHIFT, TILE, ACC)
             least = _value(low, SHIFT) * scale
         if p < 1:
             if k > 0:
-                whole = _from(source, n, end, bottom, scale, highest, least, False, SHIFT, TILE, ACC)
+                whole = _count_or_mass_from(source, n, end, bottom, scale, highest, least, False, SHIFT, TILE, ACC)
                 needed = (p.to(tl.float64) * whole.to(tl.float64)).to(tl.int64)
             needed = tl.maximum(needed, 1)
-            low = _highest(source, n, end, low, high, needed, scale, highest, least, False, SHIFT, TILE, ACC)
+            low = _highest_key(source, n, end, low, high, needed, scale, highest, least, False, SHIFT, TILE, ACC)
             least = _value(low, SHIFT) * scale
 
         group = 0
@@ -290,7 +292,7 @@ def _rows_kernel(
             kept = tl.sum(tl.where(score >= least, tl.exp(score - highest), 0.0), 1)
             tl.store(mass + row * NB + block, kept, mask=block < NB)
             group += 1
-        tl.debug_barrier()  # what other threads have stored is read
+        tl.debug_barrier()  # stores of other threads are read next
         sums = tl.load(mass + row * NB + lane, mask=lane < NB, other=0.0)
     whole = tl.sum(sums, 0)
     tl.store(mass + row * NB + lane, sums / whole, mask=lane < NB)
@@ -299,16 +301,18 @@ def _rows_kernel(
 
 
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
-    """As the reference; the logits keep their dtype. Three launches, and nothing depends on the filters but time."""
+    """Like the reference, but the logits keep their dtype. Always three launches: filters change only the time."""
     logits = row_major(logits)
     count, vocabulary = logits.shape
-    assert vocabulary <= 2**20, "the masses of more tokens would overflow"
+    assert vocabulary <= 2**20, "the probability masses of a larger vocabulary would overflow"
     blocks, acc = triton.cdiv(vocabulary, BLOCK), precision(logits)
-    inv_temp = torch.where(temperature < COLDEST, 1.0, 1.0 / temperature).to(working(logits[:0]).dtype)
+    inv_temp = torch.where(temperature < GREEDY_BELOW, 1.0, 1.0 / temperature).to(
+        to_working_precision(logits[:0]).dtype
+    )
     pivot, cut, lse, greedy = *(torch.empty_like(inv_temp) for _ in range(3)), torch.empty_like(top_k)
     peak, total, mass = (inv_temp.new_empty(count, blocks) for _ in range(3))
     best, taken = (top_k.new_empty(count, size, dtype=torch.int32) for size in (blocks, 1))
-    candidates = logits.new_empty(count, ROOM)
+    candidates = logits.new_empty(count, MAX_CANDIDATES)
     several, lanes = min(BLOCKS, triton.next_power_of_2(blocks)), triton.next_power_of_2(blocks)
     groups, few = triton.cdiv(blocks, several), min(8, several)
     x, statistics = (logits, logits.stride(0), inv_temp), (peak, total)
@@ -318,11 +322,11 @@ def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor
     programs = min(triton.cdiv(blocks, few), max(1, PROGRAMS // max(count, 1)))
     _gather_kernel[(count, programs)](
         *x, *filters, *statistics, taken, pivot, candidates, vocabulary, blocks, step,
-        ROOM, SAMPLE, lanes, few, BLOCK, acc, num_warps=8,
+        MAX_CANDIDATES, SAMPLE, lanes, few, BLOCK, acc, num_warps=8,
     )  # fmt: skip
     _rows_kernel[(count,)](
         *x, *filters, *statistics, best, taken, pivot, candidates, cut, lse, greedy, mass, vocabulary, blocks,
-        ROOM, tile_of(vocabulary), lanes, several, BLOCK, SHIFTS[logits.dtype], acc, num_warps=16,
+        MAX_CANDIDATES, tile_of(vocabulary), lanes, several, BLOCK, SHIFTS[logits.dtype], acc, num_warps=16,
     )  # fmt: skip
     return Rows(logits, inv_temp, cut, lse, greedy, mass)
 

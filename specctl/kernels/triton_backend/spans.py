@@ -1,8 +1,9 @@
-"""Attention in training, forward and backward: every row attends a span of slots (Dao 2023, FlashAttention-2).
+"""Training attention, forward and backward: every row attends a span of slots (Dao 2023, FlashAttention-2).
 
-Rows ascend, and so do the ends of their spans: a tile of rows reads the slots between its lowest and its highest one,
-a tile of slots is attended by consecutive rows. So documents need no padding and the host no table of them. Scores and
-probabilities stay in registers; the backward pass makes them anew from the log-sum-exp. The order of all sums is fixed.
+Rows ascend, and so do both ends of their spans. So a tile of rows reads the slots between its lowest and its highest
+one, and a tile of slots is attended by consecutive rows. Documents need no padding, and the host needs no table of
+documents. Scores and probabilities stay in registers; the backward pass recomputes them from the log-sum-exp. The order
+of all sums is fixed.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 LOG2E = 1 / log(2)
-HALVES = (torch.bfloat16, torch.float16)  # fp32 has no tensor cores, and tiles of it do not fit the registers
+HALVES = (torch.bfloat16, torch.float16)  # fp32 has no tensor cores, and its tiles do not fit the registers
 WIDEST = 128  # head dimension
-ROWS, SLOTS = 64, {64: 64, 128: 32}  # of a tile, forward and for the gradient of queries; slots by head dimension
-BACK_ROWS, BACK_SLOTS = 32, 64  # for those of keys and values, of which a tile has two sums
+ROWS, SLOTS = 64, {64: 64, 128: 32}  # per tile, forward and for the queries' gradient; slots by head dimension
+BACK_ROWS, BACK_SLOTS = 32, 64  # for the gradients of keys and values, two sums per tile
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -107,7 +108,7 @@ def _span_slots_kernel(
     sum_k = tl.zeros((S, WIDTH), tl.float32)
     sum_v = tl.zeros((S, WIDTH), tl.float32)
     for step in range(begin * G, tl.cdiv(end - begin, R) * R * G + begin * G, R):
-        # The rows of a tile for one query head, then for the next: `step` counts rows, tile by tile and head by head.
+        # `step` counts rows, tile by tile: first all rows of a tile for one query head, then for the next head.
         done = step - begin * G
         row = begin + done // (R * G) * R + tl.arange(0, R)
         query = head * G + done // R % G
@@ -131,10 +132,13 @@ def _span_slots_kernel(
 
 
 def _sizes(q: Tensor) -> tuple[int, int, int, int]:
-    """Key heads, queries of each, their dimension, the width of tiles for it. ValueError where no kernel fits."""
+    """Key heads, query heads per key head, head dimension, and tile width. Raises ValueError if no kernel fits."""
     _, kv, groups, dim = q.shape
     if dim > WIDEST or q.dtype not in HALVES:
-        raise ValueError(f"attention of training with heads of {dim} in {q.dtype}: at most {WIDEST}, in bf16 or fp16")
+        raise ValueError(
+            f"training attention with head dimension {dim} in {q.dtype} is not supported: at most {WIDEST}, in "
+            "bf16 or fp16"
+        )
     return kv, groups, dim, 64 if dim <= 64 else 128
 
 
@@ -164,6 +168,6 @@ def span_attention_backward(
     slots: Any = (triton.cdiv(len(key), BACK_SLOTS), kv)
     edges = torch.arange(0, slots[0] + 1, device=q.device, dtype=low.dtype) * BACK_SLOTS
     first = torch.searchsorted(high, edges[:-1], out_int32=True)  # the first row that attends a slot of the tile
-    last = torch.searchsorted(low, edges[1:], out_int32=True)  # behind the last one
+    last = torch.searchsorted(low, edges[1:], out_int32=True)  # one past the last such row
     _span_slots_kernel[slots](*given, first, last, dk, dv, len(key), LOG2E, *sizes, BACK_ROWS, BACK_SLOTS)
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""The verification rules: the walk down a tree, and the two rules for chains of sampled drafts."""
+"""Verification rules: the walk down a tree, and the two rules for chains of sampled drafts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def walk_tree(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, T
 
 @triton.jit
 def _token_probability(x, stride, inv_temp, cut, lse, greedy, row, token, mask, ACC: tl.constexpr):
-    """p(token) in each of the rows `row`, 0 where masked."""
+    """p(token) in each of the rows `row`, 0 if masked."""
     value = load_logits(x, row * stride + token, mask, ACC)
     scale = tl.load(inv_temp + row, mask=mask, other=1.0)
     least = tl.load(cut + row, mask=mask, other=float("inf"))
@@ -59,7 +59,7 @@ def _accept_kernel(
     tokens, count, u_accept, accepted, share, n,
     V, LANES: tl.constexpr, WHOLE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Token rule: how many tokens are accepted. Block rule (WHOLE): the shares; who is accepted is not known yet."""
+    """Token rule: the number of accepted tokens. Block rule (WHOLE): the shares; acceptance is decided later."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     mask = lane < n
@@ -105,7 +105,7 @@ def _excess_kernel(
     V, NB, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """Σ max(share · p − q, 0) of every run of BLOCK ids: behind 0 … n − 1 tokens (WHOLE), or behind the accepted."""
+    """Σ max(share · p − q, 0) per run of BLOCK ids: after 0 … n − 1 tokens (WHOLE), or after the accepted tokens."""
     slot = tl.program_id(0).to(tl.int64)
     row = slot // slots
     depth = slot % slots
@@ -131,7 +131,7 @@ def _next_kernel(
     V, NB, LANES: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
     ACC: tl.constexpr,
 ):  # fmt: skip
-    """The next token; with the block rule (WHOLE) first how many are accepted."""
+    """Sample the next token. With the block rule (WHOLE), first determine the number of accepted tokens."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, LANES)
     length = tl.load(count + row)
@@ -156,7 +156,7 @@ def _next_kernel(
     token = tl.load(p_greedy + p_row)
     if token < 0:
         u = tl.load(u_next + p_row).to(ACC)
-        made = tl.where(depth < length, NB, 0)  # nothing is drafted behind the last token
+        made = tl.where(depth < length, NB, 0)  # no token is drafted after the last one
         sums = tl.load(excess + slot * NB + lane, mask=lane < made, other=0.0)
         residual = tl.sum(sums, 0) > 0
         if residual == 0:

@@ -1,7 +1,8 @@
-"""Floors of decoding on GPUs that need not be here: what a step must read and compute, by data sheets; not measured.
+"""Lower bounds of decoding times on GPUs that need not be present, from data sheets: nothing is measured.
 
-A step of plain decoding reads all weights and the keys and values of every text. A step of several rows a text, which
-verifies drafts, reads as much and computes more: from some batch on its products take longer than the reading.
+A step of plain decoding reads all weights, and the keys and values of every sequence. A step that verifies drafts has
+several rows per sequence. It reads as much and computes more, so above some batch size its products take longer than
+the reading.
 """
 
 from __future__ import annotations
@@ -17,18 +18,22 @@ from specctl.recipe import BenchRecipe
 from specctl.training.machine import DEVICES, GB, Device
 from specctl.training.target_outline import Outline
 
-USABLE = 0.9  # of a GPU's memory, for weights, keys and values
+USABLE = 0.9  # share of a GPU's memory for weights, keys and values
 
 
 @dataclass(frozen=True)
 class FloorRow:
-    """`batch` texts of `context` tokens each on as many GPUs of a kind as hold them, which share all work evenly.
+    """Floors of `batch` sequences of `context` tokens each, on as many GPUs of one type as hold them.
+
+    The GPUs share all work evenly.
 
     Attributes:
-        gpus: a power of two.
-        weights_ms, kv_ms: to read the weights, and keys and values of all texts.
-        plain_ms: of a step of one row a text at least; tokens_per_s: of plain decoding at most.
-        rows: of a text in a step that verifies drafts; rows_ms, of_plain: that step at least, and over a plain one.
+        gpus: number of GPUs, a power of two.
+        weights_ms, kv_ms: time to read the weights, and the keys and values of all sequences.
+        plain_ms: least time of a step with one row per sequence.
+        tokens_per_s: highest throughput of plain decoding.
+        rows: rows per sequence in a step that verifies drafts.
+        rows_ms, of_plain: least time of that step, and its ratio to a plain step.
     """
 
     gpu: str
@@ -45,7 +50,7 @@ class FloorRow:
 
 
 def measure(recipe: BenchRecipe) -> list[FloorRow]:
-    """Every GPU and batch of the recipe, for its shape or the configuration of its target."""
+    """Floors of every GPU and batch size of the recipe, for its shape or the configuration of its target."""
     about = recipe.target.described
     config = config_of(recipe.shape) if recipe.shape else load_config(**about)
     outline = Outline.of(config, torch.float32 if recipe.target.dtype == "fp32" else torch.bfloat16)
@@ -54,7 +59,7 @@ def measure(recipe: BenchRecipe) -> list[FloorRow]:
 
 
 def row(gpu: str, device: Device, outline: Outline, batch: int, context: int, rows: int) -> FloorRow:
-    """The floors of one GPU and batch. A mixture is counted with the experts that a single token visits."""
+    """Floors of one GPU type and batch size. A mixture counts only the experts that one token visits."""
     size = outline.dtype.itemsize
     weights, kv = outline.active * size, batch * context * kv_bytes(outline.config, size)
     count = 1
@@ -63,7 +68,7 @@ def row(gpu: str, device: Device, outline: Outline, batch: int, context: int, ro
     reading, computing = 1000 / (count * device.bandwidth * 1e12), 1000 / (count * device.tflops * 1e12)
 
     def step(rows: int) -> float:
-        """Milliseconds; products of attention left out."""
+        """Least milliseconds of a step, without the products of attention."""
         return max((weights + kv) * reading, 2 * outline.active * batch * rows * computing)
 
     plain, drafted = step(1), step(rows)
@@ -83,7 +88,7 @@ def row(gpu: str, device: Device, outline: Outline, batch: int, context: int, ro
 
 
 def kv_bytes(config: Any, size: int) -> int:
-    """Bytes of a token's keys and values, of all layers, `size` bytes a number."""
+    """Bytes of keys and values per token, over all layers, with `size` bytes per number."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * dim * size

@@ -1,4 +1,4 @@
-"""The kernels of attention, verification and distillation against what one would write with a few lines of PyTorch."""
+"""Benchmark of the attention, verification and distillation kernels against a few lines of eager PyTorch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,31 @@ from specctl.kernels.distill import Teacher, linear_distill
 from specctl.progress import Progress
 from specctl.recipe import BenchRecipe
 
-HIDDEN, TRAINED_ROWS = 256, 1024  # of the head in the loss; a GPU takes those of an 8B target
-CUDA_HIDDEN, CUDA_TRAINED_ROWS = 4096, 8192
+HIDDEN, TRAINED_ROWS = 256, 1024  # sizes of the loss benchmark on a CPU
+CUDA_HIDDEN, CUDA_TRAINED_ROWS = 4096, 8192  # the same on a GPU, as for an 8B target
 TEMPERATURE = 0.8
-DRAFTERS = (1, 4)  # whose statistics are taken together
-CONTEXTS = (4096, 32768)  # slots that a step attends
-HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 8  # of an 8B target; layers in turn: one would stay in the L2 cache
-CACHE = 2**35  # bytes of a cache at most
-FLUSHED = 2**28  # bytes that are written before a call: five times the L2 cache of an H100
-REPLAYED = {"attention", "argmax + walk_tree", "row_params + accept_chain", "expand_topk"}  # others ask the host
+DRAFTERS = (1, 4)  # numbers of drafters that are scored in one call
+CONTEXTS = (4096, 32768)  # slots that a step attends to
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 32, 8, 128, 8  # of an 8B target; several layers in turn, as one would stay in L2
+MAX_CACHE_BYTES = 2**35  # largest KV cache in bytes
+FLUSH_BYTES = 2**28  # bytes written before a call, to flush the L2 cache: five times the size of an H100's
+GRAPH_KERNELS = {
+    "attention",
+    "argmax + walk_tree",
+    "row_params + accept_chain",
+    "expand_topk",
+}  # others wait for the host
 
 
 @dataclass(frozen=True)
 class KernelRow:
-    """One kernel at one size. `floor_ms` is the time to read its logits once, or its keys and values; the loss, which
-    makes its logits, has none.
+    """Times of one kernel at one size.
 
-    `graphs`: on a GPU, a replay of a CUDA graph was timed; where a kernel asks the host, its launches were.
-    `memory` is our peak of device memory ÷ the eager formulation's, both beyond what stood there before (CUDA only).
+    Attributes:
+        graphs: the times are of CUDA-graph replays (GPU only). A kernel that needs the host is timed with its launches.
+        floor_ms: time to read its logits, or its keys and values, once. The loss, which makes its logits itself, has
+            None.
+        memory: our peak of device memory ÷ the eager version's, both beyond earlier allocations (CUDA only).
     """
 
     kernel: str
@@ -50,11 +57,11 @@ class KernelRow:
 
 
 Case = tuple[str, str, Callable[[], object], Callable[[], object], int]
-"""(kernel, size, ours, eager, bytes that have to be read)."""
+"""(kernel, size, ours, eager, bytes that must be read)."""
 
 
 def measure(recipe: BenchRecipe, device: torch.device, bar: Progress) -> list[KernelRow]:
-    """Every kernel at every batch and vocabulary of the recipe."""
+    """Time every kernel at every batch and vocabulary size of the recipe."""
     speed, backend = bandwidth(device), kernels.backend(device.type)
     rows = []
     for kernel, size, ours, eager, read in cases(recipe, device):
@@ -73,18 +80,23 @@ def measure(recipe: BenchRecipe, device: torch.device, bar: Progress) -> list[Ke
 def timed(
     kernel: str, ours: Callable[[], object], eager: Callable[[], object], repeats: int, device: torch.device
 ) -> tuple[dict[str, float], bool]:
-    """Seconds of both, and whether they are of graphs. On a GPU an L2 cache would hold a batch of one, and the host
-    would take longer than most kernels: so its caches are cold, and what is launched is replayed."""
+    """Median seconds of both functions, and whether they were replayed as graphs.
+
+    On a GPU the L2 cache could hold the data of a small batch, and launching takes the host longer than most kernels
+    run. So the cache is flushed before each call, and launches are replayed from a graph.
+    """
     functions = {"ours": ours, "eager": eager}
     if device.type == "cpu":
         return medians(functions, repeats, device), False
-    if replayed := kernel in REPLAYED:
+    if replayed := kernel in GRAPH_KERNELS:
         functions = {name: graphs.replay_of(run, device) for name, run in functions.items()}
-    return cold_medians(functions, repeats, device, torch.empty(FLUSHED, dtype=torch.uint8, device=device)), replayed
+    return cold_medians(
+        functions, repeats, device, torch.empty(FLUSH_BYTES, dtype=torch.uint8, device=device)
+    ), replayed
 
 
 def _peak(work: Callable[[], object], device: torch.device) -> int:
-    """Bytes of device memory that a call needs at once, beyond what is held before it."""
+    """Peak device memory of a call in bytes, beyond the memory allocated before."""
     held = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     work()
@@ -94,9 +106,9 @@ def _peak(work: Callable[[], object], device: torch.device) -> int:
 def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
     generator = torch.Generator(device).manual_seed(recipe.data.seed)
     dtype = torch.bfloat16
-    if device.type == "cuda":  # a CPU attends with a mask, as PyTorch does
+    if device.type == "cuda":  # on a CPU our attention is PyTorch's, with a mask
         for batch, context in itertools.product(recipe.batches, CONTEXTS):
-            if batch * context * LAYERS * _slot(dtype) <= CACHE:
+            if batch * context * LAYERS * _slot(dtype) <= MAX_CACHE_BYTES:
                 for rows in (1, recipe.drafted + 1):
                     yield attention(device, dtype, batch, rows, context)
     for vocabulary in recipe.vocabularies:
@@ -123,7 +135,7 @@ def _slot(dtype: torch.dtype) -> int:
 
 
 def attention(device: torch.device, dtype: torch.dtype, batch: int, rows: int, context: int) -> Case:
-    """A step of `rows` rows behind `context` slots of every text, against PyTorch's attention with a mask."""
+    """Case of an attention step: `rows` rows after `context` slots per sequence, against PyTorch's with a mask."""
     span = context + rows
     store = torch.randn(LAYERS, batch, span, 2 * KV_HEADS, HEAD_DIM, device=device, dtype=dtype)
     q = torch.randn(batch, rows, HEADS, HEAD_DIM, device=device, dtype=dtype)
@@ -159,17 +171,20 @@ def _greedy(p: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[
 
 
 def _sampled(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The ratio rule for a chain drawn from q."""
+    """Case of the ratio rule, for a chain drawn from q."""
     return _feedback(p, q, tokens, 0)
 
 
 def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """The same, with acceptance, divergences and agreement of `count` drafters, the one that drafted among them."""
+    """Case of the ratio rule, with acceptance, divergences and agreement of `count` drafters, the active one included.
+
+    With `count` 0 it is the rule alone.
+    """
     (batch, drafted), device = tokens.shape, p.device
     u = torch.rand(batch, drafted + 1, device=device)
     counts = torch.full((batch,), drafted, device=device)
     x = torch.cat((tokens, tokens[:, -1:]), 1).flatten()
-    others = [F.pad(q.roll(n, 1), (0, 0, 0, 1)).flatten(0, 1) for n in range(count)]  # a row for each of the target's
+    others = [F.pad(q.roll(n, 1), (0, 0, 0, 1)).flatten(0, 1) for n in range(count)]  # one row per target row
     place = torch.arange(batch, device=device)
 
     def parameters(logits: Tensor) -> kernels.Rows:
@@ -177,12 +192,12 @@ def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callabl
         ones = torch.ones(len(flat), device=device)
         return kernels.row_params(flat, TEMPERATURE * ones, torch.zeros_like(ones, dtype=torch.int64), ones)
 
-    proposal = parameters(q)  # a drafter that sampled has its rows
+    proposal = parameters(q)  # not timed: a drafter that sampled has them already
 
     def ours() -> object:
         rows = parameters(p)
         verdict = kernels.accept_chain(rows, proposal, tokens, counts, u[:, :-1], u)
-        return verdict, kernels.panorama(rows, [kernels.DraftRows(d) for d in others], x) if others else None
+        return verdict, kernels.drafter_feedback(rows, [kernels.DraftRows(d) for d in others], x) if others else None
 
     def eager() -> object:
         target, draft = (p.float() / TEMPERATURE).softmax(-1), (q.float() / TEMPERATURE).softmax(-1)
@@ -197,7 +212,7 @@ def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callabl
 
 
 def _statistics(target: Tensor, logits: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-    """The statistics of `panorama` for one drafter, formula by formula."""
+    """Statistics of `drafter_feedback` for one drafter, formula by formula."""
     draft = logits.float().softmax(-1)
     log_p, log_q = target.clamp_min(1e-9).log(), draft.clamp_min(1e-9).log()
     return (
@@ -217,7 +232,7 @@ def _expand(logits: Tensor) -> tuple[Callable[[], object], Callable[[], object]]
     return lambda: kernels.expand_topk(logits, 8), lambda: logits.float().log_softmax(-1).topk(8, -1)
 
 
-# Not of inference: DeepSpeed's F.linear, where it was loaded, saves its inputs for backward.
+# Outside of inference mode: DeepSpeed, if loaded, replaces F.linear, and its version saves inputs for backward.
 @torch.inference_mode(False)
 def _loss(device: torch.device, vocabulary: int, generator: torch.Generator) -> Case:
     hidden, rows = (HIDDEN, TRAINED_ROWS) if device.type == "cpu" else (CUDA_HIDDEN, CUDA_TRAINED_ROWS)

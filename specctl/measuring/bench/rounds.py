@@ -1,4 +1,4 @@
-"""Rounds on the device: what one costs beside reading the target's weights, and how much of it is not the target."""
+"""Benchmark of rounds on the device: their time relative to reading the weights, and their overhead."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters.eagle3 import drafter as eagle3
-from specctl.measuring.contenders import filters
+from specctl.measuring.contenders import sampling_of
 from specctl.progress import Progress
 from specctl.recipe import BenchRecipe, TrainRecipe
 
-NEW = 256  # tokens of room behind the context; rounds of a finished text cost the same
+NEW_TOKENS = 256  # tokens of room after the context; rounds of a finished sequence cost the same
 
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A round of one sequence behind `context` tokens whose step has `rows` rows.
+    """Time of a round of one sequence with `context` tokens in the cache, and `rows` rows in the target's step.
 
-    `target_ms`: the target's step alone; `overhead`: the share of the rest, which is drafting, the rule and the commit.
-    `of_weights`: the round over the time to read the target's weights once.
+    Attributes:
+        target_ms: the target's step alone.
+        overhead: share of the round outside of the target's step: drafting, verification rule and commit.
+        of_weights: time of the round ÷ time to read the target's weights once.
     """
 
     drafter: str
@@ -47,7 +49,7 @@ class RoundRow:
 def measure(
     recipe: BenchRecipe, target: Target, drafters: dict[str, Drafter], weights_ms: float, bar: Progress
 ) -> list[RoundRow]:
-    """Plain decoding and every drafter that runs on the device; nothing where rounds are the host's (a CPU)."""
+    """Time plain decoding and every drafter that runs on the device; empty if rounds run on the host (a CPU)."""
     rows = []
     for name, drafter in {"vanilla": NoDraft(), **drafters}.items():
         rounds = _begin(recipe, target, drafter)
@@ -58,20 +60,22 @@ def measure(
 
 
 def random_head(recipe: BenchRecipe, target: Target) -> Drafter:
-    """An EAGLE-3 head of the target's size as training would begin with it: its proposals are worth little, its time
-    is that of any other."""
+    """EAGLE-3 head of the target's size, as initialised for training.
+
+    Its proposals are worth little, but it takes the same time as a trained head.
+    """
     head = eagle3.build(TrainRecipe(), target, lambda count: list(range(count)))
-    return eagle3.drafter(head, target, recipe.drafting)
+    return eagle3.make_drafter(head, target, recipe.drafting)
 
 
 def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRounds | None:
-    """The rounds of one text of random tokens, or None where they do not run on the device."""
+    """Start rounds of one sequence of random tokens; returns None if they cannot run on the device."""
     generator = torch.Generator().manual_seed(recipe.data.seed)
-    context = min(recipe.context, target.context_length - NEW)
+    context = min(recipe.context, target.context_length - NEW_TOKENS)
     prompt = torch.randint(5, target.vocab_size, (context,), generator=generator).tolist()
-    request = Request(prompt, filters(recipe.sampling), NEW, recipe.data.seed)
+    request = Request(prompt, sampling_of(recipe.sampling), NEW_TOKENS, recipe.data.seed)
     state = DecodeState(target, taps=drafter.taps, spare=MAX_NODES)
-    state.place([state.sequence(request)])
+    state.assign_slots([state.sequence(request)])
     rounds = device_rounds(target, state, drafter, lambda _: MAX_NODES - 1)
     if rounds is not None:
         logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
@@ -81,7 +85,7 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
 
 
 def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float) -> RoundRow:
-    span = graphs.span_for(rounds.state.cached[0] + NEW + rounds.draft.reach, rounds.state.capacity)
+    span = graphs.span_for(rounds.state.cached[0] + NEW_TOKENS + rounds.draft.reach, rounds.state.capacity)
     draft = rounds.draft.propose(rounds.sequences, span)
     parts: dict[str, Callable[[], object]] = {
         "round": partial(rounds.round, span),
@@ -91,7 +95,7 @@ def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float
     if captured := rounds.capture:
         try:
             parts = {part: graphs.replay_of(run, rounds.state.device) for part, run in parts.items()}
-        except Exception as error:  # as in decoding, whatever a driver raises
+        except Exception as error:  # as in decoding: a driver may raise any error
             warnings.warn(f"rounds are timed without CUDA graphs: {error}", stacklevel=2)
             captured = False
     ms = {part: 1000 * seconds for part, seconds in medians(parts, recipe.repeats, rounds.state.device).items()}

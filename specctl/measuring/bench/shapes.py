@@ -1,4 +1,4 @@
-"""Targets of random weights, for questions of speed alone: their sizes, and whether this machine has room for one."""
+"""Targets with random weights, for measuring speed: their sizes, and whether one fits into free memory."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from specctl.errors import UsageError
 from specctl.recipe import BenchRecipe
 from specctl.training.target_outline import Outline
 
-BESIDES = 1.1  # of the weights: a cache, logits, the layer that is being packed
+MEMORY_FACTOR = 1.1  # memory needed ÷ weights: the rest holds a cache, logits, the layer being packed
 
 
 class Shape(NamedTuple):
-    """Sizes of a decoder."""
+    """Sizes of a decoder-only transformer."""
 
     layers: int
     hidden: int
     heads: int
     key_heads: int
-    inner: int  # of the MLP
+    inner: int  # width of the MLP
     vocabulary: int
     head_dim: int
 
@@ -35,11 +35,11 @@ SHAPES = {
     "32b": Shape(64, 5120, 64, 8, 25600, 151_936, 128),  # Qwen3 32B
     "70b": Shape(80, 8192, 64, 8, 28672, 128_256, 128),  # Llama 3.3 70B
 }
-"""By the names of `bench`'s `shape`."""
+"""Sizes by the values of the recipe key `shape` of `bench`."""
 
 
 def config_of(name: str) -> LlamaConfig:
-    """A Llama of these sizes."""
+    """Configuration of a Llama model with the sizes of a named shape."""
     shape = SHAPES[name]
     return LlamaConfig(
         vocab_size=shape.vocabulary,
@@ -56,7 +56,7 @@ def config_of(name: str) -> LlamaConfig:
 
 
 def load(recipe: BenchRecipe, name: str, device: torch.device) -> tuple[Target, LlamaForCausalLM | None]:
-    """A target of the shape; and the model it was made of where `transformers`' steps are timed, too."""
+    """Load a target of a shape; also return its `transformers` model if the part `steps` times that, too."""
     before = torch.get_default_dtype()
     torch.manual_seed(recipe.data.seed)
     try:
@@ -70,27 +70,27 @@ def load(recipe: BenchRecipe, name: str, device: torch.device) -> tuple[Target, 
     return target, model if twice else None
 
 
-def check_room(recipe: BenchRecipe) -> None:
-    """UsageError where the weights of the recipe's shape do not fit into the memory that is free here."""
+def check_memory(recipe: BenchRecipe) -> None:
+    """Raise UsageError if the weights of the recipe's shape do not fit into free memory."""
     if recipe.shape is None or not {"steps", "rounds", "decoding"} & {*recipe.parts}:
         return
     device = pick_device(recipe.target.device)
     dtype = pick_dtype(recipe.target.dtype, device)
     weights = Outline.of(config_of(recipe.shape), dtype).parameters * dtype.itemsize
-    there = free(device)
-    if weights * BESIDES > there:
+    there = free_memory(device)
+    if weights * MEMORY_FACTOR > there:
         raise UsageError(
-            f"shape {recipe.shape} has {weights / 1e9:.0f} GB of weights, and {device} has {there / 1e9:.0f} GB free",
-            f"--parts floors states what it costs at least on the GPUs of gpus={recipe.gpus}",
+            f"shape {recipe.shape} has {weights / 1e9:.0f} GB of weights, but {device} has {there / 1e9:.0f} GB free",
+            f"--parts floors computes its minimum step times on the GPUs of gpus={recipe.gpus}",
         )
-    if "steps" in recipe.parts and weights * (1 + BESIDES) > there:
+    if "steps" in recipe.parts and weights * (1 + MEMORY_FACTOR) > there:
         raise UsageError(
-            f"the part steps times shape {recipe.shape} in transformers, too: twice {weights / 1e9:.0f} GB of weights, "
-            f"and {device} has {there / 1e9:.0f} GB free",
-            "--parts kernels,rounds,decoding has them once",
+            f"the part steps also loads shape {recipe.shape} in transformers: twice {weights / 1e9:.0f} GB of weights, "
+            f"but {device} has {there / 1e9:.0f} GB free",
+            "--parts kernels,rounds,decoding loads them once",
         )
 
 
-def free(device: torch.device) -> int:
-    """Bytes of memory that nobody has."""
+def free_memory(device: torch.device) -> int:
+    """Bytes of memory that are free on a device."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available

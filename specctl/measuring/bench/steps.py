@@ -1,4 +1,4 @@
-"""Target steps and batches: what a step of several rows costs, and what that makes of drafts in batches."""
+"""Benchmark of target steps with several rows, and of decoding in batches with and without drafts."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.device.rooms import Rooms
-from specctl.decoding.loop import decode
-from specctl.decoding.metrics import unusable
+from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.metrics import why_unusable
+from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters import names, pool
-from specctl.measuring.contenders import VANILLA, Case, filters
-from specctl.measuring.transformers import PLAIN, Generator, load_generator
+from specctl.measuring.contenders import VANILLA, Case, sampling_of
+from specctl.measuring.transformers_baseline import PLAIN, TransformersBaseline, load_generator
 from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 
 ROWS = (1, 4, 8, 16)
-TURN = 3  # texts of every slot that a contender decodes before it is the next one's turn
+PROMPTS_PER_TURN = 3  # prompts per slot that a contender decodes before the next contender's turn
 
 
 @dataclass(frozen=True)
 class StepRow:
-    """One forward of `rows` tokens behind `context`; `weights_ms` is the time to read the weights once."""
+    """Times of one forward pass of `rows` tokens after `context`. `weights_ms`: time to read the weights once."""
 
     rows: int
     context: int
@@ -41,9 +41,9 @@ class StepRow:
 
 @dataclass(frozen=True)
 class DecodingRow:
-    """Decoding all prompts, `batch` at a time, with drafts of `draft_length` nodes (None = the drafter's default).
+    """Speed of decoding all prompts, `batch` at a time, with drafts of `draft_length` nodes (None = drafter's default).
 
-    `tokens_per_s` and its ratios are of the decode phase; `with_prefill` counts the prompts' passes too.
+    `tokens_per_s` and its ratios cover the decode phase; `with_prefill` covers prefill and decode phase.
     """
 
     drafter: str
@@ -54,22 +54,22 @@ class DecodingRow:
     tokens_per_s: float
     with_prefill: float
     speedup: float | None  # over vanilla decoding of the same batch
-    of_batch_1: float | None  # over the same drafter, one sequence at a time
+    of_batch_1: float | None  # over the same drafter in batches of 1
     speedup_transformers: float | None  # over transformers' plain generate of the same batch
-    graphs: bool  # rounds were replayed as CUDA graphs
-    unusable: str | None  # why × plain says nothing (`metrics.unusable`)
+    graphs: bool  # some rounds were replayed as CUDA graphs
+    unusable: str | None  # why the speed-up cannot be used (`metrics.why_unusable`)
 
 
 @dataclass
 class Timed:
-    """Texts that were decoded, and how long that took."""
+    """Decoded sequences, with the time that decoding took."""
 
     texts: list[Decoded] = field(default_factory=list)
     decode_s: float = 0.0
     prefill_s: float = 0.0
 
     def add(self, decoded: list[Decoded]) -> None:
-        """Count the texts of one call, each of which bears the call's times."""
+        """Add the sequences of one call; each of them bears the times of the whole call."""
         self.texts += decoded
         self.decode_s += decoded[0].decode_s
         self.prefill_s += decoded[0].prefill_s
@@ -80,12 +80,12 @@ class Timed:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of the decode phase."""
+        """Tokens per second of the decode phase."""
         return self.tokens / max(self.decode_s, 1e-9)
 
 
 def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Progress) -> list[StepRow]:
-    """Our step and the forward of `model`, which is `transformers`' own; `weights_ms`: to read the weights once."""
+    """Time our step against the forward of `model`, which is `transformers`' own. `weights_ms`: see `StepRow`."""
     from transformers import DynamicCache
 
     generator = torch.Generator().manual_seed(recipe.data.seed)
@@ -126,20 +126,22 @@ def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Pr
 
 
 Contender = Callable[[list[Case], int], Iterator[list[Decoded]]]
-"""The texts of some prompts, so many at a time; those of one call after the other."""
+"""Function that decodes prompts in batches of a given size, and yields the sequences call by call."""
 
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
-    """Plain decoding, `transformers`, and every drafter at every draft length, in every batch, on the same prompts."""
-    named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None, Rooms()))]
+    """Time plain decoding, `transformers`, and every drafter at every draft length, in all batch sizes."""
+    named: list[tuple[str, int | None, Contender]] = [
+        (VANILLA, None, partial(_ours, recipe, target, None, KeptCaches()))
+    ]
     if recipe.shape is None:
-        generator = load_generator(recipe.target, target, filters(recipe.sampling), {})
+        generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), {})
         named.append((PLAIN, None, partial(_theirs, generator)))
     for name in recipe.drafters:
         for length in (None, *recipe.draft_lengths):
             drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
             drafter = pool.load_drafter(name, target, drafting)
-            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, Rooms())))
+            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, KeptCaches())))
     found: dict[tuple[int, int], Timed] = {}  # by contender and batch
     for batch in recipe.batches:
         timed = _in_turns(cases, [contender for *_, contender in named], batch)
@@ -165,8 +167,13 @@ def _row(
     alone: float | None,
     theirs: float | None,
 ) -> DecodingRow:
-    """A contender in batches. `plain`, `alone`, `theirs`: tokens a second of plain decoding in them, of the contender
-    in batches of one, and of `transformers` in them; None where these were not measured."""
+    """Row of one contender at one batch size, compared with other rates in tokens per second (None: not measured).
+
+    Args:
+        plain: rate of plain decoding at the same batch size.
+        alone: rate of the same contender at batch size 1.
+        theirs: rate of `transformers` at the same batch size.
+    """
     rate, tokens = timed.rate, timed.tokens
     mat = tokens / max(1, sum(one.target_passes for one in timed.texts))
     speedup = None if plain is None else rate / plain
@@ -182,7 +189,7 @@ def _row(
         of_batch_1=None if alone is None else rate / alone,
         speedup_transformers=None if theirs is None else rate / theirs,
         graphs=any(one.replays for one in timed.texts),
-        unusable=unusable(speedup, None, mat),
+        unusable=why_unusable(speedup, None, mat),
     )
 
 
@@ -191,36 +198,36 @@ def _of_length(nodes: int) -> dict[str, int]:
 
 
 def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> list[Timed]:
-    """All prompts by every contender, in turns, so that a machine that changes its pace slows all."""
+    """Run all prompts through every contender, in turns, so that a change in the machine's pace affects all alike."""
     timed = [Timed() for _ in contenders]
     for contender in contenders:  # warm up
         list(contender(cases[: min(batch, 2)], batch))
-    for start in range(0, len(cases), TURN * batch):
+    for start in range(0, len(cases), PROMPTS_PER_TURN * batch):
         for contender, one in zip(contenders, timed, strict=True):
             interrupts.check()
-            for texts in contender(cases[start : start + TURN * batch], batch):
+            for texts in contender(cases[start : start + PROMPTS_PER_TURN * batch], batch):
                 one.add(texts)
     return timed
 
 
 def _ours(
-    recipe: BenchRecipe, target: Target, drafter: Drafter | None, rooms: Rooms, cases: list[Case], batch: int
+    recipe: BenchRecipe, target: Target, drafter: Drafter | None, kept_caches: KeptCaches, cases: list[Case], batch: int
 ) -> Iterator[list[Decoded]]:
-    """One call for all of them: a text that ends makes room for the next one."""
+    """Decode all prompts in one call: a sequence that ends makes room for the next prompt."""
     yield decode(
         target,
         [case.ids for case in cases],
-        sampling=filters(recipe.sampling),
-        max_new_tokens=[case.room for case in cases],
+        sampling=sampling_of(recipe.sampling),
+        max_new_tokens=[case.max_new_tokens for case in cases],
         seeds=[case.seed(0) for case in cases],
         drafter=drafter,
         slots=batch,
-        rooms=rooms,
+        kept_caches=kept_caches,
     )
 
 
-def _theirs(generator: Generator, cases: list[Case], batch: int) -> Iterator[list[Decoded]]:
-    """A call for each batch, which lasts as long as its longest text."""
+def _theirs(generator: TransformersBaseline, cases: list[Case], batch: int) -> Iterator[list[Decoded]]:
+    """Decode one batch per call; a call lasts as long as its longest sequence."""
     for start in range(0, len(cases), batch):
         some = cases[start : start + batch]
-        yield generator.decode_batch([case.ids for case in some], [case.room for case in some], 0)
+        yield generator.decode_batch([case.ids for case in some], [case.max_new_tokens for case in some], 0)

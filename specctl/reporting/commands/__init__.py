@@ -1,4 +1,4 @@
-"""A report's part for each command; of others it shows their results as tables."""
+"""Report contents of each command; other commands' results are shown as tables."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, generic
+from specctl.reporting.contents import Contents, fallback_contents
 from specctl.reporting.style import Looks
 from specctl.subcommands import SUBCOMMANDS
 
@@ -14,9 +14,9 @@ Maker = Callable[[Sequence[RunRecord], Looks], Contents]
 
 
 def contents(command: str, runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """One command's part of a report; `looks` are shared by all parts, so that a drafter keeps its colour."""
-    row = SUBCOMMANDS.get(command)  # a run may be of a command that is no more
+    """Build one command's part of a report; all parts share `looks`, so a drafter keeps its colour."""
+    row = SUBCOMMANDS.get(command)  # a run may be of a command that no longer exists
     if row is None or row.report is None:
-        return generic(runs)
+        return fallback_contents(runs)
     maker: Maker = importlib.import_module(f"specctl.reporting.commands.{row.report}").contents
     return maker(runs, looks)

@@ -1,4 +1,4 @@
-"""Acceptance by draft depth, which `train-drafter` and `eval` both measure."""
+"""Report of acceptance by draft depth, as measured by `train-drafter` and `eval`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from specctl.reporting.style import Looks
 
 
 def picture(positions: Mapping[str, Sequence[Any]], looks: Looks, of: str) -> Picture:
-    """Accepted share over draft depth, of several drafters; `of` says on which texts."""
+    """Plot the accepted share over draft depth for several drafters; `of` names the texts for the caption."""
     lines = [
         Curve(name, list(range(1, len(values) + 1)), numbers(values), looks[name]) for name, values in positions.items()
     ]
     panel = Panel("accepted share", lines, limits=(0, 1.03))
-    caption = f"Share of the draft tokens at each depth that the target accepts, where all before it were: {of}."
+    caption = f"Share of draft tokens accepted at each depth, among drafts with all earlier tokens accepted: {of}."
     return Picture("acceptance", caption, curves.lines([panel], "draft depth (tokens)", whole=True))
 
 

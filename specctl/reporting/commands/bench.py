@@ -1,4 +1,4 @@
-"""`bench` in a report: decoding by batch, target steps by rows, kernels against eager PyTorch."""
+"""Report of `bench`: decoding by batch size, target steps by rows, kernels against eager PyTorch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
-from specctl.reporting.tables import usable
+from specctl.reporting.tables import usable_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,13 +61,13 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     kernels = [{**row, "label": run.named(row["kernel"])} for run in runs for row in run.result.get("kernels") or []]
     pictures = []
     if decoding:
-        caption = "Decoding all prompts, several at a time; plain decoding in the same batch is 1."
+        caption = "Speed of decoding all prompts in batches; plain decoding in the same batch is 1."
         pictures.append(Picture("decoding", caption, _decoding(decoding, looks)))
     if steps:
-        caption = "One forward of the target over several rows, and the time to read its weights once."
+        caption = "Time of one forward of the target over several rows, and of reading its weights once."
         pictures.append(Picture("steps", caption, _steps(steps)))
     if kernels:
-        pictures.append(Picture("kernels", "Kernels; above 1 ours is the faster.", _kernels(kernels)))
+        pictures.append(Picture("kernels", "Kernels against eager PyTorch; above 1 ours is faster.", _kernels(kernels)))
     tables = [
         records("decoding", "Decoding", decoding, DECODING),
         records("steps", "Target steps", steps, STEPS),
@@ -91,7 +91,7 @@ def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
 def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
     names = dict.fromkeys(row["label"] for row in rows)
     panels = [Panel("tokens/s, decode phase", _lines(rows, names, "tokens_per_s", looks), limits=(0, None))]
-    faster = [row for row in rows if usable(row, "speedup") is not None]
+    faster = [row for row in rows if usable_value(row, "speedup") is not None]
     if faster:
         names = dict.fromkeys(row["label"] for row in faster)
         lines = _lines(faster, names, "speedup", looks)
@@ -103,7 +103,9 @@ def _lines(rows: Sequence[Row], names: Mapping[str, Any], key: str, looks: Looks
     lines = []
     for name in names:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["batch"])
-        lines.append(Curve(name, numbers(r["batch"] for r in mine), numbers(usable(r, key) for r in mine), looks[name]))
+        lines.append(
+            Curve(name, numbers(r["batch"] for r in mine), numbers(usable_value(r, key) for r in mine), looks[name])
+        )
     return lines
 
 
@@ -120,7 +122,7 @@ def _steps(rows: Sequence[Row]) -> Figure:
 
 
 def _kernels(rows: Sequence[Row]) -> Figure:
-    """One colour for all kernels of a run: their names stand beside them."""
+    """Draw the kernels of a run in one colour, as their names stand next to the bars."""
     looks = Looks()
     panels: dict[str, list[Bar]] = {}
     for row in rows:

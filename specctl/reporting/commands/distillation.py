@@ -1,4 +1,4 @@
-"""`distill` in a report: the data card of the directory that it wrote."""
+"""Report of `distill`: the data card of its output directory."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.distillation.card import CARD
 from specctl.reporting.collect import RunRecord, flat
-from specctl.reporting.contents import Contents, Picture, ReportTable, generic
-from specctl.reporting.style import Looks, bare
+from specctl.reporting.contents import Contents, Picture, ReportTable, fallback_contents
+from specctl.reporting.style import Looks, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,17 +19,17 @@ LENGTHS = {"prompt_tokens": "prompt", "response_tokens": "response"}
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """The card of each run whose directory has one; results alone of the others."""
-    made = generic(runs)
+    """Show the data card of each run with a card in its directory, and only the results of the other runs."""
+    made = fallback_contents(runs)
     for run in runs:
         if "output" not in run.result:
             continue
         path = Path(str(run.result["output"])) / CARD
         if not path.is_file():
-            run.notes.append(f"there is no {path}: jobs of its array are missing, or it was moved")
+            run.notes.append(f"there is no {path}: jobs of the array are missing, or the data was moved")
             continue
         try:
-            card = regular.document(path)
+            card = regular_files.read_json(path)
         except (OSError, ValueError) as error:
             run.notes.append(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}")
             continue
@@ -37,7 +37,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             made.headline = _headline(card)
         made.tables.insert(0, _left_out(run, card["prompts"], card["responses"]))
         made.tables += [_ids(run, card["prompts"]["ids"]), _facts(run, card)]
-        caption = f"Lengths in tokens of {run.named('distill')}: prompts, and responses to them."
+        caption = f"Lengths of prompts and responses in tokens, {run.named('distill')}."
         figure = _histograms({name: card["responses"][key] for key, name in LENGTHS.items()}, looks)
         made.pictures.append(Picture(run.named("lengths").replace(" #", "-"), caption, figure))
     return made
@@ -60,7 +60,7 @@ def _left_out(run: RunRecord, prompts: Mapping[str, Any], responses: Mapping[str
     rows += [["prompts", reason, count] for reason, count in prompts["left_out"].items()]
     rows += [["responses", f"{reason}, dropped", count] for reason, count in responses["dropped"].items()]
     rows += [["responses", "loop, cut", responses["loops_cut"]], ["responses", "kept", responses["count"]]]
-    return ReportTable("left-out", run.named("What was left out"), ["of", "reason", "count"], rows)
+    return ReportTable("left-out", run.named("Prompts and responses left out"), ["of", "reason", "count"], rows)
 
 
 def _ids(run: RunRecord, ids: Mapping[str, list[str]]) -> ReportTable:
@@ -81,7 +81,7 @@ def _histograms(lengths: Mapping[str, Mapping[str, Any]], looks: Looks) -> Figur
 
     figure = Figure(figsize=(6.6, 2.4), layout="constrained")
     for axes, (name, found) in zip(figure.subplots(1, len(lengths)), lengths.items(), strict=True):
-        bare(axes)
+        style_axes(axes)
         axes.stairs(found["counts"], found["edges"], fill=True, color=looks[name].colour)
         axes.set_xlabel(f"{name} tokens")
     figure.axes[0].set_ylabel("count")

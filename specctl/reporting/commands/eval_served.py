@@ -1,4 +1,4 @@
-"""`eval --server` in a report: speed and mat over requests in flight, what was accepted, what other mats are worth."""
+"""Report of `eval --server`: speed and mat by requests in flight, acceptance, and the expected gain at other mats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specctl.reporting.commands import acceptance
 from specctl.reporting.contents import Contents, Picture, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
-from specctl.reporting.tables import usable
+from specctl.reporting.tables import usable_value
 
 SERVERS = {
     "label": "server",
@@ -54,7 +54,7 @@ Row = Mapping[str, Any]
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Pictures and tables of sweeps over servers."""
+    """Build pictures and tables of load sweeps over servers."""
     rows = [
         {**row, "label": run.named(f"{row['server']}, {row['domain']}")}
         for run in runs
@@ -71,7 +71,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     ]
     filled = [panel for panel in panels if panel.lines]
     if filled:
-        caption = "What engines answer, by requests in flight, each domain by itself."
+        caption = "Speed and mat of the servers by requests in flight, for each domain."
         figure = curves.lines(filled, "requests in flight", powers_of_two=True)
         made.pictures.append(Picture("load", caption, figure))
     accepted = {
@@ -85,10 +85,10 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         for load in run.result["worth"]
     ]
     mats = dict.fromkeys(mat for load in worth for mat in load["mats"])
-    priced = "Speed over the baseline to expect of drafters of another mat, that cost what this one does"
+    priced = "Predicted speed over the baseline for drafters with another mat and the same cost"
     made.tables = [
         records("servers", "Servers by load", rows, SERVERS),
-        records("lengths", "By the length of prompts", lengths, LENGTHS),
+        records("lengths", "Servers by length of prompts", lengths, LENGTHS),
         records("worth", priced, worth, WORTH | {_at(mat): _at(mat) for mat in sorted(mats)}),
     ]
     if accepted:
@@ -101,11 +101,11 @@ def _at(mat: float) -> str:
 
 
 def _lines(rows: Sequence[Row], names: Sequence[str], key: str, looks: Looks) -> list[Curve]:
-    """A line over the load for each label that has numbers."""
+    """Build a line over the load for each label with numbers."""
     lines = []
     for name in names:
         mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["concurrency"])
-        values = numbers(usable(row, key) for row in mine)
+        values = numbers(usable_value(row, key) for row in mine)
         if any(value == value for value in values):
             lines.append(Curve(name, numbers(row["concurrency"] for row in mine), values, looks[name]))
     return lines

@@ -1,4 +1,4 @@
-"""`eval` in a report: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
+"""Report of `eval`: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from specctl import regular
+from specctl import regular_files
 from specctl.reporting import bars, plots
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance, eval_served
 from specctl.reporting.contents import Contents, Picture, ReportTable, joined, records
 from specctl.reporting.style import BASELINES, Looks, is_baseline
-from specctl.reporting.tables import usable
+from specctl.reporting.tables import usable_value
 
 RECORDS = "records.parquet"
 COLUMNS = {
@@ -33,25 +33,25 @@ COLUMNS = {
     "target_passes": "target passes",
     "unusable": "speeds not usable",
 }
-ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
-"""Metrics, and who has 1 by definition: a bar would say nothing."""
+TRIVIAL_ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
+"""Contenders that have the value 1 in a metric by definition; their bars are left out."""
 METRICS = {
-    "mat": ("mat (tokens per target pass)", "Mean tokens that one target pass yields; plain decoding has 1."),
-    "speedup": ("speed-up (tokens/s over plain decoding's)", "Speed against plain decoding by the same engine (1)."),
+    "mat": ("mat (tokens per target pass)", "Mean number of tokens per target pass; plain decoding has 1."),
+    "speedup": ("speed-up (tokens/s over plain decoding)", "Speed relative to plain decoding by the same engine (1)."),
     "speedup_transformers": (
-        "speed-up (tokens/s over transformers')",
-        "Speed against plain `generate` of transformers (1).",
+        "speed-up (tokens/s over transformers)",
+        "Speed relative to plain `generate` of transformers (1).",
     ),
 }
-"""Labels and captions of their bars."""
-FEWEST = 20
-"""Draft tokens at a depth below which their accepted share is left out of the picture: it would be noise."""
+"""Axis labels and captions of the bar charts per metric."""
+MIN_DRAFT_TOKENS = 20
+"""Minimal number of draft tokens at a depth; below, the accepted share is noise and left out of the picture."""
 
 Row = Mapping[str, Any]
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Drafters measured here, then those of servers."""
+    """Report drafters that were measured locally, then the drafters of servers."""
     served = [run for run in runs if "servers" in run.result]
     here = [run for run in runs if run not in served]
     return joined([make(some, looks) for make, some in ((_here, here), (eval_served.contents, served)) if some])
@@ -75,7 +75,9 @@ def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     pooled = {name: shares[name] for name in dict.fromkeys(row["label"] for row in rows) if name in shares}
     if pooled:
         made.pictures.append(
-            acceptance.picture(pooled, looks, f"all texts; depths with fewer than {FEWEST} drafts are left out")
+            acceptance.picture(
+                pooled, looks, f"all texts; depths with fewer than {MIN_DRAFT_TOKENS} drafts are left out"
+            )
         )
     made.tables += _tables(runs, rows)
     if pooled:
@@ -84,7 +86,7 @@ def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
-    """All rows with their labels; those of one drafter in one domain beside one another, whichever run they are of."""
+    """Return all rows with labels, sorted so that one drafter's rows in one domain are adjacent across runs."""
     rows = [{**row, "label": run.named(row["drafter"])} for run in runs for row in run.result.get("rows") or []]
     domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
     return sorted(rows, key=lambda row: (domains.index(row["domain"]), drafters.index(row["drafter"])))
@@ -115,7 +117,7 @@ def _tables(runs: Sequence[RunRecord], rows: Sequence[Row]) -> list[ReportTable]
 
 
 def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable:
-    """mat of each drafter in each domain, a column per run."""
+    """Table of each drafter's mat in each domain, with one column per run."""
     mats = {(row["drafter"], row["domain"], row["label"]): row.get("mat") for row in rows}
     cases = dict.fromkeys((drafter, domain) for drafter, domain, _ in mats)
     lines = [
@@ -126,7 +128,7 @@ def _side_by_side(runs: Sequence[RunRecord], rows: Sequence[Row]) -> ReportTable
 
 
 def _headline(rows: Sequence[Row]) -> dict[str, Any]:
-    """The best drafter by mat and by speed-up, of all that are no baselines, over the domains it was measured in."""
+    """Best drafter by mat and by speed-up, excluding baselines, averaged over domains."""
     shown = {}
     for metric, name in (("mat", "mat"), ("speedup", "× plain")):
         means = _means(rows, metric)
@@ -137,11 +139,11 @@ def _headline(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
-    """Mean over domains, of drafters that were measured in all of them."""
+    """Mean over domains, for drafters that were measured in all domains."""
     domains = {row["domain"] for row in rows}
     values: dict[str, list[float]] = {}
     for row in rows:
-        value = usable(row, metric)
+        value = usable_value(row, metric)
         if not is_baseline(row["drafter"]) and value is not None:
             values.setdefault(row["drafter"], []).append(value)
     complete = {name: measured for name, measured in values.items() if len(measured) == len(domains)}
@@ -149,17 +151,17 @@ def _means(rows: Sequence[Row], metric: str) -> dict[str, float]:
 
 
 def _panels(rows: Sequence[Row], metric: str, looks: Looks) -> dict[str, list[Bar]]:
-    """Bars by domain."""
+    """Group bars by domain."""
     panels: dict[str, list[Bar]] = {}
     for row in rows:
-        if usable(row, metric) is not None and row["drafter"] not in ONES[metric]:
+        if usable_value(row, metric) is not None and row["drafter"] not in TRIVIAL_ONES[metric]:
             bar = Bar(row["label"], row[metric], row.get(f"{metric}_interval"), looks[row["label"]])
             panels.setdefault(row["domain"], []).append(bar)
     return panels
 
 
 def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
-    """By metric: the matrix of the result, and those that its rows make where there are two domains and drafters."""
+    """Matrices by metric: the result's own, and matrices built from its rows if there are two domains and drafters."""
     rows = run.result.get("rows") or []
     domains, drafters = (list(dict.fromkeys(row[key] for row in rows)) for key in ("domain", "drafter"))
     given = run.result.get("matrix")
@@ -167,7 +169,7 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
     competing = given["drafters"] if given else [name for name in drafters if not is_baseline(name)]
     others = [name for name in drafters if name not in competing]
     for metric in ("mat", "speedup"):
-        measured = {(row["drafter"], row["domain"]): usable(row, metric) for row in rows}
+        measured = {(row["drafter"], row["domain"]): usable_value(row, metric) for row in rows}
         enough = len(domains) > 1 and len(competing) > 1 and any(value is not None for value in measured.values())
         if metric not in matrices and enough:
             matrices[metric] = _matrix(metric, measured, domains, competing, others)
@@ -177,7 +179,7 @@ def _matrices(run: RunRecord) -> dict[str, dict[str, Any]]:
 def _matrix(
     metric: str, measured: Mapping[tuple[str, str], Any], domains: list[str], competing: list[str], others: list[str]
 ) -> dict[str, Any]:
-    """The matrix of `eval --matrix`, as far as the heat map needs it."""
+    """Build the fields of the matrix of `eval --matrix` that the heat map needs."""
     values = [[measured.get((name, domain)) for domain in domains] for name in [*competing, *others]]
     macro = [_mean(line) for line in values]
     return {
@@ -202,14 +204,17 @@ def _best(names: Sequence[str], values: Sequence[Any]) -> str | None:
 
 
 def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
-    """Accepted share by depth of each drafter over all domains: from the records; without them from the only row."""
+    """Accepted share by depth of each drafter over all domains, from the records.
+
+    Without records, a result with a single domain supplies it.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     path = run.dir / RECORDS
     counts: dict[str, tuple[list[int], list[int]]] = {}
     try:
-        regular.check(path)
+        regular_files.check(path)
         rows = pq.read_table(path, columns=["drafter", "accepted_by_depth", "offered_by_depth"]).to_pylist()
     except (OSError, pa.ArrowException) as error:
         if path.exists():
@@ -219,7 +224,10 @@ def _acceptance(run: RunRecord) -> dict[str, list[Any]]:
         accepted, offered = counts.get(row["drafter"], ([], []))
         counts[row["drafter"]] = _sum(accepted, row["accepted_by_depth"]), _sum(offered, row["offered_by_depth"])
     rates = {
-        name: [hits / number if number >= FEWEST else None for hits, number in zip(accepted, offered, strict=True)]
+        name: [
+            hits / number if number >= MIN_DRAFT_TOKENS else None
+            for hits, number in zip(accepted, offered, strict=True)
+        ]
         for name, (accepted, offered) in counts.items()
     }
     result = run.result.get("rows") or []

@@ -1,4 +1,4 @@
-"""`online` in a report: mat, speed and loss chunk by chunk, and the weights of the ensemble."""
+"""Report of `online`: mat, speed and loss per chunk, and the weights of the ensemble."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from specctl.reporting.commands import online_served, reasoning
 from specctl.reporting.contents import Contents, Picture, joined, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks, grey
-from specctl.reporting.tables import usable
+from specctl.reporting.tables import usable_value
 
 CHUNK = {
     "mat": "mat\n(tokens per target pass)",
@@ -50,7 +50,7 @@ HEADLINE = {
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Learners of tokens, here and in servers, then modes of lookahead reasoning."""
+    """Report learners on tokens, local and on servers, then modes of lookahead reasoning."""
     steps = [run for run in runs if run.result.get("modes")]
     served = [run for run in runs if run.result.get("engines")]
     tokens = [run for run in runs if run not in steps and run not in served]
@@ -68,13 +68,15 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             chunks.setdefault(run.named(row["algo"]), []).append(row)
     learners = Looks()
     panels = [Panel(label, _lines(chunks, key, learners)) for key, label in CHUNK.items()]
-    panels[0].lines.extend(untaught(chunks))
+    panels[0].lines.extend(static_curves(chunks))
     made = Contents()
     if len(runs) == 1:
         made.headline = {
-            title: usable(runs[0].result, key) for key, title in HEADLINE.items() if usable(runs[0].result, key)
+            title: usable_value(runs[0].result, key)
+            for key, title in HEADLINE.items()
+            if usable_value(runs[0].result, key)
         }
-    caption = "Drafters while they learn, chunk by chunk of the stream."
+    caption = "Online drafters, chunk by chunk of the stream."
     made.pictures += curves.picture("chunks", caption, panels, "chunk")
     for name, found in chunks.items():
         made.pictures += _weights(name, found)
@@ -89,7 +91,7 @@ def _tokens(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _in_words(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A contender's row with its intervals as text."""
+    """Return a contender's row with its intervals formatted as text."""
     ends = {key: value for key, value in row.items() if key.endswith("_interval") and value}
     return {**row, **{key: f"{low:.3g} to {high:.3g}" for key, (low, high) in ends.items()}}
 
@@ -102,8 +104,11 @@ def _lines(chunks: Mapping[str, Sequence[Mapping[str, Any]]], key: str, learners
     ]
 
 
-def untaught(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
-    """mat without learning, once for learners that start from the same drafter, and of drafters without weights."""
+def static_curves(chunks: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Curve]:
+    """Curves of mat without learning, and of drafters without weights.
+
+    Learners that start from the same drafter share one curve.
+    """
     once = {tuple(line.y): line for line in _lines(chunks, "static_mat", Looks())}.values()
     lines = [replace(line, name="not learning" if len(once) == 1 else f"{line.name}, not learning") for line in once]
     for run in chunks.values():
@@ -119,10 +124,10 @@ def _weights(name: str, chunks: Sequence[Mapping[str, Any]]) -> list[Picture]:
     weights = [chunk["weights"] for chunk in chunks if chunk.get("weights")]
     if not weights or {len(shares) for shares in weights} == {1} or len({len(shares) for shares in weights}) > 1:
         return []
-    names = [f"member {index}" for index in range(1, len(weights[0]) + 1)]
+    names = [f"learner {index}" for index in range(1, len(weights[0]) + 1)]
     members = Looks()
     figure = curves.stacked(
         list(range(1, len(weights) + 1)), list(zip(*weights, strict=True)), names, [members[name] for name in names],
-        "chunk", "weight of each member",
+        "chunk", "weight of each learner",
     )  # fmt: skip
-    return [Picture(f"weights-{name.replace(' #', '-')}", f"{name}: weights of the ensemble's members.", figure)]
+    return [Picture(f"weights-{name.replace(' #', '-')}", f"{name}: weights of the ensemble's learners.", figure)]

@@ -1,5 +1,7 @@
-"""`online` with lookahead reasoning in a report: steps that are kept and what is learnt, chunk by chunk; modes side by
-side, with how often their answers are those of the target alone."""
+"""Report of `online` with lookahead reasoning: kept steps and learning per chunk, and a comparison of the modes.
+
+The comparison includes how often a mode's answers agree with the answers of the target alone.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ MODE = {
     "unanswered": "without an answer",
 }
 INTERVALS = ("step_acceptance", "speedup", "agreement", "accuracy")
-"""Rates whose intervals are shown beside them."""
+"""Rates that are shown with their intervals."""
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
@@ -47,7 +49,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     colours = Looks()
     names = list(dict.fromkeys(row["label"] for row in chunks if row["mode"] != "target"))
     panels = [Panel(title, _lines(names, chunks, key, colours)) for key, title in CHUNK.items()]
-    caption = "Steps of the draft LM while it learns, chunk by chunk of the stream."
+    caption = "Steps of the learning draft LM, chunk by chunk of the stream."
     made.pictures += curves.picture("steps", caption, panels, "chunk")
     columns: dict[str, str] = {}
     for key, title in MODE.items():
@@ -61,14 +63,14 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     chunk = {"label": "mode", "chunk": "chunk", **{key: title.replace("\n", " ") for key, title in CHUNK.items()}}
     made.tables = [
         records("modes", "Modes of lookahead reasoning: not lossless, so answers are compared", modes, columns),
-        records("differences", "What learning gained", differences, difference),
+        records("differences", "Gain of learning", differences, difference),
         records("steps", "Chunks", chunks, chunk),
     ]
     return made
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row whose rates are two fields: the value, and the interval in words."""
+    """Split each rate of a row into two fields: its value, and its interval as text."""
     fields: dict[str, Any] = {}
     for name, value in row.items():
         if isinstance(value, Mapping) and "interval" in value:

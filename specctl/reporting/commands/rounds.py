@@ -1,4 +1,4 @@
-"""rounds.jsonl of `select`, added up: what was played where, and how the weights moved."""
+"""Aggregate rounds.jsonl of `select`: arms played per domain, and weights over time."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from specctl.reporting.collect import RunRecord
 
 BINS = 200
-"""Points that a picture of weights has at least, where there are as many rounds; at most twice as many."""
+"""Minimal number of points in a picture of weights, given enough rounds; the maximum is twice this number."""
 MOST_ARMS = 1000
 
 
 @dataclass
 class Rounds:
-    """The rounds of one policy, added up one by one: a long run has millions.
+    """Rounds of one policy, aggregated line by line, because a long run has millions.
 
-    `arms` grows by those that the result, of a run that was stopped, does not name. `weights` are sums over stretches
-    of `stretch` rounds: of the policy's weights, or where it has none of what it played.
+    `arms` is extended by arms that are missing in the result of a stopped run. `weights` are sums over stretches of
+    `stretch` rounds: sums of the policy's weights or, for a policy without weights, of its plays.
     """
 
     arms: list[str]
-    pulls: dict[str, Counter[int]] = field(default_factory=dict)  # by domain
+    pulls: dict[str, Counter[int]] = field(default_factory=dict)  # keyed by domain
     weights: list[list[float]] = field(default_factory=list)
     has_weights: bool = False
     stretch: int = 1
@@ -44,7 +44,7 @@ class Rounds:
 
     @property
     def shares(self) -> list[list[float]]:
-        """[arms, stretches]: means."""
+        """Means per stretch [arms, stretches]."""
         sizes = [min(self.stretch, self.count - self.stretch * n) for n in range(len(self.weights))]
         return [
             [(total[arm] if arm < len(total) else 0.0) / size for total, size in zip(self.weights, sizes, strict=True)]
@@ -53,7 +53,7 @@ class Rounds:
 
     @property
     def middles(self) -> list[float]:
-        """Rounds in the middle of the stretches."""
+        """Middle round of each stretch."""
         return [(n + 0.5) * self.stretch for n in range(len(self.weights))]
 
     def _index(self, arm: int | str) -> int:
@@ -68,7 +68,7 @@ class Rounds:
 
 
 def read(run: RunRecord) -> Rounds:
-    """The rounds of the run's policy: of several, which answer every prompt in turns, the first one."""
+    """Read the rounds of the run's policy. If several policies answer every prompt in turn, only the first is read."""
     rounds = Rounds([str(arm) for arm in run.result.get("arms") or []])
     policy = run.result.get("algo")
     for line in run.lines("rounds.jsonl"):

@@ -1,8 +1,7 @@
-"""`select` in a report: what policies lose to the best arm, what they play, and what arms earn; or which server wrote
-what.
+"""Report of `select`: regret of the policies, arms played and their rewards; or the share of texts per server.
 
-Pictures come from `curves`, `policies`, `pool_size` and `rewards` of the result, and from rounds.jsonl, one line per
-round; what is absent is left out.
+Pictures come from `curves`, `policies`, `pool_size` and `rewards` of the result, and from rounds.jsonl, with one line
+per round. Missing data is left out.
 """
 
 from __future__ import annotations
@@ -67,12 +66,12 @@ REGRETS = {
     "stopping_regret": "cumulative\nstopping-time regret (rounds)",
 }
 SMOOTHED = 9
-"""Points of the running mean of what was played, which jumps from round to round."""
+"""Window of the running mean over plays, which change from round to round."""
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     played = [read(run) for run in runs]
-    policies = Looks()  # other things than drafters: colours of their own
+    policies = Looks()  # policies are not drafters, so they have separate colours
     made = Contents(headline=_headline(runs))
     for draw, own in (
         (_regrets, policies),
@@ -89,7 +88,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 
 def _algo(run: RunRecord) -> str:
-    """The first policy; a run that is still going on has only its recipe's list of them."""
+    """Name of the run's first policy; while a run is going on, it is read from the recipe's list."""
     algo = run.result.get("algo") or run.keys().get("algo") or "policy"
     return run.named(str(algo[0] if isinstance(algo, list) else algo))
 
@@ -103,7 +102,7 @@ def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _curves(runs: Sequence[RunRecord], key: str) -> dict[str, Sequence[Any]]:
-    """By policy, labelled where runs are compared."""
+    """Collect curves by policy, with labels that distinguish the runs."""
     curves_of = {}
     for run in runs:
         for policy, values in (run.result.get("curves") or {}).items():
@@ -120,7 +119,7 @@ def _lines(curves_of: Mapping[str, Sequence[Any]], policies: Looks) -> list[Curv
 
 
 def _along(runs: Sequence[RunRecord]) -> str:
-    """The axis of curves: the prompts of a stream; of replays, tokens since the reset (means over the games)."""
+    """Axis label: prompts of a stream, or tokens since the reset in replays (means over the games)."""
     replayed = {run.result.get("mode") == "replay" for run in runs}
     return " or ".join(
         name for name, there in (("prompt", False), ("token since the reset", True)) if there in replayed
@@ -129,12 +128,12 @@ def _along(runs: Sequence[RunRecord]) -> str:
 
 def _regrets(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     panels = [Panel(label, _lines(_curves(runs, key), policies)) for key, label in REGRETS.items()]
-    return curves.picture("regret", "Regret against the best single arm, added up.", panels, _along(runs))
+    return curves.picture("regret", "Cumulative regret against the best single arm.", panels, _along(runs))
 
 
 def _best_arm(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     panel = Panel("share of games", _lines(_curves(runs, "best_arm"), policies), limits=(0, 1.03))
-    return curves.picture("best-arm", "How often the best arm is played.", [panel], _along(runs))
+    return curves.picture("best-arm", "Share of games in which the best arm is played.", [panel], _along(runs))
 
 
 def _compared(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
@@ -166,7 +165,7 @@ def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
         for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in by_policy.items())
     ]
     panel = Panel("mat (tokens per target pass)", lines)
-    return curves.picture("pool-size", "What more drafters in the pool are worth.", [panel], "drafters in the pool, N")
+    return curves.picture("pool-size", "Mat by number of drafters in the pool.", [panel], "drafters in the pool, N")
 
 
 def _rewards(runs: Sequence[RunRecord], looks: Looks) -> list[Picture]:
@@ -178,8 +177,8 @@ def _rewards(runs: Sequence[RunRecord], looks: Looks) -> list[Picture]:
     ]
     if not shown:
         return []
-    figure = bars.bars({"": shown}, "tokens a round")
-    return [Picture("rewards", "What rounds of each arm have committed; whiskers: one standard deviation.", figure)]
+    figure = bars.bars({"": shown}, "tokens per round")
+    return [Picture("rewards", "Tokens per round of each arm; whiskers: one standard deviation.", figure)]
 
 
 def _spread(row: Mapping[str, Any]) -> tuple[float, float] | None:
@@ -187,7 +186,7 @@ def _spread(row: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def _played(run: RunRecord, rounds: Rounds, looks: Looks) -> list[Picture]:
-    """The arms that one run played: weights over rounds, pulls by domain."""
+    """Plot the arms that one run played: weights over rounds, and pulls by domain."""
     if not rounds.count:
         return []
     arm_looks = [looks[arm] for arm in rounds.arms]
@@ -239,7 +238,7 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
 
 
 def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]]:
-    """Rows of all runs, each with what its run says of all of its rows."""
+    """Collect the rows of all runs, each extended by the settings of its run."""
     return [
         {**{key: run.result.get(key) for key in OF_A_RUN}, **row, "label": run.named(str(row.get(name)))}
         for run in runs
@@ -248,7 +247,7 @@ def _rows(runs: Sequence[RunRecord], key: str, name: str) -> list[dict[str, Any]
 
 
 def _per_domain(run: RunRecord) -> list[dict[str, Any]]:
-    """Rows of `per_domain`, be it a list of them or `{domain: row}`."""
+    """Rows of `per_domain`, given as a list or as `{domain: row}`."""
     given = run.result.get("per_domain") or []
     rows = [{"domain": name, **row} for name, row in given.items()] if isinstance(given, dict) else given
     return [dict(flat(row)) for row in rows]

@@ -1,4 +1,4 @@
-"""`train-drafter` in a report: loss and mat over steps, acceptance by position."""
+"""Report of `train-drafter`: loss and mat over steps, acceptance by position."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HEADLINE = ("mat", "final_loss", "steps", "train_tokens", "tokens_per_s", "param
 
 @dataclass(frozen=True)
 class Curves:
-    """One training: its losses, its acceptance checks, and its result or what there is of one yet."""
+    """Curves of one training run: losses, acceptance checks, and its result (partial if unfinished)."""
 
     name: str
     losses: list[dict[str, Any]]
@@ -62,7 +62,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             [_line(training.name, training.checks, "mat", looks) for training in trainings if len(training.checks) > 1],
         ),
     ]
-    caption = "Loss of the training batches (running mean) and acceptance checks while training."
+    caption = "Loss of the training batches (running mean) and acceptance checks during training."
     made.pictures += curves.picture("training", caption, panels, "optimizer step")
     positions = {one.name: one.acceptance for one in trainings if one.acceptance}
     if positions:
@@ -87,7 +87,7 @@ def _curves(run: RunRecord) -> Curves:
 
 
 def _so_far(recipe: Mapping[str, Any], losses: list[dict[str, Any]], checks: list[dict[str, Any]]) -> dict[str, Any]:
-    """The result of an unfinished run, as far as there is one; its drafter under the name that it would have got."""
+    """Build a partial result of an unfinished run; its drafter gets the name planned by the recipe."""
     last = losses[-1] if losses else {}
     domain, arch = "+".join(map(str, recipe.get("data.domain") or [])), recipe.get("arch")
     return {

@@ -1,1 +1,1 @@
-"""The game between a policy and the rounds of decoding: what is played, shown and learnt, and when."""
+"""Game between a policy and the rounds of decoding: its rules, its feedback and when it comes, rewards and losses."""

@@ -1,4 +1,4 @@
-"""Seconds that a round of each arm takes, as measured."""
+"""Measured seconds per round of each arm."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from typing import Self
 
 from specctl.selection.policies.policy import Numbers
 
-RATE_MEMORY = 2048  # rounds, about, that the rate of all remembers
+RATE_MEMORY = 2048  # rounds, about, that the rate of all arms remembers
 MEMORY = 64  # rounds of an arm, about, that its mean remembers: the first are slow, and machines are shared
-# A round counts at most twice the third longest of its arm's last `MEMORY`: what is longer by itself, or once more, was
-# held up; what occurs more often is what the arm costs, however rare it is. Twice the arm's mean, as before, made arms
-# of which every fifth round takes 4 times as long look 17 % too cheap.
+# A round counts at most twice the third longest of its arm's last `MEMORY` rounds. A longer time that occurs once or
+# twice is a delay; one that occurs more often belongs to the arm, however rare it is. A limit of twice the arm's mean
+# made arms with every fifth round 4 times as long look 17 % too cheap.
 LONGEST = 2.0
 OFTEN = 3
-# Rounds of a text by which its own rate counts as much as the stream's: single rounds vary by 0.7 of their mean, rates
-# of texts by a quarter.
+# Rounds after which a text's own rate counts as much as the stream's: single rounds vary by 0.7 of their mean, rates of
+# texts by a quarter.
 TEXT = 8
 
 
 @dataclass
 class ArmClock:
-    """Seconds of a round of each arm: a machine's, not a text's, so games that follow each other share one.
+    """Seconds per round of each arm. They depend on the machine and not on the text, so games share one clock.
 
     Attributes:
-        n: rounds of each arm.
-        mean: seconds of its last ones.
-        recent: seconds of its last ones one by one, as measured.
-        tokens, seconds: of the rounds of all arms, the earlier ones counting less and less.
+        n: number of rounds of each arm.
+        mean: mean seconds of an arm's last rounds.
+        recent: measured seconds of each of an arm's last rounds.
+        tokens, seconds: sums over the rounds of all arms; earlier rounds count less and less.
     """
 
     n: list[int]
@@ -51,11 +51,11 @@ class ArmClock:
 
     @property
     def rate(self) -> float:
-        """Tokens a second of all rounds; 0 before there was one."""
+        """Tokens per second of all rounds; 0 before the first one."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def took(self, arm: int, seconds: float, tokens: float = 0.0) -> float:
-        """A round of `arm`; returns the seconds of it that count."""
+    def record(self, arm: int, seconds: float, tokens: float = 0.0) -> float:
+        """Record a round of `arm`; return the seconds that count."""
         recent = self.recent[arm]
         recent.append(seconds)
         longest = LONGEST * sorted(recent)[max(len(recent) - OFTEN, 0)]
@@ -64,7 +64,7 @@ class ArmClock:
         self.seconds += counts - self.seconds / RATE_MEMORY
         self.n[arm] += 1
         n = self.n[arm]
-        if n <= OFTEN:  # only now can be told that an earlier one was held up: the first often is
+        if n <= OFTEN:  # an earlier delay shows only now; the first round often has one
             known = sum(min(one, longest) for one in recent) if longest > 0 else sum(recent)
             self.seconds = max(self.seconds + known - counts - self.mean[arm] * (n - 1), counts)
             self.mean[arm] = known / n
@@ -73,18 +73,18 @@ class ArmClock:
         return counts
 
     def costs(self, least: float | None = None) -> Numbers:
-        """[N] seconds; an arm that has not played is thought to take the `least` time, so that it is tried. None: as
-        cheap as the cheapest that has."""
+        """[N] seconds. An arm that has not played gets `least`, so it will be tried. If `least` is None, it counts as
+        cheap as the cheapest arm that has played."""
         if least is None:
             least = min([mean for mean, n in zip(self.mean, self.n, strict=True) if n], default=1.0)
         return [mean if n else least for mean, n in zip(self.mean, self.n, strict=True)]
 
 
 class TextRate:
-    """Tokens a second of the text that is being decoded.
+    """Tokens per second of the text that is being decoded.
 
-    A text has a given number of tokens, so that its best arm is the one with the most tokens a second in it. Held
-    against the rate of the stream, arms that commit much would win on easy texts, and cheap arms on hard ones.
+    A text has a given number of tokens, so its best arm is the one with the most tokens per second in this text.
+    Measured against the rate of the stream, arms that commit much would win on easy texts, and cheap arms on hard ones.
     """
 
     def __init__(self) -> None:
@@ -94,14 +94,14 @@ class TextRate:
         """Begin a text."""
         self._rounds, self._tokens, self._seconds = 0, 0.0, 0.0
 
-    def took(self, seconds: float, tokens: float) -> None:
-        """A round of the text."""
+    def record(self, seconds: float, tokens: float) -> None:
+        """Record a round of the text."""
         self._rounds += 1
         self._tokens += tokens
         self._seconds += seconds
 
     def rate(self, stream: float) -> float:
-        """Tokens a second, drawn towards those of the stream: after `TEXT` rounds it is half its own."""
+        """Tokens per second, drawn towards the stream's rate; after `TEXT` rounds each counts for half."""
         if not self._seconds > 0:
             return stream
         return stream + self._rounds / (self._rounds + TEXT) * (self._tokens / self._seconds - stream)

@@ -1,4 +1,4 @@
-"""A change for the worse, noticed in what costs nothing: how much of its drafts is accepted from the arm that plays."""
+"""Drift test: notices a change for the worse in the accepted tokens of the playing arm, which are known anyway."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from math import sqrt
 
 SLACK = 0.5  # k: half of the fall to be noticed, in standard deviations
 LEAST = 6  # rounds of an arm before it has a mean to fall below
-FLOOR = 0.5  # tokens: an arm that accepts nearly the same every time has too small a yardstick of its own
+FLOOR = 0.5  # tokens: least standard deviation, for arms that nearly always accept the same number
 
 
 def cusum(S: float, z: float, k: float) -> float:
@@ -15,15 +15,15 @@ def cusum(S: float, z: float, k: float) -> float:
 
 
 class Drift:
-    """Page's test on the rounds of a game: does the arm that plays accept less than it did?
+    """Page's test on the rounds of a game: does the playing arm accept less than it did?
 
-    z is how far a round stays below the mean of the arm's earlier rounds, in their standard deviations; a round of an
-    arm that has hardly played says nothing. Rounds under suspicion, since S was last 0, are not yet part of that mean:
-    it would follow a change before the change is noticed.
+    z is the distance of a round below the mean of the arm's earlier rounds, in their standard deviations. A round of an
+    arm that has hardly played says nothing. Rounds under suspicion, since S was last 0, are not yet part of the mean;
+    otherwise it would follow a change before the change is noticed.
 
     Attributes:
-        S: the statistic; beyond the threshold h it is an alarm.
-        since: vectors of losses that the rounds under suspicion are worth: the estimate of where the change is.
+        S: the statistic; above the threshold h it is an alarm.
+        since: number of loss vectors from the rounds under suspicion: the estimated place of the change.
     """
 
     def __init__(self, count: int, h: float):
@@ -40,24 +40,24 @@ class Drift:
         self._mean = [0.0] * self._count
         self._squares = [0.0] * self._count  # Σ (x − mean)², by Welford's recurrence
 
-    def seen(self, arm: int, accepted: int | None, vectors: int) -> bool:
-        """Whether this round is an alarm; `accepted` is None where the text ended inside the draft."""
+    def record(self, arm: int, accepted: int | None, vectors: int) -> bool:
+        """Record a round; return whether it is an alarm. `accepted` is None if the text ended inside the draft."""
         self.since += vectors
         if accepted is not None and self._n[arm] < LEAST:
-            self._trust(arm, accepted)
+            self._include(arm, accepted)
         elif accepted is not None:
             self._suspects.append((arm, accepted))
             deviation = max(sqrt(self._squares[arm] / (self._n[arm] - 1)), FLOOR)
             self.S = cusum(self.S, (self._mean[arm] - accepted) / deviation, SLACK)
         if not self.S:
             for suspect in self._suspects:
-                self._trust(*suspect)
+                self._include(*suspect)
             self._suspects.clear()
             self.since = 0
         return self.h < self.S
 
-    def _trust(self, arm: int, accepted: int) -> None:
-        """Let a round count in its arm's mean and deviation."""
+    def _include(self, arm: int, accepted: int) -> None:
+        """Include a round in its arm's mean and deviation."""
         off = accepted - self._mean[arm]
         self._n[arm] += 1
         self._mean[arm] += off / self._n[arm]

@@ -1,4 +1,4 @@
-"""The rules of the game between a policy and decoding: what it is shown, of which round or token, and when."""
+"""Rules of the game between a policy and decoding: the kind of feedback, for which rounds or tokens, and when."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specctl.errors import UsageError
-from specctl.recipe.select import GAMES, GameRecipe
+from specctl.recipe.select import GAME_PRESETS, GameRecipe
 from specctl.selection.policies.registry import NAMES, ROUTER, contextual, learns
 
 
@@ -16,30 +16,31 @@ class Rules:
     """The rules of a game: a `GameRecipe` made definite for one policy and one pool.
 
     Attributes:
-        depth: K, the longest draft of the arms that play; of full information the depths that are looked at.
+        depth: K, the longest draft of the arms that play; with full information, the number of scored depths.
         reward: of a round, for bandits: tokens = committed; be = accepted/K; bd = mean overlap of K positions of its
-            draft; throughput = committed a second, in units of K + 1 tokens in a plain `step`; surplus = committed
-            less what all rounds make in that time.
-        costs: seconds of a round of each arm by a table's cost model, for its yardsticks; a game measures, also in a
-            replay, and knows the seconds of an arm once it has played.
-        step: seconds of a step of plain decoding, a text; for throughput alone.
-        loss: of a position, for full information: length = 1 − AL/(K + 1); throughput = the same of AL a second, in
-            which AL is that of a whole draft, however few depths are scored; acceptance = 1 − γ at depth 1.
+            draft; throughput = committed per second, in units of K + 1 tokens per plain `step`; surplus = committed
+            minus the number that all rounds make in that time.
+        costs: seconds per round of each arm by a table's cost model, for its yardsticks. A game measures instead, also
+            in a replay, and knows the seconds of an arm once the arm has played.
+        step: seconds of a plain decoding step, per text; for throughput alone.
+        loss: of a position, for full information: length = 1 − AL/(K + 1); throughput = the corresponding loss for AL
+            per second, with AL of a whole draft even if fewer depths are scored; acceptance = 1 − γ at depth 1.
         estimator: of acceptance in the length: product = γ, realised = hit.
-        unit: token = every position is a start; chunk = only those where a round began, known as far as it committed:
-            its k tokens in place of K, and their mean acceptance (HedgeSpec, B.3).
-        hybrid_rounds: so many vectors first are known at once: they have the loss `acceptance`, or, of throughput, the
-            length that follows from γ at depth 1.
-        warmup_rounds, batch_rounds: rounds that are all scored; afterwards once every so many, which grow by the factor
-            `batch_growth` with every scoring: the longer a game, the less is still to be learnt.
-        score_ends: of a text that ends within a game, the tokens that no scoring has reached are scored, too.
-        tokens_per_update: after the warm-up, mean of so many vectors that is one update.
+        unit: token = every position is a start; chunk = only positions where a round began, with the committed tokens:
+            their number k in place of K, and their mean acceptance (HedgeSpec, B.3).
+        hybrid_rounds: number of first vectors that are known at once. They have the loss `acceptance`, or, for
+            throughput, the length that follows from γ at depth 1.
+        warmup_rounds, batch_rounds: all rounds of the warm-up are scored, afterwards one in `batch_rounds`. This
+            interval grows by the factor `batch_growth` with every scoring: the longer a game, the less is still to be
+            learnt.
+        score_ends: whether the last tokens of a text that ends within a game are scored, too.
+        tokens_per_update: after the warm-up, number of vectors in the mean that is one update.
         drift: threshold of the test (`drift.py`) for a game that has changed: its learner forgets, all is scored, and
-            the rounds between two scorings are `batch_rounds` again. None: never.
+            the rounds between two scorings are `batch_rounds` again. Never, if None.
         settled: a position's vector no longer waits for its K tokens once every arm's draft from there goes on with
-            less than this probability. None: it waits for them.
-        longest: draft of the pool, in tokens.
-        reach: [N] the longest draft of each arm; () where all of them are `longest`.
+            less than this probability. It always waits, if None.
+        longest: longest draft of the pool, in tokens.
+        reach: [N] the longest draft of each arm; () if all of them are `longest`.
     """
 
     depth: int
@@ -62,12 +63,12 @@ class Rules:
 
     @property
     def in_seconds(self) -> bool:
-        """Whether the rewards count what a round takes."""
+        """Whether the rewards count the seconds of a round."""
         return self.reward in ("throughput", "surplus")
 
     @property
     def horizon(self) -> int:
-        """Draft tokens that a loss counts: those that are scored, or, of throughput, those that an arm drafts."""
+        """Number of draft tokens that a loss counts: the scored depths, or, for throughput, all of a whole draft."""
         return self.longest if self.loss == "throughput" else self.depth
 
 
@@ -80,14 +81,14 @@ def rules_for(
     reach: tuple[int, ...] = (),
     greedy: bool = False,
 ) -> Rules:
-    """The rules of a recipe for the policy of this name, which is the same game for all but what is its own
-    (`own_game`), so that they compare; `depth`: of the pool's longest draft.
+    """The rules of a recipe for the policy `name`. All policies play the same game, for comparison, except for the
+    options in `preset_options`. `depth`: length of the pool's longest draft.
 
-    `greedy` text has the realised estimator where lengths follow from fewer depths than drafts have: γ is then the
-    softmax at temperature 1, whose products are far too small for the seconds that they are set against.
+    `greedy` text has the realised estimator if lengths follow from fewer depths than drafts have. γ is then the softmax
+    at temperature 1, with products that are far too small to be compared with seconds.
     """
     pool = depth
-    options = recipe.model_dump() | own_game(name, recipe)
+    options = recipe.model_dump() | preset_options(name, recipe)
     longest = options.pop("depth")
     if learns(name) == "losses":
         depth = min(longest or depth, depth)
@@ -96,36 +97,42 @@ def rules_for(
     return Rules(depth=depth, longest=pool, reach=reach, costs=costs, step=step, **options)
 
 
-def own_game(name: str, recipe: GameRecipe) -> dict[str, Any]:
-    """Options in whose place a policy has values of its own: those of `GAMES` that the recipe leaves at their defaults,
-    and the reward `paper`, which is bd for MetaSD's policies, tokens for BanditSpec's and surplus for `cgp-ucb`."""
+def preset_options(name: str, recipe: GameRecipe) -> dict[str, Any]:
+    """Options that a policy replaces by its own values: the presets in `GAME_PRESETS`, if the recipe leaves them at
+    their defaults, and the reward `paper`, which is bd for MetaSD's policies, tokens for BanditSpec's, surplus for
+    `cgp-ucb`."""
     defaults = {key: field.default for key, field in GameRecipe.model_fields.items()}
-    preset = {key: value for key, value in GAMES.get(name, {}).items() if getattr(recipe, key) == defaults[key]}
+    preset = {key: value for key, value in GAME_PRESETS.get(name, {}).items() if getattr(recipe, key) == defaults[key]}
     if recipe.reward == "paper":
         preset["reward"] = "bd" if name.startswith("metasd") else "surplus" if contextual(name) else "tokens"
     return {key: value for key, value in preset.items() if value != getattr(recipe, key)}
 
 
 def check_batch(names: Sequence[str], recipe: GameRecipe) -> None:
-    """Raises UsageError where a policy needs more of a round than the outcome of a batch."""
+    """Raise UsageError if a policy needs more feedback than the outcome of a batch."""
     able = [name for name in NAMES if learns(name) != "losses" and not contextual(name)]
     for name in names:
         if name not in able:
             kind = "reads prompts" if name == ROUTER or contextual(name) else "scores the tokens of each text"
-            raise UsageError(f"policy {name} {kind}: not for choice=batch", hint=f"there are {', '.join(able)}")
-        if learns(name) == "reward" and (recipe.model_dump() | own_game(name, recipe))["reward"] == "bd":
             raise UsageError(
-                f"{name}: the reward bd looks at each text's draft: not for choice=batch",
+                f"policy {name} {kind}: it does not work with choice=batch", hint=f"use one of {', '.join(able)}"
+            )
+        if learns(name) == "reward" and (recipe.model_dump() | preset_options(name, recipe))["reward"] == "bd":
+            raise UsageError(
+                f"{name}: the reward bd needs the draft of each sequence: it does not work with choice=batch",
                 hint="set game.reward=throughput",
             )
 
 
-def overruled(names: Sequence[str], recipe: GameRecipe) -> list[str]:
-    """A line for every policy whose own game takes the place of options that were set, if only to their defaults."""
+def overridden_options(names: Sequence[str], recipe: GameRecipe) -> list[str]:
+    """A line for every policy with presets that replace explicitly set options, if these were set to their defaults."""
     lines = []
     for name in names:
-        forced = own_game(name, recipe)
+        forced = preset_options(name, recipe)
         told = [f"game.{key}={forced[key]}" for key in forced if key in recipe.model_fields_set and key != "reward"]
         if told:
-            lines.append(f"{name} plays a game of its own: {', '.join(told)}; another value than the default is obeyed")
+            lines.append(
+                f"{name} uses its own game settings: {', '.join(told)}; only values other than the defaults "
+                "override them"
+            )
     return lines

@@ -1,4 +1,4 @@
-"""When idle drafters are scored: often while little is known, then ever more seldom."""
+"""Schedule for scoring idle drafters: often while little is known, then ever more seldom."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from specctl.selection.game.rules import Rules
 
 
 class ScoringSchedule:
-    """Rounds of a game, and which of them are scored: all of the warm-up, then some after ever longer intervals.
+    """Counts the rounds of a game, and says after which of them to score: all of the warm-up, then ever fewer.
 
-    HedgeSpec's intervals (B.5) stay the same: `batch_growth` 1.
+    With `batch_growth` 1 the intervals stay equal, as in HedgeSpec (B.5).
 
     Attributes:
-        rounds: played so far.
+        rounds: number of rounds played.
     """
 
     def __init__(self, rules: Rules):
@@ -26,7 +26,7 @@ class ScoringSchedule:
         self._next = self._warm_until + self.rules.batch_rounds
 
     def hurry(self) -> None:
-        """Make scoring due after this round; the intervals stay as they are."""
+        """Make scoring due after this round; the intervals do not change."""
         self._next = min(self._next, self.rounds)
 
     @property
@@ -35,7 +35,7 @@ class ScoringSchedule:
         return self.rounds <= self._warm_until
 
     def due(self) -> bool:
-        """Whether scoring is due after the last round; to be asked once a round."""
+        """Whether scoring is due after the last round; to be called once per round."""
         if self.warm:
             return True
         if self.rounds < self._next:

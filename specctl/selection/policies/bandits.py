@@ -1,4 +1,4 @@
-"""Bandits with an index: play the arm whose mean reward plus radius is largest.
+"""Bandits with an index: play the arm with the largest sum of mean reward and radius.
 
 Symbols: n pulls of an arm, μ̂ its mean reward, t rounds played, N arms, K the depth.
 """
@@ -10,7 +10,7 @@ from math import log, sqrt
 from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, Learns, Numbers, Scale, Weighted, argmax, one_hot
+from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, Scale, argmax, one_hot
 
 
 def ucbspec_radius(n: float, t: int, N: int, K: int, delta: float) -> float:
@@ -23,8 +23,8 @@ def ucb_radius(n: float, t: float, beta: float) -> float:
     return beta * sqrt(2 * log(t) / n)
 
 
-class Index(Weighted):
-    """Base of the index policies: arms that were never pulled are pulled first, in order; then the largest index."""
+class Index(BasePolicy):
+    """Base of the index policies: arms that were never pulled come first, in order; then the largest index."""
 
     learns: ClassVar[Learns] = "reward"
 
@@ -43,7 +43,7 @@ class Index(Weighted):
 
     @abstractmethod
     def radius(self) -> Numbers:
-        """[N] what uncertainty adds to the means."""
+        """[N] the amount that uncertainty adds to the means."""
 
     def _weigh(self) -> Numbers:
         if 0 in self.n:
@@ -53,7 +53,7 @@ class Index(Weighted):
 
 
 class UcbSpec(Index):
-    """`ucbspec`: the reward is the number of committed tokens. Its literal radius explores for hundreds of rounds."""
+    """`ucbspec`: the reward is the number of committed tokens. The paper's radius explores for hundreds of rounds."""
 
     scale: ClassVar[Scale] = "tokens"
 
@@ -76,8 +76,8 @@ class MetaUcb(Index):
 class DiscountedUcb(MetaUcb):
     """`metasd-ducb`: rewards fade by λ every round (MetaSD, Algorithm 6).
 
-    Departs from the printed rule in that the counts n fade, too, and t is their sum: over counts that do not, the means
-    of all arms fade to 0, and radii would shrink for rounds that no longer count (Garivier and Moulines 2011, D-UCB).
+    Unlike in the printed rule, the counts n fade, too, and t is their sum. If the counts did not fade, the means of all
+    arms would fade to 0, and radii would shrink for rounds that no longer count (Garivier and Moulines 2011, D-UCB).
     """
 
     def reward(self, arm: int, reward: float) -> None:
@@ -90,8 +90,8 @@ class DiscountedUcb(MetaUcb):
 
 
 class SlidingUcb(MetaUcb):
-    """`metasd-swucb`: only the last `window` rounds count (MetaSD, Algorithm 8); an arm that left them is pulled. The t
-    of its radius is, as printed, of all rounds."""
+    """`metasd-swucb`: only the last `window` rounds count (MetaSD, Algorithm 8); an arm with no round in the window is
+    pulled. The t of its radius counts all rounds, as printed."""
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, options)

@@ -1,16 +1,17 @@
-"""A bandit that reads prompts: rewards of arms are expected to be what they were at prompts like this one.
+"""Contextual bandit that reads prompts: an arm is expected to earn as much as at earlier prompts like this one.
 
 CGP-UCB (Krause and Ong 2011, Contextual Gaussian Process Bandit Optimization). The context is the target's own state of
-the prompt, which the prefill has computed anyway: no classifier, no labels, nobody is scored. The reward of a round is
+the prompt, which the prefill has computed anyway. It needs no classifier, no labels and no scoring of idle drafters.
+The reward of a round is
 
-    μ + θ φ_i(x) + d + f_i(x) + ε,   d ~ N(0, τ²),   f_i ~ GP(0, s² k),   ε ~ N(0, σ²):
+    μ + θ φ_i(x) + d + f_i(x) + ε,   d ~ N(0, τ²),   f_i ~ GP(0, s² k),   ε ~ N(0, σ²).
 
-the mean of all, what it is worth to be trained for such prompts (φ_i from −1 to 1, 0 where that is not known), how easy
-the text is for all arms alike (ours: an arm is not blamed for a hard text), what arm i is better at prompts like x
-beside that, part of it at all prompts alike, and chance. Rewards are surpluses over the rate of the stream; what the
-seconds of an arm are worth more or less in the text itself, `dear`, is taken off its bound. The policy learns within a
-text by its own rounds, and from text to text by what the arms that played have shown (`prompt_memory`); no reset
-forgets the latter.
+μ is the mean of all rewards. θ φ_i is the worth of being trained for such prompts; φ_i goes from −1 to 1, and is 0 if
+that is not known. d is the ease of the text for all arms alike (our addition: an arm is not blamed for a hard text).
+f_i is the remaining advantage of arm i at prompts like x, part of it equal at all prompts. ε is chance. Rewards are
+surpluses over the rate of the stream. If the seconds of an arm are dearer or cheaper in the text itself, the
+difference, `excess_cost`, is subtracted from its bound. Within a text the policy learns from its own rounds, and from
+text to text from the rounds of all arms that played (`prompt_memory`). No reset forgets the latter.
 
 Symbols: N arms; m, v [N] mean and variance of f_i(x), the latter in units of s²; n [N] rounds of each arm in the text
 and r [N] their mean rewards.
@@ -24,19 +25,20 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, Learns, Numbers, Weighted, argmax, one_hot
+from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, argmax, one_hot
 
-# β, scale of what uncertainty adds (the paper's proof asks for far more). In the mean over orders of the prompts 0.5
-# chooses as well; but where a stream begins with one kind of them, it never tries some arms at the others.
+# β, scale of the uncertainty that is added to a mean (the paper's proof asks for far more). Averaged over orders of the
+# prompts, 0.5 chooses as well; but if a stream begins with one kind of prompts, with 0.5 some arms are never tried at
+# the others.
 BETA = 1.0
-STAY = 4.0  # rounds that share what moving to another arm costs
-TRIES = 2  # rounds of drafts at the beginning of a text, where texts were decoded plainly for long
+SWITCH_ROUNDS = 4.0  # rounds that share the cost of a switch to another arm
+TRIAL_ROUNDS = 2  # rounds of drafts at the beginning of a text, after many plainly decoded texts
 
 
 @dataclass(frozen=True)
 class Belief:
-    """Expectations of the arms before a text's first round: m [N] with the mean of all in it, v [N], and the variances
-    σ², s² and τ²."""
+    """Expectations of the arms before a text's first round: m [N], which includes the mean of all, v [N], and the
+    variances σ², s² and τ²."""
 
     m: Numbers
     v: Numbers
@@ -46,7 +48,7 @@ class Belief:
 
 
 def ease(belief: Belief, n: Sequence[int], r: Sequence[float]) -> tuple[float, float]:
-    """Mean and variance of d, given the rounds of a text: by how much its rewards differ from what was expected."""
+    """Mean and variance of d, from the rounds of a text: the difference between its rewards and their expectation."""
     weight, total = 1 / belief.shared, 0.0
     for m, v, rounds, mean in zip(belief.m, belief.v, n, r, strict=True):
         if rounds:
@@ -56,74 +58,74 @@ def ease(belief: Belief, n: Sequence[int], r: Sequence[float]) -> tuple[float, f
 
 
 def indices(belief: Belief, n: Sequence[int], r: Sequence[float], beta: float) -> Numbers:
-    """[N] upper confidence bounds of the arms: mean + β · standard deviation of μ + f_i(x), given the text's rounds."""
+    """[N] upper confidence bounds of the arms, given the text's rounds: mean + β · standard deviation of μ + f_i(x)."""
     d, _ = ease(belief, n, r)
-    bounds = unplayed(belief, beta)
+    bounds = prior_bounds(belief, beta)
     for arm, rounds in enumerate(n):
         if rounds:
             bounds[arm] = bound(belief, arm, rounds, r[arm] - d, beta)
     return bounds
 
 
-def unplayed(belief: Belief, beta: float) -> Numbers:
-    """[N] the same before the text's first round."""
+def prior_bounds(belief: Belief, beta: float) -> Numbers:
+    """[N] upper confidence bounds of the arms before the text's first round."""
     return [m + beta * math.sqrt(v * belief.signal) for m, v in zip(belief.m, belief.v, strict=True)]
 
 
 def bound(belief: Belief, arm: int, rounds: int, mean: float, beta: float) -> float:
-    """The same of an arm whose rounds in the text had this mean reward, less the text's ease."""
+    """Upper confidence bound of an arm with `rounds` rounds in the text and this mean reward, less the text's ease."""
     m, variance = belief.m[arm], belief.v[arm] * belief.signal
     gain = variance / (variance + belief.noise / rounds)
     return m + gain * (mean - m) + beta * math.sqrt(variance * (1 - gain))
 
 
-class Shown(NamedTuple):
-    """The rounds of an arm in a text: how many, the sum of their rewards, and of the squares."""
+class ArmRounds(NamedTuple):
+    """The rounds of an arm in a text: their number, the sum of their rewards, and the sum of the squares."""
 
     rounds: int
     total: float
     squares: float
 
 
-class ContextualUcb(Weighted):
-    """`cgp-ucb`: the arm of the largest upper bound, given the prompt and the text's own rounds. Where nothing is known
-    yet, every arm once and then the best."""
+class ContextualUcb(BasePolicy):
+    """`cgp-ucb`: the arm with the largest upper bound, given the prompt and the text's own rounds. If nothing is known
+    yet, every arm plays once, and then the best one."""
 
     learns: ClassVar[Learns] = "reward"
 
     def __init__(self, arms: Arms, options: PolicyRecipe):
         super().__init__(arms, play="argmax")
-        self.moves = [0.0] * arms.count  # rewards that the time of moving to an arm costs, which reads up then
-        self.plain_reward = 0.0  # of a round of `arms.plain`, which is known without playing it
+        self.switch_cost = [0.0] * arms.count  # cost of switching to an arm, which must catch up, in rewards
+        self.plain_reward = 0.0  # of a round of `arms.plain`, known without playing it
         self.last: int | None = None  # the arm of the round before
-        self.dear: Numbers  # rewards that a round of each arm is worth less in this text than it is told
-        self.meet(None)
+        self.excess_cost: Numbers  # excess of each arm's rewards over their worth in this text
+        self.begin_text(None)
 
-    def meet(self, belief: Belief | None, overdue: bool = False) -> None:
-        """Begin a text. `overdue`: no arm has drafted for so long that one should be tried, whatever is expected."""
+    def begin_text(self, belief: Belief | None, overdue: bool = False) -> None:
+        """Begin a text. `overdue`: no arm has drafted for many texts, so one must be tried even if none should pay."""
         self.belief, self.last = belief, None
-        self._tries = TRIES if overdue else 0
-        self.dear = [0.0] * self.arms.count
+        self._tries = TRIAL_ROUNDS if overdue else 0
+        self.excess_cost = [0.0] * self.arms.count
         self.n, self.r = [0] * self.arms.count, [0.0] * self.arms.count
         self.squares = [0.0] * self.arms.count
-        # An idle arm's bound and the price of moving to it stay as they are: a round is work for the arms played.
-        self._idle = [] if belief is None else unplayed(belief, BETA)
+        # The bounds of idle arms and the costs of switching do not change: a round is work for the played arms only.
+        self._idle = [] if belief is None else prior_bounds(belief, BETA)
         self._played: list[int] = []
         self._changed()
 
-    def shown(self) -> list[Shown]:
+    def shown(self) -> list[ArmRounds]:
         """Rounds and rewards of each arm in the text."""
-        return [Shown(n, n * r, squares) for n, r, squares in zip(self.n, self.r, self.squares, strict=True)]
+        return [ArmRounds(n, n * r, squares) for n, r, squares in zip(self.n, self.r, self.squares, strict=True)]
 
-    def expect_of_plain(self, reward: float) -> None:
-        """The reward that a round of plain decoding would have: that is known, and need not be tried."""
+    def set_plain_reward(self, reward: float) -> None:
+        """Set the reward of a round of plain decoding: it is known, and need not be tried."""
         if reward != self.plain_reward:
             self.plain_reward = reward
             self._changed()
 
     def reward(self, arm: int, reward: float) -> None:
-        if arm == self.arms.plain:  # it tells nothing of the text
-            if math.isfinite(self.plain_reward):  # else it was only timed: the arm before it, or none, is to go on
+        if arm == self.arms.plain:  # plain decoding tells nothing about the text
+            if math.isfinite(self.plain_reward):  # otherwise it was only timed: the arm before it, or none, goes on
                 self.last = arm
                 self._changed()
             return
@@ -141,13 +143,13 @@ class ContextualUcb(Weighted):
         if self.belief is None:
             untried = [arm for arm, n in enumerate(self.n) if not n and arm != plain]
             means = [self.plain_reward if arm == plain else mean for arm, mean in enumerate(self.r)]
-            worth = [mean - dear for mean, dear in zip(means, self.dear, strict=True)]
+            worth = [mean - dear for mean, dear in zip(means, self.excess_cost, strict=True)]
             return one_hot(untried[0] if untried else argmax(worth), self.arms.count)
         bounds = self._idle.copy()
         if plain is not None:
             bounds[plain] = self.plain_reward
-        if plain is not None and self._tries and self.last is None:  # by the arm that is the least to move to
-            bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
+        if plain is not None and self._tries and self.last is None:  # try the arm with the least cost of switching
+            bounds = [bound - moved / SWITCH_ROUNDS for bound, moved in zip(bounds, self.switch_cost, strict=True)]
         if self.last is not None:
             d, _ = ease(self.belief, self.n, self.r)
             for arm in self._played:
@@ -155,14 +157,14 @@ class ContextualUcb(Weighted):
             if plain is not None:  # a text that is easy to draft is no easier without drafts
                 bounds[plain] -= d
             stay = bounds[self.last]
-            bounds = [bound - moved / STAY for bound, moved in zip(bounds, self.moves, strict=True)]
+            bounds = [bound - moved / SWITCH_ROUNDS for bound, moved in zip(bounds, self.switch_cost, strict=True)]
             bounds[self.last] = stay
         if plain is not None and self._tries:
             bounds[plain] = -math.inf
-        # Whether to draft is decided at the stream's rate, what to draft with at the text's. At the rate of a text that
-        # is decoded plainly, drafting looks nearly as good and is explored too much.
+        # Whether to draft is decided at the stream's rate, and which arm drafts at the text's rate. At the rate of a
+        # text that is decoded plainly, drafting looks nearly as good and is explored too much.
         if self.last is not None and argmax(bounds) != plain:
-            bounds = [bound - dear for bound, dear in zip(bounds, self.dear, strict=True)]
+            bounds = [bound - dear for bound, dear in zip(bounds, self.excess_cost, strict=True)]
             if plain is not None:
                 bounds[plain] = -math.inf
         return one_hot(argmax(bounds), self.arms.count)

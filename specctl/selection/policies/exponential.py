@@ -1,4 +1,4 @@
-"""Bandits with exponential weights: they draw their arm, and weigh what it earned by how likely it was.
+"""Bandits with exponential weights: they draw their arm, and divide its reward by the probability of the draw.
 
 Symbols: I the arm played, p [N] the probabilities it was drawn from, Y tokens committed, K the depth, t rounds.
 """
@@ -12,11 +12,11 @@ from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.hedge import exponential_weights
-from specctl.selection.policies.policy import Arms, Learns, Numbers, Scale, Weighted, normalized
+from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, Scale, normalized
 
 
 def importance_weighted(arm: int, value: float, p: Sequence[float]) -> Numbers:
-    """[N] value/p_I at the arm I played and 0 elsewhere: its mean over I ~ p is what every arm would have shown."""
+    """[N] value/p_I at the arm I played and 0 elsewhere: its mean over I ~ p is the value of every arm."""
     estimate = [0.0] * len(p)
     estimate[arm] = value / p[arm]
     return estimate
@@ -28,7 +28,7 @@ def mixed_weights(log_w: Sequence[float], mix: float) -> Numbers:
     return [(1 - mix) * share + mix / len(log_w) for share in normalized(exp(weight - top) for weight in log_w)]
 
 
-class Exp3Spec(Weighted):
+class Exp3Spec(BasePolicy):
     """`exp3spec`: loss (K + 1 − Y)/K, η_t = √(ln N/(t N)) (BanditSpec, Algorithms 5 and 9); Z [N] estimated losses."""
 
     learns: ClassVar[Learns] = "reward"
@@ -51,7 +51,7 @@ class Exp3Spec(Weighted):
         return exponential_weights(self.Z, self._eta or sqrt(log(N) / (self.t * N)))
 
 
-class MetaExp3(Weighted):
+class MetaExp3(BasePolicy):
     """`metasd-exp3`: w_j ← w_j exp(γ r̂_j/N), with uniform exploration γ (MetaSD, Algorithm 7)."""
 
     learns: ClassVar[Learns] = "reward"

@@ -1,4 +1,4 @@
-"""Sequential halving: pull the surviving arms equally often, drop half of them, and so on; then commit to one."""
+"""Sequential halving: pull the surviving arms equally often, drop the worse half, and so on; then keep one arm."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from math import ceil, floor, log, log2
 from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, Learns, Numbers, Weighted, one_hot
+from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, one_hot
 
 
 def halvings(N: int, literal: bool) -> int:
-    """How often N arms are halved: ⌈log₂ N⌉ leaves one; the printed ⌊log₂ N⌋ leaves two of five."""
+    """Number of times that N arms are halved: ⌈log₂ N⌉ leaves one arm; the printed ⌊log₂ N⌋ leaves two of five."""
     return floor(log2(N)) if literal else ceil(log2(N))
 
 
 def survivors(arms: list[int], means: Sequence[float], literal: bool) -> list[int]:
-    """The better ⌈n/2⌉ of n arms, the lower id first among equals; `literal` keeps the worse (MetaSD, Algorithm 5)."""
+    """The better ⌈n/2⌉ of n arms, the lower id first in a tie; `literal` keeps the worse half (MetaSD, Algorithm 5)."""
     order = sorted(arms, key=lambda arm: (means[arm] if literal else -means[arm], arm))
     return sorted(order[: ceil(len(arms) / 2)])
 
 
-class SequentialHalving(Weighted):
+class SequentialHalving(BasePolicy):
     """`metasd-sh`: every survivor is pulled `period` times, in order, before each halving (MetaSD, Algorithm 5).
 
-    Departs from the printed rule, which `literal` follows, in the half that is kept and in the means: they are of all
-    pulls of an arm, the printed ones of those since the last halving, which are a single one where `period` is 1. Where
-    several arms are left in the end, as with `literal`, they take turns.
+    It departs from the printed rule, which `literal` follows, in two ways. It keeps the better half, and its means are
+    over all pulls of an arm. The printed means are over the pulls since the last halving, a single one if `period` is
+    1. If several arms are left in the end, as with `literal`, they take turns.
     """
 
     learns: ClassVar[Learns] = "reward"

@@ -1,7 +1,7 @@
-"""Full information: the losses of all arms are seen, so every arm is judged on every token.
+"""Full-information policies: the losses of all arms are seen, so every arm is judged on every token.
 
-Symbols of the papers: ℓ [N] losses of one step; p [N] weights; L [N] cumulated losses; R [N] cumulated regret of not
-having followed each arm, R_i = Σ (⟨p, ℓ⟩ − ℓ_i); C [N] = Σ |⟨p, ℓ⟩ − ℓ_i|; t steps so far; η rate.
+Symbols of the papers: ℓ [N] losses of one step; p [N] weights; L [N] cumulated losses; R [N] cumulated regret for not
+having followed each arm, R_i = Σ (⟨p, ℓ⟩ − ℓ_i); C [N] = Σ |⟨p, ℓ⟩ − ℓ_i|; t steps until now; η rate.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from operator import add
 from typing import ClassVar
 
 from specctl.recipe.select import PolicyRecipe
-from specctl.selection.policies.policy import Arms, Learns, Numbers, Weighted, dot, normalized
+from specctl.selection.policies.policy import Arms, BasePolicy, Learns, Numbers, dot, normalized
 
 
 def leader_weights(L: Numbers) -> Numbers:
-    """Follow the leader: all weight on the arm with the least loss so far, shared among equals."""
+    """Follow the leader: all weight on the arm with the least loss until now, shared in a tie."""
     least = min(L)
     return normalized(float(loss == least) for loss in L)
 
@@ -34,11 +34,11 @@ def exponential_weights(L: Numbers, eta: float) -> Numbers:
 
 
 def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-9) -> float:
-    """The y ≥ 1 with mean exp(u y) = e, for N numbers u in [0, 1] whose maximum is 1; `start` is a guess.
+    """The y ≥ 1 with mean exp(u y) = e, for N numbers u in [0, 1] with maximum 1; `start` is a guess.
 
     Zeros may be left out of `u`: exp(0 y) = 1, and mostly few arms of many have a positive regret.
 
-    Newton on the convex, increasing log mean exp(u y) − 1. As exp(y)/N ≤ mean exp(u y) ≤ exp(y), the root lies in
+    Newton on the convex, increasing log mean exp(u y) − 1. Since exp(y)/N ≤ mean exp(u y) ≤ exp(y), the root lies in
     [1, 1 + ln N]; from the second step on the iterates fall towards it monotonically.
     """
     zeros = N - len(u)
@@ -57,8 +57,8 @@ def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-9) -> flo
 def normalhedge_weights(R: Numbers, start: float) -> tuple[Numbers, float]:
     """p ∝ [R]₊/c · exp([R]₊²/2c) with mean exp([R]₊²/2c) = e; uniform when no R is positive.
 
-    NormalHedge (Chaudhuri, Freund and Hsu 2009, Figure 1). Scaled by the largest R, r = [R]₊/max R, the normaliser is
-    y = max R²/2c with mean exp(r² y) = e, which is bounded whatever the scale of R is: nothing overflows.
+    NormalHedge (Chaudhuri, Freund and Hsu 2009, Figure 1). Scaled by the largest R, r = [R]₊/max R, the normaliser is y
+    = max R²/2c with mean exp(r² y) = e. It is bounded for any scale of R, so nothing overflows.
 
     Returns:
         p [N], and y to start the next search from.
@@ -83,8 +83,8 @@ def adanormalhedge_weights(R: Numbers, C: Numbers) -> Numbers:
     return normalized(weights) if any(weights) else [1 / len(R)] * len(R)
 
 
-class HedgeLearner(Weighted):
-    """Base of the learners: they begin with nothing learnt, and can begin again."""
+class HedgeLearner(BasePolicy):
+    """Base of the full-information learners, which can forget everything and begin again."""
 
     learns: ClassVar[Learns] = "losses"
 
@@ -98,7 +98,7 @@ class HedgeLearner(Weighted):
 
 
 class FollowTheLeader(HedgeLearner):
-    """`ftl`: the honest ablation of all that follows."""
+    """`ftl`: follow the leader, the ablation of the learners below."""
 
     def forget(self) -> None:
         self.L = [0.0] * self.arms.count
@@ -152,7 +152,7 @@ class NormalHedge(HedgeLearner):
 
 
 class AdaNormalHedge(HedgeLearner):
-    """`adanormalhedge`: as NormalHedge, and adapts to how large each arm's regrets are."""
+    """`adanormalhedge`: NormalHedge that also adapts to the size of each arm's regrets."""
 
     def forget(self) -> None:
         self.R = [0.0] * self.arms.count

@@ -1,4 +1,4 @@
-"""The policy: it chooses an arm every round, and learns from what the round, or every token, has shown.
+"""Policy interface: a policy chooses an arm every round, and learns from a round's reward or from every token's losses.
 
 Policies compute with lists of plain numbers: between two rounds of decoding the caches are cold, and every operation on
 a small array costs 5 microseconds there, as much as a whole loop over seven arms.
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-AnyArray = NDArray[Any]  # of any floating type, or booleans: what scores and traces hold
-Numbers = list[float]  # of a policy: one for each arm
+AnyArray = NDArray[Any]  # any floating type, or booleans: scores and traces
+Numbers = list[float]  # one for each arm
 Learns = Literal["nothing", "reward", "losses"]
 Scale = Literal["unit", "tokens"]
 Play = Literal["sample", "argmax"]
@@ -28,7 +28,7 @@ Play = Literal["sample", "argmax"]
 
 @dataclass(frozen=True)
 class Arms:
-    """The arms of a game: `count` N of them, whose drafts are at most `depth` K long, and the seed of its draws.
+    """The arms of a game: their number `count` (N), the `depth` (K) of their longest draft, and the seed of the draws.
 
     `plain`: the arm that drafts nothing, if there is one.
     """
@@ -47,15 +47,16 @@ def seed_of(seed: int, query: str) -> int:
 class Policy(Protocol):
     """A rule that plays N arms; plain numbers in, plain numbers out, no torch.
 
-    `learns` says what it is told: nothing; the reward of the arm it played (a bandit); or the losses of all arms in
-    [0, 1] (full information). `scale` is that of the rewards in the policy's paper: [0, 1], or tokens in [1, K + 1].
+    `learns` is the kind of its feedback: nothing; the reward of the arm it played (a bandit); or the losses of all arms
+    in [0, 1] (full information). `scale` is the scale of rewards in the policy's paper: [0, 1], or tokens in [1, K +
+    1].
     """
 
     learns: ClassVar[Learns]
     scale: ClassVar[Scale]
 
     def weights(self) -> Numbers:
-        """[N] probabilities of playing each arm next; one-hot where the rule is deterministic. Not to be changed."""
+        """[N] probabilities of playing each arm next, one-hot for a deterministic rule. Do not change the list."""
         ...
 
     def choose(self) -> int:
@@ -75,10 +76,10 @@ class Policy(Protocol):
         ...
 
 
-class Weighted(ABC):
-    """The half of a policy that is the same for all: weights are made once per change, an arm is drawn from them.
+class BasePolicy(ABC):
+    """Common part of the policies: compute the weights once per change, and draw the arm.
 
-    A rule has `_weigh`, and calls `_changed` whenever what it has learnt changes.
+    A subclass defines `_weigh`, and calls `_changed` whenever its knowledge changes.
     """
 
     learns: ClassVar[Learns] = "nothing"
@@ -109,18 +110,18 @@ class Weighted(ABC):
             return argmax(weights)
         if self._cumulated is None:
             self._cumulated = list(accumulate(weights))
-        # Scaled by the sum, which rounding keeps from being exactly 1; `right` passes over arms of weight 0.
+        # Scaled by the sum, which rounding keeps from being exactly 1; bisecting to the right skips arms of weight 0.
         drawn = bisect_right(self._cumulated, self._generator.random() * self._cumulated[-1])
         return min(drawn, len(weights) - 1)
 
     def reward(self, arm: int, reward: float) -> None:  # noqa: B027  most rules learn from one of the two only
-        """Not a bandit: nothing to learn from a reward."""
+        """Ignore the reward; bandits override this."""
 
     def losses(self, losses: Sequence[float]) -> None:  # noqa: B027
-        """Without full information: nothing to learn from losses."""
+        """Ignore the losses; full-information policies override this."""
 
     def forget(self) -> None:  # noqa: B027
-        """Without full information: its rule has its own way to forget, or none."""
+        """Do nothing; full-information policies override this."""
 
 
 def one_hot(arm: int, count: int) -> Numbers:
@@ -129,12 +130,12 @@ def one_hot(arm: int, count: int) -> Numbers:
 
 
 def argmax(values: Sequence[float]) -> int:
-    """The place of the largest, the first among equals."""
+    """The index of the largest value, the first one in a tie."""
     return values.index(max(values))
 
 
 def normalized(weights: Iterable[float]) -> Numbers:
-    """Weights that sum to 1."""
+    """Scale weights to the sum 1."""
     weights = list(weights)
     total = sum(weights)
     return [weight / total for weight in weights]

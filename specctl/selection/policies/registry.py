@@ -1,4 +1,4 @@
-"""The policies by name."""
+"""Registry of the policies, by name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 from specctl.errors import UsageError, did_you_mean
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
+from specctl.selection.policies.baselines import FixedArm, Random
 from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.exponential import Exp3Spec, MetaExp3
 from specctl.selection.policies.halving import ExploreThenCommit, SequentialHalving
 from specctl.selection.policies.hedge import AdaNormalHedge, FollowTheLeader, Hedge, NormalHedge
 from specctl.selection.policies.policy import Arms, Learns, Policy
-from specctl.selection.policies.unlearnt import FixedArm, Random
 
 _POLICIES: dict[str, Any] = {
     "fixed": FixedArm,
@@ -30,25 +30,25 @@ _POLICIES: dict[str, Any] = {
     "hedge": Hedge,
     "normalhedge": NormalHedge,
     "adanormalhedge": AdaNormalHedge,
-    "hedgespec": NormalHedge,  # what makes it HedgeSpec are the rules of its game
+    "hedgespec": NormalHedge,  # the rules of its game make it HedgeSpec
 }
 NAMES = tuple(_POLICIES)
-ROUTER = "router"  # plays what a classifier of prompts says: made of more than numbers, so not by `build`
+ROUTER = "router"  # plays the choice of a prompt classifier: made of more than numbers, so not by `build`
 
 
 def check(names: list[str]) -> None:
-    """Raises UsageError where there is no policy of a name, or one is named twice."""
+    """Raise UsageError if there is no policy of a name, or if one is named twice."""
     known = (*NAMES, ROUTER)
     for name in names:
         if name not in known:
-            hint = f"{did_you_mean(name, known)} there are {', '.join(known)}".lstrip()
+            hint = f"{did_you_mean(name, known)} use one of {', '.join(known)}".lstrip()
             raise UsageError(f"no policy {name!r}", hint)
         if names.count(name) > 1:
-            raise UsageError(f"policy {name} is named twice", hint="each needs a name of its own")
+            raise UsageError(f"policy {name} is named twice", hint="name each policy once")
 
 
 def learns(name: str) -> Learns:
-    """The kind of feedback that a policy of this name learns from. Raises UsageError as `check`."""
+    """The kind of feedback that a policy of this name learns from. Raises UsageError like `check`."""
     check([name])
     return "nothing" if name == ROUTER else _POLICIES[name].learns
 
@@ -59,12 +59,12 @@ def contextual(name: str) -> bool:
 
 
 def build(name: str, arms: Arms, options: PolicyRecipe) -> Policy:
-    """A fresh policy.
+    """Build a fresh policy.
 
     Raises:
-        UsageError: there is none of that name, or it cannot play these arms.
+        UsageError: no policy has that name, or it cannot play these arms.
     """
     check([name])
     if name == ROUTER:
-        raise UsageError("the router reads prompts", hint="it plays in live decoding, not in a replay")
+        raise UsageError("the router needs prompts", hint="use it in live decoding, not in a replay")
     return _POLICIES[name](arms, options)

@@ -1,1 +1,1 @@
-"""Recorded tables: what every drafter would have done at every position, and policies replayed on it."""
+"""Recorded tables: the drafts of every drafter at every position, to replay policies without a model."""

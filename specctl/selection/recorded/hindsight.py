@@ -1,4 +1,4 @@
-"""The rounds that every arm alone would have played on a recorded table: the yardsticks of a replay."""
+"""Hindsight: the rounds that every arm alone would have played on a recorded table, as yardsticks of a replay."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ Yardstick = Literal["mat", "throughput"]
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedGame:
     """One game, from reset to reset.
 
     Attributes:
         queries: indices of its traces.
-        best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all of them.
+        best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all traces.
         arms, committed, query: [R] of each round: the arm, the tokens, the trace.
-        weights: [R, N] with which the arm was drawn.
+        weights: [R, N] probabilities with which the arm was drawn.
         decide_us: [R] microseconds of choosing and learning.
-        scored: [R] tokens that were scored behind the round.
-        dropped: vectors and rewards that were not finite.
+        scored: [R] tokens that were scored after the round.
+        dropped: number of vectors and rewards that were not finite.
     """
 
     queries: list[int]
@@ -46,8 +46,8 @@ class Played:
     dropped: int
 
 
-def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """[N, T] whether a round of arm i begins at token t, when it plays alone; a round commits accepted + 1 tokens."""
+def round_starts(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """[N, T] whether a round of arm i begins at token t if it plays alone; a round commits accepted + 1 tokens."""
     N, T = accepted.shape
     begins = np.zeros((N, T), bool)
     arms, at = np.arange(N), np.zeros(N, int)
@@ -59,8 +59,8 @@ def walk(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def games(traces: list[Trace], reset: Reset, length: int) -> list[list[int]]:
-    """Indices of the traces between two resets; a session is that of the recording, or a run of one domain where the
-    table does not say, at most `length` traces long."""
+    """Indices of the traces between two resets. A session is taken from the recording, or is a run of one domain if the
+    table does not say; it has at most `length` traces."""
     if reset == "stream":
         return [list(range(len(traces)))]
     parts: list[list[int]] = []
@@ -78,8 +78,8 @@ def _session(trace: Trace) -> int | str:
 
 
 def token_losses(trace: Trace, rules: Rules) -> Array:
-    """[T, N] losses of every arm at every token, of the token-level game without hybrid loss; 0 where it drops them. Of
-    throughput they are those of whole drafts, of which the table knows all depths."""
+    """[T, N] losses of every arm at every token, in the token-level game without hybrid loss; 0 for dropped tokens.
+    Throughput losses are of whole drafts, since the table knows all depths."""
     if rules.loss == "acceptance":
         losses = 1 - trace.gamma[:, :, 0].T.astype(float)
     else:
@@ -95,20 +95,20 @@ def token_losses(trace: Trace, rules: Rules) -> Array:
 
 
 class Hindsight:
-    """A table, and the rounds that every arm alone would need for it: made once, used by the replays of all policies.
+    """A table, and the rounds that every arm alone would need for it; made once, for the replays of all policies.
 
     Attributes:
         tokens: [Q] of each trace.
-        begins: per trace [N, T], see `walk`.
+        begins: per trace [N, T], see `round_starts`.
         rounds: [Q, N] of each arm alone.
-        cost: [N] seconds of a round of each arm.
-        alone: [Q, N] what each arm alone is judged by, the less the better: its rounds (by mat), or its seconds.
+        cost: [N] seconds per round of each arm.
+        single_arm_cost: [Q, N] measure of each arm alone, the lower the better: its rounds (by mat), or its seconds.
     """
 
     def __init__(self, table: Table, by: Yardstick = "mat"):
         """
         Args:
-            by: what makes an arm the best one of a game.
+            by: the measure that decides which arm of a game is best.
 
         Raises:
             DataError: the table has no tokens.
@@ -117,36 +117,37 @@ class Hindsight:
             raise DataError("the table has no decoded tokens to replay")
         self.table = table
         self.tokens: Ints = np.array([trace.tokens for trace in table.traces])
-        self.begins = [walk(trace.accepted) for trace in table.traces]
+        self.begins = [round_starts(trace.accepted) for trace in table.traces]
         self.rounds: Ints = np.array([begins.sum(axis=1) for begins in self.begins])
         self.cost: Array = table.draft_s + table.step_s[1:]
         self.by = by
-        self.alone: Array = self.rounds.astype(float) if by == "mat" else self.rounds * self.cost + self.reading
+        self.single_arm_cost: Array = (
+            self.rounds.astype(float) if by == "mat" else self.rounds * self.cost + self.reading
+        )
         self._losses: dict[tuple[str, str, int], list[Array]] = {}
 
     @cached_property
-    def rounds_of_all(self) -> Ints:
-        """[Q] rounds when every arm drafts and the longest accepted draft is taken (draft-all)."""
+    def draft_all_rounds(self) -> Ints:
+        """[Q] rounds if every arm drafts and the longest accepted draft is taken (draft-all)."""
         longest = [trace.accepted.max(axis=0, keepdims=True) for trace in self.table.traces]
-        return np.array([walk(accepted).sum() for accepted in longest])
+        return np.array([round_starts(accepted).sum() for accepted in longest])
 
     @property
-    def cost_of_all(self) -> float:
-        """Seconds of a round of draft-all: all proposals, and a step whose cost grows by the rows of each."""
+    def draft_all_cost(self) -> float:
+        """Seconds of a round of draft-all: all proposals, and one step with the rows of all drafts."""
         one_row, rows = self.table.step_s[0], self.table.step_s[1:]
         return float(self.table.draft_s.sum() + one_row + (rows - one_row).sum())
 
     @cached_property
     def reading(self) -> Array:
-        """[Q, N] seconds in which each arm reads the prompt; 0 where the table does not say."""
+        """[Q, N] seconds in which each arm reads the prompt; 0 if the table does not say."""
         arms, known = len(self.table.arms), self.table.overheads
         if known is None:
             return np.zeros((len(self.tokens), arms))
         return np.array([known.reading(np.full(arms, trace.prompt or 0)) for trace in self.table.traces])
 
-    def overheads(self, played: Iterable[Played], depth: int) -> tuple[Array, Array]:
-        """[Q] seconds of reading up, and of scoring so many draft depths, in these games; 0 where the table does not
-        say."""
+    def overheads(self, played: Iterable[PlayedGame], depth: int) -> tuple[Array, Array]:
+        """[Q] seconds of catching up, and of scoring `depth` draft depths, in these games; 0 if not in the table."""
         reading, scoring = np.zeros(len(self.tokens)), np.zeros(len(self.tokens))
         known = self.table.overheads
         if known is None:
@@ -160,8 +161,8 @@ class Hindsight:
         return reading, scoring
 
     def best(self, queries: list[int]) -> int:
-        """The arm that needs the fewest rounds, or seconds, for these traces together; the lowest id among equals."""
-        return int(self.alone[queries].sum(axis=0).argmin())
+        """The arm that needs the fewest rounds, or seconds, for these traces together; the lowest id in a tie."""
+        return int(self.single_arm_cost[queries].sum(axis=0).argmin())
 
     def losses(self, query: int, rules: Rules) -> Array:
         """[T, N] `token_losses` of a trace."""

@@ -1,4 +1,4 @@
-"""Costs of choosing besides the rounds: drafters that were idle read up, and score what was committed."""
+"""Costs of choosing in addition to the rounds: idle drafters catch up, and score committed tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Overheads:
     Attributes:
         read: [N, 2] a and b of reading n tokens, also of a prompt.
         score: [N, 2, 2] a and b of scoring n tokens that were read, at draft depth 1 and at the drafter's `reach`;
-            depths between them cost what lies between. Of each drafter by itself: adapters of one base share a pass.
+            depths in between are interpolated. Each drafter is timed alone, although adapters of one base would share a
+            pass.
         reach: [N] tokens of the longest draft.
     """
 
@@ -27,16 +28,16 @@ class Overheads:
     reach: NDArray[np.int64]
 
     def of_arms(self, arms: Sequence[int]) -> Overheads:
-        """The overheads of some of the drafters, by their places."""
+        """The overheads of some of the drafters, by index."""
         chosen = list(arms)
         return Overheads(self.read[chosen], self.score[chosen], self.reach[chosen])
 
     def reading(self, tokens: NDArray[np.int64]) -> Array:
-        """[N] seconds of reading so many tokens [N] each; nothing where there are none."""
+        """[N] seconds in which each drafter reads its number of `tokens` [N]; 0 without tokens."""
         return np.where(tokens > 0, self.read[:, 0] + self.read[:, 1] * tokens, 0.0)
 
     def scoring(self, tokens: int, depth: int) -> float:
-        """Seconds in which all score so many tokens at draft depths 1 … `depth`."""
+        """Seconds in which all drafters score this number of tokens at draft depths 1 … `depth`."""
         part = (np.minimum(depth, self.reach) - 1) / np.maximum(self.reach - 1, 1)
         line = self.score[:, 0] + (self.score[:, 1] - self.score[:, 0]) * part[:, None]
         return float((line[:, 0] + line[:, 1] * tokens).sum())
@@ -44,19 +45,19 @@ class Overheads:
     def of_text(
         self, prompt: int, arms: Sequence[int], committed: Sequence[int], scored: Sequence[int], depth: int
     ) -> tuple[float, float]:
-        """Seconds of reading up before rounds, and of scoring behind them, in one text.
+        """Seconds of catching up before rounds, and of scoring after rounds, in one text.
 
-        A drafter reads nothing before it is played or scored; then all that it has missed, at first the prompt. What
-        the arm of the round before has to read is part of its drafts.
+        A drafter reads nothing until it is played or scored. Then it reads all tokens it has missed, at first the
+        prompt. The reading of an arm that also played the round before is part of its drafts.
 
         Args:
-            prompt: its tokens.
-            arms, committed, scored: [R] of each round, who drafted, tokens of it, and tokens scored behind it.
-            depth: draft depths that are scored.
+            prompt: number of its tokens.
+            arms, committed, scored: [R] of each round: its arm, its tokens, and the tokens scored after the round.
+            depth: number of draft depths that are scored.
         """
-        read = np.full(len(self.reach), -prompt)  # tokens of the answer that each drafter knows
+        read = np.full(len(self.reach), -prompt)  # tokens of the answer that each drafter has read
         read_s = score_s = 0.0
-        stands = known = 0  # tokens of the answer; those that were scored
+        stands = known = 0  # committed tokens of the answer; scored ones
         before = None
         for arm, more, count in zip(arms, committed, scored, strict=True):
             if arm != before:

@@ -1,12 +1,12 @@
-"""Recording a table: what every drafter of a pool would have drafted at every position of the target's answers.
+"""Recording a table: the drafts that every drafter of a pool would make at every position of the target's answers.
 
-An answer is decoded plainly, one token a step, and before every step each drafter proposes from the state that stands.
-So every draft is made from the very features, caches and room that a round which begins there has in live decoding;
-how much of it is accepted, the answer itself tells. How close it is to the target behind the first token that is not,
-only the target can tell: one more step at every token reads the chains of all drafts. Only rounding sets the two apart:
-a live drafter reads the tokens of a round in one product, this one reads them one by one. In fp32 they accept the same;
-in bf16, on the built-in target, 0 to 1 % of the rounds accept another number of tokens (EAGLE-3 5 of 1,125, suffix 0 of
-608), and where the two likeliest tokens are as good as equal the live text may be another one.
+An answer is decoded plainly, one token per step, and before every step each drafter proposes from the present state. So
+every draft is made from the same features, caches and room as in a live round that begins there. The answer itself
+tells how much of a draft is accepted. Only the target can tell how close a draft is to the target's distributions after
+its first rejected token. So at every token one more target step reads the chains of all drafts. Only rounding differs
+from live decoding: a live drafter reads the tokens of a round in one product, here they are read one at a time. In fp32
+they accept the same; in bf16, on the built-in target, 0 to 1 % of the rounds accept another number of tokens (EAGLE-3 5
+of 1,125, suffix 0 of 608), and if the two likeliest tokens are as good as equal, the live text may differ.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from specctl import progress
-from specctl.decoding.loop import decode
+from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.prompt_features import features_of
@@ -33,21 +33,21 @@ from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.errors import UsageError
 from specctl.selection import feedback
-from specctl.selection.arms import reach
+from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
+from specctl.selection.arms import longest_draft
 from specctl.selection.divergence import overlaps
-from specctl.selection.guarded import Guarded, Made, prompt_states, taps_of
 from specctl.selection.policies.policy import Array
-from specctl.selection.recorded.pieces import Recording
-from specctl.selection.recorded.probe import overheads
+from specctl.selection.recorded.overhead_timing import overheads
+from specctl.selection.recorded.recording import Recording
 from specctl.selection.recorded.table_file import Header, Recorded, read_table
 from specctl.selection.recorded.trace import Table, Trace
 
-CONTEXT, REPEATS = 192, 20  # of the steps that are timed
+CONTEXT, REPEATS = 192, 20  # context tokens and repetitions of the timed steps
 
 
 @dataclass(frozen=True)
 class Query:
-    """A prompt ready to be answered with at most `room` new tokens, and the number of its session in the stream."""
+    """A prompt to be answered with at most `room` new tokens, and the number of its session in the stream."""
 
     id: str
     domain: str
@@ -59,7 +59,7 @@ class Query:
 
 @dataclass(frozen=True)
 class Drafted:
-    """One draft: its nodes, how deep it is (−1: its drafter raised), the seconds it took, and `divergence.overlap`."""
+    """One draft: its nodes, its depth (−1: its drafter raised), its seconds, and `divergence.overlap`."""
 
     tokens: list[int]
     parents: list[int]
@@ -68,9 +68,9 @@ class Drafted:
     overlap: Array = field(default_factory=lambda: np.zeros(0))
 
     def accepted(self, text: Sequence[int]) -> int:
-        """Number of tokens that the match rule accepts, where the target goes on with `text`.
+        """Number of tokens that the match rule accepts if the target goes on with `text`.
 
-        Of siblings with equal tokens the first is taken, as verification does.
+        Among siblings with equal tokens the first one is taken, as in verification.
         """
         node = -1
         for count, token in enumerate(text):
@@ -82,10 +82,10 @@ class Drafted:
         return len(text)
 
 
-class Witness:
-    """A drafter that drafts nothing, and keeps what each of `arms` would have drafted: `drafts[i][t]`."""
+class RecordingDrafter:
+    """A drafter that drafts nothing, and keeps the draft that each of `arms` would have made: `drafts[i][t]`."""
 
-    def __init__(self, target: Target, arms: Sequence[Guarded], depth: int):
+    def __init__(self, target: Target, arms: Sequence[Arm], depth: int):
         self.target, self.arms, self.depth = target, arms, depth
         self.taps = taps_of(arms) or (target.num_layers,)
         self.drafts: list[list[Drafted]] = [[] for _ in arms]
@@ -94,7 +94,7 @@ class Witness:
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         if not self.drafts[0]:
             for arm in self.arms:
-                arm.advance(state)  # the prompt is read once, by no proposal in particular
+                arm.advance(state)  # the prompt is read here, outside the time of a proposal
             assert state.features is not None
             states = state.features[0, : state.rows[0].prompt_length]
             self.context = features_of(prompt_states(self.arms, states, state.taps))
@@ -106,18 +106,18 @@ class Witness:
             kept.append(Drafted(tokens, parents, depth, made.seconds, overlap))
         return empty_draft(state.batch, state.device)
 
-    def _draft(self, arm: Guarded, state: DecodeState, budget: int) -> Made:
+    def _draft(self, arm: Arm, state: DecodeState, budget: int) -> TimedDraft:
         draft = arm.propose(state, budget)
         if draft.rows is not None:
             raise UsageError(
-                f"{arm.name} samples its drafts, and the text depends on what it drew: its rounds cannot be replayed",
-                hint="drafting.proposal=deterministic",
+                f"{arm.name} samples its drafts, so the text depends on its draws: its rounds cannot be replayed",
+                hint="set drafting.proposal=deterministic",
             )
         deep = max(topology(draft.parents[0].tolist())[0], default=0)
         if deep > self.depth:
             raise UsageError(
-                f"{arm.name} drafts {deep} tokens deep, the table is for {self.depth}",
-                hint=f"drafting.depth={self.depth} for all drafters, or a deeper table",
+                f"{arm.name} drafts to depth {deep}, but the table has depth {self.depth}",
+                hint=f"set drafting.depth={self.depth} for all drafters, or record a deeper table",
             )
         assert arm.made is not None
         return arm.made
@@ -125,7 +125,7 @@ class Witness:
 
 def record(
     target: Target,
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     queries: Sequence[Query],
     sampling: Sampling,
     depth: int,
@@ -136,24 +136,24 @@ def record(
     resume: bool = False,
     overwrite: bool = False,
 ) -> Table:
-    """The table of some drafters on a stream of queries.
+    """Record the table of some drafters on a stream of queries.
 
-    An answer that ends with the token of its prefill has nothing to draft for and is left out. Of a drafter that raises
-    the table holds what live decoding makes of it: a round without a draft, a text without scores. Either is counted in
-    the `failures` of its arm.
+    An answer that ends with the token of its prefill has nothing to draft for and is left out. If a drafter raises, the
+    table holds the same as live decoding: a round without a draft, or a text without scores. Either is counted in the
+    `failures` of its arm.
 
     Args:
-        depth: K, at least the depth of every draft; what an arm can reach is cut to it.
+        depth: K, at least the depth of every draft; the reach of an arm is cut to K.
         exact: fixed shapes, as in `decode`.
-        path: where the table is kept; None = nowhere. A recording that was cut short leaves its pieces beside it, and
-            `resume` goes on from them.
-        made_of: what else the table depends on, such as drafters' digests and where the prompts are from: a recording
-            that was made of something else is not resumed.
+        path: where the table is kept (None = nowhere). A recording that was cut short leaves pieces next to this path,
+            which `resume` takes up.
+        made_of: other things that the table depends on, such as drafters' digests and the origin of the prompts. A
+            recording with another `made_of` is not resumed.
 
     Raises:
-        UsageError: sampled or too deep drafts, or a file that is to be kept or was recorded otherwise.
-        CheckpointError: what is there to resume cannot be read.
-        Interrupted: by SIGTERM; what is recorded is kept.
+        UsageError: sampled or too deep drafts, or a file that must be kept or was recorded with other settings.
+        CheckpointError: the pieces to resume from cannot be read.
+        Interrupted: by SIGTERM; recorded rows are kept.
     """
     asked = repr([vars(query) for query in queries])
     stamp = {
@@ -184,10 +184,10 @@ def record(
 
 
 def _recorded(
-    scorer: feedback.Scorer, arms: Sequence[Guarded], query: Query, sampling: Sampling, exact: bool, place: int
+    scorer: feedback.Scorer, arms: Sequence[Arm], query: Query, sampling: Sampling, exact: bool, place: int
 ) -> Recorded | None:
-    """The trace of one answer; None where nothing was decoded."""
-    witness = Witness(scorer.target, arms, scorer.depth)
+    """The trace of one answer, or None if nothing was decoded."""
+    witness = RecordingDrafter(scorer.target, arms, scorer.depth)
     options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], exact=exact)
     (answer,) = decode(scorer.target, [query.ids], drafter=witness, **options)
     if not answer.decoded_tokens:
@@ -219,7 +219,7 @@ def _recorded(
 
 def _costs(
     target: Target,
-    arms: Sequence[Guarded],
+    arms: Sequence[Arm],
     queries: Sequence[Query],
     rows: Sequence[Recorded],
     sampling: Sampling,
@@ -230,16 +230,16 @@ def _costs(
     nodes = sum((row.nodes for row in rows), np.zeros(len(arms))) / proposals
     seconds = sum((row.seconds for row in rows), np.zeros(len(arms))) / proposals
     step_s = step_seconds(target, [1, *(1 + round(n) for n in nodes.tolist())])
-    reached = [max(1, min(reach(arm.drafter), depth)) for arm in arms]
+    reached = [max(1, min(longest_draft(arm.drafter), depth)) for arm in arms]
     costs = {"draft_s": seconds.tolist(), "step_s": step_s, "reach": reached}
-    able = [Guarded(arm.name, NoDraft() if arm.failures else arm.drafter) for arm in arms]
+    able = [Arm(arm.name, NoDraft() if arm.failures else arm.drafter) for arm in arms]
     prompts = ((query.ids, query.room, query.seed) for query in queries)
     timed = overheads(target, able, reached, prompts, sampling)
     return costs if timed is None else {**costs, "read": timed.read.tolist(), "score": timed.score.tolist()}
 
 
 def step_seconds(target: Target, rows: Sequence[int], batch: int = 1) -> list[float]:
-    """Median seconds of a target step of so many rows behind each of `batch` texts of `CONTEXT` tokens."""
+    """Median seconds of a target step with each number of `rows`, after each of `batch` texts of `CONTEXT` tokens."""
     context = min(CONTEXT, target.context_length - max(rows))
     cache = target.model.new_cache(batch, context + max(rows))
     text = torch.arange(context) % target.vocab_size

@@ -9,7 +9,7 @@ import numpy as np
 
 from specctl.selection.game.rules import Rules
 from specctl.selection.policies.policy import Array
-from specctl.selection.recorded.hindsight import Hindsight, Ints, Played
+from specctl.selection.recorded.hindsight import Hindsight, Ints, PlayedGame
 from specctl.selection.recorded.replay import Replay
 
 Interval = tuple[float, float]
@@ -20,16 +20,16 @@ class Summary:
     """The replays of one policy with several seeds, in numbers: sums over seeds and games.
 
     Attributes:
-        games: G, from reset to reset.
+        games: G, number of games from reset to reset.
         tokens, rounds, seconds, scoring_s: [S, G] of every seed and game.
         mat: tokens ÷ rounds.
         oracle_mat: mat of the best single arm of every game.
-        best, own: [S, G] rounds (by throughput: seconds) of the best arm of each game, and the policy's.
+        best, policy: [S, G] rounds (by throughput: seconds) of the best arm of each game, and of the policy.
         oracle_share: Σ best ÷ Σ own.
-        regret: stopping-time regret, rounds − the best arm's rounds, mean of a game.
+        regret: stopping-time regret, rounds − the best arm's rounds, mean over games.
         best_arm_ratio: rounds that the game's best arm played ÷ rounds.
         pulls: [N] rounds of each arm.
-        scorings: rounds behind which idle arms were scored.
+        scorings: number of rounds after which idle arms were scored.
         tokens_per_s: by the table's cost model.
         *_interval: see `bootstrap_ratio`.
     """
@@ -44,7 +44,7 @@ class Summary:
     mat_interval: Interval | None
     oracle_mat: float
     best: Array
-    own: Array
+    policy: Array
     oracle_share: float
     oracle_share_interval: Interval | None
     regret: float
@@ -60,10 +60,9 @@ class Summary:
 def bootstrap_ratio(
     top: Array, bottom: Array, seed: int = 0, draws: int = 1000, level: float = 0.95
 ) -> Interval | None:
-    """Percentile interval of Σ top ÷ Σ bottom, [S, G] each: seeds and games are both drawn with replacement, so that it
-    holds what other draws of the policy would change as well as what other prompts would (the pigeonhole bootstrap,
-    Owen 2007; where seeds differ between games by chance alone it is a little too wide). None for a single cell.
-    """
+    """Percentile interval of Σ top ÷ Σ bottom, [S, G] each, or None for a single cell. Seeds and games are both drawn
+    with replacement, so the interval covers other draws of the policy as well as other prompts (the pigeonhole
+    bootstrap, Owen 2007; if seeds differ between games by chance alone, it is a little too wide)."""
     seeds, games = top.shape
     if seeds == games == 1:
         return None
@@ -76,12 +75,12 @@ def bootstrap_ratio(
 
 
 def per_game(values: Array | Ints, games: list[list[int]]) -> Array:
-    """[Q] of traces → [G] their sums over each game."""
+    """[Q] values of traces → [G] sums over each game."""
     return np.array([values[queries].sum() for queries in games], dtype=float)
 
 
 def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) -> Summary:
-    """The numbers of a policy's replays, one for each seed; `seed` is that of the bootstrap."""
+    """Summarize a policy's replays, one per seed; `seed` is for the bootstrap."""
     games = replays[0].games
 
     def cells(name: str) -> Array:
@@ -90,7 +89,7 @@ def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) ->
     rounds, seconds = cells("rounds"), cells("seconds")
     tokens = np.tile(per_game(hindsight.tokens, games), (len(replays), 1))
     arms = [hindsight.best(queries) for queries in games]
-    best = np.array([hindsight.alone[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
+    best = np.array([hindsight.single_arm_cost[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
     passes = np.array([hindsight.rounds[queries, arm].sum() for queries, arm in zip(games, arms, strict=True)])
     own = rounds if hindsight.by == "mat" else seconds
     best = np.tile(best, (len(replays), 1))
@@ -108,7 +107,7 @@ def summarize(replays: Sequence[Replay], hindsight: Hindsight, seed: int = 0) ->
         mat_interval=bootstrap_ratio(tokens, rounds, seed),
         oracle_mat=float(tokens[0].sum() / passes.sum()),
         best=best,
-        own=own,
+        policy=own,
         oracle_share=float(best.sum() / own.sum()),
         oracle_share_interval=bootstrap_ratio(best, own, seed),
         regret=float((rounds - passes).mean()),
@@ -131,26 +130,26 @@ def mat_by_domain(replays: Sequence[Replay], hindsight: Hindsight) -> dict[str, 
     return {name: float(tokens[of].sum() / rounds[of].sum()) for name, of in domains.items() if rounds[of].any()}
 
 
-def stopping_regret(played: Played, hindsight: Hindsight) -> Ints:
-    """[tokens of the game] rounds until each token stands, less those of the game's best arm."""
+def stopping_regret(played: PlayedGame, hindsight: Hindsight) -> Ints:
+    """[tokens of the game] rounds until each token is committed, minus the rounds of the game's best arm."""
     own = np.repeat(np.arange(1, len(played.arms) + 1), played.committed)
     return own - _rounds_of_best(played, hindsight)
 
 
-def _rounds_of_best(played: Played, hindsight: Hindsight) -> Ints:
-    """[tokens of the game] rounds of the game's best arm until each token stands."""
+def _rounds_of_best(played: PlayedGame, hindsight: Hindsight) -> Ints:
+    """[tokens of the game] rounds of the game's best arm until each token is committed."""
     return np.concatenate([hindsight.begins[index][played.best] for index in played.queries]).cumsum()
 
 
-def loss_regret(played: Played, hindsight: Hindsight, rules: Rules) -> Array:
-    """[tokens of the game] Σ losses of the arms that played − those of the arm with the least up to that token."""
+def loss_regret(played: PlayedGame, hindsight: Hindsight, rules: Rules) -> Array:
+    """[tokens of the game] Σ losses of the arms that played − the least Σ losses of a single arm until that token."""
     losses = np.concatenate([hindsight.losses(index, rules) for index in played.queries])
     owners = np.repeat(played.arms, played.committed)
     return losses[np.arange(len(owners)), owners].cumsum() - losses.cumsum(axis=0).min(axis=1)
 
 
 def late_share(replays: Sequence[Replay], hindsight: Hindsight, tokens: int) -> float | None:
-    """Share of the best arm's mat once so many tokens were seen since the reset; None if no game is that long."""
+    """Share of the best arm's mat after the first `tokens` tokens since the reset, or None if no game is that long."""
     own = best = 0
     for part in (part for run in replays for part in run.played):
         rounds = _rounds_of_best(part, hindsight)
@@ -161,7 +160,7 @@ def late_share(replays: Sequence[Replay], hindsight: Hindsight, tokens: int) -> 
 
 
 def mean_curve(curves: list[Array]) -> Array:
-    """[longest] mean at every position over those of the curves (first axis) that reach it."""
+    """[longest] mean at every position (first axis) over the curves that reach it."""
     longest = max(len(curve) for curve in curves)
     total = np.zeros((longest, *curves[0].shape[1:]))
     count = np.zeros(longest)

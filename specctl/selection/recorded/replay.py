@@ -1,4 +1,4 @@
-"""Replaying recorded tables: the rounds that a policy would have played, exactly, without a model."""
+"""Replaying recorded tables: the exact rounds that a policy would have played, without a model."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specctl.selection.policies.contextual import ContextualUcb
 from specctl.selection.policies.policy import Arms, Array, seed_of
 from specctl.selection.policies.registry import build, contextual, learns
 from specctl.selection.prompt_memory import PromptMemory
-from specctl.selection.recorded.hindsight import Hindsight, Ints, Played, Reset, games
+from specctl.selection.recorded.hindsight import Hindsight, Ints, PlayedGame, Reset, games
 from specctl.selection.recorded.trace import Table, Trace
 
-MISSED = 16  # tokens that an arm which was idle reads up, about
+CATCH_UP_TOKENS = 16  # missed tokens that an idle arm has to read, about
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Replay:
         name: of the policy; `oracle` and `draft-all` are yardsticks.
         games: indices of the traces between two resets.
         rounds, seconds: [Q] of every trace; seconds by the table's cost model.
-        scoring_s: [Q] part of them that idle drafters took to score; 0 where the table does not say.
+        scoring_s: [Q] seconds in which idle drafters were scored, a part of `seconds`; 0 if the table does not say.
         played: the games; empty for `draft-all`, which chooses nothing.
     """
 
@@ -40,7 +40,7 @@ class Replay:
     rounds: Ints
     seconds: Array
     scoring_s: Array
-    played: list[Played]
+    played: list[PlayedGame]
 
 
 def replay(
@@ -55,11 +55,11 @@ def replay(
     """Play a policy on every trace, with a fresh one at every reset.
 
     Args:
-        session: traces of a session at most (reset: session).
+        session: most traces in a session (reset: session).
 
     Raises:
-        UsageError: there is no policy of that name.
-        CheckpointError: its rewards are made of what the table does not know.
+        UsageError: no policy has that name.
+        CheckpointError: the table lacks values that its rewards are made of.
     """
     table = hindsight.table
     rules = rules_on(table, name, game)
@@ -75,7 +75,7 @@ def replay(
 
 
 def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
-    """The rules of a policy's game on a table, whose costs are the declared ones.
+    """The rules of a policy's game on a table, with the table's declared costs.
 
     Raises UsageError (no policy of that name), CheckpointError (the table does not know overlaps along drafts).
     """
@@ -84,32 +84,33 @@ def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
     rules = rules_for(name, recipe, table.depth, tuple(costs), float(table.step_s[0]), reach, table.greedy)
     if learns(name) == "reward" and rules.reward == "bd" and not all(t.overlap.shape[2] for t in table.traces):
         raise CheckpointError(
-            f"the table does not know what {name} is shown: before version 3 overlaps were of the text, not of drafts",
-            hint="record it again, or choose another reward (game.reward=be)",
+            f"the table lacks the overlaps that {name} needs: before version 3 it has overlaps along the text, "
+            "not of drafts",
+            hint="record the table again, or choose another reward (game.reward=be)",
         )
     return rules
 
 
-def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memory: PromptMemory | None) -> Played:
-    """A game over these traces, in order; `ends` and `memory` as of a `Selector`."""
+def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memory: PromptMemory | None) -> PlayedGame:
+    """Play a game over these traces, in order; `ends` and `memory` as in a `Selector`."""
     query: list[int] = []
     overheads, count = hindsight.table.overheads, game.arms.count
-    reading = [0.0] * count if overheads is None else overheads.reading(np.full(count, MISSED)).tolist()
+    reading = [0.0] * count if overheads is None else overheads.reading(np.full(count, CATCH_UP_TOKENS)).tolist()
     for index in queries:
         before = len(game.log)
         trace = hindsight.table.traces[index]
         if memory is None or not isinstance(game.policy, ContextualUcb):
             _answer(game, trace, hindsight.cost.tolist(), ends)
         else:
-            prompt = np.zeros(1) if trace.context is None else trace.context  # all alike where none is known
+            prompt = np.zeros(1) if trace.context is None else trace.context  # all alike if no features are recorded
             belief = memory.belief(prompt)
-            game.policy.meet(belief, memory.overdue)
+            game.policy.begin_text(belief, memory.should_try_drafts)
             if game.rules.reward == "surplus":
-                game.policy.moves = surplus_lost(reading, game.clock.rate, game.rules.depth)
+                game.policy.switch_cost = surplus_lost(reading, game.clock.rate, game.rules.depth)
             _answer(game, trace, hindsight.cost.tolist(), ends)
-            memory.learn(prompt, belief, game.policy.shown(), game.lost)
+            memory.learn(prompt, belief, game.policy.shown(), game.time_cost)
         query += [index] * (len(game.log) - before)
-    return Played(
+    return PlayedGame(
         queries=queries,
         best=hindsight.best(queries),
         arms=np.array([entry.arm for entry in game.log], dtype=int),
@@ -123,7 +124,7 @@ def _play(game: Game, hindsight: Hindsight, queries: list[int], ends: bool, memo
 
 
 def _answer(game: Game, trace: Trace, cost: list[float], ends: bool) -> None:
-    """The rounds of one text, as live decoding would play them."""
+    """Play the rounds of one text, as in live decoding."""
     T = trace.tokens
     accepted, drafted = trace.accepted.tolist(), trace.drafted.tolist()
     at = scored = 0
@@ -143,10 +144,10 @@ def _answer(game: Game, trace: Trace, cost: list[float], ends: bool) -> None:
             accepted=min(length - 1, T - at),
             complete=length <= T - at,
             failed=drafted[arm][at] < 0,
-            overlap=np.trim_zeros(trace.overlap[arm, at].astype(float), "b"),  # 0 behind the draft
+            overlap=np.trim_zeros(trace.overlap[arm, at].astype(float), "b"),  # 0 after the end of the draft
             seconds=cost[arm],
         )
-        game.played(arm, outcome)
+        game.round_finished(arm, outcome)
         at += min(length, T - at)
         score(game.due())
     if ends:
@@ -154,8 +155,10 @@ def _answer(game: Game, trace: Trace, cost: list[float], ends: bool) -> None:
     game.ended()
 
 
-def _measured(name: str, hindsight: Hindsight, parts: list[list[int]], played: list[Played], depth: int = 1) -> Replay:
-    """Rounds and seconds of every trace, from the rounds that were played; `depth`: draft depths that were scored."""
+def _measured(
+    name: str, hindsight: Hindsight, parts: list[list[int]], played: list[PlayedGame], depth: int = 1
+) -> Replay:
+    """Rounds and seconds of every trace, from the rounds that were played; `depth`: number of scored draft depths."""
     query = np.concatenate([part.query for part in played])
     cost = hindsight.cost[np.concatenate([part.arms for part in played])]
     count = len(hindsight.tokens)
@@ -165,7 +168,7 @@ def _measured(name: str, hindsight: Hindsight, parts: list[list[int]], played: l
 
 
 def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
-    """The arm that is best in hindsight plays each game alone: what no single choice per game can beat."""
+    """The best arm in hindsight plays each game alone. No single choice per game can beat it."""
     parts = games(hindsight.table.traces, reset, session)
     played = []
     for queries in parts:
@@ -180,14 +183,16 @@ def oracle(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Re
         arms = np.full(len(query), best)
         nothing = np.zeros(len(query), int)
         played.append(
-            Played(queries, best, arms, np.concatenate(committed), query, weights, nothing.astype(float), nothing, 0)
+            PlayedGame(
+                queries, best, arms, np.concatenate(committed), query, weights, nothing.astype(float), nothing, 0
+            )
         )
     return _measured("oracle", hindsight, parts, played)
 
 
 def draft_all(hindsight: Hindsight, reset: Reset = "query", session: int = 1) -> Replay:
-    """Every arm drafts in every round, all drafts are verified, the longest accepted one is committed."""
-    rounds = hindsight.rounds_of_all
+    """Every arm drafts in every round, all drafts are verified, and the longest accepted one is committed."""
+    rounds = hindsight.draft_all_rounds
     parts = games(hindsight.table.traces, reset, session)
-    seconds = rounds * hindsight.cost_of_all + hindsight.reading.sum(axis=1)
+    seconds = rounds * hindsight.draft_all_cost + hindsight.reading.sum(axis=1)
     return Replay("draft-all", parts, rounds, seconds, np.zeros(len(rounds)), played=[])

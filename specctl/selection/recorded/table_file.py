@@ -1,7 +1,6 @@
-"""Tables as parquet files: one query a row, its arrays flattened; names, costs and origin in the file's metadata.
+"""Tables as parquet files: one query per row, its arrays flattened; names, costs and origin in the file's metadata.
 
-Everything a reader uses is under one digest, so that a file that was cut short, altered or made by something else is
-told from a table, wherever the damage is.
+Everything a reader uses is under one digest. It detects a file that was cut short, altered or made by another program.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from specctl import regular
-from specctl.decoding.models.identity import with_weights
-from specctl.decoding.prompt_features import Kinds
+from specctl import regular_files
+from specctl.decoding.models.identity import with_weights_digest
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.errors import CheckpointError
 from specctl.runs import atomic_write, sha256
 from specctl.selection.recorded.overheads import Overheads
@@ -28,8 +27,9 @@ from specctl.selection.recorded.trace import INNER, Table, Trace
 
 VERSION = 5
 READABLE = (1, 2, 3, 4, 5)
-"""1 has no sessions; 1 and 2 know overlaps along the text only, and neither leaves, prompts nor what scoring takes; 3
-has no features of prompts either; before 5 none says what arms were trained on."""
+"""Versions that can be read. 1 has no sessions. 1 and 2 have overlaps along the text only, and lack leaves, prompts and
+the costs of scoring. Versions from 4 on have features of prompts; version 5 also has the kinds of prompts that arms
+were trained on."""
 AGAIN = "record it again with --overwrite"
 HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
 ARRAYS: dict[str, tuple[type[np.generic], int]] = {
@@ -63,11 +63,11 @@ class Header:
 
     Attributes:
         arms, depth: as in `Table`.
-        stamp: what the table was made of: target, drafters, sampling, stream, …
-        costs: of a whole table `draft_s`, `step_s`, `reach` and, where they were timed, the `read` and `score` of
-            `Overheads`; a piece of one has none.
+        stamp: origin of the table: target, drafters, sampling, stream, …
+        costs: of a whole table: `draft_s`, `step_s`, `reach` and, if they were timed, the `read` and `score` of
+            `Overheads`. A piece has none.
         version: of the file.
-        trained_on: `Kinds.pairs` of each arm.
+        trained_on: `PromptClusters.pairs` of each arm.
     """
 
     arms: list[str]
@@ -80,7 +80,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A trace at its place in the stream, and what each arm's drafts took for it, all positions together.
+    """A trace at its place in the stream, and the cost of each arm's drafts for it, all positions together.
 
     Attributes:
         seconds: [N] of proposing.
@@ -97,7 +97,7 @@ class Recorded:
 
 
 def write(path: Path, header: Header, rows: list[Recorded]) -> None:
-    """Write a table, or a piece of one, whole or not at all."""
+    """Write a table, or a piece of a table, whole or not at all."""
     plain = {
         "place": [row.place for row in rows],
         "query": [row.trace.query for row in rows],
@@ -117,35 +117,39 @@ def write(path: Path, header: Header, rows: list[Recorded]) -> None:
 
 
 def read(path: Path) -> tuple[Header, list[Recorded]]:
-    """The inverse of `write`. Raises CheckpointError where the file is none of its own, or damaged."""
+    """Read a file that `write` has written. Raises CheckpointError if it is another kind of file, or damaged."""
     if not path.is_file():
-        raise CheckpointError(f"there is no table {path}", hint="specctl select --record writes one")
+        raise CheckpointError(f"table {path} does not exist", hint="record one: specctl select --record")
     try:
-        regular.check(path)
+        regular_files.check(path)
         with pq.ParquetFile(path) as file:
             content = file.read()
         metadata = content.schema.metadata or {}
         text = metadata[HEADER].decode()
-        header = regular.parsed(text)
+        header = regular_files.parse_json(text)
         version = header["version"]
     except KeyError as error:
-        raise CheckpointError(f"{path} is no table of specctl", hint="specctl select --record writes one") from error
+        raise CheckpointError(
+            f"{path} is not a table of specctl", hint="record one: specctl select --record"
+        ) from error
     except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
         raise _damaged(path, str(error).splitlines()[0]) from error
     if version not in READABLE:
-        raise CheckpointError(f"{path} is a table of version {version}, this is version {VERSION}", hint=AGAIN)
+        raise CheckpointError(
+            f"{path} has table version {version}, but this specctl uses version {VERSION}", hint=AGAIN
+        )
     try:
         found = Header(**header)
         rows = [_row(found, row) for row in _unpacked(content)]
     except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
         raise _damaged(path, str(error)) from error
     if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
-        raise _damaged(path, "its contents are not those that were written")
+        raise _damaged(path, "its contents have changed since it was written")
     return found, rows if version >= 3 else [_of_old(row) for row in rows]
 
 
 def _of_old(row: Recorded) -> Recorded:
-    """A row of before version 3, without what it says otherwise."""
+    """Drop the fields of a row that had another meaning before version 3."""
     trace = row.trace
     return replace(row, trace=replace(trace, overlap=trace.overlap[..., :0], hit=trace.hit * np.uint8(INNER)))
 
@@ -191,7 +195,7 @@ def _digest(text: str, rows: list[Recorded]) -> str:
 
 
 def table_of(header: Header, rows: list[Recorded]) -> Table:
-    """A whole file's table."""
+    """The table of a whole file, from its header and rows."""
     costs = {name: np.array(values) for name, values in header.costs.items()}
     overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
     return Table(
@@ -202,23 +206,25 @@ def table_of(header: Header, rows: list[Recorded]) -> Table:
         step_s=costs["step_s"],
         reach=costs.get("reach"),
         overheads=overheads,
-        trained_on=[Kinds.of(pairs) for pairs in header.trained_on],
+        trained_on=[PromptClusters.of(pairs) for pairs in header.trained_on],
         greedy=header.stamp.get("sampling", {}).get("temperature") == 0,
     )
 
 
 def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
-    """The table in a file; `stamp`: what it has to have been made of, such as a pool's `drafters`, its `arms`, or both.
+    """Read the table in a file. `stamp`: its required origin, such as a pool's `drafters`, its `arms`, or both.
 
-    Raises CheckpointError where it cannot be read or was made of something else.
+    Raises CheckpointError if it cannot be read or has another origin.
     """
     header, rows = read(path)
     if not header.costs:
-        raise CheckpointError(f"{path} is a piece of a table", hint="finish the recording with --resume")
-    kept = with_weights({**header.stamp, "arms": header.arms, "depth": header.depth}, stamp or {})
+        raise CheckpointError(f"{path} is a piece of an unfinished table", hint="finish the recording with --resume")
+    kept = with_weights_digest({**header.stamp, "arms": header.arms, "depth": header.depth}, stamp or {})
     differing = differences(kept, stamp or {})
     if differing:
-        raise CheckpointError(f"{path} was recorded otherwise: {'; '.join(differing)}", hint="record another table")
+        raise CheckpointError(
+            f"{path} was recorded with different settings: {'; '.join(differing)}", hint="record another table"
+        )
     return replace(table_of(header, rows), digest=sha256(path))
 
 

@@ -1,4 +1,4 @@
-"""Drafts that a whole pool would have made at every position of an answer: enough to replay any policy on it."""
+"""Recorded drafts of a whole pool at every position of an answer: enough to replay any policy on it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from specctl.decoding.prompt_features import Kinds
+from specctl.decoding.prompt_features import PromptClusters
 from specctl.errors import CheckpointError
 from specctl.selection.recorded.overheads import Overheads
 
-LEAF, INNER = 1, 2  # of `hit`
+LEAF, INNER = 1, 2  # values of `hit`
 
 
 @dataclass(frozen=True)
 class Trace:
     """One answer of T decoded tokens (the token of the prefill pass excluded), N arms, drafts of up to K tokens.
 
-    A draft that is made when t of the T tokens stand predicts tokens t, t + 1, …; its first token has depth 1.
+    A draft that is made when t of the T tokens are committed predicts tokens t, t + 1, …; its first token has depth 1.
 
     Attributes:
         query, domain: the prompt's id and domain. Traces of a stream keep its order.
-        session: of the stream in which it was recorded; None in tables that do not say.
-        prompt: its tokens; None in tables that do not say.
-        accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens stand; a round then commits one
-            more, at most T − t.
-        drafted: [N, T] how deep that draft is; −1 where the arm raised.
-        gamma: [N, T, K] probability with which arm i's proposal for token t at draft depth k is accepted (of the draft
-            that was made when t − k + 1 tokens stood); 0 where there is no such draft.
-        overlap: [N, T, K] 1 − TV(p̄, q̄) at the k-th position of the draft that arm i makes when t tokens stand, along
-            that draft and not the text, unfiltered at temperature 1 (BD); 0 behind its end. K is 0 in tables of before
-            version 3, which do not know it.
-        hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends with it), `INNER`.
-        ended: the answer ended with an end-of-sequence token; else at its limit.
-        context: [D] features of the prompt (`prompt_features.features_of`); None in tables that do not say.
+        session: number of the session in the recorded stream (None in tables that do not say).
+        prompt: number of its tokens (None in tables that do not say).
+        accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens are committed; a round then
+            commits one more, at most T − t.
+        drafted: [N, T] depth of that draft; −1 if the arm raised.
+        gamma: [N, T, K] probability that arm i's proposal for token t at draft depth k is accepted (in the draft that
+            was made when t − k + 1 tokens were committed); 0 if there is no such draft.
+        overlap: [N, T, K] 1 − TV(p̄, q̄) at the k-th position of the draft that arm i makes when t tokens are
+            committed, along that draft and not the text, unfiltered at temperature 1 (BD); 0 after its end. K is 0 in
+            tables from before version 3, which do not have it.
+        hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends there), `INNER`.
+        ended: whether the answer ended with an end-of-sequence token; otherwise it ended at its limit.
+        context: [D] features of the prompt (`prompt_features.features_of`, or None in tables that do not say).
     """
 
     query: str
@@ -57,18 +57,18 @@ class Trace:
 
 @dataclass(frozen=True)
 class Table:
-    """The traces of a stream, and what they cost.
+    """The traces of a stream, and their costs.
 
     Attributes:
         arms: their names, N.
         depth: K.
         draft_s: [N] mean seconds of one proposal.
-        step_s: seconds of a target step with one row, and with the rows of each arm's mean draft: [N + 1].
-        reach: [N] tokens of the longest draft that each arm can make; None in tables that do not say.
-        overheads: what reading up and scoring take; None in tables that do not say.
+        step_s: [N + 1] seconds of a target step with one row, and with the rows of each arm's mean draft.
+        reach: [N] tokens of the longest draft that each arm can make (None in tables that do not say).
+        overheads: seconds of catching up and scoring (None in tables that do not say).
         trained_on: the kinds of prompts that each arm was trained on; () in tables that do not say.
-        greedy: the answers were decoded at temperature 0.
-        digest: of the file that it was read from.
+        greedy: whether the answers were decoded at temperature 0.
+        digest: of the file that the table was read from.
     """
 
     arms: list[str]
@@ -78,22 +78,22 @@ class Table:
     step_s: NDArray[np.float64]
     reach: NDArray[np.int64] | None = None
     overheads: Overheads | None = None
-    trained_on: Sequence[Kinds] = ()
+    trained_on: Sequence[PromptClusters] = ()
     greedy: bool = False
     digest: str | None = None
 
 
 def of_arms(table: Table, names: Sequence[str]) -> Table:
-    """The table of these arms, in this order. K is that of the longest draft that they can make, as in live decoding;
-    in tables that do not say, of the longest one they have made.
+    """The table of these arms, in this order. K is their longest possible draft, as in live decoding; in tables that do
+    not say, the longest one that was recorded.
 
-    Raises CheckpointError where the table lacks one.
+    Raises CheckpointError if the table lacks an arm.
     """
     missing = [name for name in names if name not in table.arms]
     if missing:
         raise CheckpointError(
             f"the table has no arm {missing[0]}, only {', '.join(table.arms)}",
-            hint=f"record a table of a pool with {missing[0]}, or leave it out (arms.names)",
+            hint=f"record a table of a pool that contains {missing[0]}, or leave it out (arms.names)",
         )
     arms = [table.arms.index(name) for name in names]
     reach = np.array([max(trace.drafted[arm].max(initial=0) for trace in table.traces) for arm in arms])

@@ -1,4 +1,4 @@
-"""Training a router: which drafter is right for which prompt, the fit, and what it gets right on held-out prompts."""
+"""Training a router: labels of prompts, the fit, and the accuracy on held-out prompts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from specctl.decoding.target import Target
 from specctl.errors import DataError, SpecctlError
 from specctl.progress import interrupts, track, warn
 from specctl.recipe import Perturbation, RouterRecipe
-from specctl.selection.recorded.hindsight import walk
+from specctl.selection.recorded.hindsight import round_starts
 from specctl.selection.recorded.trace import Table, of_arms
 from specctl.selection.routing.perturb import perturb
 from specctl.selection.routing.router import Router
 
 CLIP = 1.0
-WEIGHT_DECAY = 0.01  # the habit of fine-tuning BERT, as is the rate that rises and then falls in a straight line
-TIMED = 20  # prompts that the latency is the median of
+WEIGHT_DECAY = 0.01  # usual for fine-tuning BERT, like the rate that rises and falls linearly
+TIMED = 20  # prompts in the median latency
 
 
 @dataclass(frozen=True)
 class RouterExample:
-    """A prompt and the arm that is right for it."""
+    """A prompt, and the right arm for it."""
 
     text: str
     domain: str
@@ -44,9 +44,9 @@ class RouterReport:
     Attributes:
         arms: names, in the order of the pool.
         trained, held_out: numbers of prompts.
-        accuracy, per_domain: share of the held-out prompts routed to their arm, in all and of each domain.
-        confusion: domain → arm → held-out prompts of the domain that went there.
-        perturbed: kind of perturbation → accuracy on the held-out prompts so changed, at the recipe's strength.
+        accuracy, per_domain: share of the held-out prompts routed to their arm, in all and per domain.
+        confusion: domain → arm → number of the domain's held-out prompts that were routed there.
+        perturbed: kind of perturbation → accuracy on the perturbed held-out prompts, at the recipe's strength.
         seconds: of the fit.
         ms_per_prompt: median time to classify one prompt, which a query pays once.
     """
@@ -70,8 +70,9 @@ def prompt_text(messages: Sequence[dict[str, str]]) -> str:
 def label_by_domain(domains: Sequence[str], made_for: Sequence[Sequence[str]]) -> dict[str, int]:
     """Domain → the arm made for it, given the domains of each arm (`domains_of`).
 
-    Of several arms the one made for the fewest domains, then the first. A domain that no arm was made for goes to the
-    arm made for the most domains, if that is a generalist (more than one); else it has no label, and a warning says so.
+    Among several arms, it is the one made for the fewest domains, then the first. A domain that no arm was made for
+    goes to the arm made for the most domains, if this is a generalist (more than one domain). Otherwise it has no
+    label, and a warning says so.
     """
     labels, left_out = {}, []
     arms = range(len(made_for))
@@ -90,17 +91,19 @@ def label_by_domain(domains: Sequence[str], made_for: Sequence[Sequence[str]]) -
 
 
 def label_by_hindsight(table: Table, arms: Sequence[str]) -> dict[str, int]:
-    """Query → which of the arms would have needed the fewest rounds for it alone; of several the first.
+    """Query → the arm that would have needed the fewest rounds for this query alone, the first one in a tie.
 
-    Other arms of the table are left out. Raises CheckpointError where the table lacks one of these.
+    Other arms of the table are left out. Raises CheckpointError if the table lacks one of `arms`.
     """
-    return {trace.query: int(walk(trace.accepted).sum(axis=1).argmin()) for trace in of_arms(table, arms).traces}
+    return {
+        trace.query: int(round_starts(trace.accepted).sum(axis=1).argmin()) for trace in of_arms(table, arms).traces
+    }
 
 
 def train_router(
     recipe: RouterRecipe, examples: Sequence[RouterExample], arms: list[str], target: Target
 ) -> tuple[Router, RouterReport]:
-    """A router for the pool whose arms have these names, fitted to a share of the examples and measured on the rest.
+    """Fit a router for the pool with these arm names on a share of the examples, and measure it on the rest.
 
     On a CPU the same recipe and examples give the same router. Raises DataError (a split without prompts),
     CheckpointError (`recipe.model` cannot be used), SpecctlError (the loss is not finite).
@@ -117,7 +120,8 @@ def train_router(
 
 
 def split(examples: Sequence[RouterExample], recipe: RouterRecipe) -> tuple[list[RouterExample], list[RouterExample]]:
-    """To train on, and held out: a share of each domain drawn with the recipe's seed. DataError where one is empty."""
+    """Split examples into (for training, held out). A share of each domain is held out, drawn with the recipe's seed.
+    Raises DataError if either part is empty."""
     kept: list[RouterExample] = []
     held: list[RouterExample] = []
     for domain in dict.fromkeys(example.domain for example in examples):
@@ -128,8 +132,8 @@ def split(examples: Sequence[RouterExample], recipe: RouterRecipe) -> tuple[list
         kept += mine[count:]
     if not kept or not held:
         raise DataError(
-            f"{len(examples)} labelled prompts are too few to train a router on some and measure it on others",
-            hint="two prompts of one domain at least; a few hundred of each are a good number",
+            f"{len(examples)} labeled prompts are too few to train a router on some and evaluate it on the others",
+            hint="give at least two prompts of one domain; a few hundred per domain work well",
         )
     return kept, held
 
@@ -137,7 +141,7 @@ def split(examples: Sequence[RouterExample], recipe: RouterRecipe) -> tuple[list
 def measure(
     router: Router, held: Sequence[RouterExample], recipe: RouterRecipe, *, trained: int, seconds: float
 ) -> RouterReport:
-    """The accuracy of a router on these prompts, as they are and perturbed as the recipe says."""
+    """The accuracy of a router on these prompts, both unchanged and perturbed by the recipe."""
     right = np.array([example.arm for example in held])
     domains = np.array([example.domain for example in held])
     texts = [example.text for example in held]
@@ -162,7 +166,7 @@ def measure(
 
 
 def perturb_all(examples: Sequence[RouterExample], kind: Perturbation, strength: float, seed: int) -> list[str]:
-    """Every prompt changed by a generator of its own; what is foreign to it are the prompts of the other domains."""
+    """Perturb every prompt with a separate generator; its foreign texts are the prompts of the other domains."""
     foreign = {
         domain: [example.text for example in examples if example.domain != domain]
         for domain in {example.domain for example in examples}
@@ -174,7 +178,7 @@ def perturb_all(examples: Sequence[RouterExample], kind: Perturbation, strength:
 
 
 def _fit(router: Router, examples: Sequence[RouterExample], recipe: RouterRecipe) -> None:
-    """AdamW on the cross-entropy of the arms, in batches whose order is drawn with the recipe's seed."""
+    """AdamW on the cross-entropy of the arms, in batches; their order is drawn with the recipe's seed."""
     from transformers import get_linear_schedule_with_warmup
 
     rows = router.encode([example.text for example in examples])
@@ -203,7 +207,7 @@ def _fit(router: Router, examples: Sequence[RouterExample], recipe: RouterRecipe
 
 
 def _latency_ms(router: Router, texts: Sequence[str]) -> float:
-    """Median milliseconds of one prompt at a time."""
+    """Median milliseconds to classify a prompt, one at a time."""
     taken = []
     for text in texts:
         started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Prompts as people also write them: typing errors, lost words, other wordings, instructions around, strays before it.
+"""Perturbed prompts, as people also write them: typing errors, lost words, paraphrases, added instructions, stray text.
 
-A classifier of prompts loses accuracy on these where full-information selection does not (HedgeSpec table 4, MetaSD
-tables 6 and 8). Every function takes a strength in [0, 1]; at 0 the text stays as it is.
+A classifier of prompts loses accuracy on these, while full-information selection does not (HedgeSpec table 4, MetaSD
+tables 6 and 8). Every function takes a strength in [0, 1]; at 0 the text is unchanged.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ PHRASE = re.compile(rf"\b({'|'.join(sorted(PHRASES, key=len, reverse=True))})\b"
 
 
 def perturb(text: str, kind: Perturbation, strength: float, rng: Random, foreign: Sequence[str] = ()) -> str:
-    """A changed prompt; the same for one state of `rng`.
+    """A perturbed prompt; it only depends on the arguments and the state of `rng`.
 
-    swap, drop, insert: `strength` is the probability that a character changes places with the next one, disappears,
+    swap, drop, insert: `strength` is the probability that a character changes places with the next one, is lost,
         or is followed by a random letter.
-    words, paraphrase: the probability that a word is lost, or that a phrase of the table gives way to another one.
+    words, paraphrase: the probability that a word is lost, or that a phrase of the table is replaced by another one.
     wrap: the share of the eight sentences that stand around the prompt.
-    prefix, suffix: an excerpt of one of the `foreign` texts (prompts of another domain) before or behind the prompt, as
-        long as `strength` times the prompt in words. Without foreign texts, or words, the prompt stays as it is.
+    prefix, suffix: an excerpt of one of the `foreign` texts (prompts of another domain) before or after the prompt,
+        with `strength` times as many words as the prompt. Without foreign texts, or words, the prompt is unchanged.
     """
     return _RULES[kind](text, strength, rng, foreign)
 

@@ -1,7 +1,7 @@
 """The router: a classifier that reads the prompt and names the drafter of the answer (MetaSD T5, HedgeSpec §4.5).
 
-It is the baseline that selection from feedback has to beat: it decides once, before the first token, and sees nothing
-of what its choice does. A directory of one:
+It is the baseline that selection from feedback has to beat: it decides once, before the first token, and gets no
+feedback on its choice. A router directory:
 
 model.safetensors, config.json, tokenizer*   as `save_pretrained` of transformers writes; no other weights are read
 router.json                                  arms, target, report; size and sha256 of the others, written last
@@ -49,19 +49,19 @@ class Router:
 
     @classmethod
     def new(cls, recipe: RouterRecipe, arms: list[str], target: Target) -> Router:
-        """An untrained one, drawn from torch's generator. CheckpointError where `recipe.model` cannot be used."""
+        """An untrained router, from torch's generator. Raises CheckpointError if `recipe.model` is unusable."""
         if recipe.model is None:
             tokenizer = deepcopy(target.tokenizer)  # truncation is a state of a tokenizer; the target's must have none
             tokenizer.chat_template = None
             return cls(arms, arms, _small(recipe, len(arms), tokenizer), tokenizer, recipe.max_length)
-        # A head that the encoder has for another task is drawn anew.
+        # If the encoder has a head for another task, it is drawn anew.
         model = _pretrained(recipe.model, len(arms), new_head=True, revision=recipe.revision)
         tokenizer = load_tokenizer(recipe.model, revision=recipe.revision)
         limits = (recipe.max_length, tokenizer.model_max_length, model.config.max_position_embeddings)
         return cls(arms, arms, model, tokenizer, min(limits))
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        """Ids of the beginning of each prompt, at most `max_length`. The first token is one that every prompt has: the
+        """Ids of the beginning of each prompt, at most `max_length`. The first token is equal for all prompts: the
         classifier reads its state, and even an empty prompt has it."""
         if not texts:
             return []
@@ -81,7 +81,7 @@ class Router:
 
     @torch.inference_mode()
     def probabilities(self, texts: Sequence[str]) -> NDArray[np.float64]:
-        """[n, N] of every arm being the one to play; once for a query, before its first token."""
+        """[n, N] probability that each arm is the right one; computed once per query, before its first token."""
         self.model.eval()
         rows = self.encode(texts)
         parts = [self.logits(rows[at : at + BATCH]).double().softmax(-1).cpu() for at in range(0, len(rows), BATCH)]
@@ -97,7 +97,7 @@ class Router:
 
         Raises:
             UsageError: the place is taken; only a router is ever replaced, and only with `overwrite`.
-            SpecctlError: the file system refused; what was there is untouched.
+            SpecctlError: the file system refused; existing files are untouched.
         """
         place = Path(directory).expanduser().absolute()
         check_free(place, overwrite)
@@ -119,21 +119,22 @@ class Router:
 
     @classmethod
     def load(cls, directory: str | Path, arms: Sequence[str], target: Target) -> Router:
-        """The router in a directory, for a pool whose arms have these names, in the pool's order.
+        """Load the router in a directory, for a pool with arms of these names, in the pool's order.
 
         Raises CheckpointError: no such directory, a file missing or changed, not our format, another pool or target.
         """
-        path = checkpoint.present(Path(directory).expanduser(), "router", "select --train-router")
+        path = checkpoint.existing_directory(Path(directory).expanduser(), "router", "select --train-router")
         record = _record(path)
         known = record["arms"]
         checkpoint.check_target(record, target, str(path), "router")
         if sorted(known) != sorted(arms):
             unknown = [name for name in arms if name not in known]
             gone = [name for name in known if name not in arms]
-            lines = [f"it does not know {', '.join(unknown)}"] * bool(unknown)
+            lines = [f"it lacks {', '.join(unknown)}"] * bool(unknown)
             lines += [f"the pool lacks {', '.join(gone)}"] * bool(gone)
             raise CheckpointError(
-                f"router {path} was trained for another pool: {'; '.join(lines)}", hint="train it again: --train-router"
+                f"router {path} was trained for a different pool: {'; '.join(lines)}",
+                hint="train it again with --train-router",
             )
         where = str(path.absolute())
         model = _pretrained(where, len(known))
@@ -141,13 +142,13 @@ class Router:
 
 
 def _record(path: Path) -> dict[str, Any]:
-    """router.json, after the files that it lists were verified. Raises CheckpointError."""
+    """Contents of router.json, after verifying the listed files. Raises CheckpointError."""
     record = checkpoint.read_json(path / RECORD)
     fields = {"arms": list, "max_length": int, "target": dict, "files": dict}
     wrong = [name for name, kind in fields.items() if not isinstance(record.get(name), kind)]
     if record.get("format") != checkpoint.FORMAT or wrong or not all(isinstance(name, str) for name in record["arms"]):
         raise CheckpointError(
-            f"{path / RECORD} is not of format {checkpoint.FORMAT}", hint="use the specctl version that wrote it"
+            f"{path / RECORD} does not have format {checkpoint.FORMAT}", hint="use the specctl version that wrote it"
         )
     checkpoint.check_files(path, record["files"], REQUIRED, RECORD)
     return record
@@ -163,7 +164,7 @@ def _small(recipe: RouterRecipe, classes: int, tokenizer: Any) -> nn.Module:
         "num_attention_heads": recipe.hidden_size // HEAD_SIZE,
         "intermediate_size": 2 * recipe.hidden_size,
         "max_position_embeddings": recipe.max_length,
-        "initializer_range": recipe.hidden_size**-0.5,  # the 0.02 of wide encoders learns nothing for the first epochs
+        "initializer_range": recipe.hidden_size**-0.5,  # 0.02, as in wide encoders, learns nothing for the first epochs
         "pad_token_id": tokenizer.pad_token_id,
         "num_labels": classes,
     }
@@ -171,25 +172,26 @@ def _small(recipe: RouterRecipe, classes: int, tokenizer: Any) -> nn.Module:
 
 
 def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: str | None = None) -> Any:
-    """A sequence classifier of `transformers`, from safetensors only; with `new_head` its files need to hold no more
-    than the encoder. CheckpointError where there is none, or they lack weights."""
+    """A sequence classifier of `transformers`, from safetensors only. With `new_head`, its files only need to hold the
+    encoder. Raises CheckpointError if there is no such classifier, or if weights are missing."""
     from transformers import AutoModelForSequenceClassification
 
     what = f"classifier {name}"
     safely: dict[str, Any] = {"use_safetensors": True, "trust_remote_code": False, "dtype": torch.float32}
     try:
         tensors.check_adapter(what, model_directory(name, revision))
-        with tensors.quiet():  # it warns that the head is new, which is what training is for
+        with tensors.quiet():  # it would warn that the head is new, but training follows
             loaded: Any = AutoModelForSequenceClassification.from_pretrained(
                 location(name), num_labels=classes, revision=revision, **safely, **tensors.REPORT
             )
     except (OSError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"cannot load the classifier {name}: {str(error).splitlines()[0]}",
-            hint="give a BERT-style encoder with safetensors weights, or none to train one from scratch",
+            hint="give a BERT-style encoder with safetensors weights, or leave out router.model to train one "
+            "from scratch",
         ) from error
     model, info = loaded
-    if new_head:  # of which the pooler is a part
+    if new_head:  # the pooler is part of the head
         encoder = re.compile(rf"{re.escape(model.base_model_prefix)}\.(?!pooler\.)")
         info["missing_keys"] = {name for name in info["missing_keys"] if encoder.match(name)}
         info["mismatched_keys"] = {entry for entry in info["mismatched_keys"] if encoder.match(entry[0])}
@@ -198,10 +200,10 @@ def _pretrained(name: str, classes: int, *, new_head: bool = False, revision: st
 
 
 def check_free(place: Path, overwrite: bool) -> None:
-    """Raise UsageError where a router cannot be written."""
+    """Raise UsageError if a router cannot be written to `place`."""
     if not os.path.lexists(place) or (place.is_dir() and not place.is_symlink() and not any(place.iterdir())):
         return
     if place.is_symlink() or not (place / RECORD).is_file():
-        raise UsageError(f"{place} exists and is not a router directory", hint="choose another place")
+        raise UsageError(f"{place} exists and is not a router directory", hint="choose another path")
     if not overwrite:
-        raise UsageError(f"{place} holds a router already", hint="--overwrite replaces it")
+        raise UsageError(f"{place} already contains a router", hint="--overwrite replaces it")

@@ -1,0 +1,54 @@
+"""Time budget for learning: a running account that earns a share of the decoding time and pays for updates."""
+
+from __future__ import annotations
+
+MAX_DOUBLINGS = 5  # largest number of doublings of the saving before an update
+
+
+class TimeBudget:
+    """Seconds earned by decoding and spent on learning.
+
+    An update runs once the balance has reached its price times 2^`doublings`. The first update, and one after an update
+    in vain, have to be saved for longer, because they may be in vain too. After an update in vain the rest of the
+    balance is dropped. So a drafter that already knows the traffic spends next to nothing on learning.
+
+    Attributes:
+        balance: seconds; negative if updates were paid in advance.
+        price: seconds of the last update, or an estimate for the first one (None = not known).
+        doublings: number of doublings of the price that has to be saved.
+    """
+
+    def __init__(self, share: float | None):
+        """`share`: learning time as a share of the decoding time (None = no limit)."""
+        self.share = share
+        self.balance = 0.0
+        self.price: float | None = None
+        self.doublings = 1
+
+    @property
+    def can_pay(self) -> bool:
+        """Whether enough was saved for an update; always true without a limit."""
+        saved = self.price is not None and self.balance >= self.price * 2**self.doublings
+        return self.share is None or saved
+
+    @property
+    def may_borrow(self) -> bool:
+        """Whether an update may run now and be paid for later: only while nothing is owed."""
+        return self.balance >= 0
+
+    def earn(self, decode_s: float) -> None:
+        """Credit the share of these seconds of decoding."""
+        self.balance += (self.share or 0.0) * decode_s
+
+    def spend(self, seconds: float) -> None:
+        """Pay for seconds of learning."""
+        if self.share is not None:
+            self.balance -= seconds
+
+    def record_update(self, seconds: float, *, vain: bool) -> None:
+        """Note the time of an update, and whether it was in vain."""
+        if self.share is None:
+            return
+        self.price, self.doublings = seconds, min(self.doublings + 1, MAX_DOUBLINGS) if vain else 0
+        if vain:
+            self.balance = min(self.balance, 0.0)

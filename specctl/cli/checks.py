@@ -1,0 +1,151 @@
+"""Checks before a command loads anything, and the output of `--dry-run`."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from specctl import lock, progress
+from specctl.cli.output import cell, output
+from specctl.errors import CheckpointError, SpecctlError, UsageError
+from specctl.families import WEIGHTLESS_DRAFTERS
+from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
+from specctl.redaction import redacted
+from specctl.runs import check_same_command
+
+LABEL = r"\w[\w.-]*"  # domains name directories
+
+
+def check_data(data: DataRecipe) -> None:
+    """Check that the domains and their prompts files exist. Raises UsageError, DataError."""
+    from specctl import data_prep
+    from specctl.distillation.prompts import check_files
+
+    for name in data.domain:
+        if data.prompts is not None:
+            check_label(name)
+        elif data.source != "unconditional":
+            data_prep.get(name)
+    check_files(data)
+
+
+def check_label(domain: str) -> None:
+    """Check the name of a domain with the user's data. Raises UsageError."""
+    if not re.fullmatch(LABEL, domain):
+        raise UsageError(f"domain {domain!r} is not a valid name: use letters, digits, . - _")
+
+
+def check_target(target: TargetRecipe) -> str:
+    """Return one line about how the target would run, from its configuration.
+
+    Raises CheckpointError if it cannot be used, UsageError if it cannot be sliced as the recipe says.
+    """
+    where = local_target(target)
+    if where is None:
+        return f"target {target.name} is read from the Hugging Face hub; not checked"
+    from specctl.decoding.models.describe import path_of
+    from specctl.decoding.models.lean import check_slices
+    from specctl.decoding.models.loading import load_config
+
+    config = load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    path, why = path_of(config)
+    if target.tensor_parallel > 1:
+        check_slices(target.name, config, target.tensor_parallel)
+        why = f"{why}, in {target.tensor_parallel} slices"
+    return f"target {target.name} runs with {step_name(path)}: {why}"
+
+
+def local_target(target: TargetRecipe) -> str | None:
+    """Return the directory with the target's configuration, or `builtin`.
+
+    For a Hugging Face id this is the directory in the local cache, or None if the target is not cached. The hub is not
+    asked, so that --dry-run works offline and at once.
+    """
+    from specctl.decoding.models.loading import is_hub_id
+
+    if not is_hub_id(target.name):
+        return target.name
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        config = try_to_load_from_cache(target.name, "config.json", revision=target.revision)
+    except HFValidationError as error:
+        raise CheckpointError(f"target {target.name} is neither a directory nor a Hugging Face id: {error}") from error
+    return str(Path(config).parent) if isinstance(config, str) else None
+
+
+def step_name(path: str) -> str:
+    """Return the name, in words, of the code path that runs a target's steps."""
+    return "the lean step" if path == "lean" else "the forward of transformers"
+
+
+def check_drafters(names: list[str]) -> None:
+    """Check that each name is a drafter directory, a drafter without weights, or a hybrid of both.
+
+    Raises UsageError, CheckpointError.
+    """
+    from specctl.drafters.names import HYBRIDS, parts_of
+
+    for name in names:
+        parts = parts_of(name)
+        if len(parts) > 1 and parts[0] in WEIGHTLESS_DRAFTERS:
+            raise UsageError(f"{name}: {parts[0]} is not a trained drafter", HYBRIDS)
+        for part in parts:
+            if part not in WEIGHTLESS_DRAFTERS:
+                check_directory(part, otherwise=f", or {', '.join(WEIGHTLESS_DRAFTERS)}")
+
+
+def check_directory(name: str, otherwise: str = "") -> None:
+    """Check that `name` is the directory of a drafter. Raises UsageError, CheckpointError.
+
+    `otherwise`: other valid names, for the hint.
+    """
+    if not os.path.isdir(name):  # unlike `Path.is_dir`, False and not an error for a name that is too long
+        raise UsageError(f"no drafter {name}", hint=f"name a directory written by specctl train-drafter{otherwise}")
+    if not (Path(name) / "config.json").is_file():
+        raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
+
+
+def pool_members(pool: Path) -> list[str]:
+    """Return the drafter directories at or below `pool`. Raises UsageError, CheckpointError if there are none."""
+    from specctl.drafters.pool import find_pool
+
+    return [str(path) for path in find_pool(pool)]
+
+
+def check_output(command: str, path: Path, *, resume: bool = False, overwrite: bool = False) -> None:
+    """Check that `command` can write to the directory `path`, which must be free, resumed or overwritten.
+
+    Under torchrun only rank 0 checks, because the others may find files that rank 0 has just made. Raises UsageError,
+    SpecctlError.
+    """
+    if not progress.is_rank_zero():
+        return
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file, not a directory", hint="choose another --output-dir")
+    if not (resume or overwrite) and path.is_dir() and any(there.name != lock.NAME for there in path.iterdir()):
+        raise UsageError(f"{path} exists", hint="--overwrite replaces it, --resume continues it if the command can")
+    check_same_command(path, command)
+    parent = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is a file, not a directory", hint="choose another --output-dir")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise SpecctlError(f"cannot write to {parent}: permission denied", hint="choose another --output-dir")
+
+
+def show(command: str, recipe: CommandRecipe, steps: list[str], **more: Any) -> None:
+    """Print the answer to --dry-run: the steps, the resolved recipe, and the fields `more` for --json."""
+    resolved = recipe.model_dump(mode="json")
+    document = {"command": command, "dry_run": True, "steps": redacted(steps), **more, "recipe": resolved}
+    output.result(document, _plan, brief=command)
+
+
+def _plan(document: dict[str, Any]) -> str:
+    import yaml
+
+    steps = "\n".join(f"{number}. {cell(step)}" for number, step in enumerate(document["steps"], 1))
+    recipe = yaml.safe_dump(document["recipe"], sort_keys=False, allow_unicode=True)
+    return f"{steps}\n\n{cell(recipe.rstrip())}"

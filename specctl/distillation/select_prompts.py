@@ -1,0 +1,212 @@
+"""Selection of a run's prompts: each once, without excluded prompts and near-duplicates, up to the limit.
+
+All decisions are made before anything is answered, and depend on the prompts and their order alone. So a resumed run
+and all jobs of an array decide the same. Prompts wait on disk; memory holds the id, place and signature of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from specctl import progress, regular_files
+from specctl.distillation.near_duplicates import NearDuplicateIndex
+from specctl.distillation.prompts import Prompt, Rejections, candidates, check_files, no_prompts, prompts_in
+from specctl.distillation.spool import Spool
+from specctl.errors import DataError
+from specctl.recipe import DataRecipe, DistillRecipe, FilterRecipe
+
+REPEATED, EXCLUDED, NEAR_EXCLUDED, NEAR = "repeated", "excluded", "near-excluded", "near-duplicate"
+REASONS = {
+    REPEATED: "repeat an earlier prompt",
+    EXCLUDED: "are in {file}",
+    NEAR_EXCLUDED: "are nearly the same as a prompt in {file}",
+    NEAR: "are nearly the same as an earlier prompt",
+}
+LISTED = 1000  # most ids per reason in a data card; left-out.jsonl in the run directory has all
+
+
+@dataclass
+class LeftOut:
+    """Prompts that are left out: counted, and written to `path` as they occur, with the id of the prompt they
+    repeat."""
+
+    path: Path
+    file: Path | None = None  # file of excluded prompts, such as a test set
+    counts: Counter[str] = field(default_factory=Counter)
+    ids: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+    def add(self, reason: str, id: str, where: str, like: str) -> None:
+        self.counts[reason] += 1
+        if reason == REPEATED:
+            return
+        listed = self.ids.setdefault(reason, [])
+        if len(listed) < LISTED:
+            listed.append(id)
+        with regular_files.open_regular(self.path, "a", encoding="utf-8", follow=False) as file:
+            file.write(json.dumps({"prompt_id": id, "where": where, "reason": reason, "like": like}) + "\n")
+
+    def report(self) -> None:
+        """Report in one line per reason."""
+        for reason, words in REASONS.items():
+            if count := self.counts[reason]:
+                progress.log(f"{count} prompts {words.format(file=self.file)}: left out")
+        if self.ids:
+            progress.log(f"the prompts left out are listed in {self.path}")
+
+
+class PromptFilter:
+    """Decides about prompts, one after the other, whether they are kept."""
+
+    def __init__(self, filters: FilterRecipe, exclude: Path | None, left_out: LeftOut):
+        self._left_out = left_out
+        self._seen: set[bytes] = set()
+        self._excluded: set[bytes] = set()
+        self._near = _Near(filters.near_prompts)
+        self._near_excluded = _Near(filters.near_excluded)
+        for prompt in prompts_in(exclude):
+            self._excluded.add(bytes.fromhex(prompt.id))
+            self._near_excluded.find(prompt.id, prompt.messages, add=True)
+
+    def accept(self, id: str, messages: list[dict[str, str]], where: str) -> bool:
+        """Whether a prompt is kept. A kept prompt counts as seen; any other is recorded as left out."""
+        key = bytes.fromhex(id)
+        if key in self._excluded:
+            reason, like = EXCLUDED, id
+        elif key in self._seen:
+            reason, like = REPEATED, id
+        elif other := self._near_excluded.find(id, messages):
+            reason, like = NEAR_EXCLUDED, other
+        elif other := self._near.find(id, messages, add=True):
+            reason, like = NEAR, other
+        else:
+            self._seen.add(key)
+            return True
+        self._left_out.add(reason, id, where, like)
+        return False
+
+    @property
+    def count(self) -> int:
+        """Number of prompts that were kept."""
+        return len(self._seen)
+
+    def was_kept(self, id: str) -> bool:
+        """Whether this prompt has been kept before."""
+        return bytes.fromhex(id) in self._seen
+
+
+class _Near:
+    """Index of nearly equal questions. Later turns are not compared, because the conversation before them decides the
+    answer."""
+
+    def __init__(self, threshold: float | None):
+        self._index = None if threshold is None else NearDuplicateIndex(threshold)
+        self._ids = bytearray()
+
+    def find(self, id: str, messages: Sequence[dict[str, str]], *, add: bool = False) -> str | None:
+        """Return the id of a prompt that asks nearly the same, or None. With `add`, a prompt without a match is
+        added."""
+        if self._index is None or not messages or any(message["role"] == "assistant" for message in messages):
+            return None
+        found = (self._index.add if add else self._index.find)(messages[-1]["content"])
+        if found is not None:
+            return self._ids[16 * found : 16 * found + 16].hex()
+        if add:
+            self._ids += bytes.fromhex(id)
+        return None
+
+
+class Prompts:
+    """The prompts of a run on disk, in order."""
+
+    def __init__(self, spool: Spool, kept: array[int]):
+        self.licenses: Counter[str] = Counter()
+        self.languages: Counter[str] = Counter()
+        self._spool, self._kept = spool, kept
+
+    @property
+    def read(self) -> int:
+        """Number of prompts that were read, including prompts that were left out."""
+        return len(self._spool)
+
+    def keep(self, place: int, prompt: Prompt) -> None:
+        """Add the prompt that is at `place` in the spool."""
+        self._kept.append(place)
+        self.licenses.update([prompt.license] if prompt.license else [])
+        self.languages.update([prompt.language] if prompt.language else [])
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, number: int) -> Prompt:
+        row = json.loads(self._spool[self._kept[number]])
+        return Prompt(**row | {"later_turns": tuple(row["later_turns"])})
+
+    def __iter__(self) -> Iterator[Prompt]:
+        return (self[number] for number in range(len(self)))
+
+
+def prepare(recipe: DistillRecipe, rejections: Rejections, left_out: LeftOut) -> Prompts:
+    """Select the prompts of all domains, domain by domain, up to `data.limit` per domain.
+
+    The prompts of a file come in an order drawn with `data.seed`, because files are often sorted by origin; a smaller
+    limit gives a prefix of a larger one. Raises DataError (unreadable file, too many rejections, no prompt left) and
+    UsageError.
+    """
+    data = recipe.data
+    check_files(data)
+    wanted = PromptFilter(recipe.filters, recipe.exclude, left_out)
+    spool = Spool()
+    kept = Prompts(spool, array("Q"))
+    for domain in data.domain:
+        before, read = len(kept), len(spool)
+        with progress.track(f"compare prompts of {domain}", unit="prompts") as bar:
+            for place, prompt in _in_order(data, domain, rejections, spool):
+                progress.interrupts.check()
+                bar.update(1)
+                if wanted.accept(prompt.id, prompt.messages, prompt.where):
+                    kept.keep(place, prompt)
+                if len(kept) - before == data.limit:
+                    break
+        rejections.check()
+        if len(spool) == read:
+            raise no_prompts(str(data.prompts_of(domain) or domain))
+        if len(kept) == before:
+            left_out.report()
+            raise DataError(f"all {len(spool) - read} prompts of {domain} are left out", hint=f"see {left_out.path}")
+    left_out.report()
+    return kept
+
+
+def _in_order(data: DataRecipe, domain: str, rejections: Rejections, spool: Spool) -> Iterator[tuple[int, Prompt]]:
+    """Yield prompts with their places in `spool`: prompts of a file in drawn order, others in source order."""
+    drawn = data.prompts_of(domain) not in (None, "-")
+    ranks, start = array("Q"), len(spool)
+    for prompt in candidates(data, domain, "train", rejections):
+        rejections.seen += 1
+        if prompt is None:
+            continue
+        progress.interrupts.check()
+        place = spool.append(json.dumps(asdict(prompt), ensure_ascii=False).encode())
+        if drawn:
+            ranks.append(_rank(data.seed, prompt.id))
+        else:
+            yield place, prompt
+    for offset in np.argsort(np.frombuffer(ranks, np.uint64), kind="stable") if ranks else ():
+        place = start + int(offset)
+        yield place, Prompts(spool, array("Q", [place]))[0]
+
+
+def _rank(seed: int, id: str) -> int:
+    """Rank of a prompt in the drawn order, which is also the order of `read_prompts` with `sample`."""
+    return int.from_bytes(hashlib.sha256(f"{seed}/{id}".encode()).digest()[:8])

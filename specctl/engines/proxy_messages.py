@@ -1,0 +1,189 @@
+"""Rewrite the requests that a proxy passes on, and read token ids and draft counters from their answers.
+
+An engine reports ids and counters only if a request asks for them. Fields that the proxy asked for are removed from the
+answer again, so a client sees the answer to its own request.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from specctl.engines import sglang, vllm
+from specctl.engines.records import DraftCounters
+
+TEXT_PATHS = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generate": "sglang"}
+"""Paths with texts as answers, and the engine that can report token ids on them."""
+
+ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
+"""Keys of a choice that tell how it ended; the latter two name the stop string or token, if there was one."""
+
+LINE = re.compile(rb"\r\n|\n|\r")
+END = re.compile(rb"((?:\r\n|\n|\r(?!\n|\Z)){2})")  # a CR at the end of the received bytes may be half of a CRLF
+DATA, BYTE_ORDER_MARK = b"data:", b"\xef\xbb\xbf"
+
+CLIENT_PATHS = (
+    "/v1/",
+    "/generate",
+    "/health",
+    "/ping",
+    "/version",
+    "/metrics",
+    "/tokenize",
+    "/detokenize",
+    "/get_model_info",
+)
+"""Beginnings of the paths that clients may request. All other paths change a server, or stop it."""
+
+
+def is_open(path: str) -> bool:
+    """Whether clients may request a path. Refuses `.`, `..` and escapes: they lead elsewhere than they begin."""
+    if {".", ".."} & {*path.replace("\\", "/").split("/")} or "%" in path:
+        return False
+    return any(path.startswith(one) if one.endswith("/") else path == one for one in CLIENT_PATHS)
+
+
+def is_recordable(engine: str, path: str, body: Any) -> bool:
+    """Whether a request asks for one text, and the engine can report its token ids."""
+    if not isinstance(body, dict) or TEXT_PATHS.get(path) not in (engine, "vllm"):
+        return False
+    several = body.get("n") not in (None, 1) or body.get("echo")
+    prompt = body.get("prompt", body.get("input_ids", ""))
+    batch = isinstance(prompt, list) and any(not isinstance(one, int) for one in prompt)
+    return not several and not batch and not isinstance(body.get("text"), list)
+
+
+def with_counters(engine: str, body: Mapping[str, Any], *, ids: bool = True) -> tuple[dict[str, Any], frozenset[str]]:
+    """Make a request ask for draft counters and, with `ids`, for token ids.
+
+    Returns the new request, and the keys of the response that its client did not ask for.
+    """
+    sent, added = dict(body), set()
+    if engine == "vllm":
+        if ids and not body.get("return_token_ids"):
+            sent["return_token_ids"] = True
+            added |= {"token_ids", "prompt_token_ids"}
+        options = body.get("stream_options") or {}
+        if body.get("stream") and not options.get("include_usage"):
+            sent["stream_options"] = {**options, "include_usage": True}
+            added.add("usage")
+    return sent, frozenset(added)
+
+
+@dataclass(frozen=True)
+class TextCounts:
+    """Number of tokens in a text that an engine has written, and its draft counters (None if not reported)."""
+
+    tokens: int
+    drafting: DraftCounters | None
+
+
+def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts | None:
+    """Counters in an answer, or in the fields of a stream that `counters` collected.
+
+    Returns None if the stream broke off, and on paths where this engine never reports draft counters.
+    """
+    if TEXT_PATHS.get(path) != engine:
+        return None
+    about = said.get("meta_info" if engine == "sglang" else "usage")
+    tokens = about.get("completion_tokens") if isinstance(about, dict) else None
+    if not isinstance(about, dict) or type(tokens) is not int or tokens < 1:
+        return None
+    return TextCounts(tokens, sglang.own_drafting(about) if engine == "sglang" else vllm.own_drafting(said))
+
+
+def counters(piece: Any) -> dict[str, Any]:
+    """Fields of a stream's piece that hold counters. The last value of each field covers the whole stream."""
+    return {key: piece[key] for key in ("usage", "metrics", "meta_info") if isinstance(piece, dict) and piece.get(key)}
+
+
+def without_added_fields(document: Any, added: frozenset[str]) -> Any | None:
+    """An answer, or a piece of a stream, without the added fields. A piece with nothing else becomes None."""
+    if not isinstance(document, dict):
+        return document
+    if "usage" in added and document.get("choices") == []:
+        return None
+    ids = added - {"usage"}
+    document = {key: value for key, value in document.items() if key not in ids}
+    if isinstance(document.get("choices"), list):
+        choices = [
+            {key: value for key, value in choice.items() if key not in ids} if isinstance(choice, dict) else choice
+            for choice in document["choices"]
+        ]
+        document["choices"] = choices
+    return document
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Split a stream into its events (server-sent events, HTML Standard §9.2), each with the empty line that ends it.
+
+    Lines end with CR, LF or CRLF only: JSON may contain other characters that Unicode counts as line ends.
+    """
+    rest = b""
+    async for part in parts:
+        *whole, rest = END.split(rest + part)
+        for event, end in zip(whole[::2], whole[1::2], strict=True):
+            yield event + end
+    if rest:
+        yield rest
+
+
+def data_of(event: bytes) -> bytes:
+    """The data lines of an event, without the field name; empty for events without data, such as comments."""
+    lines = (line for line in LINE.split(event.removeprefix(BYTE_ORDER_MARK)) if line.startswith(DATA))
+    return b"\n".join(line.removeprefix(DATA).removeprefix(b" ") for line in lines)
+
+
+def piece_of(event: bytes) -> Any:
+    """The JSON in an event, or None if it has no valid JSON."""
+    try:
+        return json.loads(data_of(event))
+    except ValueError:
+        return None
+
+
+def restored_event(event: bytes, piece: Any, added: frozenset[str]) -> bytes:
+    """The event as its client should see it, given its parsed `parse_piece`; empty if only the added fields caused
+    it."""
+    if piece is None or not added:
+        return event
+    shown = without_added_fields(piece, added)
+    if shown is None:
+        return b""
+    others = [line + b"\n" for line in LINE.split(event) if line and not line.startswith(DATA)]
+    return b"".join(others) + f"data: {json.dumps(shown, ensure_ascii=False)}\n\n".encode()
+
+
+def joined(pieces: Sequence[Any]) -> dict[str, Any]:
+    """Join the pieces of a stream into one response, with the fields that `traffic` reads.
+
+    Raises ValueError if the stream broke off.
+    """
+    last = pieces[-1] if pieces else {}
+    if "output_ids" in last:  # SGLang: a piece holds the whole output up to now, or only the new tokens
+        written = (last.get("meta_info") or {}).get("completion_tokens", 0)
+        whole = len(last["output_ids"]) >= written - 1
+        return last if whole else last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
+    choices = [choice for piece in pieces for choice in piece.get("choices") or []]
+    last = next((one for one in reversed(choices) if one.get("finish_reason")), None)
+    if last is None:
+        raise ValueError("its stream ended early")
+    deltas = [one.get("delta") or {} for one in choices]
+    texts = [delta.get("content") or one.get("text") or "" for delta, one in zip(deltas, choices, strict=True)]
+    choice: dict[str, Any] = {key: last[key] for key in ENDINGS if key in last} | {"text": "".join(texts)}
+    choice["message"] = {"role": "assistant", "content": "".join(texts)}
+    for name in ("reasoning_content", "reasoning"):
+        if thoughts := "".join(delta.get(name) or "" for delta in deltas):
+            choice["message"][name] = thoughts
+    calls = [call for delta in deltas for call in delta.get("tool_calls") or []]
+    if calls:
+        choice["message"]["tool_calls"] = calls
+    if any("token_ids" in one for one in choices):
+        choice["token_ids"] = [token for one in choices for token in one.get("token_ids") or []]
+    said = [*pieces, *choices]
+    prompt = next((one["prompt_token_ids"] for one in said if one.get("prompt_token_ids")), None)
+    metrics = next((one["metrics"] for one in pieces if one.get("metrics")), None)
+    return {"choices": [choice], "prompt_token_ids": prompt, "metrics": metrics}

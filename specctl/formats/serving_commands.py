@@ -1,0 +1,194 @@
+"""Engine commands that draft with a head directory, and the target architectures that each engine supports.
+
+An EAGLE-3 head reads hidden states of intermediate layers, so the engine's model class has to return them. SGLang's
+EAGLE-1 asks the class for its embedding and head. If the class lacks the interface, the engine stops at start. The
+lists of classes come from the sources of `VERSIONS`.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specctl.errors import UsageError
+from specctl.formats.head import LengthRange, Serving, TargetFacts
+
+VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# vLLM's own classes without the interface `SupportsEagle3`. Targets without a class in vLLM run by the class of
+# transformers, which has the interface.
+_VLLM_WITHOUT_EAGLE3 = _names("""
+    AXK1ForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM DbrxForCausalLM Ernie4_5_MoeForCausalLM
+    Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
+    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GraniteMoeForCausalLM
+    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM HYV3ForCausalLM
+    HyperCLOVAXForCausalLM LongcatFlashForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM
+    OlmoeForCausalLM Qwen2MoeForCausalLM StableLmForCausalLM
+""")
+# SGLang's classes with `get_embed_and_head`, then the classes with `set_eagle3_layers_to_capture`.
+_SGLANG_EAGLE = _names("""
+    ApertusForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
+    Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconH1ForCausalLM Gemma3ForCausalLM
+    Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration Glm4ForCausalLM
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM HYV3ForCausalLM
+    HYV4ForCausalLM LagunaForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM
+    MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MistralForCausalLM NemotronHForCausalLM
+    OPTForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
+    Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+""")
+_SGLANG_EAGLE3 = _names("""
+    ApertusForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM ExaoneMoeForCausalLM
+    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
+    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM Llama4ForCausalLM
+    LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
+    MistralForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
+    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+""")
+
+
+# Classes with `set_dflash_layers_to_capture`. Some classes have a separate hook for DSpark too.
+_SGLANG_DFLASH = _names("""
+    BeamForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM Gemma4ForCausalLM
+    Gemma4ForConditionalGeneration Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM
+    IQuestCoderForCausalLM InklingForConditionalGeneration InternLM3ForCausalLM KimiK25ForConditionalGeneration
+    KimiK3ForConditionalGeneration KimiK3LinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
+    Llama4ForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM
+    MiniMaxM3SparseForConditionalGeneration Ministral3ForCausalLM MistralForCausalLM NanbeigeForCausalLM
+    NemotronHForCausalLM Phi3ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
+    Qwen3_5MoeForCausalLM TeleFLMForCausalLM
+""")
+_SGLANG_DSPARK = _SGLANG_DFLASH | _names("BailingMoeV3ForCausalLM DeepseekV4ForCausalLM KimiLinearForCausalLM")
+_WITHOUT = {
+    ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
+    ("vllm", "dflash"): lambda name: name in _VLLM_WITHOUT_EAGLE3,  # dflash needs the same interface
+    ("vllm", "mtp"): lambda name: name != "MiMoForCausalLM",  # of the layers that ours can be
+    ("sglang", "NEXTN"): lambda name: name != "MiMoForCausalLM",
+    ("vllm", "dspark"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
+    ("sglang", "EAGLE3"): lambda name: name not in _SGLANG_EAGLE3,
+    ("sglang", "EAGLE"): lambda name: name not in _SGLANG_EAGLE,
+    ("sglang", "DFLASH"): lambda name: name not in _SGLANG_DFLASH,
+    ("sglang", "DSPARK"): lambda name: name not in _SGLANG_DSPARK,
+}
+"""(Engine, its name of a method) → whether the engine refuses a target of this architecture."""
+_HEADS = {"eagle3": "EAGLE-3", "eagle": "EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "MTP", "nextn": "MTP"}
+V2_RUNNER = "vLLM 0.32 supports such heads only in its V2 model runner, which VLLM_USE_V2_MODEL_RUNNER=1 selects"
+
+ADAPTIVE = "speculative_adaptive.json"
+"""File with SGLang's draft lengths by load, next to the head's files."""
+VLLM_SCHEDULES = [
+    "if draft lengths depend on the load, vLLM 0.32 uses piecewise CUDA graphs, which a sweep at one length does not "
+    "measure; VLLM_USE_V2_MODEL_RUNNER=1 gives full graphs. With data parallelism, vLLM ignores the lengths",
+    "vLLM 0.32 also runs the head at draft length 0, to keep its state current: that is slower than no drafter",
+]
+
+
+def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
+    """Reason why an engine does not draft for this target by its method `method`.
+
+    Returns None if the engine does, or if the target does not name its architecture.
+    """
+    refused = _WITHOUT.get((engine, method), lambda name: False)
+    wrong = [name for name in facts.architectures if refused(name)]
+    if not wrong:
+        return None
+    return (
+        f"{VERSIONS[engine]} does not serve {_HEADS[method.lower()]} heads for {', '.join(wrong)} "
+        f"({facts.text_config.model_type}): its model class lacks the interface. The files are for a version that has "
+        "the interface"
+    )
+
+
+def refuse_schedule(to: str, family: str) -> None:
+    """Raise UsageError if engine `to` cannot change the length of this family's drafts with the load."""
+    if to not in VERSIONS:
+        raise UsageError(
+            f"draft lengths that depend on the load need an engine, and {to} is not one",
+            f"use --to {' or '.join(VERSIONS)}",
+        )
+    if to == "sglang" and family not in ("eagle", "eagle3"):
+        raise UsageError(
+            f"{VERSIONS[to]} adapts the draft length only of EAGLE and EAGLE-3, and this drafter is {family}",
+            "use --to vllm, or leave out --tune",
+        )
+
+
+def adaptive_config(schedule: Sequence[LengthRange]) -> dict[str, dict[str, Any]]:
+    """Content of the file for `--speculative-adaptive-config`, by the first batch size of a range.
+
+    SGLang moves among the candidate lengths by the accepted lengths of recent drafts. The thresholds are its defaults.
+    """
+    hysteresis = {"up_hysteresis": 0.0, "down_hysteresis": -0.25, "ceiling_coeff": 0}
+    return {str(one.first): {"candidate_steps": sorted(one.near), **hysteresis} for one in schedule}
+
+
+def speculative(method: Mapping[str, Any], tokens: int, schedule: Sequence[LengthRange]) -> dict[str, Any]:
+    """vLLM's speculative configuration of a method that drafts `tokens`, or lengths by load from `schedule`."""
+    config = {**method, "num_speculative_tokens": tokens}
+    if schedule:
+        config["num_speculative_tokens_per_batch_size"] = [[one.first, one.last, one.tokens] for one in schedule]
+    return config
+
+
+def serving(
+    engine: str,
+    method: str,
+    place: Path,
+    facts: TargetFacts,
+    tokens: int,
+    schedule: Sequence[LengthRange] = (),
+    options: Mapping[str, Any] | None = None,
+    v2_runner: bool = False,
+) -> Serving:
+    """The command line that serves the target with the drafter at `place`; only a note if the engine would refuse it.
+
+    With a `schedule` the draft length follows the load. vLLM has `num_speculative_tokens_per_batch_size`: inclusive
+    ranges from batch size 1 on, of which the last has no upper end. SGLang has `ADAPTIVE` (topk 1, EAGLE and EAGLE-3).
+    `options`: further keys of vLLM's speculative configuration. `v2_runner`: vLLM supports the head only in its V2
+    model runner.
+    """
+    note = refusal(engine, method, facts)
+    if note is not None:
+        return Serving([], [note])
+    target, head = shlex.quote(facts.name), shlex.quote(str(place))
+    revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
+    if engine == "vllm":
+        spec = json.dumps(speculative({"method": method, "model": str(place)}, tokens, schedule) | dict(options or {}))
+        runner, notes = ("VLLM_USE_V2_MODEL_RUNNER=1 ", [V2_RUNNER]) if v2_runner else ("", [])
+        if schedule:
+            notes = [*notes, *VLLM_SCHEDULES]
+        return Serving([f"{runner}vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"], notes)
+    # DFlash's block size includes the anchor. In DSpark every slot drafts.
+    length = {
+        "DFLASH": f"--speculative-dflash-block-size {tokens + 1}",
+        "DSPARK": f"--speculative-dspark-block-size {tokens}",
+    }.get(
+        method,
+        f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}",
+    )
+    if schedule:
+        length += f" --speculative-adaptive --speculative-adaptive-config {shlex.quote(str(place / ADAPTIVE))}"
+    return Serving(
+        [
+            f"python -m sglang.launch_server --model-path {target}{revision} --speculative-algorithm {method} "
+            f"--speculative-draft-model-path {head} {length}"
+        ]
+    )
+
+
+def eagle_repository(place: Path, facts: TargetFacts, *, eagle3: bool) -> Serving:
+    """The line of Python with which SafeAILab/EAGLE loads a head."""
+    return Serving(
+        [
+            f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={facts.name!r}, "
+            f"ea_model_path={str(place)!r})  # python, eagle.model.ea_model"
+        ]
+    )

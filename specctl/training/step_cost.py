@@ -1,0 +1,59 @@
+"""Work of a text in a training step, in FLOPs per token; attention is left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from specctl.decoding.target import Target
+from specctl.families import FAMILIES
+from specctl.recipe import TrainRecipe
+from specctl.training.example import Example
+from specctl.training.schedule import ttt_stride
+
+# Cost of a prompt position relative to a pass of a head: after the fusion of the taps, it is only a key and a value.
+PROMPT_COST = 0.2
+
+
+@dataclass(frozen=True)
+class Work:
+    """FLOPs per token of a text (`token`), and additional FLOPs per token of its response (`response`)."""
+
+    token: float
+    response: float
+
+    def __call__(self, example: Example) -> float:
+        return self.token * len(example.tokens) + self.response * example.response_length
+
+
+def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_flops: float) -> Work:
+    """Work of a text in a step: the drafter's forward and backward. If features are recomputed in every step,
+    `target_flops` per token adds the target's forward (0 if features are kept)."""
+    flops = 6.0 * matrix_parameters(drafter)
+    if not reads_features(drafter):
+        return Work(flops + target_flops, 0.0)
+    return Work(PROMPT_COST * flops + target_flops, flops * (passes(drafter, recipe, target) - PROMPT_COST))
+
+
+def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
+    """Rows that the drafter's layers compute per response position: steps of the training-time test, or blocks."""
+    if block := getattr(getattr(drafter, "config", None), "block_size", 0):
+        return block / ttt_stride(recipe, target)
+    if shares := getattr(drafter, "shares", None):
+        return float(sum(shares()))
+    again = recipe.ttt_steps - 1 if FAMILIES[recipe.arch].unrolls_steps else 0
+    return 1 + again / ttt_stride(recipe, target)
+
+
+def reads_features(drafter: nn.Module) -> bool:
+    """Whether the drafter reads hidden states of the target."""
+    return bool(getattr(drafter, "taps", ()))
+
+
+def matrix_parameters(drafter: nn.Module) -> int:
+    """Number of parameters that every position is multiplied with; lookup tables are excluded."""
+    tables = ("embed_tokens", "markov_w1", "predecessor_codebook", "base_kernel")
+    return sum(
+        p.numel() for name, p in drafter.named_parameters() if p.ndim >= 2 and not any(t in name for t in tables)
+    )

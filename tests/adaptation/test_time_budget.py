@@ -1,0 +1,92 @@
+"""Learning takes its share of the time of decoding, and no more."""
+
+import pytest
+import torch
+
+from specctl.adaptation.time_budget import MAX_DOUBLINGS, TimeBudget
+from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
+from specctl.recipe import LearnerRecipe
+
+
+def test_the_share_by_hand():
+    """A lesson of 4 s is paid for by 80 s of decoding at 5 %, the first one by twice as much."""
+    account = TimeBudget(0.05)
+    account.earn(1000.0)
+    assert not account.can_pay  # what a lesson takes is not known yet
+    account = TimeBudget(0.05)
+    account.price = 4.0
+    afforded = []
+    for _ in range(16):
+        account.earn(10.0)
+        afforded.append(account.can_pay)
+    assert account.balance == pytest.approx(8.0) and afforded == [False] * 15 + [True]
+    account.spend(5.0)
+    account.record_update(5.0, vain=False)
+    account.earn(40.0)
+    assert account.balance == pytest.approx(5.0) and account.can_pay and account.may_borrow
+    account.spend(5.1)
+    assert not account.can_pay and not account.may_borrow
+
+
+@pytest.mark.parametrize("share", [0.02, 0.3])
+@pytest.mark.parametrize("vain", [False, True], ids=["useful", "in vain"])
+def test_it_holds_at_any_time(share, vain):
+    """Whatever chunks take, and lessons, which are no dearer than foreseen: never more than the share; of lessons that
+    are in vain a small part of it."""
+    random = torch.Generator().manual_seed(1)
+    account, decoded, learnt = TimeBudget(share), 0.0, 0.0
+    account.price = 10.0
+    for _ in range(3000):
+        chunk, lesson = (torch.rand(2, generator=random) * 10).tolist()
+        decoded += chunk
+        account.earn(chunk)
+        if account.can_pay:
+            learnt += lesson
+            account.spend(lesson)
+            account.record_update(10.0, vain=vain)
+        assert learnt <= share * decoded
+    assert learnt < share * decoded / 10 if vain else learnt > share * decoded - 40
+
+
+def test_what_has_to_be_saved_doubles_up_to_a_limit():
+    account = TimeBudget(0.5)
+    needed = []
+    for _ in range(8):
+        account.record_update(1.0, vain=True)
+        needed.append(2**account.doublings)
+    assert needed[:3] == [4, 8, 16] and needed[-1] == 2**MAX_DOUBLINGS
+    account.record_update(1.0, vain=False)
+    assert account.doublings == 0
+
+
+def test_without_a_share_there_is_no_limit():
+    account = TimeBudget(None)
+    account.spend(1e9)
+    assert account.can_pay and account.may_borrow
+
+
+def test_short_of_time_nothing_is_learnt(quadratic, chunk):
+    """Not even where acceptance falls, which without an update before is nobody's fault."""
+    objective, learner = quadratic([8.0], algo="ogd")
+    dog = Watchdog(LearnerRecipe(algo="ogd", rest=0))
+    played = learner.play().vectors[0]
+
+    def status(accepted, short):
+        acceptance = Acceptance.of([(accepted, 100)] * 3)
+        return dog.learn(learner, objective, chunk([0.0]), acceptance, no_time=short)[1].status
+
+    assert [status(80, True), status(20, True)] == ["rested", "rested"]
+    assert torch.equal(learner.play().vectors[0], played)
+    assert status(20, False) == "updated"
+
+
+def test_short_of_time_an_update_that_did_harm_is_still_taken_back(quadratic, chunk):
+    """Away from what the stream wants, then a fall: the weights are those of before, and nothing is learnt."""
+    objective, learner = quadratic([0.0], algo="ogd", lr=0.4)
+    dog = Watchdog(LearnerRecipe(algo="ogd", rest=0))
+    good, bad = (Acceptance.of([(accepted, 100)] * 3) for accepted in (80, 20))
+    before = learner.play().vectors[0]
+    assert dog.learn(learner, objective, chunk([9.0]), good)[1].status == "updated"
+    assert not torch.equal(learner.play().vectors[0], before)
+    ruling, outcome = dog.learn(learner, objective, chunk([-9.0]), bad, no_time=True)
+    assert (ruling, outcome.status) == ("rollback", "rested") and torch.equal(learner.play().vectors[0], before)

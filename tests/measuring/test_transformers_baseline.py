@@ -1,0 +1,103 @@
+"""`transformers` generate as a baseline: same text, and time and passes that mean what ours mean."""
+
+import pytest
+from transformers import LlamaForCausalLM
+
+from specctl.decoding.offline import decode
+from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.drafters import checkpoint
+from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.model import LM, architecture
+from specctl.errors import CheckpointError
+from specctl.measuring import lossless
+from specctl.measuring.transformers_baseline import load_assistant, load_generator
+from specctl.recipe import DrafterRecipe, TargetRecipe
+
+PROMPT = [5, 6, 7, 8] * 4
+
+
+@pytest.fixture(scope="module")
+def generator(target):
+    recipe = TargetRecipe()
+    assistant = load_generator(recipe, target, GREEDY, {}).model
+    return load_generator(recipe, target, GREEDY, {"tiny": assistant})
+
+
+def test_all_modes_give_the_greedy_text(target, generator):
+    (ours,) = decode(target, [PROMPT], sampling=GREEDY, max_new_tokens=16, seeds=[0])
+    answers = generator.decode(PROMPT, 16, 0)
+    assert list(answers) == ["transformers", "transformers+lookup", "transformers+tiny"] == generator.names
+    for decoded in answers.values():
+        assert lossless.compare(target, PROMPT, ours.output_ids, decoded.output_ids, 1e-3) != "mismatch"
+        assert decoded.stop == ours.stop
+        assert decoded.prompt_ids == PROMPT
+
+
+def test_assistants_are_the_language_models_of_a_pool(tmp_path, target):
+    """A head cannot assist `generate`, a damaged drafter must not be skipped in silence."""
+    assert load_assistant("lookup", target) is None
+    model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny"), target)))
+    for name, config in (
+        ("small", lm.checkpoint_config(model, target.identity)),
+        ("head", {"family": "eagle3", "target": target.identity}),
+    ):
+        checkpoint.save(tmp_path / name, config=config, tensors=lm.stored_state(model.state_dict()), info={})
+    assistant = load_assistant(str(tmp_path / "small"), target)
+    assert assistant is not None and assistant.dtype == target.dtype
+    assert load_assistant(str(tmp_path / "head"), target) is None
+    (tmp_path / "small" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError):
+        load_assistant(str(tmp_path / "small"), target)
+
+
+def test_passes_and_times(generator):
+    answers = generator.decode(PROMPT, 16, 0)
+    plain, assisted = answers["transformers"], answers["transformers+tiny"]
+    assert plain.target_passes == plain.decoded_tokens
+    assert assisted.target_passes < assisted.decoded_tokens / 2  # the target as its own assistant is always right
+    for decoded in answers.values():
+        assert decoded.prefill_s > 0 and decoded.decode_s > 0
+
+
+def test_a_batch_has_the_texts_of_its_prompts_alone(target, generator):
+    """Prompts of several lengths, texts of several ends; what is written behind an end is not a text's."""
+    prompts = [PROMPT, PROMPT[:5], [9, 8, 7]]
+    free = [generator.decode(prompt, 16, 0)["transformers"] for prompt in prompts]
+    generator.eos_ids, kept = frozenset({free[1].output_ids[3]}), generator.eos_ids  # one of them ends early
+    generator.model.generation_config.eos_token_id = sorted(generator.eos_ids)
+    try:
+        alone = [generator.decode(p, n, 0)["transformers"] for p, n in zip(prompts, (16, 16, 6), strict=True)]
+        batch = generator.decode_batch(prompts, [16, 16, 6], 0)
+    finally:
+        generator.eos_ids = kept
+        generator.model.generation_config.eos_token_id = sorted(kept)
+    assert [one.output_ids for one in batch] == [one.output_ids for one in alone]
+    assert [one.stop for one in batch] == [one.stop for one in alone]
+    assert len(batch[1].output_ids) <= 4 and len(batch[2].output_ids) <= 6
+    assert {one.decode_s for one in batch} == {batch[0].decode_s} and batch[0].decode_s > 0 < batch[0].prefill_s
+    assert [one.target_passes for one in batch] == [one.decoded_tokens for one in batch]
+
+
+def test_one_token_is_all_prefill(generator):
+    plain = generator.decode(PROMPT, 1, 0)["transformers"]
+    assert (len(plain.output_ids), plain.decoded_tokens, plain.target_passes) == (1, 0, 0)
+
+
+def test_sampling_follows_the_recipe_and_the_seed(target):
+    generator = load_generator(TargetRecipe(), target, Sampling(1.0, 0, 1.0), {})
+    texts = [generator.decode(PROMPT, 12, seed)["transformers"].output_ids for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_temperature_that_overflows_is_greedy(target, generator):
+    """As it is in our own decoding; divided by it, logits were infinite."""
+    cold = load_generator(TargetRecipe(), target, Sampling(1e-45, 0, 1.0), {})
+    texts = [one.decode(PROMPT, 12, 1)["transformers"].output_ids for one in (cold, generator)]
+    assert texts[0] == texts[1]
+
+
+def test_the_models_own_generation_config_is_not_merged_in(target, generator):
+    """A repetition penalty in a model's files would silently make the baseline decode something else."""
+    used = generator.model.generation_config
+    assert not used.do_sample and used.repetition_penalty in (None, 1.0)
+    assert used.eos_token_id == sorted(target.eos_ids)

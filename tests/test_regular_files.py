@@ -1,0 +1,87 @@
+"""Files that others name: what is no regular file is refused by its name, and nothing waits for it."""
+
+import os
+import socket
+
+import pytest
+
+from specctl import regular_files
+
+
+@pytest.fixture(params=["pipe", "socket", "device", "directory", "dangling", "circle"])
+def strange(request, tmp_path, pipe):
+    """(what is no regular file, the words for it)."""
+    path = tmp_path / "there"
+    if request.param == "pipe":
+        return pipe(path), "a named pipe, not a regular file"
+    if request.param == "socket":
+        with socket.socket(socket.AF_UNIX) as place:
+            place.bind(os.path.relpath(path))
+        return path, "a socket, not a regular file"
+    if request.param == "directory":
+        path.mkdir()
+        return path, "Is a directory"
+    leads = {"device": "/dev/zero", "dangling": tmp_path / "nowhere", "circle": path}
+    path.symlink_to(leads[request.param])
+    words = {"device": "a device, not a regular file", "dangling": "No such file", "circle": "symbolic links"}
+    return path, words[request.param]
+
+
+READERS = {
+    "check": regular_files.check,
+    "content": regular_files.read_bytes,
+    "text": regular_files.read_text,
+    "document": regular_files.read_json,
+    "opened": regular_files.open_regular,
+    "changed": lambda path: regular_files.open_regular(path, "rb+"),
+}
+
+
+@pytest.mark.parametrize("read", READERS)
+def test_what_is_no_file_is_refused_by_name(strange, read):
+    path, words = strange
+    with pytest.raises(OSError, match=words) as caught:
+        READERS[read](path)
+    assert caught.value.filename == str(path)
+
+
+def test_what_is_no_file_is_not_appended_to(tmp_path, pipe):
+    with pytest.raises(OSError, match="a named pipe"):
+        regular_files.open_regular(pipe(tmp_path / "pipe"), "a")
+
+
+def test_a_link_is_followed_where_that_is_meant(tmp_path):
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    assert regular_files.read_json(tmp_path / "link") == 1
+    for mode in ("rb", "ab", "w"):
+        with pytest.raises(OSError, match="a symbolic link, not a regular file"):
+            regular_files.open_regular(tmp_path / "link", mode, follow=False)
+    (tmp_path / "open").symlink_to(tmp_path / "new")
+    with pytest.raises(OSError, match="a symbolic link"):
+        regular_files.open_regular(tmp_path / "open", "a", follow=False)
+    assert (tmp_path / "file").read_text() == "1" and not (tmp_path / "new").exists()
+
+
+def test_a_new_file_takes_the_place_of_a_link(tmp_path):
+    (tmp_path / "file").write_text("1")
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with regular_files.create_file(tmp_path / "link", "x", permissions=0o600) as file:
+        file.write("2")
+    assert (tmp_path / "file").read_text() == "1" and (tmp_path / "link").read_text() == "2"
+    assert (tmp_path / "link").stat().st_mode & 0o777 == 0o600 and not (tmp_path / "link").is_symlink()
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "1" * 5000, "{", ""], ids=["deep", "long", "half", "empty"])
+def test_what_is_no_json_is_a_value_error(tmp_path, text):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(ValueError):
+        regular_files.read_json(tmp_path / "file")
+
+
+def test_a_file_that_is_too_long_is_not_read(tmp_path):
+    path = tmp_path / "sparse"
+    with open(path, "wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(OSError, match="larger than the limit of 1,000 bytes"):
+        regular_files.read_bytes(path, 1000)
