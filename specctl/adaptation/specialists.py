@@ -30,8 +30,8 @@ from specctl.drafters import checkpoint, pool
 from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
 from specctl.selection.arm import Arm
-from specctl.selection.arms import named
-from specctl.selection.assembly import make_selector, plain_step
+from specctl.selection.arms import PLAIN, named, plain_arm
+from specctl.selection.assembly import make_selector, plain_step, plays_for_seconds
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overridden_options
 from specctl.selection.policies import registry
@@ -42,7 +42,8 @@ from specctl.training.feature_files import Features
 class Specialists(StreamLearner):
     """The learning specialists of a pool under one selection policy. Drafters that cannot learn are arms, too.
 
-    A specialist wins a text if its rounds committed more of the tokens than any other arm's.
+    A specialist wins a text if its rounds committed more of the tokens than any other drafter's. A policy that plays
+    for seconds has plain decoding as one more arm.
 
     Attributes:
         online_drafters: online drafters, by name.
@@ -101,9 +102,12 @@ class Specialists(StreamLearner):
     def _select(self) -> Selector:
         """Build a selector among the drafters with their present weights."""
         policy = self.recipe.policy
+        arms = [Arm(name, drafter) for name, drafter in self._drafters().items()]
+        if plays_for_seconds(arms, policy.name, self.recipe.game):  # a pool that loses on this stream is left alone
+            arms = [plain_arm(), *arms]
         return make_selector(
             self.target,
-            [Arm(name, drafter) for name, drafter in self._drafters().items()],
+            arms,
             policy.name,
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
@@ -116,6 +120,8 @@ class Specialists(StreamLearner):
 
     def _note(self, entry: RoundLine) -> None:
         self.rounds[entry.arm] += 1
+        if entry.arm == PLAIN:  # plain rounds teach no specialist
+            return
         self._won[entry.query][entry.arm] += entry.committed
         self._accepted[entry.arm][entry.query] += entry.accepted
         self._verified[entry.arm][entry.query] += min(entry.accepted + 1, entry.drafted)

@@ -24,6 +24,7 @@ from specctl.errors import CheckpointError, SpecctlError
 from specctl.measuring.online_contenders import OnlineContenders
 from specctl.recipe import OnlineRecipe
 from specctl.runs import to_json
+from specctl.selection.controller import RoundLine
 from tests.measuring.streams import (
     QUESTIONS,
     learnt,
@@ -155,6 +156,20 @@ def test_greedy_texts_are_judged_by_their_hits(tiny, pool, monkeypatch, temperat
     made = made.model_copy(update={"init": None, "arch": None, "pool": pool})
     controller = Specialists(made, "ogd", tiny, 0).drafting([Label("a")])["controller"]
     assert controller.new_game(Label("a")).rules.estimator == estimator
+
+
+@pytest.mark.parametrize(("policy", "reward", "plain"), [("hedgespec", None, True), ("metasd-ucb", "bd", False)])
+def test_a_pool_that_plays_for_seconds_may_decode_plainly(tiny, pool, monkeypatch, policy, reward, plain):
+    """A pool that loses on a stream was played all the same, slower than no drafter at all."""
+    monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
+    made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], game={"reward": reward} if reward else {})
+    policy = made.policy.model_copy(update={"name": policy})
+    made = made.model_copy(update={"init": None, "arch": None, "pool": pool, "policy": policy})
+    specialists = Specialists(made, "ogd", tiny, 0)
+    arms = [arm.name for arm in specialists.drafting([Label("a")])["controller"].arms]
+    assert ("no draft" in arms) == plain and set(arms) - {"no draft"} == {"good", "bad", "head"}
+    specialists._note(RoundLine("q", "sql", 0, 1, "no draft", 1, 0, 0, [], None, 0.0, 0.0, 0))
+    assert specialists.rounds["no draft"] == 1 and not specialists._won["q"], "plain rounds win no text"
 
 
 def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
