@@ -270,4 +270,4 @@ def test_a_template_that_refuses_is_one_line(specctl, tmp_path):
     (tmp_path / "llama/chat_template.jinja").write_text("{{ raise_exception('no users here') }}")
     done = specctl("generate", "hi", "--target", "./llama")
     assert done.code == 3 and len(done.err.strip().splitlines()) <= 2
-    assert "llama/chat_template.jinja: the chat template refuses it: no users here" in done.err
+    assert "llama/chat_template.jinja: the chat template rejects a conversation: no users here" in done.err

@@ -66,7 +66,7 @@ def test_learner_devices(specctl):
     assert done.json["recipe"]["learner_device"] == ["cuda:98", "cuda:99"]
     assert any("2 separate processes (cuda:98, cuda:99) learn together" in step for step in done.json["steps"])
     done = specctl("online", *options)
-    assert done.code == 2 and "there is no cuda:98" in done.err
+    assert done.code == 2 and "cuda:98 does not exist" in done.err
 
 
 def test_a_start_that_cannot_learn(specctl, start, tmp_path, tiny):
@@ -87,7 +87,7 @@ def test_shipped_recipes(specctl, name):
     done = specctl("online", "--recipe", name, "--dry-run", "--json")
     assert done.code == 0, done.err
     steps = " ".join(done.json["steps"])
-    assert "400 sql, 400 math, 400 code" in steps and "distil 1000 prompts of sql" in steps
+    assert "400 sql, 400 math, 400 code" in steps and "distill 1000 prompts of sql" in steps
     assert done.json["recipe"]["algo"][0] == name.split("/")[1]
 
 

@@ -38,7 +38,7 @@ def test_the_line_of_the_readme_without_a_pool(specctl):
         (["--rival", "nothing-here"], 2, "no drafter nothing-here"),
         (["drafting.proposal=sampled", "batch=2"], 2, "different rules"),
         (["choice=batch", "--algo", "ucbspec"], 2, "set reset=stream"),
-        (["choice=batch", "--reset", "stream"], 2, "there are fixed, random, ucbspec"),
+        (["choice=batch", "--reset", "stream"], 2, "use one of fixed, random, ucbspec"),
         (["choice=batch", "--reset", "stream", "--algo", "metasd-ucb"], 2, "game.reward=throughput"),
         (
             ["choice=batch", "--reset", "stream", "--algo", "ucbspec", "--record", "a"],

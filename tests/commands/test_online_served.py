@@ -242,7 +242,7 @@ def test_sglang_is_given_tensors(go, target, exported):
         ({"server": {"urls": ["http://a:1"]}, "algo": ["osd"]}, "rejected positions"),
         ({"server": {"urls": ["http://a:1"]}, "asynchronous": True}, "asynchronous is for drafting in this process"),
         ({"server": {"urls": ["http://a:1"]}, "pool": "p"}, "pool is for drafting in this process"),
-        ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "a:1", "log": "b"}}, "leave one out"),
+        ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "a:1", "log": "b"}}, "leave one of them out"),
         ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "nowhere"}}, "listen"),
         (
             {

@@ -45,7 +45,7 @@ def test_no_gpu_belongs_to_two_processes(count, environ, gpus):
 
 
 def test_more_processes_than_gpus_are_refused():
-    with pytest.raises(UsageError, match="LOCAL_RANK 2"):
+    with pytest.raises(UsageError, match="LOCAL_RANK=2"):
         own_gpus(2, {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "4"})
 
 

@@ -158,7 +158,7 @@ def test_a_budget_ends_at_the_same_response(questions, tmp_path, text):
 def test_another_engine_does_not_go_on_with_the_data(questions, tmp_path, text):
     with FakeEngine(text.tokenizer) as engine, FakeEngine(text.tokenizer, "sglang") as other:
         go(questions, tmp_path / "out", engine, text)
-        with pytest.raises(DataError, match="engine is"):
+        with pytest.raises(DataError, match="engine was"):
             go(questions, tmp_path / "out", other, text, resume=True)
 
 
@@ -190,7 +190,7 @@ class TestCommand:
     def test_a_plan_asks_nobody(self, questions, specctl):
         address = "http://user:geheim@127.0.0.1:9"
         done = specctl("distill", "--prompts", str(questions), "--server", address, "--dry-run")
-        assert done.code == 0 and "ask http://user:***@127.0.0.1:9" in done.out.replace("\n", " "), done.err
+        assert done.code == 0 and "from http://user:***@127.0.0.1:9" in done.out.replace("\n", " "), done.err
         assert "geheim" not in done.out + done.err
 
 

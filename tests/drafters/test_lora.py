@@ -112,7 +112,7 @@ def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, targ
 
 
 def test_unknown_projections_are_refused(head):
-    with pytest.raises(RecipeError, match="no embed_tokens"):
+    with pytest.raises(RecipeError, match="unknown embed_tokens"):
         lora.inject(head, LoraRecipe(enabled=True, modules=["fc", "embed_tokens"]), FAMILIES["eagle3"].lora_modules)
 
 

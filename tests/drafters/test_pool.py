@@ -68,7 +68,7 @@ def test_unknown_family(target, tmp_path):
 
 def test_another_target(target, tmp_path):
     write(tmp_path / "d", target, target={**target.identity, "name": "llama", "vocab_hash": "0" * 16})
-    with pytest.raises(CheckpointError, match="made for llama, target builtin"):
+    with pytest.raises(CheckpointError, match="made for llama, but target builtin"):
         load_drafter(str(tmp_path / "d"), target, DRAFTING)
 
 

@@ -133,7 +133,7 @@ def test_what_the_server_lacks_is_named_before_anything_changes(text, first, eng
 def test_an_older_server_is_named(engine, first):
     engine.admin.__class__ = type("Older", (Corpora,), {"pages": property(lambda self: {"/server_info": self.info})})
     with Client(recipe(engine)) as client:
-        assert f"has no {LIST} | SGLang 0.5.23 has it" in refusal(client, first, kind=EngineError)
+        assert f"not have {LIST} | SGLang 0.5.23 has it" in refusal(client, first, kind=EngineError)
 
 
 def test_both_have_to_fit_for_a_moment(text, first, second):

@@ -114,7 +114,9 @@ def test_a_wrong_answer_is_seen(name):
 
     right = getattr(reference, name)
     setattr(Wrong, name, staticmethod(lambda *args: (right(*args)[0] * 1.2, *right(*args)[1:])))
-    assert self_check.span_mismatch(Wrong, torch.device("cpu"), torch.float16, 1, 2, 16).startswith(name + " computes")
+    assert self_check.span_mismatch(Wrong, torch.device("cpu"), torch.float16, 1, 2, 16).startswith(
+        f"{name} gives a different result"
+    )
 
 
 @pytest.mark.usefixtures("products_of_bf16")

@@ -128,7 +128,7 @@ def test_modes_are_compared_on_the_same_prompts(whole):
     traces = {mode: [t for record in records for t in record.traces[mode]] for mode in MODES}
     assert acceptance_difference(traces["lr"], traces["lr"]) == Measured(0, (0, 0))
     assert acceptance_difference(traces["lr"], traces["target"]) == Measured(), "that one drafts nothing"
-    with pytest.raises(ValueError, match="other prompts"):
+    with pytest.raises(ValueError, match="different prompts"):
         acceptance_difference(traces["lr"], traces["lr"][1:])
 
 

@@ -67,5 +67,5 @@ def test_what_only_a_trained_drafter_has(distilled, tmp_path, changes):
 
 def test_one_process(distilled, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UsageError, match="one process"):
+    with pytest.raises(UsageError, match="single process"):
         train_drafter(recipe(distilled, tmp_path), Run(tmp_path))
