@@ -63,6 +63,14 @@ class LargestTensor(TorchDispatchMode):
         return made
 
 
+LONGEST = ("test_triton.py", "test_golden.py", "test_main_job.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Start the longest tests first, so that no worker still has one when the others are done."""
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
 def pytest_collection_finish(session):
     """Every collection of garbage, of which DeepSpeed asks for many, passes over what the tests make and no more: not
     over all that the libraries and the tests hold."""

@@ -132,8 +132,8 @@ def show(document: dict[str, Any], measured: str) -> Any:
     return Group(
         *(render(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
         *map(cell, unusable_notes(document)),
-        "drafters compared with plain decoding: " + verdict(document["lossless"]),
-        "plain decoding compared with transformers: " + verdict(document["lossless_transformers"]),
+        "drafters against plain decoding: " + verdict(document["lossless"]),
+        "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
         *later_turns(document, "plain decoding's answers"),
         f"measured on: {cell(measured)}",
         f"machine: {machine(document['machine'])}",

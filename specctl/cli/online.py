@@ -226,7 +226,7 @@ def show(document: dict[str, Any]) -> Any:
         *parts,
         *map(cell, unusable_notes(document)),
         *([f"every head drafts in one tree with {document['beside']}"] if document["beside"] else []),
-        "all texts compared with plain decoding: " + verdict(document["lossless"]),
+        "all texts against plain decoding: " + verdict(document["lossless"]),
         *(f"learned by {name}: {cell(place)}" for name, place in document["drafters"].items()),
         f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",

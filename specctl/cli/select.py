@@ -177,7 +177,7 @@ def show(document: dict[str, Any]) -> Any:
         pulls = sorted(document["pulls"].items(), key=lambda item: -item[1])
         parts.append(f"{document['algo']} played " + ", ".join(f"{cell(arm)} {count}" for arm, count in pulls))
     if live:
-        parts.append("all texts compared with plain decoding: " + verdict(document["lossless"]))
+        parts.append("all texts against plain decoding: " + verdict(document["lossless"]))
     parts += [*map(cell, unusable_notes(document)), f"machine: {machine(document['machine'])}"]
     return Group(*parts, f"run: {cell(document['run_dir'])}")
 
