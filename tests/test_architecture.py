@@ -200,7 +200,15 @@ PATHS = {"read_text", "read_bytes"}
 LIBRARIES = {"load_file", "safe_open", "ParquetFile", "read_table", "read_schema"}
 """They open whatever is there, so that it is to be looked at before."""
 OUR_OWN = {"chat._size", "costs._machine", "doctor._cpu_flags", "lock._machine", "native._compiled", "native.version"}
-OUR_OWN |= {"phrasebook.read", "resolve.shipped", "resolve.visit", "runs.cpu_model", "threads._limit", "threads._lines"}
+OUR_OWN |= {
+    "guide.text",
+    "phrasebook.read",
+    "resolve.shipped",
+    "resolve.visit",
+    "runs.cpu_model",
+    "threads._limit",
+    "threads._lines",
+}
 """Functions that read files of the kernel, or of the package."""
 LOOKED_AT = {
     "checkpoint.load",
