@@ -3,14 +3,12 @@
 A hit of a pattern is a place to look at, not an error, so each room has a budget. Budgets may only fall.
 """
 
-import ast
-import io
 import re
-import tokenize
-from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.test_maps import remarks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("README.md", "specctl/README.md", ".github/CONTRIBUTING.md")
@@ -35,12 +33,7 @@ def prose_of(path: Path) -> list[str]:
     if path.suffix == ".md":
         lines = re.sub(r"```.*?```", "", text, flags=re.DOTALL).splitlines()
         return [line for line in lines if line.strip() and not line.lstrip().startswith("|")]
-    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Expr))
-    constants = (node.value.value for node in nodes if isinstance(node.value, ast.Constant))
-    comments = (
-        token.string for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type == tokenize.COMMENT
-    )
-    return [constant for constant in constants if isinstance(constant, str)] + [line.lstrip("# ") for line in comments]
+    return [line.lstrip("# ") for line in remarks(text)]
 
 
 def hits(text: str) -> list[str]:
@@ -84,4 +77,4 @@ def test_a_riddle_is_seen(riddle):
 
 def test_plain_sentences_pass():
     plain = "Return the longest accepted path per row. Raises DataError if the prompt is empty."
-    assert Counter(hits(plain)) == Counter()
+    assert hits(plain) == []

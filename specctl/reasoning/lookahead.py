@@ -221,7 +221,7 @@ class Lookahead:
     def _aligned(self, drafted: list[Step], own: list[Step], trace: ReasoningTrace) -> list[bool]:
         """Decide for each drafted step whether it means the same as the target's step.
 
-        Of two aligned steps, either both end the text or neither does.
+        Two aligned steps either both end the text or both continue it.
         """
         pairs = list(zip(drafted, own, strict=False))
         alike = [(mine.text, theirs.text) for mine, theirs in pairs if _final(mine) == _final(theirs)]

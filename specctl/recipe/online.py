@@ -73,7 +73,7 @@ class OnlineRecipe(LearningRecipe):
 
     algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # update rules, also with a family: opt-hydra, ens-eagle3
     arch: Annotated[str, OneOf(online_families)] | None = (
-        None  # family for rules that name none (None = the family of `init`)
+        None  # family of update rules without one in their name (None = the family of `init`)
     )
     # Drafter to start from. The default is ./drafters/<domain>-<arch>, which is warmed up if it is missing.
     init: LocalPath | None = None

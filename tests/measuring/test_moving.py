@@ -240,8 +240,8 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkey
 
 
 def test_what_drafting_has_yielded_is_known_from_text_to_text(tiny, pool, monkeypatch):
-    """Every text of a stream on which drafts do not pay would else draft until it finds that out by itself; so would
-    those of a run that goes on."""
+    """If drafts do not pay on a stream, every text would otherwise draft until it finds that out by itself. A resumed
+    run would, too."""
     monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: costs.Costs((1.0,) * len(costs.ROWS), 0.1, 0.1))
     made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], beside="lookup", baselines=["static"])
     stage, again = OnlineContenders(made, tiny, 0), OnlineContenders(made, tiny, 0)

@@ -90,7 +90,7 @@ def test_sampling_follows_the_recipe_and_the_seed(target):
 
 
 def test_a_temperature_that_overflows_is_greedy(target, generator):
-    """As it is in our own decoding; divided by it, logits were infinite."""
+    """Our own decoding treats it as greedy. Logits divided by it were infinite."""
     cold = load_generator(TargetRecipe(), target, Sampling(1e-45, 0, 1.0), {})
     texts = [one.decode(PROMPT, 12, 1)["transformers"].output_ids for one in (cold, generator)]
     assert texts[0] == texts[1]
