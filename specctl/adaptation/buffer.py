@@ -69,8 +69,8 @@ class ReplayBuffer(FeatureStore):
     """Finished texts with their features, usable as the `store` of a `TrainableDrafter`; the oldest make room for new
     ones.
 
-    Pass `observe` to the decoding loop as `on_commit`, with the other options of `decode_options`. A text enters when
-    it ends; if its decoding is interrupted, nothing of it is kept.
+    `observe` takes in the texts of an engine, which must keep the target's hidden states if `keeps_hidden`. A text
+    enters when it ends; if its decoding is interrupted, nothing of it is kept.
 
     Attributes:
         texts: finished texts by the index of their examples, oldest first.
@@ -109,12 +109,12 @@ class ReplayBuffer(FeatureStore):
         return [text.example for text in self.texts.values() if text.rejected or only == "all"]
 
     @property
-    def decode_options(self) -> dict[str, Any]:
-        """Options of `decode` that make it fill the buffer."""
-        return {"on_commit": self.observe, "keeps_hidden": self.feedback == "verdict"}
+    def keeps_hidden(self) -> bool:
+        """Whether `observe` reads the target's hidden states of a text."""
+        return self.feedback == "verdict"
 
     def observe(self, state: DecodeState) -> None:
-        """Take in the tokens that a round has committed. To be called after every commit of a decoding."""
+        """Take in the tokens that a round has committed. To be called after every round of an engine."""
         memory: PerText[_UnfinishedText] | None = state.memory.get(self)
         if memory is None:
             memory = state.memory[self] = PerText(_UnfinishedText, state.batch)
@@ -139,12 +139,14 @@ class ReplayBuffer(FeatureStore):
         self._next += 1
         features, drawn = None, False
         if self.feedback == "verdict" and self.size(example) <= self.max_bytes:
-            assert state.hidden is not None, "the decoding loop keeps no hidden states: pass it `listening`"
+            assert state.hidden is not None, "the engine keeps no hidden states: set `EngineOptions.keeps_hidden`"
             teacher = state.hidden[b, row.prompt_length : len(row.ids) - 1]
             slots = len(row.ids) - 2
             taps = teacher.new_empty(slots, 0)
             if self.taps:
-                assert state.features is not None, "the decoding loop keeps no features: pass it the drafter's taps"
+                assert state.features is not None, (
+                    "the engine keeps no features: its controller needs the drafter's taps"
+                )
                 taps = select_taps(state.features[b, :slots], state.taps, self.taps)
             committed = torch.tensor(row.ids[row.prompt_length + 1 :], dtype=torch.int32, device=teacher.device)
             features = Features(taps, teacher, best=committed)

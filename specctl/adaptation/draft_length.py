@@ -6,8 +6,7 @@ import time
 from collections import Counter
 
 from specctl.decoding.protocols import Controller, Drafter, Proposer
-from specctl.decoding.records import DraftTree, Verdict, empty_draft
-from specctl.decoding.records import Sequence as Text
+from specctl.decoding.records import DraftTree, RoundResult, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
 from specctl.recipe import DraftingRecipe
@@ -47,7 +46,6 @@ class AutoLength(Controller):
         """`alpha`: a fixed cost ratio; if None it is measured, which makes a run depend on the clock."""
         self._declared = alpha
         self.rounds: Counter[int] = Counter()  # number of rounds, by k
-        self.texts: set[Text] = set()
         self.forget()
         self.use(drafter)
 
@@ -60,7 +58,7 @@ class AutoLength(Controller):
 
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on; it has new weights, not another family."""
-        self.drafter, self._shaped = drafter, {}
+        self.drafter, self.taps, self._shaped = drafter, drafter.taps, {}
         self.longest: int = getattr(getattr(drafter, "shape", None), "depth", None) or DEFAULT_MAX_LENGTH
 
     _shaped: dict[int, Drafter]
@@ -85,12 +83,6 @@ class AutoLength(Controller):
         self.unused += 1
         return 1 if self.unused % TRIAL_EVERY == 0 else 0
 
-    def begin(self, text: Text) -> None:
-        self.texts.add(text)
-
-    def end(self, text: Text) -> None:
-        self.texts.remove(text)
-
     def choose(self, state: DecodeState) -> Proposer:
         self._k = self.length()
         self.rounds[self._k] += 1
@@ -112,17 +104,24 @@ class AutoLength(Controller):
         self._before = [(row.accepted, row.rejections) for row in state.rows]
         return draft
 
-    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        if result.verdict is None:  # no draft could be made
+            return
         self.step_s = DECAY * self.step_s + time.perf_counter() - self._drafted
         self.steps = DECAY * self.steps + 1
-        rows = [(row, *before) for row, before in zip(state.rows, self._before, strict=True) if row in self.texts]
-        accepted = sum(row.accepted - before for row, before, _ in rows)
-        rejected = sum(row.rejections - before for row, _, before in rows)
+        rows = zip(state.rows, self._before, strict=True)
+        changes = [(row.accepted - accepted, row.rejections - rejections) for row, (accepted, rejections) in rows]
+        accepted, rejected = (sum(column) for column in zip(*changes, strict=True))
         if self._k:
             self.draft_s = DECAY * self.draft_s + self._seconds
-            self.draft_tokens = DECAY * self.draft_tokens + max(verdict.depths)  # a drafter may stop early
+            self.draft_tokens = DECAY * self.draft_tokens + max(result.verdict.depths)  # a drafter may stop early
             self.accepted = DECAY * self.accepted + accepted
             self.verified = DECAY * self.verified + accepted + rejected
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Let the drafter, at each of its depths, forget its memory of the texts."""
+        for drafter in {self.drafter, *self._shaped.values()}:
+            drafter.invalidate(state)
 
     def pop_mean_length(self) -> float | None:
         """Mean k of the rounds since the last call, or None without rounds."""

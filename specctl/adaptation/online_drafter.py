@@ -21,8 +21,8 @@ from specctl.adaptation.updates import formulas, holdout
 from specctl.adaptation.updates.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.updates.registry import feedback, make_learner
 from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
-from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Label
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.drafters import checkpoint
@@ -45,7 +45,6 @@ class OnlineDrafter(StreamLearner):
 
     Attributes:
         drafter: decodes the next chunk.
-        buffer: pass its `observe` to the decoding loop as `on_commit`.
         rule: update rule, with the constants of the drafter family.
         held_out: indices of the held-out texts that judged the last update. The next update learns from these texts.
     """
@@ -127,9 +126,9 @@ class OnlineDrafter(StreamLearner):
         """Build a drafter with the weights w [P]."""
         return self.trainable.drafter(self.objective.state(w), self.recipe.drafting)
 
-    def drafting(self, labels: list[Label]) -> dict[str, Any]:
-        """Options of `decode` for texts with these labels."""
-        return {"drafter": self.drafter, "labels": labels} | self.buffer.decode_options
+    @property
+    def controller(self) -> Controller:
+        return Fixed.of(self.drafter)
 
     def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Learn from the chunk that was just answered in `decode_s` seconds, if the time budget allows it, and draft

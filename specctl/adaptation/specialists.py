@@ -23,8 +23,9 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.stream_learner import Lesson, StreamLearner, new_buffer
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
-from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Label
+from specctl.decoding.protocols import Controller, Drafter
+from specctl.decoding.records import Label, RoundResult
+from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
 from specctl.families import online_families
@@ -137,13 +138,25 @@ class Specialists(StreamLearner):
                 counts.clear()
             self._selector = self._select()
 
-    def drafting(self, labels: list[Label]) -> dict[str, Any]:
-        """Options of `decode` for texts with these labels. Unless the policy is reset with every query, the texts that
-        share a slot within a chunk share one game."""
-        if self.recipe.policy.reset != "query":
-            labels = [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
-        options: dict[str, Any] = {"controller": self._selector, "taps": self.buffer.taps, "labels": labels}
-        return options | self.buffer.decode_options if self.learns else options
+    @property
+    def controller(self) -> Controller:
+        return self._selector
+
+    @property
+    def keeps_hidden(self) -> bool:
+        return self.learns and super().keeps_hidden
+
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        """Take in the tokens that a round has committed, if the pool learns."""
+        if self.learns:
+            super().observe(state, result)
+
+    def labels(self, labels: list[Label]) -> list[Label]:
+        """Labels of the texts of one batch. Unless the policy is reset with every query, the texts that share a slot
+        within a chunk share one game."""
+        if self.recipe.policy.reset == "query":
+            return labels
+        return [replace(label, key=f"{slot}") for slot, label in enumerate(labels)]
 
     def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Let every specialist learn from the texts of the chunk it has won. The rounds of a specialist judge its

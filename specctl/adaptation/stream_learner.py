@@ -14,7 +14,9 @@ from torch import Tensor
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance, Ruling
-from specctl.decoding.records import Label
+from specctl.decoding.protocols import Controller
+from specctl.decoding.records import Label, RoundResult
+from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.recipe import OnlineRecipe
 
@@ -41,17 +43,28 @@ def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> R
 
 
 class StreamLearner(ABC):
-    """A contender that learns from the texts it has drafted.
-
-    Attributes:
-        buffer: pass its `observe` to the decoding loop as `on_commit`.
-    """
+    """A contender that learns from the texts it has drafted. The engine that decodes with its `controller` must call
+    `observe` after every round, and keep the target's hidden states if `keeps_hidden`."""
 
     buffer: ReplayBuffer
 
+    @property
     @abstractmethod
-    def drafting(self, labels: list[Label]) -> dict[str, Any]:
-        """Options of `decode` for texts with these labels."""
+    def controller(self) -> Controller:
+        """Controller of the drafters with their present weights."""
+
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether `observe` reads the target's hidden states."""
+        return self.buffer.keeps_hidden
+
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        """Take in the tokens that a round has committed."""
+        self.buffer.observe(state)
+
+    def labels(self, labels: list[Label]) -> list[Label]:
+        """Labels of the texts of one batch, with the keys of their games."""
+        return labels
 
     @abstractmethod
     def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.decoding import metrics
-from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Decoded
+from specctl.decoding.records import Decoded, Request, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import prompt_id
@@ -55,12 +57,12 @@ class GenerateResult:
 
 
 class AcceptedTokens:
-    """Commit hook that records, round by round, which tokens of a single sequence were drafted and accepted."""
+    """Listener that records, round by round, which tokens of a single sequence were drafted and accepted."""
 
     def __init__(self) -> None:
         self.flags = [False]  # the token of the prefill
 
-    def __call__(self, state: DecodeState) -> None:
+    def __call__(self, state: DecodeState, result: RoundResult) -> None:
         row = state.rows[0]
         accepted = row.accepted - sum(self.flags)
         self.flags += [True] * accepted
@@ -102,20 +104,11 @@ def _decode(
     target: Target, recipe: GenerateRecipe, ids: list[int], drafter: Drafter | None
 ) -> tuple[Decoded, list[bool]]:
     """Decode after a short warm-up; return the answer, and for each of its tokens whether it was drafted."""
-    sampling, kept_caches = recipe.sampling, KeptCaches()
+    sampling = recipe.sampling
+    engine = Engine(target, Fixed.of(drafter), EngineOptions(exact=sampling.exact))
     for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
-        accepted = AcceptedTokens()
-        (decoded,) = decode(
-            target,
-            [ids],
-            sampling=sampling_of(sampling),
-            max_new_tokens=tokens,
-            seeds=[sampling.seed],
-            drafter=drafter,
-            exact=sampling.exact,
-            on_commit=accepted,  # `on_round` would keep rounds off the GPU
-            kept_caches=kept_caches,
-        )
+        engine.on_round = accepted = AcceptedTokens()
+        (decoded,) = decode(engine, [Request(ids, sampling_of(sampling), tokens, sampling.seed)])
     return decoded, accepted.flags
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import PADDING, DraftTree, Verdict
+from specctl.decoding.plain import PLAIN
+from specctl.decoding.protocols import Controller, Drafter, Proposer
+from specctl.decoding.records import PADDING, DraftTree, RoundResult
 from specctl.decoding.state import DecodeState
 
 
@@ -16,15 +17,18 @@ class Fixed(Controller):
 
     accepts_late_counts = True
 
-    def __init__(self, drafter: Proposer, owner: Controller | None = None):
-        """`owner`: the controller under which `KeptCaches` (device/kept_caches.py) keeps these caches. The default is
-        the drafter."""
-        self.drafter, self.owner = drafter, owner or drafter
+    def __init__(self, drafter: Proposer, taps: tuple[int, ...] = ()):
+        self.drafter, self.taps = drafter, taps
+
+    @classmethod
+    def of(cls, drafter: Drafter | None) -> Fixed:
+        """The controller of a drafter, with the hidden states that this drafter reads. None: plain decoding."""
+        return cls(PLAIN) if drafter is None else cls(drafter, drafter.taps)
 
     def choose(self, state: DecodeState) -> Proposer:
         return self.drafter
 
-    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
         """No-op: there is nothing to learn."""
 
 
@@ -38,6 +42,10 @@ class PerSequence:
     def __init__(self, drafters: Sequence[Proposer]):
         self.drafters = drafters
 
+    def invalidate(self, state: DecodeState) -> None:
+        for drafter in dict.fromkeys(self.drafters):
+            drafter.invalidate(state)
+
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         drafts = {drafter: drafter.propose(state, budget) for drafter in dict.fromkeys(self.drafters)}
         chosen = [drafts[drafter] for drafter in self.drafters]
@@ -48,10 +56,3 @@ class PerSequence:
         for b, (draft, size) in enumerate(zip(chosen, sizes, strict=True)):
             tokens[b, :size], parents[b, :size] = draft.tokens[b, :size], draft.parents[b, :size]
         return DraftTree(tokens, parents, chain=all(draft.chain for draft in chosen))
-
-
-def invalidate(proposer: Proposer, state: DecodeState) -> None:
-    """Make each drafter of the last round forget its state for these sequences, if it keeps any."""
-    for drafter in dict.fromkeys(proposer.drafters if isinstance(proposer, PerSequence) else [proposer]):
-        if hasattr(drafter, "invalidate"):
-            drafter.invalidate(state)

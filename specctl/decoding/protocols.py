@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.records import DeviceRoundResult, DraftTree, Score, Sequence, Verdict
+from specctl.decoding.records import DraftTree, RoundResult, Score, Sequence
 from specctl.decoding.state import DecodeState
 
-OnRound = Callable[[DecodeState, DraftTree, Verdict], None]
-OnCommit = Callable[[DecodeState], None]
+OnRound = Callable[[DecodeState, RoundResult], None]
 
 
 class Proposer(Protocol):
@@ -22,6 +21,17 @@ class Proposer(Protocol):
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft at most `budget` nodes per sequence, from the last committed token on."""
         ...
+
+    def invalidate(self, state: DecodeState) -> None:
+        """Forget cached keys and values, if there are any: weights have changed, or a draft has failed."""
+        ...
+
+
+@runtime_checkable
+class WeighsRows(Protocol):
+    """A proposer that limits the rows of a batch itself, if `weighs_rows` is set."""
+
+    weighs_rows: bool
 
 
 class Drafter(Proposer, Protocol):
@@ -48,10 +58,6 @@ class Drafter(Proposer, Protocol):
     def lag(self, state: DecodeState) -> list[int]:
         """The drafter's lag: for every sequence, the number of tokens that the next `advance` has to read. This is the
         cost of switching to the drafter."""
-        ...
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Forget cached keys and values (after a weight update)."""
         ...
 
 
@@ -104,57 +110,40 @@ class OnDevice(Protocol):
         ...
 
     def invalidate(self, state: DecodeState) -> None:
-        """Forget cached keys and values, as in `Drafter.invalidate`."""
+        """Forget cached keys and values, as in `Proposer.invalidate`."""
         ...
 
 
 class Controller(ABC):
-    """Chooses the drafter for the sequences assigned to it with `begin`, and learns from the target's verdicts.
-
-    A state may also hold idle slots and sequences of other controllers.
+    """Chooses the drafter of every round, and learns from the results.
 
     Attributes:
-        accepts_late_counts: the controller needs only counts of each round, and may get them one round late: it chooses
-            the next round before it is told the result of the last one (`observe_device_round`). Rounds can then run on
-            the device (device/rounds.py). Otherwise every round goes through `observe`.
+        taps: the target's hidden states that its drafters read.
+        accepts_late_counts: the controller needs only the counts of a round, and may get them one round late: it
+            chooses round r + 1 before it observes round r. Rounds can then run on the device (device/rounds.py).
         keeps_hidden: `accepts_late_counts` holds only if the state keeps the target's hidden states
             (`DecodeState.hidden`).
     """
 
+    taps: tuple[int, ...] = ()
     accepts_late_counts: bool = False
     keeps_hidden: bool = False
 
     def begin(self, text: Sequence) -> None:  # noqa: B027 - most have nothing to do
         """Prepare for a sequence that is about to be prefilled. An exception raised here ends the sequence."""
 
-    def must_wait(self, state: DecodeState) -> bool:
-        """Whether all pending rounds must be reported before the next choice. Only for `accepts_late_counts`
-        controllers."""
-        return False
+    @abstractmethod
+    def choose(self, state: DecodeState) -> Proposer | None:
+        """Choose the drafter of the next round. At least one sequence is live.
+
+        A late controller may return None while rounds are pending (`state.at_rest` is False). The pending rounds are
+        then observed. If a sequence is still live, `choose` is called again, and must not return None.
+        """
 
     @abstractmethod
-    def choose(self, state: DecodeState) -> Proposer:
-        """Choose the drafter of the next round. At least one sequence of this controller is live. If the controller is
-        `accepts_late_counts`, the state may lag by one round."""
-
-    def prepare_round(self, state: DecodeState) -> None:  # noqa: B027
-        """Prepare for a round of the chosen drafter, when the state is complete. It is not called between two device
-        rounds of one drafter, and may be called twice for a round."""
-
-    @abstractmethod
-    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> Any:
-        """Learn from a committed round."""
-
-    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:  # noqa: B027
-        """Learn from a round that ran on the device: the oldest choice not reported yet. If a sequence had ended before
-        the round, the choice made for it was not played."""
-
-    def on_drained(self, state: DecodeState) -> None:  # noqa: B027
-        """Do work that is impossible while a device round is pending; none is pending now. If sequences have just
-        ended, their rows still exist."""
-
-    def withdraw_choice(self, state: DecodeState) -> None:  # noqa: B027
-        """Take back the last choice: no draft could be made."""
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        """Learn from the oldest round not observed yet. A sequence without counts did not take part: the choice made
+        for it was not played. If sequences have just ended, their rows still exist."""
 
     def end(self, text: Sequence) -> None:  # noqa: B027
-        """Forget a sequence that has ended, for any reason."""
+        """Forget a sequence that has ended, for any reason. Its choices that were not observed were not played."""

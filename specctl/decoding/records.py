@@ -114,6 +114,26 @@ class Sequence:
             self.offered_by_depth[depth] += 1
             self.accepted_by_depth[depth] += depth < accepted
 
+    def decoded(self, prefill_s: float, decode_s: float, replays: int, ahead: int, rounds: int) -> Decoded:
+        """The finished text with the seconds and rounds of its batch so far."""
+        return Decoded(
+            self.ids[: self.prompt_length],
+            self.output,
+            str(self.stop),
+            self.target_passes,
+            self.accepted,
+            self.rejections,
+            self.drafted,
+            self.accepted_by_depth,
+            self.offered_by_depth,
+            prefill_s,
+            decode_s,
+            self.index,
+            replays,
+            ahead,
+            rounds,
+        )
+
 
 @dataclass(frozen=True)
 class ChainRows:
@@ -279,18 +299,21 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DeviceRoundResult:
-    """Result of a round that ran on the device ahead of the host, reported once the host has read it.
+class RoundResult:
+    """A finished round, as the controller observes it.
 
     Attributes:
-        counts: one entry per slot that took part. A sequence that had already ended has no entry; the host did not know
-            this when it launched the round.
-        seconds: time of the round on the device. On a GPU it is measured by events, so the host's waiting does not
-            count.
+        counts: one entry per slot that took part. It is empty if no draft could be made. In a round that was launched
+            ahead of the host, a sequence that had already ended has no entry.
+        seconds: time of draft, verification and commit. Device rounds on a GPU are measured by events, so the host's
+            waiting does not count; other rounds by `timing.work_clock`.
+        draft, verdict: the draft and the target's answer; None for a round that ran on the device.
     """
 
     counts: dict[int, Counts]
     seconds: float
+    draft: DraftTree | None = None
+    verdict: Verdict | None = None
 
 
 @dataclass(frozen=True)

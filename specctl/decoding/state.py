@@ -72,6 +72,9 @@ class DecodeState:
         any_sampled: at least one request, decoded or waiting, is not greedy.
         rounds, ahead, replays: counts of rounds: all; rounds run on the device, ahead of the host; replays of a CUDA
             graph.
+        pending: number of rounds on the device that the host has not read yet.
+        at_rest: no round is pending, and the host has all memory of the drafters. The batch may change, and drafters
+            may read the texts.
         spare: cache rows beyond the longest text, for draft nodes.
         capacity: cache rows per sequence.
         exact_rows: > 0 fixes the rows of every step, the cache span and B, so that all kernels see one shape.
@@ -100,6 +103,7 @@ class DecodeState:
         self.pool = None if exact_rows else target.pool()
         self.any_sampled = False
         self.rounds = self.ahead = self.replays = 0
+        self.pending, self.at_rest = 0, True
         self.clear()
 
     def clear(self) -> None:

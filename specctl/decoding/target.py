@@ -28,8 +28,9 @@ from specctl.decoding.models.supported import unsupported_error, unsupported_rea
 from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill, prefill_shared
+from specctl.decoding.records import Request
 from specctl.decoding.target_text import TargetText
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
@@ -128,6 +129,24 @@ class Target(TargetText):
         return self.model.paged_cache(pool, batch, capacity)
 
     @torch.inference_mode()
+    def check_request(self, request: Request) -> None:
+        """Raise DataError if the prompt is empty, too long for the context or has an id outside of the vocabulary, if
+        `max_new_tokens` is below 1, or if `ends` has an id outside of the vocabulary."""
+        size = len(request.prompt)
+        if not 0 < size < self.context_length:
+            raise DataError(
+                f"a prompt has {size} tokens; target {self.name} takes 1 to {self.context_length - 1}",
+                "shorten the prompt",
+            )
+        if request.max_new_tokens < 1:
+            raise DataError(f"max_new_tokens is {request.max_new_tokens}; it must be at least 1")
+        for name, ids in (("a prompt", request.prompt), ("ends", request.ends)):
+            unknown = [id for id in ids if not 0 <= id < self.vocab_size]
+            if unknown:
+                raise DataError(
+                    f"{name} contains token id {unknown[0]}; target {self.name} has ids 0 to {self.vocab_size - 1}"
+                )
+
     def prefill(
         self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = (), slots: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -64,3 +64,20 @@ def bandwidth(device: torch.device) -> float:
     values = torch.ones(2**26 if device.type == "cpu" else 2**29, dtype=torch.bfloat16, device=device).view(torch.int64)
     best = min(medians({"read": values.max}, 5, device).values())
     return values.numel() * 8 / best
+
+
+class Stopwatch:
+    """Seconds spent in prefills and in rounds. The time between two steps does not count."""
+
+    def __init__(self) -> None:
+        self.prefill_s = self.decode_s = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self.mark = time.perf_counter()
+
+    def prefilled(self) -> None:
+        self.prefill_s += time.perf_counter() - self.mark
+
+    def decoded(self) -> None:
+        self.decode_s += time.perf_counter() - self.mark

@@ -15,7 +15,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import processes, progress
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.offline import stream
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
@@ -266,7 +271,7 @@ def up_to_budget(rows: list[dict[str, Any]], budget: int | None) -> list[dict[st
 
 
 def _decoded(
-    recipe: DistillRecipe, target: Target, drafter: Any, jobs: list[Job]
+    recipe: DistillRecipe, target: Target, drafter: Drafter | None, jobs: list[Job]
 ) -> Iterator[tuple[int, Response | None]]:
     """Decode the target's own responses; yield (position in `jobs`, response) as they end.
 
@@ -274,18 +279,15 @@ def _decoded(
     batches.
     """
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
+    options = EngineOptions(slots=recipe.batch_size, exact=recipe.sampling.exact)
+    engine = Engine(target, Fixed.of(drafter), options)
     for start in range(0, len(jobs), WINDOW * recipe.batch_size):
         window = jobs[start : start + WINDOW * recipe.batch_size]
-        for decoded in stream(
-            target,
-            [job.prompt_ids for job in window],
-            sampling=[Sampling(job.temperature, top_k, top_p) for job in window],
-            max_new_tokens=[job.max_new_tokens for job in window],
-            seeds=[job.seed for job in window],
-            drafter=drafter,
-            slots=recipe.batch_size,
-            exact=recipe.sampling.exact,
-        ):
+        requests = [
+            Request(job.prompt_ids, Sampling(job.temperature, top_k, top_p), job.max_new_tokens, job.seed)
+            for job in window
+        ]
+        for decoded in stream(engine, requests):
             yield start + decoded.index, Response(decoded.output_ids, decoded.stop)
 
 

@@ -12,16 +12,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
 from specctl import progress
 from specctl.decoding import metrics
-from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Decoded
+from specctl.decoding.records import Decoded, Label, Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
@@ -100,8 +102,12 @@ def contenders(
     recipe: EvalRecipe, target: Target, drafters: Mapping[str, Drafter], assistants: Mapping[str, PreTrainedModel]
 ) -> list[Contender]:
     """Contenders of `specctl eval`: plain decoding, each drafter, and `transformers` in all its modes."""
-    competing = [engine_contender(target, recipe.sampling, VANILLA, None)] if VANILLA in recipe.baselines else []
-    competing += [engine_contender(target, recipe.sampling, name, drafter) for name, drafter in drafters.items()]
+    sampling, options = recipe.sampling, EngineOptions(exact=recipe.sampling.exact)
+    competing = [engine_contender(VANILLA, Engine(target, options=options), sampling)] * (VANILLA in recipe.baselines)
+    competing += [
+        engine_contender(name, Engine(target, Fixed.of(drafter), options), sampling)
+        for name, drafter in drafters.items()
+    ]
     if PLAIN in recipe.baselines:
         generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), assistants)
         competing.append(
@@ -112,35 +118,30 @@ def contenders(
     return competing
 
 
-def engine_contender(
-    target: Target, sampling: SamplingRecipe, name: str, drafter: Drafter | None, kept_caches: KeptCaches | None = None
-) -> Contender:
-    """Contender that runs specctl's decoding loop, with a drafter, or plainly for None.
-
-    Its rounds run on the device if they can. `kept_caches`: buffers and CUDA graphs of an earlier contender of the same
-    name.
-    """
-
-    options: dict[str, Any] = {"drafter": drafter, "kept_caches": kept_caches or KeptCaches()}
+def engine_contender(name: str, engine: Engine, sampling: SamplingRecipe) -> Contender:
+    """Contender that decodes with an engine of its own."""
 
     def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
-        return [{name: decoded} for decoded in decode_batch(target, sampling, turn, seeds, **options)]
+        return [{name: decoded} for decoded in decode_batch(engine, sampling, turn, seeds)]
 
     return answer
 
 
 def decode_batch(
-    target: Target, sampling: SamplingRecipe, turn: PromptBatch, seeds: list[int], **options: Any
+    engine: Engine,
+    sampling: SamplingRecipe,
+    turn: PromptBatch,
+    seeds: list[int],
+    labels: Sequence[Label | None] | None = None,
 ) -> list[Decoded]:
-    """Decode a turn as one batch. Each answer gets an equal share of the seconds; `options` are passed to `decode`."""
+    """Decode a turn as one batch. Each answer gets an equal share of the seconds."""
+    how = sampling_of(sampling)
     decoded = decode(
-        target,
-        [case.ids for case in turn],
-        sampling=sampling_of(sampling),
-        max_new_tokens=[case.max_new_tokens for case in turn],
-        seeds=seeds,
-        exact=sampling.exact,
-        **options,
+        engine,
+        [
+            Request(case.ids, how, case.max_new_tokens, seed, label=label)
+            for case, seed, label in zip(turn, seeds, labels or [None] * len(turn), strict=True)
+        ],
     )
     share = 1 / len(turn)
     return [replace(text, prefill_s=share * text.prefill_s, decode_s=share * text.decode_s) for text in decoded]

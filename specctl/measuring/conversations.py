@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specctl import progress
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import prompt_id
@@ -46,7 +48,7 @@ def conversation_turns(recipe: EvalRecipe, target: Target, cases: Sequence[Case]
     """
     if not any(case.prompt.later_turns for case in cases):
         return list(cases)
-    turns = []
+    turns, engine = [], Engine(target, options=EngineOptions(exact=recipe.sampling.exact))
     with progress.track(
         "conversations", total=sum(len(case.prompt.later_turns) for case in cases), unit="turns"
     ) as bar:
@@ -58,7 +60,7 @@ def conversation_turns(recipe: EvalRecipe, target: Target, cases: Sequence[Case]
                     break
                 progress.interrupts.check()
                 seed = case.seed(recipe.sampling.seed + recipe.seeds[0])
-                (decoded,) = decode_batch(target, recipe.sampling, [case], [seed])
+                (decoded,) = decode_batch(engine, recipe.sampling, [case], [seed])
                 following = next_turn(recipe, target, case, decoded.output_ids)
                 bar.update(1)
     return turns

@@ -20,8 +20,11 @@ from specctl.adaptation.stream import EncodedPrompt
 from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
-from specctl.decoding.device.kept_caches import KeptCaches
-from specctl.decoding.protocols import Drafter, OnDevice
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.plain import PLAIN
+from specctl.decoding.protocols import Controller, Drafter, OnDevice
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
 from specctl.drafters import pool
@@ -133,9 +136,7 @@ class OnlineContenders:
         self.gate_statistics: defaultdict[str, GateStatistics] = defaultdict(
             GateStatistics
         )  # hybrids' statistics of earlier texts, by contender
-        self.kept_caches: defaultdict[str, KeptCaches] = defaultdict(
-            KeptCaches
-        )  # device buffers and CUDA graphs, by contender
+        self.engines: dict[str, Engine] = {}  # by contender
         self.failed_chunks: Counter[str] = Counter()  # chunks in a row without an update that was kept
         self._warm = False  # whether this process has warmed up
 
@@ -154,6 +155,7 @@ class OnlineContenders:
     def retarget(self, target: Target) -> None:
         """Switch to another target. Raises CheckpointError if a drafter does not fit."""
         self.target = target
+        self.engines.clear()
         self.companion = self._companion(self.companion.store)
         for learner in self._learners():
             learner.retarget(target)
@@ -175,16 +177,33 @@ class OnlineContenders:
     def contenders(self) -> list[Contender]:
         """All contenders: baselines, fixed drafters, learners."""
 
-        def alone(name: str, drafter: Drafter | None) -> Contender:
-            return engine_contender(
-                self.target, self.recipe.sampling, name, drafter, kept_caches=self.kept_caches[name]
-            )
+        sampling = self.recipe.sampling
 
-        competing = [alone(VANILLA, None)] if VANILLA in self.recipe.baselines else []
-        competing += [self._static(name, drafter) for name, drafter in self.fixed.items()]
+        def alone(name: str, controller: Controller, on_host: bool = False) -> Contender:
+            return engine_contender(name, self._engine(name, controller, on_host=on_host), sampling)
+
+        competing = [alone(VANILLA, Fixed(PLAIN))] if VANILLA in self.recipe.baselines else []
+        for name, drafter in self.fixed.items():
+            competing.append(alone(name, self._controller(name, drafter), self.rounds_on_host))
         competing += [self._answers(STATIC, self.fixed_pool)] if self.fixed_pool is not None else []
-        competing += [alone(name, drafter) for name, drafter in self.untrained.items()]
+        competing += [alone(name, Fixed.of(drafter)) for name, drafter in self.untrained.items()]
         return competing + [self._answers(name, learner) for name, learner in self.learners.items()]
+
+    def _engine(
+        self, name: str, controller: Controller, *, on_host: bool, learner: StreamLearner | None = None
+    ) -> Engine:
+        """The engine of a contender: the present one, as long as it drafts with the same controller or drafter."""
+        engine = self.engines.get(name)
+        if engine is not None and _same(engine.controller, controller):
+            return engine
+        options = EngineOptions(
+            exact=self.recipe.sampling.exact,
+            keeps_hidden=learner is not None and learner.keeps_hidden,
+            on_host=on_host,
+        )
+        on_round = learner.observe if learner is not None else None
+        self.engines[name] = Engine(self.target, controller, options, on_round)
+        return self.engines[name]
 
     def warm_up(self, turns: Sequence[PromptBatch]) -> None:
         """Run every contender before timing starts. Learnt and restored state is left unchanged."""
@@ -207,46 +226,35 @@ class OnlineContenders:
         for name, state in pasts.items():
             self.gate_statistics[name].restore(state)
 
-    def _static(self, name: str, drafter: Drafter) -> Contender:
-        def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
-            options = self._drafting(name, drafter) | {
-                "host": self.rounds_on_host,
-                "kept_caches": self.kept_caches[name],
-            }
-            return [
-                {name: decoded} for decoded in decode_batch(self.target, self.recipe.sampling, turn, seeds, **options)
-            ]
-
-        return answer
-
     def _answers(self, name: str, learner: StreamLearner) -> Contender:
         def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
             with learner.active():
-                options = learner.drafting([Label(case.prompt.id, case.prompt.domain) for case in turn])
+                controller = learner.controller
                 if isinstance(learner, OnlineDrafter):
-                    options |= self._drafting(name, options.pop("drafter"))
-                options |= {"host": self.rounds_on_host, "kept_caches": self.kept_caches[name]}
-                decoded = decode_batch(self.target, self.recipe.sampling, turn, seeds, **options)
+                    controller = self._controller(name, learner.drafter)
+                engine = self._engine(name, controller, on_host=self.rounds_on_host, learner=learner)
+                labels = learner.labels([Label(case.prompt.id, case.prompt.domain) for case in turn])
+                decoded = decode_batch(engine, self.recipe.sampling, turn, seeds, labels)
             return [{name: text} for text in decoded]
 
         return answer
 
-    def _drafting(self, name: str, drafter: Drafter) -> dict[str, Any]:
-        """Options of `decode` for a drafter: at its fixed depth, at the depth that pays, or as a hybrid."""
+    def _controller(self, name: str, drafter: Drafter) -> Controller:
+        """Controller of a drafter: at its fixed depth, at the depth that pays, or as a hybrid."""
         if self.recipe.companion is not None:
-            return self._hybrid(name, drafter)
+            return Fixed.of(self._hybrid(name, drafter))
         if self.recipe.draft_length == "fixed":
-            return {"drafter": drafter}
+            return Fixed.of(drafter)
         length = self.lengths.setdefault(name, AutoLength(drafter, self.recipe.draft_cost))
         if length.drafter is not drafter:
             length.use(drafter)
-        return {"controller": length, "taps": drafter.taps}
+        return length
 
-    def _hybrid(self, name: str, head: Drafter) -> dict[str, Any]:
-        """Options of `decode` for the hybrid of a head and the recipe's text drafter."""
+    def _hybrid(self, name: str, head: Drafter) -> Drafter:
+        """The hybrid of a head and the recipe's text drafter."""
         algo = next(algo for algo in self.learners if name in (algo, static_name(self.recipe, algo)))
         start = str(self.recipe.initial_drafter(self.recipe.family_of(algo)))
-        return {"drafter": self.companion.hybrid(start, head, self.gate_statistics[name])}
+        return self.companion.hybrid(start, head, self.gate_statistics[name])
 
     def _companion(self, store: GrowingDatastore) -> Companion:
         return Companion(self.recipe.companion, self.target, self.recipe.drafting, store)
@@ -399,7 +407,16 @@ class OnlineContenders:
             name: learner.drafter for name, learner in self.learners.items() if isinstance(learner, OnlineDrafter)
         }
         for name, kept in facts["lengths"].items():
-            self._drafting(name, drafters[name])["controller"].restore(kept)
+            controller = self._controller(name, drafters[name])
+            assert isinstance(controller, AutoLength)
+            controller.restore(kept)
+
+
+def _same(one: Controller, other: Controller) -> bool:
+    """Whether two controllers are one, or draft with one drafter."""
+    if isinstance(one, Fixed) and isinstance(other, Fixed):
+        return one.drafter is other.drafter
+    return one is other
 
 
 GIVE_UP = 8  # chunks in a row without a kept update; each lowers the learning rates

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import random
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +13,8 @@ from typing import IO, Any
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
@@ -132,9 +132,6 @@ class SelectContenders:
         self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
         self.selectors = {name: self._selector(name) for name in self.algo}
         self.fixed = self._fixed_contenders()
-        self.kept_caches: defaultdict[str, KeptCaches] = defaultdict(
-            KeptCaches
-        )  # device buffers and CUDA graphs, by contender
         self._lines: list[tuple[str, RoundLine]] = []  # rounds of the current turn, to be written outside of timing
 
     @functools.cached_property
@@ -233,12 +230,19 @@ class SelectContenders:
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
         """Return all contenders' answers. Rounds are written to `log`, records are handed to `keep`."""
         recipe = self.recipe
-        plain = engine_contender(self.target, recipe.sampling, VANILLA, None, kept_caches=self.kept_caches[VANILLA])
-        competing = [plain] if VANILLA in recipe.baselines else []
-        competing += [self._contender(name, Fixed(drafter), drafter.taps) for name, drafter in self.fixed.items()]
-        competing += [self._contender(name, selector, selector.taps) for name, selector in self.selectors.items()]
+        competing: list[Contender] = []
+        if VANILLA in recipe.baselines:
+            plain = Engine(self.target, options=EngineOptions(exact=recipe.sampling.exact))
+            competing.append(engine_contender(VANILLA, plain, recipe.sampling))
+        for name, drafter in self.fixed.items():
+            engine = self._engine(name, Fixed(drafter, drafter.taps))
+            competing.append(engine_contender(name, engine, recipe.sampling))
+        engines = {name: self._engine(name, selector) for name, selector in self.selectors.items()}
+        competing += [self._policy_contender(name, engine) for name, engine in engines.items()]
         asked = prompt_batches(self.stream, recipe.batch)
-        warm_up(asked, [*([] if self.rounds_on_host else self._warm_up_contenders()), *competing])
+        if not self.rounds_on_host:
+            self._warm_up_arms(asked, engines)
+        warm_up(asked, competing)
         for name, selector in self.selectors.items():
             selector.forget()
             self.plays[name].clear()
@@ -270,34 +274,40 @@ class SelectContenders:
             recipe, asked, competing, shown, keep, label="select", warm=True, resumable=False, on_answers=remember
         )
 
-    def _warm_up_contenders(self) -> list[Contender]:
-        """Contenders for the warm-up only: every arm of every policy by itself, in the policy's kept caches.
+    def _warm_up_arms(self, asked: Sequence[PromptBatch], engines: Mapping[str, Engine]) -> None:
+        """Let every policy's engine decode with each of its arms.
 
         Each arm has separate CUDA graphs. Capturing them takes as long as tens of rounds, and would otherwise happen
         when the arm first plays.
         """
-        return [
-            self._contender(name, Fixed(arm, selector), selector.taps)
-            for name, selector in self.selectors.items()
-            for arm in selector.arms
-        ]
+        for name, engine in engines.items():
+            selector = self.selectors[name]
+            for arm in selector.arms:
+                engine.controller = Fixed(arm, selector.taps)
+                warm_up(asked, [engine_contender(name, engine, self.recipe.sampling)])
+            engine.controller = selector
 
-    def _contender(self, name: str, controller: Controller, taps: tuple[int, ...]) -> Contender:
+    def _engine(self, name: str, controller: Controller) -> Engine:
+        """The engine of a contender that drafts."""
         options = self.recipe.catch_up
         # Only a policy leaves drafters idle, so only a policy can save anything by `streaming`.
         streams = options.name == "streaming" and name in self.recipe.algo
-        catch_up = CatchUp(options.sink, options.window) if streams else RECOMPUTE
+        on_host = self.rounds_on_host
+        return Engine(
+            self.target,
+            controller,
+            EngineOptions(
+                exact=self.recipe.sampling.exact,
+                catch_up=CatchUp(options.sink, options.window) if streams else RECOMPUTE,
+                keeps_hidden=not on_host and controller.keeps_hidden,
+                on_host=on_host,
+            ),
+        )
 
+    def _policy_contender(self, name: str, engine: Engine) -> Contender:
         def answer(turn: PromptBatch, seeds: list[int]) -> list[dict[str, Decoded]]:
-            labels = None
-            if isinstance(controller, Selector | BatchSelector):
-                labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
-            options = dict(controller=controller, taps=taps, catch_up=catch_up, labels=labels)
-            keeps = not self.rounds_on_host and name in self.selectors and self.selectors[name].keeps_hidden
-            options |= dict(host=self.rounds_on_host, keeps_hidden=keeps, kept_caches=self.kept_caches[name])
-            return [
-                {name: decoded} for decoded in decode_batch(self.target, self.recipe.sampling, turn, seeds, **options)
-            ]
+            labels = [self._label(name, case, seed) for case, seed in zip(turn, seeds, strict=True)]
+            return [{name: decoded} for decoded in decode_batch(engine, self.recipe.sampling, turn, seeds, labels)]
 
         return answer
 

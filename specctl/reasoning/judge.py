@@ -20,9 +20,12 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 import torch
 
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.models import tensors
 from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
 from specctl.decoding.offline import decode
+from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.errors import CheckpointError
@@ -179,9 +182,9 @@ class ChatJudge:
         fitting = [place for place, ids in enumerate(prompts) if len(ids) < self.model.context_length]
         rulings: list[bool | None] = [None] * len(pairs)
         if fitting:
-            options: dict[str, Any] = {"sampling": GREEDY, "max_new_tokens": self.recipe.max_tokens}
-            options |= {"seeds": [0] * len(fitting), "slots": self.recipe.batch_size}
-            replies = decode(self.model, [prompts[place] for place in fitting], **options)
+            engine = Engine(self.model, options=EngineOptions(slots=self.recipe.batch_size))
+            asked = [Request(prompts[place], GREEDY, self.recipe.max_tokens) for place in fitting]
+            replies = decode(engine, asked)
             for place, reply in zip(fitting, replies, strict=True):
                 rulings[place] = read_ruling(self.model.tokenizer.decode(reply.output_ids))
         return rulings

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from specctl.adaptation.stream import EncodedPrompt
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.errors import DataError
@@ -56,16 +60,20 @@ class Writer:
     def forget(self) -> None:
         """Drop all cached prefixes."""
         self._prefixes = Prefixes(lines=self._lines)
+        controller = Fixed.of(self.drafter)
+        self._engine = Engine(self.model, controller, EngineOptions(prefixes=self._prefixes))
 
     def rest(self, text: list[int], limit: int, seed: int) -> list[int]:
         """Write the rest of a text, up to its end or the limit."""
         return self._decode([text], [limit], seed, frozenset())[0]
 
     def _decode(self, texts: list[list[int]], limits: list[int], seed: int, ends: frozenset[int]) -> list[list[int]]:
-        options: dict[str, Any] = {"sampling": self.sampling, "seeds": [seed] * len(texts), "drafter": self.drafter}
         ends = frozenset(id for id in ends if id < self.model.vocab_size)  # tokenizers may have more tokens
         read = self._prefixes.read
-        found = decode(self.model, texts, max_new_tokens=limits, ends=ends, prefixes=self._prefixes, **options)
+        found = decode(
+            self._engine,
+            [Request(text, self.sampling, limit, seed, ends) for text, limit in zip(texts, limits, strict=True)],
+        )
         self.work.passes += 1 + max(one.target_passes for one in found)
         self.work.rows += self._prefixes.read - read + sum(one.target_passes + one.drafted for one in found)
         self.work.texts += len(texts)

@@ -158,6 +158,10 @@ class DraftAll:
         for drafter in self.drafters:
             drafter.forget()
 
+    def invalidate(self, state: DecodeState) -> None:
+        for drafter in self.drafters:
+            drafter.invalidate(state)
+
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         drafts = [drafter.propose(state, budget) for drafter in self.drafters]
         trees = [

@@ -6,14 +6,13 @@ to spare; with many texts every row costs time (BanditSpec, section 6.2, which c
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from specctl import processes
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import Counts, DeviceRoundResult, DraftTree, Label, Verdict
+from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
 from specctl.selection.arm import Arm, taps_of
@@ -64,6 +63,7 @@ class BatchSelector(Controller):
         self._arm: int | None = None  # the last arm that read the texts
         self._chosen: deque[Chosen] = deque()  # unfinished rounds, oldest first
         self._seed: int | None = None  # seed of the texts
+        self._texts: set[Text] = set()  # texts that are being decoded
         for arm in self.arms:
             arm.forget()
 
@@ -78,44 +78,47 @@ class BatchSelector(Controller):
         if seed != self._seed:
             self.games.clear()
             self._seed = seed
+        self._texts.add(text)
 
-    def must_wait(self, state: DecodeState) -> bool:
-        return any(chosen.game.awaits_first_reward for chosen in self._chosen)
+    def end(self, text: Text) -> None:
+        self._texts.remove(text)
+        while self._chosen and not self._texts:
+            self._withdraw()
 
-    def choose(self, state: DecodeState) -> Proposer:
-        at = load_bucket(len(state.live))
-        if at not in self.games:
-            label = Label(f"load {at}", seed=self._seed or 0)
-            self.games[at] = self.new_game(label)
-        game = self.games[at]
-        self._chosen.append(Chosen(game.choose(), game))
-        return self.arms[self._chosen[-1].arm]
-
-    def prepare_round(self, state: DecodeState) -> None:
-        self._lengths = {b: len(state.rows[b].ids) for b in state.live}
+    def choose(self, state: DecodeState) -> Proposer | None:
+        if not state.at_rest and any(chosen.game.awaits_first_reward for chosen in self._chosen):
+            return None
+        if len(self._chosen) == state.pending:  # otherwise it has chosen before a wait
+            game = self._game(load_bucket(len(state.live)))
+            self._chosen.append(Chosen(game.choose(), game))
         number = self._chosen[-1].arm
         if self._arm not in (None, number):
+            if not state.at_rest:  # the new arm must read all texts
+                return None
             self.tally.switches += 1
             self.tally.caught_up += sum(self.arms[number].drafter.lag(state))
             self.tally.switch_s.append(self.arms[number].catch_up(state))
         self._arm = number
-        self._began = time.perf_counter()  # catching up does not count as time of the round
+        return self.arms[number]
 
-    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = processes.broadcast_value(time.perf_counter() - self._began)
-        made = self.arms[self._chosen[0].arm].made
-        assert made is not None
-        self._finish_round(
-            [verdict.counts(b, len(state.rows[b].ids) - n) for b, n in self._lengths.items()], seconds, made.failed
-        )
+    def _game(self, load: int) -> Game:
+        if load not in self.games:
+            self.games[load] = self.new_game(Label(f"load {load}", seed=self._seed or 0))
+        return self.games[load]
 
-    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:
-        if round.counts:
-            self._finish_round([*round.counts.values()], round.seconds)
-        else:  # all texts had ended before it
-            self.withdraw_choice(state)
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        if not result.counts:  # no draft could be made, or all texts had ended before the round
+            self._withdraw()
+        elif result.verdict is None:
+            self._finish_round([*result.counts.values()], result.seconds)
+        else:
+            made = self.arms[self._chosen[0].arm].made
+            assert made is not None
+            seconds = processes.broadcast_value(result.seconds)
+            self._finish_round([*result.counts.values()], seconds, made.failed)
 
-    def withdraw_choice(self, state: DecodeState) -> None:
+    def _withdraw(self) -> None:
+        """Undo the last choice: it was not played."""
         self._chosen.pop().game.withdraw()
 
     def _finish_round(self, counts: Sequence[Counts], seconds: float, failed: bool = False) -> None:

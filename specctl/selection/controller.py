@@ -14,10 +14,9 @@ from specctl import processes
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.prompt_features import features_of
 from specctl.decoding.protocols import Controller, Proposer
-from specctl.decoding.records import Counts, DeviceRoundResult, DraftTree, Label, Verdict
+from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
-from specctl.decoding.timing import work_clock
 from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
 from specctl.selection.divergence import overlap
 from specctl.selection.feedback import Scorer
@@ -80,6 +79,11 @@ class ActiveText:
     belief: Belief | None = None
 
     @property
+    def switches(self) -> bool:
+        """Whether the last chosen arm is not the one that read the text last."""
+        return self.arm is not None and self.arm != self.chosen[-1]
+
+    @property
     def reader(self) -> ContextualUcb | None:
         """The game's policy, if it reads prompts."""
         return self.game.policy if isinstance(self.game.policy, ContextualUcb) else None
@@ -90,8 +94,9 @@ class Selector(Controller):
     each text without a key. Games share no knowledge.
 
     Unless rewards are block divergences, rounds can run on the device (`accepts_late_counts`), and the controller hears
-    of each round one round late. There are two exceptions, in which it waits for all pending rounds: a round that an
-    arm plays for the first time in a bandit's game, and a round after which idle arms are scored.
+    of each round one round late. There are three exceptions, in which it waits for all pending rounds: a round that an
+    arm plays for the first time in a bandit's game, a round after which idle arms are scored, and a round in which a
+    text switches to another arm.
 
     Args:
         arms: the choices, in the order of the policy's arms.
@@ -168,77 +173,69 @@ class Selector(Controller):
         if self.memory is not None and play.reader is not None and play.prompt is not None:
             self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.time_cost)
 
-    def must_wait(self, state: DecodeState) -> bool:
-        plays = [self.plays[state.rows[b]] for b in self._own(state)]
-        return any(play.to_score or play.game.awaits_first_reward for play in plays)
-
-    def _own(self, state: DecodeState) -> list[int]:
-        """The slots of this controller's unfinished texts."""
-        return [b for b in state.live if state.rows[b] in self.plays]
-
-    def choose(self, state: DecodeState) -> Proposer:
-        live = self._own(state)
-        for b in live:
-            play = self.plays[state.rows[b]]
+    def choose(self, state: DecodeState) -> Proposer | None:
+        plays = [self.plays[state.rows[b]] for b in state.live]
+        if not state.at_rest and any(play.to_score or play.game.awaits_first_reward for play in plays):
+            return None
+        for b, play in zip(state.live, plays, strict=True):
             if play.prompt is None and self.memory is not None and play.reader is not None:
                 self._begin_prompt(state, b, play, play.reader, self.memory)
-            play.chosen.append(play.game.choose())
-        first = live[0]
-        chosen = [self.plays[state.rows[b if b in live else first]].chosen[-1] for b in range(state.batch)]
-        arms = [self.arms[arm] for arm in chosen]
+            if len(play.chosen) == state.pending:  # otherwise it has chosen before a wait
+                play.chosen.append(play.game.choose())
+        if any(play.switches for play in plays):
+            if not state.at_rest:  # the new arm must read the whole text
+                return None
+            self._switch(state)
+        for play in plays:
+            play.arm = play.chosen[-1]
+        first = plays[0].chosen[-1]  # also drafts for rows that have ended; these drafts are never used
+        chosen = {b: play.chosen[-1] for b, play in zip(state.live, plays, strict=True)}
+        arms = [self.arms[chosen.get(b, first)] for b in range(state.batch)]
         return arms[0] if len(set(arms)) == 1 else PerSequence(arms)
 
-    def prepare_round(self, state: DecodeState) -> None:
-        self._live = self._own(state)
-        self._lengths = [len(row.ids) for row in state.rows]
-        new: set[int] = set()  # arms that a text was switched to
-        for b in self._live:
+    def _switch(self, state: DecodeState) -> None:
+        """Let the new arms of all texts that switch read the missed tokens. This does not count as time of a round."""
+        new: set[int] = set()
+        for b in state.live:
             play = self.plays[state.rows[b]]
-            arm = play.chosen[-1]
-            if play.arm not in (None, arm):
+            if play.switches:
+                arm = play.chosen[-1]
                 self.tally.switches += 1
                 self.tally.caught_up += self.arms[arm].drafter.lag(state)[b]
                 new.add(arm)
-            play.arm = arm
         for arm in sorted(new):
             self.tally.switch_s.append(self.arms[arm].catch_up(state))
             self.catch_up_clock.record(arm, self.tally.switch_s[-1])
-        self._began = work_clock(state.device)()  # catching up does not count as time of the round
 
-    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
-        seconds = self._seconds(state, processes.broadcast_value(work_clock(state.device)() - self._began))
-        if self.scorer is not None:
-            self.scorer.keep(state, verdict, self._live)
-        counts, entries = {}, {}
-        for b in self._live:
-            row = state.rows[b]
-            counts[b] = verdict.counts(b, len(row.ids) - self._lengths[b])
-            made = self._made(self._played(state, b))
-            overlaps = overlap(made.draft, b, verdict.logits[b]) if self.overlaps else None
-            entries[b] = self._record_round(self.plays[row], counts[b], seconds, made.failed, overlaps)
-        scored = self._score(state, self._live)
-        for b in self._live:
-            over = state.rows[b].stop is not None
-            self._finish_round(self.plays[state.rows[b]], entries[b], counts[b], over, scored.get(b, 0))
-
-    def observe_device_round(self, state: DecodeState, round: DeviceRoundResult) -> None:
-        seconds = round.seconds / max(len(round.counts), 1)
-        for b, counts in round.counts.items():
+    @torch.inference_mode()
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        for b in state.live:
+            if b not in result.counts:  # no draft could be made
+                self._take_back(self.plays[state.rows[b]])
+        if result.verdict is not None and self.scorer is not None:
+            self.scorer.keep(state, result.verdict, result.counts)
+        seconds = self._seconds(state, result)
+        for b, counts in result.counts.items():
             play = self.plays[state.rows[b]]
             if play.open_round is not None:
                 self._finish_round(play, *play.open_round, over=False)
-            play.open_round = self._record_round(play, counts, {play.chosen[0]: seconds}), counts
-            if self.scorer is None:
-                self._finish_round(play, *play.open_round, over=state.rows[b].stop is not None)
+            failed, overlaps = False, None
+            if result.verdict is not None:
+                made = self._made(play.chosen[0])
+                failed = made.failed
+                overlaps = overlap(made.draft, b, result.verdict.logits[b]) if self.overlaps else None
+            play.open_round = self._record_round(play, counts, seconds, failed, overlaps), counts
+        if self.scorer is None or state.at_rest:
+            self._finish_open_rounds(state)
 
-    @torch.inference_mode()
-    def on_drained(self, state: DecodeState) -> None:
-        slots = [b for b, row in enumerate(state.rows) if row in self.plays and self.plays[row].open_round is not None]
-        scored = self._score(state, slots)
+    def _finish_open_rounds(self, state: DecodeState) -> None:
+        """Score the tokens that are due, and finish the last round of every text."""
+        plays = {b: self.plays[row] for b, row in enumerate(state.rows) if row in self.plays}
+        slots = [b for b, play in plays.items() if play.open_round is not None]
+        scored = self._score(state, slots) if state.at_rest else {}
         for b in slots:
-            play = self.plays[state.rows[b]]
-            if play.open_round is not None:
-                self._finish_round(play, *play.open_round, state.rows[b].stop is not None, scored.get(b, 0))
+            if (round := plays[b].open_round) is not None:
+                self._finish_round(plays[b], *round, state.rows[b].stop is not None, scored.get(b, 0))
 
     def _record_round(
         self,
@@ -255,10 +252,6 @@ class Selector(Controller):
         entry = play.game.round_finished(arm, outcome)
         play.to_score |= play.game.due() > 0  # asked also for the last round of a text: the schedule counts all
         return entry
-
-    def withdraw_choice(self, state: DecodeState) -> None:
-        for b in self._own(state):
-            self._take_back(self.plays[state.rows[b]])
 
     @staticmethod
     def _take_back(play: ActiveText) -> None:
@@ -286,25 +279,20 @@ class Selector(Controller):
         if play.game.rules.reward == "surplus":
             policy.switch_cost = surplus_lost(self.catch_up_clock.mean, self.clock.rate, play.game.rules.depth)
 
-    def _played(self, state: DecodeState, b: int) -> int:
-        """The arm of the last round that the host knows about."""
-        arm = self.plays[state.rows[b]].arm
-        assert arm is not None
-        return arm
-
     def _made(self, arm: int) -> TimedDraft:
         made = self.arms[arm].made
         assert made is not None
         return made
 
-    def _seconds(self, state: DecodeState, total: float) -> dict[int, float]:
+    def _seconds(self, state: DecodeState, result: RoundResult) -> dict[int, float]:
         """Seconds of a text's round, by arm: the seconds of its draft, shared by the texts it was made for, and a
-        text's share of the rest of `total`, which is the verification."""
-        if len(self._live) == 1:
-            return {self._played(state, self._live[0]): total}
-        texts = Counter(self._played(state, b) for b in self._live)
+        text's share of the rest, which is the verification."""
+        texts = Counter(self.plays[state.rows[b]].chosen[0] for b in result.counts)
+        total = result.seconds if result.verdict is None else processes.broadcast_value(result.seconds)
+        if len(texts) < 2:
+            return {arm: total / count for arm, count in texts.items()}
         drafts = {arm: self._made(arm).seconds for arm in texts}
-        rest = (total - sum(drafts.values())) / len(self._live)
+        rest = (total - sum(drafts.values())) / len(result.counts)
         return {arm: drafts[arm] / count + rest for arm, count in texts.items()}
 
     def _score(self, state: DecodeState, slots: Sequence[int]) -> dict[int, int]:
@@ -322,7 +310,9 @@ class Selector(Controller):
         self.tally.score_s.append(time.perf_counter() - began)
         self.tally.scored += sum(wanted)
         # A draft is no deeper than its number of nodes, which is limited by the batch's budget and by the arm.
-        budget = self.arms[self._played(state, slots[0])].budget
+        played = self.plays[state.rows[slots[0]]].arm
+        assert played is not None
+        budget = self.arms[played].budget
         nodes = np.array([budget if arm.nodes is None else min(budget, arm.nodes) for arm in self.arms])
         within = np.arange(self.scorer.depth) < nodes[:, None, None]
         for b, feedback in enumerate(scores):

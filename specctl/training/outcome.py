@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from specctl.decoding import metrics
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.prompt_features import cluster_of
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Decoded
+from specctl.decoding.records import Decoded, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
@@ -59,15 +62,8 @@ def held_out_acceptance(
 
 def decode_greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
     """Decode texts greedily. Up to rounding, each is decoded as if it were alone."""
-    return decode(
-        target,
-        texts,
-        sampling=GREEDY,
-        max_new_tokens=max_new_tokens,
-        seeds=[0] * len(texts),
-        drafter=drafter,
-        share_rows=False,
-    )
+    engine = Engine(target, Fixed.of(drafter), EngineOptions(share_rows=False))
+    return decode(engine, [Request(text, GREEDY, max_new_tokens) for text in texts])
 
 
 def drafter_info(

@@ -2,10 +2,10 @@
 
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
-from specctl.decoding.offline import decode
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from tests.measuring.streams import QUESTIONS
+from tests.toys.decoding import decode, filling
 
 ACCEPTANCE = Acceptance.of([(5, 10)])
 
@@ -14,7 +14,8 @@ def answered(pupil, target, questions=QUESTIONS, tokens=16):
     """The chunk of a pupil's answers."""
     prompts = [target.render([{"role": "user", "content": text}]) for text in questions]
     options = {"sampling": GREEDY, "max_new_tokens": tokens, "seeds": [0] * len(prompts)}
-    decode(target, prompts, **options, **pupil.drafting([Label(text, "sql") for text in questions]))
+    labels = [Label(text, "sql") for text in questions]
+    decode(target, prompts, controller=pupil.controller, labels=labels, **options, **filling(pupil.buffer))
     chunk = Chunk.of(pupil.buffer, ACCEPTANCE)
     pupil.buffer.clear()
     return chunk

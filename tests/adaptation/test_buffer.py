@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from specctl.adaptation.buffer import ReplayBuffer
 from specctl.decoding.device.rounds import DeviceRounds
-from specctl.decoding.offline import decode, stream
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.distillation.generate import distill
@@ -34,6 +33,7 @@ from specctl.training.example import Example
 from specctl.training.features import FeatureStore
 from specctl.training.trainable import make_trainable
 from tests.lossless.drafters import bushes, own_weights, perfect, ragged
+from tests.toys.decoding import decode, filling, stream
 
 TAPS = (2, 5, 7)
 HOT = Sampling(1.0, 0, 1.0)
@@ -99,7 +99,7 @@ def run(
     return decode(
         target, prompts, sampling=sampling, max_new_tokens=lengths, seeds=SEEDS[: len(prompts)], drafter=drafter,
         slots=slots, taps=taps, exact=exact, on_round=watch,
-        labels=[Label(f"prompt {n}") for n in range(len(prompts))], **buffer.decode_options,
+        labels=[Label(f"prompt {n}") for n in range(len(prompts))], **filling(buffer),
     )  # fmt: skip
 
 
@@ -348,7 +348,7 @@ def test_a_text_broken_off_leaves_nothing(target, five, plain):
     """As SIGTERM in the middle of a chunk: what had ended is there, and the next decoding begins anew."""
     buffer = ReplayBuffer(target, TAPS, max_bytes=ROOM)
     options = dict(sampling=GREEDY, max_new_tokens=LENGTHS, seeds=SEEDS, taps=TAPS)
-    options |= buffer.decode_options
+    options |= filling(buffer)
     decoding = stream(target, five, slots=3, **options)
     first = next(decoding)
     decoding.close()

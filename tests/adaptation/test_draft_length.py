@@ -5,11 +5,11 @@ import itertools
 import pytest
 
 from specctl.adaptation.draft_length import AutoLength, best_length, tokens_per_cost
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from tests.lossless.drafters import own_weights
+from tests.toys.decoding import decode
 
 
 @pytest.mark.parametrize(("a", "k"), [(0.0, 3), (0.6, 0), (0.6, 4), (0.9, 7), (1.0, 5)])

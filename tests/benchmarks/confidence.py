@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
 from specctl.recipe import DraftingRecipe
+from tests.toys.decoding import decode
 
 PROMPTS, TOKENS = 60, 128
 CHAIN = DraftingRecipe(depth=7, width=1, children=1, nodes=7, stop_below=0)

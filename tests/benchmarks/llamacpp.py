@@ -25,13 +25,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters.pool import load_drafter
 from specctl.recipe import DataRecipe, DraftingRecipe
 from tests.benchmarks.comparison import answer, started
+from tests.toys.decoding import decode
 
 THEIRS = str(Path(__file__).with_name("llamacpp_theirs.py"))
 TIE = 0.5  # logits of bf16 weights and sums: a gap of less between the two largest decides nothing

@@ -11,7 +11,7 @@ from transformers import LlamaForCausalLM
 from specctl import progress
 from specctl.commands.eval import evaluate, with_domains_of_drafters
 from specctl.decoding import metrics
-from specctl.decoding.offline import decode
+from specctl.decoding.plain import PLAIN
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.lm import drafter as lm
@@ -21,6 +21,7 @@ from specctl.measuring import contenders
 from specctl.recipe import DataRecipe, DrafterRecipe, EvalRecipe, SamplingRecipe, TargetRecipe
 from specctl.runs import Run
 from tests.measuring.streams import contents
+from tests.toys.decoding import decode
 
 QUESTIONS = ["Table: singer\nColumns: name, age\n\nQuestion: How old is Ann?", "What is 3 + 4?", "Name a colour."]
 CONTRACT = {
@@ -125,9 +126,9 @@ def test_a_drafter_that_changes_the_text_is_caught(tmp_path, prompts, target, pe
     believing = scripted({key: [7] * 64 for key in perfect.answers}, depth=3)
     honest = contenders.decode
 
-    def broken(*args, drafter=None, **options):
-        (decoded,) = honest(*args, drafter=drafter, **options)
-        if drafter is None:
+    def broken(engine, requests):
+        (decoded,) = honest(engine, requests)
+        if engine.controller.drafter is PLAIN:
             return [decoded]
         return [dataclasses.replace(decoded, output_ids=[*decoded.output_ids[:2], 7, *decoded.output_ids[3:]])]
 

@@ -6,12 +6,12 @@ import pytest
 
 from specctl.commands.generate import Piece, generate, pieces
 from specctl.decoding.device import rounds
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.errors import UsageError
 from specctl.recipe import GenerateRecipe, SamplingRecipe, TargetRecipe
 from specctl.runs import Run
 from tests.decoding.test_device_round import SHAPES, eagle3
+from tests.toys.decoding import decode
 
 PROMPT = "What is 3 + 4?"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding import attention, offline
+from specctl.decoding import attention
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import attend
 from specctl.decoding.plan import plan_at, plan_rows
@@ -18,6 +18,7 @@ from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.errors import UsageError
 from specctl.kernels import reference, self_check
+from tests.toys.decoding import decode
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -158,12 +159,12 @@ def test_texts_are_those_of_pytorchs_attention(small, prompts, kernel, chain):
     """In fp32, of a ragged batch of the built-in target: plain, and with drafts of which some are wrong."""
     short = [prompts[0], prompts[1][:40]]
     how = dict(sampling=[GREEDY, Sampling(0.8, 40, 0.9)], max_new_tokens=[7, 6], seeds=[1, 2])
-    plain = offline.decode(small, short, **how)
+    plain = decode(small, short, **how)
     calls = kernel()
     if chain:
-        assert [one.output_ids for one in offline.decode(small, short, **how)] == [one.output_ids for one in plain]
+        assert [one.output_ids for one in decode(small, short, **how)] == [one.output_ids for one in plain]
     answers = {tuple(one.prompt_ids): one.output_ids for one in plain}
-    drafted = offline.decode(small, short, drafter=Guess(answers, chain), **how)
+    drafted = decode(small, short, drafter=Guess(answers, chain), **how)
     assert [one.output_ids for one in drafted] == [one.output_ids for one in plain]
     assert sum(one.accepted for one in drafted) > 3
     assert max(args[0].shape[1] for args in calls) > 2
@@ -183,13 +184,11 @@ def test_exact_mode_is_exact(small, prompts, kernel, monkeypatch):
 
     monkeypatch.setattr(small, "step", watched)
     how = dict(sampling=GREEDY, max_new_tokens=9, seeds=[0], exact=True)
-    plain = offline.decode(small, prompts[:1], **how)[0]
+    plain = decode(small, prompts[:1], **how)[0]
     text = plain.prompt_ids + plain.output_ids
     alone = {start: logits[0] for start, _, logits in steps}
     steps.clear()
-    drafted = offline.decode(
-        small, prompts[:1], drafter=Guess({tuple(plain.prompt_ids): plain.output_ids}, True), **how
-    )
+    drafted = decode(small, prompts[:1], drafter=Guess({tuple(plain.prompt_ids): plain.output_ids}, True), **how)
     assert drafted[0].output_ids == plain.output_ids
     inside = 0
     for start, tokens, logits in steps:

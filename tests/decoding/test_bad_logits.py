@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.errors import CheckpointError
+from tests.toys.decoding import decode
 
 
 class Poisoned:

@@ -16,13 +16,13 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from specctl import kernels
-from specctl.decoding import attention, engine, offline
+from specctl.decoding import attention, host_runner, row_budget
 from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.device_batch import ancestors
-from specctl.decoding.device.kept_caches import CacheKey, KeptCache, KeptCaches
+from specctl.decoding.device.kept_batches import KeptBatches
 from specctl.decoding.models import linear
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.paged import PagedCache
@@ -47,7 +47,8 @@ from specctl.drafters.peagle.head import PEagleHead
 from specctl.drafters.tree import TreeShape
 from specctl.kernels import reference
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
-from tests.toys import mtp
+from tests.toys import decoding, mtp
+from tests.toys.decoding import engine_for
 
 HOT = Sampling(1.0, 0, 1.0)
 FILTERED = Sampling(0.8, 40, 0.9)
@@ -79,7 +80,7 @@ def tiny(tiny_directory):
 def decode(target, prompts=PROMPTS, **more):
     count = len(prompts)
     options = dict(max_new_tokens=NEW[:count], seeds=[1, 2, 3, 4, 5][:count], share_rows=False) | more
-    return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in offline.decode(target, prompts, **options)]
+    return [replace(one, prefill_s=0, decode_s=0, replays=0) for one in decoding.decode(target, prompts, **options)]
 
 
 EAGLE31 = {"norm_before_fc": True, "norm_before_residual": True, "norm_output": True, "sliding_window": 64}
@@ -323,7 +324,7 @@ def test_a_window_that_texts_grow_out_of(tiny, on_device, name):
 @pytest.mark.parametrize("name", [*EACH[1:], "eagle3 chain", "medusa chain", "peagle chain"])
 def test_drafts_grow_where_the_batch_shrinks(tiny, drafters, monkeypatch, name):
     """Of a batch the sequences share the rows of a step: how deep each drafts follows its size on the device, too."""
-    monkeypatch.setattr(engine, "SHARED_ROWS", {"cpu": 9})
+    monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 9})
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     whole, depths = device_round.DeviceRounds.round, set()
     monkeypatch.setattr(
@@ -353,7 +354,7 @@ def test_trees_broader_than_a_step(tiny, drafters, monkeypatch, mode):
     """A head's rows for all levels are more than the slots behind a text that the target's step needs: rounds end on
     the host, where the batch has shrunk, and no text fails at its end."""
     plain = [one.output_ids for one in decode(tiny, sampling=MIXED)]
-    monkeypatch.setattr(engine, "SHARED_ROWS", {"cpu": 93})
+    monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 93})
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
     whole, batches = device_round.DeviceRounds.round, set()
     monkeypatch.setattr(
@@ -410,6 +411,7 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
     monkeypatch.setattr(device_round.DeviceRounds, "_launch", launch)
     with pytest.raises(Stopped):
         decode(target, sampling=sampling, drafter=drafter, **options)
+    found[0].report = lambda state, result: None  # the engine has been abandoned
     return found[0]
 
 
@@ -432,7 +434,7 @@ def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, at
 @pytest.mark.parametrize("name", ["eagle3 tree", "lm sampled", "plain"])
 def test_verification_reads_little_back(tiny, drafters, monkeypatch, name):
     """In a round of the host: parents, what is committed, and whether it is usable. Each read waits for a GPU."""
-    verify, read, reads = engine.verify, torch.Tensor.tolist, []
+    verify, read, reads = host_runner.verify, torch.Tensor.tolist, []
 
     def counted(*args):
         count = []
@@ -444,7 +446,7 @@ def test_verification_reads_little_back(tiny, drafters, monkeypatch, name):
 
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     monkeypatch.setenv("SPECCTL_KERNELS", "reference")
-    monkeypatch.setattr(engine, "verify", counted)
+    monkeypatch.setattr(host_runner, "verify", counted)
     decode(tiny, sampling=MIXED, drafter=drafters(name))
     assert max(reads) == 3
 
@@ -563,10 +565,10 @@ def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypat
     how = dict(sampling=HOT, seeds=[*range(8)], max_new_tokens=[2, 3, 2, *[30] * 5], share_rows=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        texts = offline.decode(tiny, prompts, drafter=drafters(name), **how)
+        texts = decoding.decode(tiny, prompts, drafter=drafters(name), **how)
     assert captured and texts[-1].replays > 0
     monkeypatch.setenv("SPECCTL_KV", "contiguous")
-    plain = offline.decode(tiny, prompts, **how)
+    plain = decoding.decode(tiny, prompts, **how)
     assert [text.output_ids for text in texts] == [text.output_ids for text in plain]
 
 
@@ -579,15 +581,15 @@ def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, 
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host = [decode(tiny, one, drafter=drafter, **how) for one in ask]
     monkeypatch.delenv("SPECCTL_GRAPHS")
-    captured, kept_caches = graphs_on(), KeptCaches()
+    captured, engine = graphs_on(), engine_for(tiny, drafter)
     for one, wanted in zip(ask, host, strict=True):
-        assert decode(tiny, one, drafter=drafter, kept_caches=kept_caches, **how) == wanted
+        assert decode(tiny, one, engine=engine, **how) == wanted
     assert len(captured) == 1
-    decode(tiny, [prompt for (prompt,) in ask], drafter=drafter, kept_caches=kept_caches, **how)
+    decode(tiny, [prompt for (prompt,) in ask], engine=engine, **how)
     assert len(captured) > 1
-    other, before = drafters("eagle3 chain"), len(captured)
+    other, before = engine_for(tiny, drafters("eagle3 chain")), len(captured)
     for one in ask:
-        decode(tiny, one, drafter=other, kept_caches=kept_caches, **how)
+        decode(tiny, one, engine=other, **how)
     assert len(captured) == before + 1
 
 
@@ -598,35 +600,28 @@ def test_a_room_that_has_no_place_for_a_text_is_made_larger(tiny, drafters, grap
     host = [decode(tiny, one, drafter=drafter, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])]
     monkeypatch.delenv("SPECCTL_GRAPHS")
     graphs_on()
-    kept_caches = KeptCaches()
-    assert [
-        decode(tiny, one, drafter=drafter, kept_caches=kept_caches, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])
-    ] == host
+    engine = engine_for(tiny, drafter)
+    assert [decode(tiny, one, engine=engine, **how) for one in ([PROMPTS[0]], long, [PROMPTS[0]])] == host
 
 
 def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_on, monkeypatch):
     """A drafter that was made to forget has other keys and values, and the room's graphs are not its own."""
     drafter, how = drafters("eagle3 tree"), {"sampling": GREEDY, "max_new_tokens": 20}
-    captured, kept_caches = graphs_on(), KeptCaches()
-    first = decode(tiny, PROMPTS, drafter=drafter, kept_caches=kept_caches, slots=1, **how)
-    (room,) = kept_caches._caches.values()
-    drafter.invalidate(room.state)
+    captured, engine = graphs_on(), engine_for(tiny, drafter, slots=1)
+    first = decode(tiny, PROMPTS, engine=engine, **how)
+    (kept,) = engine._kept._batches.values()
+    drafter.invalidate(kept.state)
     before = len(captured)
-    assert decode(tiny, PROMPTS, drafter=drafter, kept_caches=kept_caches, slots=1, **how) == first
+    assert decode(tiny, PROMPTS, engine=engine, **how) == first
     assert len(captured) > before
 
 
 def test_rooms_are_few():
     """Those that were used last stay."""
-    kept_caches, plain = KeptCaches(), object()
-    kept_caches.take("target", plain, fit := CacheKey(1, (), False, True))
+    kept = KeptBatches()
     for batch in (1, 2, 3):
-        kept_caches.keep(
-            fit._replace(batch=batch), KeptCache(SimpleNamespace(nbytes=8, device=torch.device("cpu")), None)
-        )
-    assert kept_caches.take("target", plain, fit) is None
-    assert kept_caches.take("target", plain, fit._replace(batch=3)) is not None
-    assert kept_caches.take("another target", plain, fit._replace(batch=2)) is None
+        kept.keep(SimpleNamespace(batch=batch, nbytes=8, device=torch.device("cpu")), None)
+    assert kept.take(1) is None and kept.take(3) is not None and kept.take(3) is None
 
 
 def test_a_shape_that_fails_leaves_the_others_their_graphs(monkeypatch):
@@ -707,7 +702,7 @@ def test_rounds_go_with_their_stream(tiny, drafters, graphs_on, monkeypatch):
     monkeypatch.setattr(device_round.DeviceRounds, "load", lambda self: (found.append(weakref.ref(self)), load(self)))
     gc.disable()
     try:
-        texts = offline.stream(
+        texts = decoding.stream(
             tiny, PROMPTS, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * 5, drafter=drafters("lm")
         )
         next(texts)

@@ -1,6 +1,8 @@
 """Texts that come, go and fail while others are decoded: each is what it would have been alone."""
 
+import gc
 import random
+import weakref
 
 import pytest
 import torch
@@ -8,9 +10,6 @@ import torch
 from specctl.decoding import engine as engine_module
 from specctl.decoding import state as state_module
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.offline import decode
-from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Label, Request
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -19,6 +18,7 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, UsageError
 from tests.decoding.test_device_round import SHAPES, WORDS, eagle3, small_lm
+from tests.toys.decoding import decode, engine_for
 
 HOT, COLD = Sampling(1.0, 0, 1.0), Sampling(0.7, 12, 0.9)
 PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
@@ -67,7 +67,7 @@ def alone(target, request, drafter=None):
         seeds=[request.seed],
         ends=request.ends,
         drafter=drafter,
-        host=True,
+        on_host=True,
     )
     return found
 
@@ -105,7 +105,7 @@ def test_texts_come_and_go(tiny, monkeypatch, name, seed, rounds):
     monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
     monkeypatch.setattr(state_module, "GROWTH", 4)
     monkeypatch.setattr(engine_module, "TWO_ROUNDS_TOKENS", 20)
-    engine = Engine(tiny, drafter=drafter, slots=rng.choice([None, 2, 4]), share_rows=False)
+    engine = engine_for(tiny, drafter=drafter, slots=rng.choice([None, 2, 4]), share_rows=False)
     told, cancelled, waiting = {}, set(), list(asked)
     while waiting or engine.busy:
         for _ in range(rng.choice([0, 0, 0, 1, 3]) if waiting else 0):
@@ -126,7 +126,7 @@ def test_texts_come_and_go(tiny, monkeypatch, name, seed, rounds):
 
 
 def test_what_waits_can_be_cancelled(tiny):
-    engine = Engine(tiny, slots=1)
+    engine = engine_for(tiny, slots=1)
     first, second = (engine.add(Request([40, 41], GREEDY, 4, ends=frozenset())) for _ in range(2))
     told = {}
     listen(engine.step(), told)
@@ -154,7 +154,7 @@ BAD = {
 def test_a_request_that_cannot_be_is_refused(tiny, reason):
     """The others do not notice."""
     fine = Request([40, 41], HOT, 9, 3)
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
     engine.add(fine)
     engine.step()
     with pytest.raises(DataError, match=reason):
@@ -163,8 +163,9 @@ def test_a_request_that_cannot_be_is_refused(tiny, reason):
 
 
 def test_a_text_longer_than_exact_mode_was_made_for_is_refused(tiny):
-    engine = Engine(tiny, exact=True, longest=12, slots=1)
+    engine = engine_for(tiny, exact=True, slots=1)
     assert engine.add(Request([40, 41], GREEDY, 10)) == 0
+    engine.step()
     with pytest.raises(DataError, match="exact mode"):
         engine.add(Request([40, 41], GREEDY, 11))
 
@@ -202,7 +203,7 @@ def test_logits_that_are_not_finite_end_their_text_alone(tiny, monkeypatch, name
     asked[1] = Request([40] * 50, HOT, 30, 8)
     assert len(alone(tiny, asked[1]).output_ids) > 4
     monkeypatch.setattr(tiny, "model", Damaged(tiny.model, position))
-    engine = Engine(tiny, drafter=drafter, slots=slots, exact=name == "exact", longest=80)
+    engine = engine_for(tiny, drafter=drafter, slots=slots, exact=name == "exact")
     for request in asked:
         engine.add(request)
     told = drain(engine)
@@ -227,7 +228,7 @@ class Fussy(Lookup):
 
 def test_a_drafter_that_raises_ends_the_text_that_it_raises_for(tiny):
     asked = [Request([40, 41], GREEDY, 9), Request([600, 41], GREEDY, 9), Request([44, 44], GREEDY, 9)]
-    engine = Engine(tiny, drafter=Fussy(600))
+    engine = engine_for(tiny, drafter=Fussy(600))
     for request in asked:
         engine.add(request)
     told = drain(engine)
@@ -244,7 +245,7 @@ def test_a_drafter_that_cannot_take_a_batch_ends_all_of_it(tiny):
                 raise RuntimeError("one at a time")
             return super().propose(state, budget)
 
-    engine = Engine(tiny, drafter=Single())
+    engine = engine_for(tiny, drafter=Single())
     for start in (40, 41):
         engine.add(Request([start], GREEDY, 9))
     assert {str(end.error) for _, (end,) in drain(engine).values()} == {"one at a time"}
@@ -268,32 +269,28 @@ class Watching(Controller):
         assert {row.index for row in state.rows if row.stop is None} & {*self.begun} - {*self.ended}
         return self.drafter
 
-    def observe(self, state, draft, verdict):
+    def observe(self, state, result):
         self.seen += 1
 
     def end(self, text):
         self.ended.append(text.index)
 
 
-def test_every_text_has_its_own_controller(tiny):
-    """Which hears of it alone: when it begins, of its rounds, and when it ends, however that is."""
-    own, other, default = Watching(Lookup()), Watching(NoDraft()), Watching(Suffix())
-    asked = [Request([40 + n, 41], GREEDY, 12, n) for n in range(6)]
-    engine = Engine(tiny, controller=default, slots=4)
-    for n, request in enumerate(asked):
-        engine.add(request, (own, other, None)[n % 3])
+def test_a_controller_hears_of_every_text(tiny):
+    """When it begins, of its rounds, and when it ends, however that is."""
+    controller = Watching(Suffix())
+    engine = engine_for(tiny, controller=controller, slots=4)
+    for n in range(6):
+        engine.add(Request([40 + n, 41], GREEDY, 12, n))
     told = {}
     listen(engine.step(), told)
     engine.cancel(3)
     drain(engine, told)
-    for n, controller in enumerate((own, other, default)):
-        assert controller.begun == [n, n + 3] and sorted(controller.ended) == [n, n + 3] and controller.seen
-    for n in (0, 1, 2, 4, 5):
-        assert told[n][0] == alone(tiny, asked[n]).output_ids
+    assert sorted(controller.begun) == sorted(controller.ended) == [*range(6)] and controller.seen
 
 
 def test_a_text_that_its_controller_refuses_fails(tiny):
-    engine = Engine(tiny, controller=Watching(Lookup(), refuses="b"))
+    engine = engine_for(tiny, controller=Watching(Lookup(), refuses="b"))
     for query in "abc":
         engine.add(Request([40, 41], GREEDY, 5, label=Label(query)))
     told = drain(engine)
@@ -305,7 +302,7 @@ def test_a_text_that_its_controller_refuses_fails(tiny):
 def test_a_text_that_fails_in_its_prompt_is_let_go(tiny, monkeypatch):
     """It has no token, but its controller knows of it: a session would wait for its end for ever."""
     monkeypatch.setattr(tiny, "model", Damaged(tiny.model, 40))
-    engine = Engine(tiny, controller=Watching(Lookup()))
+    engine = engine_for(tiny, controller=Watching(Lookup()))
     engine.add(Request([40] * 50, GREEDY, 5))
     assert drain(engine)[0][0] == []
     assert engine.controller.begun == engine.controller.ended == [0]
@@ -316,20 +313,36 @@ def test_room_is_made_as_texts_get_longer(tiny, monkeypatch):
     monkeypatch.setattr(state_module, "GROWTH", 8)
     request = Request([40, 41], Sampling(1.0, 0, 1.0), 400, 0, frozenset())
     monkeypatch.setattr(tiny, "eos_ids", frozenset())
-    engine = Engine(tiny, drafter=eagle3(tiny, SHAPES["tree"]))
+    engine = engine_for(tiny, drafter=eagle3(tiny, SHAPES["tree"]))
     engine.add(request)
     sizes = []
     while engine.busy:
         engine.step()
-        sizes.append(engine.state.capacity)
+        sizes += [engine.state.capacity] * engine.busy
     assert sizes[0] < 100 and sizes == sorted(sizes) and len(set(sizes)) < 6
     assert len(set(sizes)) > 2 and sizes[-1] <= 402 + engine.state.spare + 1
 
 
 def test_an_engine_that_has_run_dry_goes_on(tiny):
-    engine = Engine(tiny, controller=Fixed(Lookup()))
+    engine = engine_for(tiny, controller=Fixed(Lookup()))
     for n in range(3):
         request = Request([40 + n], HOT, 7, n)
         assert engine.add(request) == n
         assert drain(engine)[n][0] == alone(tiny, request).output_ids
         assert not engine.busy and engine.step() == []
+
+
+@pytest.mark.parametrize("rounds", ["0", "eager"])
+def test_an_engine_that_is_dropped_frees_its_memory(tiny, monkeypatch, rounds):
+    """At once, without the garbage collector: a GPU's memory is in it."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
+    engine = engine_for(tiny, drafter=Lookup(3))
+    engine.add(Request([40, 41], GREEDY, 9))
+    drain(engine)
+    gone = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert gone() is None
+    finally:
+        gc.enable()

@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from specctl import kernels
-from specctl.decoding import offline
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.models import fused
 from specctl.decoding.models.fused import LayerShape
@@ -22,6 +21,7 @@ from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.errors import UsageError
 from specctl.kernels import reference
+from tests.toys.decoding import decode
 
 CPU = torch.device("cpu")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -68,11 +68,11 @@ def test_texts_are_the_same(tiny_directory, fuse, monkeypatch):
     """On the host, then in the device's rounds."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     how = dict(sampling=[GREEDY, Sampling(0.8, 40, 0.9)], max_new_tokens=[6, 4], seeds=[1, 2])
-    expected = [one.output_ids for one in offline.decode(target, PROMPTS, **how)]
+    expected = [one.output_ids for one in decode(target, PROMPTS, **how)]
     fuse()
-    assert [one.output_ids for one in offline.decode(target, PROMPTS, **how)] == expected
+    assert [one.output_ids for one in decode(target, PROMPTS, **how)] == expected
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    assert [one.output_ids for one in offline.decode(target, PROMPTS, **how)] == expected
+    assert [one.output_ids for one in decode(target, PROMPTS, **how)] == expected
 
 
 class Launches(TorchDispatchMode):
@@ -129,7 +129,7 @@ def test_launches_of_a_plain_round(tiny_directory, fuse, monkeypatch, name, spli
     totals = []
     for layers in (2, 3):
         monkeypatch.setattr(target.model, "layers", (target.model.layers * 2)[:layers])
-        offline.decode(target, PROMPTS[:1], sampling=GREEDY, max_new_tokens=3, seeds=[0])
+        decode(target, PROMPTS[:1], sampling=GREEDY, max_new_tokens=3, seeds=[0])
         totals.append(counts[-1].total())
     layer, rest = totals[1] - totals[0], totals[0] - 2 * (totals[1] - totals[0])
     assert layer == 9 + (splits > 1), counts[-1]

@@ -22,12 +22,12 @@ from specctl.decoding.models import gguf_file, gguf_target, gguf_tokenizer, iden
 from specctl.decoding.models.layerless import load_layerless
 from specctl.decoding.models.loading import builtin_path, is_hub_id, load_config, load_model, load_tokenizer
 from specctl.decoding.models.parallel import Slice, load_slice
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import CheckpointError
 from tests.conftest import LLAMA3_ROPE, write_tiny
+from tests.toys.decoding import decode
 
 SIZES = {
     "hidden_size": 64,

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch._subclasses import FakeTensorMode
 
-from specctl.decoding import offline
 from specctl.decoding.models import linear
 from specctl.decoding.models.linear import LARGEST, ROUNDED, DraftLinear, Linear, VocabularyHead, fits_half
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import load_target
 from tests.decoding.test_device_round import small_lm
+from tests.toys.decoding import decode
 
 packs = pytest.mark.skipif(not linear._half_computes(), reason="this torch has no fp16 products on this CPU")
 
@@ -179,7 +179,7 @@ def test_texts_of_such_logits_are_those_of_plain_decoding(sums, tiny_directory, 
         return said
 
     target.step = watched
-    texts = [offline.decode(target, [[5, 9, 30], [8, 4]], drafter=who, **how) for who in (None, drafter)]
+    texts = [decode(target, [[5, 9, 30], [8, 4]], drafter=who, **how) for who in (None, drafter)]
     assert kinds == {torch.float32} and texts[1][0].drafted > 0
     if proposal == "deterministic":
         assert [text.output_ids for text in texts[0]] == [text.output_ids for text in texts[1]]

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from specctl.decoding import metrics
-from specctl.decoding.offline import decode
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import GREEDY
+from tests.toys.decoding import decode
 
 
 def sequence(output=(), *, passes=0, accepted=(), offered=(), prefill_s=0.0, decode_s=0.0, drafted=0) -> Decoded:

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specctl.decoding import engine, offline
+from specctl import threads
+from specctl.decoding import engine, row_budget
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
+from tests.toys.decoding import decode, stream
 
 
 class Room:
@@ -27,15 +29,15 @@ class Room:
 def budgets(target, prompts, **options):
     drafter = Room()
     limits = [4, 9, 14]
-    offline.decode(target, prompts, sampling=GREEDY, max_new_tokens=limits, seeds=[0] * 3, drafter=drafter, **options)
+    decode(target, prompts, sampling=GREEDY, max_new_tokens=limits, seeds=[0] * 3, drafter=drafter, **options)
     return drafter.seen
 
 
 def test_sequences_of_a_batch_share_the_cheap_rows(target, prompts):
     """Not in exact mode, whose rows are fixed; and not where acceptance is measured."""
-    whole = {engine.MAX_NODES - 1}
+    whole = {row_budget.MAX_NODES - 1}
     seen = budgets(target, prompts)
-    assert seen[3] == {engine.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
+    assert seen[3] == {row_budget.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
     assert set.union(*budgets(target, prompts, share_rows=False).values()) == whole
     assert set.union(*budgets(target, prompts, exact=True).values()) == {engine.EXACT_ROWS - 1}
 
@@ -43,10 +45,10 @@ def test_sequences_of_a_batch_share_the_cheap_rows(target, prompts):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_step_of_many_sequences_is_no_larger_than_what_is_cheap(device):
     """A GPU's default tree of 48 nodes for each of 64 sequences would be 3,136 rows: six steps' worth."""
-    rows = engine.SHARED_ROWS[device]
-    nodes = [engine.nodes_within(rows, batch) for batch in range(1, rows + 1)]
+    rows = row_budget.SHARED_ROWS[device]
+    nodes = [row_budget.nodes_within(rows, batch) for batch in range(1, rows + 1)]
     assert all(batch * (1 + count) <= rows for batch, count in enumerate(nodes, 1) if count > 1)
-    assert all(batch * (2 + count) > rows for batch, count in enumerate(nodes, 1) if count < engine.MAX_NODES - 1)
+    assert all(batch * (2 + count) > rows for batch, count in enumerate(nodes, 1) if count < row_budget.MAX_NODES - 1)
     assert nodes == sorted(nodes, reverse=True) and nodes[-1] == 1
 
 
@@ -54,18 +56,18 @@ def test_a_step_of_many_sequences_is_no_larger_than_what_is_cheap(device):
 def test_a_gpu_shares_rows_too(slots, nodes):
     """128 as long as nobody has measured more; the front page has these numbers."""
     state = SimpleNamespace(device=torch.device("cuda"), batch=slots, exact_rows=0)
-    assert engine._budget(state, share=True) == nodes
-    assert engine._budget(state, share=False) == engine.MAX_NODES - 1
+    assert row_budget.node_budget(state, share=True) == nodes
+    assert row_budget.node_budget(state, share=False) == row_budget.MAX_NODES - 1
 
 
 def test_texts_leave_when_they_are_finished(target, prompts):
     """Short ones first, each with the time until then; `decode` puts them in order again."""
     options = dict(sampling=GREEDY, max_new_tokens=[9, 2, 5], seeds=[0] * 3)
-    found = list(offline.stream(target, prompts, **options))
+    found = list(stream(target, prompts, **options))
     lengths = [len(one.output_ids) for one in found]
     assert lengths == sorted(lengths) and [one.index for one in found] != [0, 1, 2]
     assert [one.decode_s for one in found] == sorted(one.decode_s for one in found)
-    together = offline.decode(target, prompts, **options)
+    together = decode(target, prompts, **options)
     assert [one.index for one in together] == [0, 1, 2]
     assert len({one.decode_s for one in together}) == 1
 
@@ -73,12 +75,10 @@ def test_texts_leave_when_they_are_finished(target, prompts):
 def test_few_threads_for_a_text_and_more_for_prompts_and_batches(target, prompts, monkeypatch):
     """A prompt is a step of many rows; a text that waits for a slot is in no step."""
     asked = []
-    monkeypatch.setattr(
-        engine.threads, "step_threads", lambda flops: asked.append(flops / target.row_flops) or nullcontext()
-    )
+    monkeypatch.setattr(threads, "step_threads", lambda flops: asked.append(flops / target.row_flops) or nullcontext())
     options = {"sampling": GREEDY, "max_new_tokens": 2}
-    offline.decode(target, prompts[:1], seeds=[0], **options)
+    decode(target, prompts[:1], seeds=[0], **options)
     assert asked == [1, len(prompts[0])]
     asked.clear()
-    offline.decode(target, [*prompts, *prompts], seeds=[0] * 6, slots=2, **options)
+    decode(target, [*prompts, *prompts], seeds=[0] * 6, slots=2, **options)
     assert asked[:2] == [2, len(prompts[0]) + len(prompts[1])]

@@ -11,17 +11,18 @@ from specctl.decoding import prefill
 from specctl.decoding import state as state_module
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.engine import SHARED_ROWS, Engine
 from specctl.decoding.models import lean, linear
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.pages import SCRATCH_PAGE, PagePool, PoolLayout, budget, pages_for
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import Request
+from specctl.decoding.row_budget import SHARED_ROWS
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.errors import DataError, UsageError
 from specctl.kernels import PAGE
 from tests.decoding.test_device_round import SHAPES, WORDS, NoHost, depth_heads, eagle3, loaded
+from tests.toys.decoding import engine_for
 
 CPU = torch.device("cpu")
 FORM = PoolLayout(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
@@ -78,7 +79,7 @@ def requests(count, seed=0, longest=150):
 
 def texts(target, asked, watch=None, **options):
     """Texts that come while others are decoded, by id, and how many drafted tokens each has taken."""
-    engine, ended, coming = Engine(target, **options), {}, list(asked)
+    engine, ended, coming = engine_for(target, **options), {}, list(asked)
     while engine.busy or coming:
         for _ in range(2):
             if coming:
@@ -136,7 +137,7 @@ def test_batches_have_few_sizes(tiny, pages, monkeypatch, name):
     def batches(kept):
         placed.clear()
         monkeypatch.setenv("SPECCTL_KV", kept)
-        engine = Engine(tiny, drafter=drafter, share_rows=False)
+        engine = engine_for(tiny, drafter=drafter, share_rows=False)
         for one in asked:
             engine.add(one)
         ended = {}
@@ -164,7 +165,7 @@ def test_rows_without_a_text_have_their_share_of_a_step(tiny, pages, monkeypatch
 
     monkeypatch.setattr(tiny, "step", counted)
     pages()
-    engine = Engine(tiny, drafter=MADE["tree"](tiny))
+    engine = engine_for(tiny, drafter=MADE["tree"](tiny))
     for one in asked:
         engine.add(one)
     while engine.busy:
@@ -193,7 +194,7 @@ def test_texts_wait_for_pages(tiny, pages):
 
 def test_a_text_that_never_fits_is_refused_alone(tiny, pages):
     pages(4)
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
     engine.add(Request([5, 6], GREEDY, 20, 0))
     with pytest.raises(DataError, match="does not fit in memory"):
         engine.add(Request([5] * 100, GREEDY, 150, 0))
@@ -204,7 +205,7 @@ def test_a_text_that_never_fits_is_refused_alone(tiny, pages):
 def test_a_text_does_not_wait_for_those_of_others_for_ever(tiny, pages):
     """An engine that nobody steps any more has all pages."""
     pages(4)
-    other, engine = Engine(tiny), Engine(tiny)
+    other, engine = engine_for(tiny), engine_for(tiny)
     other.add(Request([5] * 100, GREEDY, 80, 0))
     other.step()
     engine.add(Request([5, 6], GREEDY, 20, 0))
@@ -267,7 +268,7 @@ def test_prompts_that_go_on_alike_are_read_together(tiny, pages, monkeypatch, ro
     grouped = prefill.groups
     monkeypatch.setattr(prefill, "groups", lambda lengths, slots, _, at: grouped(lengths, slots, 1000, at))
     pages()
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
     for one in asked[::-1]:
         engine.add(one)
     rows_read.clear()
@@ -281,7 +282,7 @@ def test_prompts_that_go_on_alike_are_read_together(tiny, pages, monkeypatch, ro
 def test_a_page_that_is_taken_anew_is_no_beginning_any_more(tiny, pages, rows_read):
     """Texts fill the pool, and the beginning of one that has ended with others."""
     pages(6)
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
 
     def answer(prompt):
         engine.add(Request(prompt, GREEDY, 20, 0))
@@ -308,7 +309,7 @@ def test_drafters_that_read_features_read_whole_prompts(tiny, pages, rows_read):
 
 def test_what_is_cancelled_gives_its_pages_back(tiny, pages):
     pages(4)
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
     first = engine.add(Request([5] * 100, GREEDY, 80, 0))
     engine.step()
     second = engine.add(Request([7] * 90, GREEDY, 10, 0))
@@ -322,7 +323,7 @@ def test_what_is_cancelled_gives_its_pages_back(tiny, pages):
 def test_a_failed_text_leaves_no_nan(tiny, pages):
     """The next one has its pages: a NaN that is hidden is one all the same."""
     pools = pages(8)
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
     ids = [engine.add(Request([5] * size, GREEDY, 60, 0)) for size in (100, 7)]
     engine.step()
     cache = engine.state.cache
@@ -344,7 +345,7 @@ def test_a_text_that_fails_fails_alone(tiny, pages, monkeypatch):
     embedding[bad] = torch.nan
     monkeypatch.setattr(tiny.model, "embedding", embedding)
     pools = pages()
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
     for one in (*asked, Request([bad], GREEDY, 9, 0)):
         engine.add(one)
     ended = {}
@@ -416,7 +417,7 @@ def test_shrinking_and_growing_move_nothing(tiny, monkeypatch, largest_tensor, k
     monkeypatch.setenv("SPECCTL_KV_GIB", "0.05")
     monkeypatch.setattr(state_module, "GROWTH", 20)
     tiny._pool = None
-    engine = Engine(tiny)
+    engine = engine_for(tiny)
     for size in (1, 70, 3, 30):
         engine.add(Request([5] * size, GREEDY, 180, 0))
     engine.step()
@@ -447,13 +448,13 @@ def test_a_round_in_pages_asks_the_host_nothing(tiny, monkeypatch, name):
 
 def test_a_pool_lives_as_long_as_its_texts(tiny, pages):
     pools = pages()
-    first, second = Engine(tiny), Engine(tiny)
+    first, second = engine_for(tiny), engine_for(tiny)
     assert first.state.pool is second.state.pool and len(pools) == 1
     del first, second
     pools.clear()
     gc.collect()
     assert tiny._pool() is None
-    pools.append(Engine(tiny).state.pool)
+    pools.append(engine_for(tiny).state.pool)
 
 
 def test_who_decides(tiny, monkeypatch):
@@ -487,4 +488,4 @@ def test_a_pool_without_a_page_is_refused():
 
 def test_exact_mode_has_no_pages(tiny, monkeypatch):
     monkeypatch.setenv("SPECCTL_KV", "paged")
-    assert Engine(tiny, exact=True, longest=50).state.pool is None
+    assert engine_for(tiny, exact=True).state.pool is None

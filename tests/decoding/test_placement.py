@@ -18,7 +18,6 @@ from specctl.decoding.models import loading
 from specctl.decoding.models.hf import ShardedCache
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.models.loading import own_gpus, pick_device
-from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
@@ -26,6 +25,7 @@ from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import TargetRecipe
 from tests.conftest import SIZES
 from tests.lossless.drafters import constant
+from tests.toys.decoding import decode
 
 CPU = torch.device("cpu")
 CAPTURED: dict = dict(capture_output=True, text=True)

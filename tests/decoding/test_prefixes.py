@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.sampling import GREEDY, Draws, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
+from tests.toys.decoding import decode
 
 HOT = Sampling(0.8, 0, 1.0)
 SHORT = {"max_new_tokens": 6, "sampling": GREEDY}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.engine import Engine
 from specctl.decoding.prompt_features import FEATURES, PromptClusters, cluster_of, features_of
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
+from tests.toys.decoding import engine_for
 
 
 def test_states_that_are_not_finite_say_nothing():
@@ -29,7 +29,7 @@ def test_a_kind_is_the_mean_of_what_decoding_sees(target):
     taps, prompts = (2, 5), [list(range(5, 30)), list(range(90, 100))]
     seen = []
     for prompt in prompts:
-        engine = Engine(target, taps=taps)
+        engine = engine_for(target, taps=taps)
         engine.add(Request(prompt, GREEDY, 2))
         engine.step()
         seen.append(features_of(engine.state.features[0, : len(prompt)]))

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 
 from specctl.decoding.models import lean, loading
 from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
-from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import Target, load_target
@@ -27,6 +26,7 @@ from specctl.errors import CheckpointError, DataError
 from specctl.kernels.distill import Teacher
 from tests.conftest import write_tiny
 from tests.lossless.drafters import bushes, constant, full_tree, ragged
+from tests.toys.decoding import decode
 
 SMALL = {
     "hidden_size": 48,

@@ -14,7 +14,6 @@ from specctl.commands import bench
 from specctl.decoding.models.lean import check_slices
 from specctl.decoding.models.loading import load_config
 from specctl.decoding.models.parallel import Slice, load_slice
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.lm.model import base_of
@@ -24,6 +23,7 @@ from specctl.reasoning.judge import make_judge
 from specctl.reasoning.modes import load_draft_lm
 from specctl.recipe import BenchRecipe, DrafterRecipe, JudgeRecipe, RouterRecipe, TargetRecipe
 from specctl.selection.routing.router import Router
+from tests.toys.decoding import decode
 
 FP32 = {"device": "cpu", "dtype": "fp32"}
 CPU = {"device": torch.device("cpu"), "dtype": torch.float32}

@@ -6,7 +6,6 @@ import sys
 import torch
 
 from specctl import processes
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
@@ -15,6 +14,7 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.tree import TreeShape
 from specctl.errors import SpecctlError
 from tests.lossless.drafters import constant
+from tests.toys.decoding import decode
 
 PROMPTS = [[(7 * i) % 40 + 100 for i in range(30)], [(5 * i) % 90 + 50 for i in range(9)]]
 

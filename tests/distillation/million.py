@@ -43,15 +43,22 @@ def write(path: Path, count: int) -> None:
             file.write(json.dumps({"prompt": text, "license": "MIT"}) + "\n")
 
 
-def answers(target, prompts, *, max_new_tokens, seeds, **options):
+class NoEngine:
+    """An engine that decodes nothing."""
+
+    def __init__(self, target, controller, options):
+        self.options = options
+
+
+def answers(engine, requests):
     """Instead of decoding: numbers that follow from the seed."""
-    for index, seed in enumerate(seeds):
-        ids = random.Random(seed).choices(range(50000), k=RESPONSE)
+    for index, request in enumerate(requests):
+        ids = random.Random(request.seed).choices(range(50000), k=RESPONSE)
         yield SimpleNamespace(index=index, output_ids=ids, stop="eos")
 
 
 def main(count: int) -> None:
-    generate.stream = answers
+    generate.Engine, generate.stream = NoEngine, answers
     with tempfile.TemporaryDirectory() as directory:
         place = Path(directory)
         write(place / "prompts.jsonl", count)

@@ -13,20 +13,21 @@ from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import contents
 from specctl.reporting.style import Looks
 from specctl.runs import Run
-from tests.distillation.million import Target
+from tests.distillation.million import NoEngine, Target
 
 TEXT = "private words of a user " + " ".join(f"word{n}" for n in range(60))
 
 
-def looping(target, prompts, *, seeds, **options):
+def looping(engine, requests):
     """Of every four answers one loops, and one is truncated."""
-    for index, seed in enumerate(seeds):
-        ids = [seed % 1000 + place for place in range(20 + index)] + [1, 2] * 20 * (index % 4 == 0)
+    for index, request in enumerate(requests):
+        ids = [request.seed % 1000 + place for place in range(20 + index)] + [1, 2] * 20 * (index % 4 == 0)
         yield SimpleNamespace(index=index, output_ids=ids, stop="length" if index % 4 < 2 else "eos")
 
 
 @pytest.fixture
 def go(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "Engine", NoEngine)
     monkeypatch.setattr(generate, "stream", looping)
     rows = [{"prompt": f"{number} " + " ".join(f"of{number}is{n}" for n in range(20))} for number in range(11)]
     rows += [{"prompt": TEXT}, {"prompt": TEXT}, {"prompt": f"{TEXT}!"}]

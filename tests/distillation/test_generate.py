@@ -20,6 +20,7 @@ from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
+from tests.distillation.million import NoEngine
 
 IDENTITY = {"name": "fake", "hidden_size": 8, "num_layers": 1, "vocab_hash": "cafe"}
 
@@ -39,21 +40,24 @@ class FakeTarget:
         return list(messages[0]["content"].encode())
 
 
-def fake_stream(target, prompts, *, sampling, max_new_tokens, seeds, slots, drafter=None, exact=False):
+def fake_stream(engine, requests):
     """Text that depends on prompt, temperature and seed, as the core promises, and on nothing else; out of order."""
-    order = list(range(len(prompts)))
+    order, slots = list(range(len(requests))), engine.options.slots
     for start in range(0, len(order), slots):
         order[start : start + slots] = reversed(order[start : start + slots])
     for index in order:
-        key = [prompts[index], sampling[index].temperature, seeds[index] if sampling[index].temperature else 0]
+        request = requests[index]
+        temperature = request.sampling.temperature
+        key = [request.prompt, temperature, request.seed if temperature else 0]
         digest = hashlib.sha256(json.dumps(key).encode()).digest()
-        ids = list(digest[: min(max_new_tokens[index], 1 + digest[0] % 20)])
+        ids = list(digest[: min(request.max_new_tokens, 1 + digest[0] % 20)])
         yield SimpleNamespace(index=index, output_ids=ids, stop="eos")
 
 
 @pytest.fixture(autouse=True)
 def no_model(request, monkeypatch):
     if "built_in" not in request.node.name:
+        monkeypatch.setattr(generate, "Engine", NoEngine)
         monkeypatch.setattr(generate, "stream", fake_stream)
 
 
@@ -112,10 +116,10 @@ def test_repeats_cycle_through_temperatures_and_skip_greedy_copies(questions, tm
 def test_batches_are_dense(questions, tmp_path, monkeypatch):
     widths = []
 
-    def spy(target, prompts, **options):
-        lengths = [len(prompt) for prompt in prompts]
-        widths.extend(lengths[start : start + options["slots"]] for start in range(0, len(lengths), options["slots"]))
-        return fake_stream(target, prompts, **options)
+    def spy(engine, requests):
+        lengths, slots = [len(request.prompt) for request in requests], engine.options.slots
+        widths.extend(lengths[start : start + slots] for start in range(0, len(lengths), slots))
+        return fake_stream(engine, requests)
 
     monkeypatch.setattr(generate, "stream", spy)
     go(questions, tmp_path / "out")

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.lm.drafter import LMDrafter
@@ -13,6 +12,7 @@ from specctl.drafters.text.lookup import Lookup
 from tests.drafters.test_depth_drafter import built
 from tests.drafters.test_stacked import SHAPE, eagle3_head
 from tests.lossless.drafters import own_weights
+from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
@@ -15,6 +14,7 @@ from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.recorded import recorded_logits
 from tests.lossless.drafters import ragged
+from tests.toys.decoding import decode
 
 HEADS = 3
 FAMILIES = ("hydra", "medusa")

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from specctl.decoding.catch_up import CatchUp
-from specctl.decoding.offline import decode
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
@@ -20,6 +19,7 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.recorded import recorded_logits
+from tests.toys.decoding import decode
 
 CHAIN = TreeShape(8, 1, 8, 1, 0.0)
 KINDS = {

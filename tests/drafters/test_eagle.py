@@ -4,7 +4,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle import drafter as eagle
 from specctl.drafters.eagle.drafter import EagleDrafter
@@ -13,6 +12,7 @@ from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
+from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import torch
 
 from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.loading import cpu_has_bf16
-from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -17,6 +16,7 @@ from specctl.recipe import DrafterRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.recorded import recorded_logits
+from tests.toys.decoding import decode
 
 STEPS = 3
 

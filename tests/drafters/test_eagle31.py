@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specctl.decoding.models import linear
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -21,6 +20,7 @@ from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
 from tests.drafters.test_eagle3_head import run
 from tests.drafters.test_stacked import disturbed
 from tests.drafters.variants import NORMS, TRAINED, VARIANTS
+from tests.toys.decoding import decode
 
 SHAPE = TreeShape(STEPS, 1, STEPS, 1, 0.0)
 

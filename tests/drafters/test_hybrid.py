@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.records import Score, topology
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
@@ -36,6 +35,7 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.tree import ProposedTree
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DraftingRecipe
+from tests.toys.decoding import decode
 
 EVEN = [1.0] * 8  # claims that are right on average
 CHEAP = Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001)

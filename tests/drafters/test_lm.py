@@ -6,7 +6,6 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from specctl import kernels
-from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Controller
 from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.decoding.state import READ_ALONE_ROWS
@@ -18,6 +17,7 @@ from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, own_weights, ragged
+from tests.toys.decoding import decode
 
 HOT = Sampling(0.9, 50, 0.95)
 
@@ -305,7 +305,7 @@ def test_after_a_long_sleep_in_a_full_batch(target, model, prompts, monkeypatch)
         def choose(self, state):
             return drafter if next(rounds) % 80 == 0 else nobody
 
-        def observe(self, state, draft, verdict):
+        def observe(self, state, result):
             pass
 
     ids = [prompts[0] * 12, *([prompts[2]] * 4)]

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup, NGramIndex
+from tests.toys.decoding import decode
 
 TEXT = st.lists(st.integers(0, 3), max_size=40)
 

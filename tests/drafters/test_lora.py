@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specctl.decoding.models.linear import Linear
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, lora, pool
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -13,6 +12,7 @@ from specctl.drafters.lora import Adapter, LowRank
 from specctl.errors import CheckpointError, RecipeError
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, LoraRecipe, TrainRecipe
+from tests.toys.decoding import decode
 
 SETTINGS = {"rank": 4, "alpha": 8.0}
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
 from specctl.drafters.feature.mixture import Mixture
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from tests.toys.decoding import decode
 
 SHAPES = {"chain": DraftingRecipe(depth=4, width=1, children=1, nodes=4), "tree": DraftingRecipe(depth=3, width=2)}
 

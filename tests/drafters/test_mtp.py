@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.feature.mixture import Mixture
@@ -22,6 +21,7 @@ from specctl.training.example import Example
 from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
 from tests.drafters.test_eagle3_head import run as checkpointed
 from tests.toys import mtp as toys
+from tests.toys.decoding import decode
 
 CHAIN = TreeShape(STEPS, 1, STEPS, 1, 0.0)
 KINDS = {

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle import drafter as eagle
@@ -19,6 +18,7 @@ from tests.drafters.test_eagle3 import forced
 from tests.drafters.test_eagle31 import SHAPE, eagle31
 from tests.drafters.test_stacked import disturbed
 from tests.toys import mtp as toys
+from tests.toys.decoding import decode
 
 pytestmark = pytest.mark.skipif(native.library() is None, reason="no AVX512-BF16, or no C++ compiler")
 TREE = TreeShape(depth=4, width=3, nodes=9, children=2, stop_below=0.0)

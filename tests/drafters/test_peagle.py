@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from specctl.decoding.catch_up import CatchUp
-from specctl.decoding.offline import decode
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.peagle import drafter as peagle
@@ -19,6 +18,7 @@ from specctl.recipe import TrainRecipe
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.recorded import recorded_logits
+from tests.toys.decoding import decode
 
 DEPTHS = 5
 CHAIN = TreeShape(DEPTHS, 1, DEPTHS, 1, 0.0)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from specctl.decoding.models import linear
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle import drafter as eagle
@@ -21,6 +20,7 @@ from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.drafters.test_lora import random_adapter
 from tests.toys import mtp as mtp_layers
+from tests.toys.decoding import decode
 
 SHAPE = TreeShape(3, 1, 3, 1, 0.0)
 

@@ -5,7 +5,6 @@ import torch
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.device.rounds import device_rounds
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.dflash.drafter import BlockDrafter
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
@@ -21,6 +20,7 @@ from tests.drafters.test_peagle import peagle_head
 from tests.drafters.test_stacked import SHAPE, eagle3_head, eagle_drafter
 from tests.lossless.drafters import own_weights
 from tests.toys import mtp
+from tests.toys.decoding import decode
 
 SINK, WINDOW = 2, 6
 NARROW = CatchUp(SINK, WINDOW)
@@ -181,7 +181,7 @@ def test_rounds_on_the_device_know_of_no_gaps(target, prompts, own, monkeypatch)
 
     def ask(state):
         for state.catch_up in (RECOMPUTE, NARROW):
-            found.append(device_rounds(target, state, drafter, lambda _: 8) is None)
+            found.append(device_rounds(target, state, drafter, lambda *_: 8, lambda *_: None) is None)
 
     watch(target, prompts[:1], drafter, ask, new=2)
     assert found == [False, True]

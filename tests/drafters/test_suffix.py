@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.retrieval.datastore import Datastore
 from specctl.drafters.text.automaton import Match, SuffixAutomaton
 from specctl.drafters.text.suffix import Suffix, SuffixText
 from specctl.drafters.text.text_tree import TextTreeShape, first_level, grow
+from tests.toys.decoding import decode
 
 DEPTH, NODES, CHILDREN = 6, 9, 3
 

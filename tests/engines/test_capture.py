@@ -74,7 +74,7 @@ def test_states_come_with_their_places_through_faults(engine, tmp_path):
     """A fifth of the requests fail in five ways; what is read is deleted, and what came through a failed request stays
     the server's to delete."""
     engine.faults = lambda number: FAULTS[number // 5 % len(FAULTS)] if number % 5 == 0 else None
-    engine.seconds, engine.accepts_late_counts = 0.005, 0.02
+    engine.seconds, engine.delay_s = 0.005, 0.02
     wanted = WANTED[engine.engine]
     with Client(recipe(engine, concurrency=6, timeout_s=0.3)) as client:
         client.check_states(wanted)

@@ -18,7 +18,6 @@ import pytest
 
 from specctl.commands import export as exporting
 from specctl.decoding.models.loading import builtin_path
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.distillation.generate import distill
@@ -41,6 +40,7 @@ from specctl.runs import Run
 from specctl.training import loop
 from tests.lossless.drafters import own_weights
 from tests.toys import mtp
+from tests.toys.decoding import decode
 
 ROOT = Path(__file__).parents[2]
 PLACE = Path(os.environ.get("SPECCTL_VLLM") or ROOT / ".venv-vllm")

@@ -18,7 +18,6 @@ import torch
 from specctl.commands import export as exporting
 from specctl.commands.eval import evaluate
 from specctl.decoding.models.loading import builtin_path
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation import store
 from specctl.distillation.generate import distill
@@ -43,6 +42,7 @@ from specctl.training.data import load_corpus
 from specctl.training.features import FeatureStore
 from specctl.training.served_features import needed_states
 from tests.engines.test_vllm import MEASURED, PLACE, PYTHON, trained
+from tests.toys.decoding import decode
 
 TOKENS = 3
 NEW = 40

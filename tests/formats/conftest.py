@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from specctl.commands import export as exporting
 from specctl.commands import import_
 from specctl.decoding.models.loading import load_model
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.dflash.head import BlockConfig, BlockHead
@@ -22,6 +21,7 @@ from specctl.drafters.lm.model import LM
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
 from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe
 from tests.drafters.conftest import exact_products
+from tests.toys.decoding import decode
 
 __all__ = ["exact_products"]
 

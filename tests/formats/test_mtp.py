@@ -106,8 +106,8 @@ def test_an_engine_drafts_with_what_was_trained(make, tmp_path, kind, shards):
 
 def forced_text(target, ids):
     """Ids and what the target says greedily behind all but the last of them."""
-    from specctl.decoding.offline import decode
     from specctl.decoding.sampling import GREEDY
+    from tests.toys.decoding import decode
 
     found = decode(target, [ids[:-1]], sampling=GREEDY, max_new_tokens=5, seeds=[0])[0]
     return found.prompt_ids + found.output_ids

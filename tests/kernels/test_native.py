@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
 from specctl.kernels import native
 from tests.conftest import SIZES, write_tiny
+from tests.toys.decoding import decode
 
 needed = pytest.mark.skipif(native.library() is None, reason="no AVX512-BF16, or no C++ compiler")
 WIDE = SIZES | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 160, "num_attention_heads": 12}

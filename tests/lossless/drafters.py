@@ -112,7 +112,7 @@ class Rotate(Controller):
         self.round += 1
         return self.drafters[self.round % len(self.drafters)]
 
-    def observe(self, state, draft, verdict):
+    def observe(self, state, result):
         pass
 
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl.decoding.cache import KVCache
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import load_target
 from tests.lossless.drafters import bushes, ragged
+from tests.toys.decoding import decode
 
 TAPS = (0, 1, 3)
 PROMPTS = [[5, 9, 300, 12, 7, 7, 41], [88, 4], [17, 230, 17, 230, 17]]

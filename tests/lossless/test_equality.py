@@ -11,7 +11,6 @@ import torch
 
 from specctl import kernels
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
-from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
@@ -31,6 +30,7 @@ from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, full_tree, own_weights, perfect, ragged
 from tests.toys import mtp
+from tests.toys.decoding import decode
 
 NEW = 20
 HOT = Sampling(1.0, 0, 1.0)

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from specctl import kernels
-from specctl.decoding import offline, prefill
+from specctl.decoding import prefill
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import ACCEPT, Draws, Sampling
 from specctl.decoding.target import Target
@@ -20,6 +20,7 @@ from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.model import LM
 from specctl.drafters.lm.shape import ChainShape
 from specctl.kernels import reference
+from tests.toys.decoding import decode
 
 VOCABULARY = 3
 NEW = 5  # tokens of a text: the first is drawn from the prompt's own forward, the others in rounds
@@ -93,7 +94,7 @@ def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS):
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SPECCTL_GRAPHS", "eager" if device else "0")
-            written = offline.decode(target, [PROMPT] * len(seeds), **options)
+            written = decode(target, [PROMPT] * len(seeds), **options)
         assert (written[-1].ahead > 0) == device
         counts += torch.bincount(
             (torch.tensor([text.output_ids for text in written]) * place).sum(1), minlength=len(counts)

@@ -10,7 +10,6 @@ import torch
 from specctl.decoding import prefill
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config, load_model
-from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import topology
 from specctl.decoding.sampling import GREEDY
@@ -18,6 +17,7 @@ from specctl.decoding.target import load_target
 from specctl.errors import UsageError
 from tests.conftest import ARCHITECTURES
 from tests.lossless.drafters import constant
+from tests.toys.decoding import decode
 
 LEAN = {"llama", "llama-bias-tied", "llama3-rope", "mistral", "qwen2", "qwen3"}
 PROMPT = [(37 * i) % 500 + 10 for i in range(40)]  # longer than the windows and than the scaled RoPE's first range

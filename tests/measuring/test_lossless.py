@@ -2,12 +2,12 @@
 
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY
 from specctl.measuring import lossless
 from specctl.measuring.lossless import Losslessness, comparable, compare
 from specctl.recipe import DraftingRecipe, SamplingRecipe
+from tests.toys.decoding import decode
 
 PROMPT = [5, 6, 7, 8]
 

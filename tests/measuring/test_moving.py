@@ -14,7 +14,6 @@ from specctl.adaptation.specialists import Specialists
 from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
-from specctl.decoding.offline import decode
 from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation.prompts import Rejections
@@ -37,6 +36,7 @@ from tests.measuring.streams import (
     write_head,
     write_prompts,
 )
+from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +123,16 @@ def test_a_chunk_survives_the_journey(tiny, pool, feedback):
     """Features of several texts go as one tensor each, and are taken apart again."""
     source, goal = (ReplayBuffer(tiny, (0, 2), max_bytes=2**20, feedback=feedback) for _ in range(2))
     prompts = [tiny.render([{"role": "user", "content": text}]) for text in QUESTIONS[:3]]
-    decode(tiny, prompts, sampling=GREEDY, max_new_tokens=5, seeds=[0] * 3, taps=(0, 2), **source.decode_options)
+    decode(
+        tiny,
+        prompts,
+        sampling=GREEDY,
+        max_new_tokens=5,
+        seeds=[0] * 3,
+        taps=(0, 2),
+        on_commit=source.observe,
+        keeps_hidden=source.keeps_hidden,
+    )
     Chunk.of(source, Acceptance.of([(1, 2)])).into(goal)
     assert goal.texts == source.texts and goal.bytes == source.bytes and goal.kept.keys() == source.kept.keys()
     for index, features in source.kept.items():
@@ -154,7 +163,7 @@ def test_greedy_texts_are_judged_by_their_hits(tiny, pool, monkeypatch, temperat
     monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
     made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], sampling={"temperature": temperature})
     made = made.model_copy(update={"init": None, "arch": None, "pool": pool})
-    controller = Specialists(made, "ogd", tiny, 0).drafting([Label("a")])["controller"]
+    controller = Specialists(made, "ogd", tiny, 0).controller
     assert controller.new_game(Label("a")).rules.estimator == estimator
 
 
@@ -166,7 +175,7 @@ def test_a_pool_that_plays_for_seconds_may_decode_plainly(tiny, pool, monkeypatc
     policy = made.policy.model_copy(update={"name": policy})
     made = made.model_copy(update={"init": None, "arch": None, "pool": pool, "policy": policy})
     specialists = Specialists(made, "ogd", tiny, 0)
-    arms = [arm.name for arm in specialists.drafting([Label("a")])["controller"].arms]
+    arms = [arm.name for arm in specialists.controller.arms]
     assert ("no draft" in arms) == plain and set(arms) - {"no draft"} == {"good", "bad", "head"}
     specialists._note(RoundLine("q", "sql", 0, 1, "no draft", 1, 0, 0, [], None, 0.0, 0.0, 0))
     assert specialists.rounds["no draft"] == 1 and not specialists._won["q"], "plain rounds win no text"
@@ -185,9 +194,9 @@ def test_a_repeated_prompt_is_a_game_of_its_own(tiny, pool, monkeypatch):
     specialists = Specialists(made, "ogd", tiny, 0)
     games = []
     for queries in (["a", "a"], ["a", "b"]):
-        options = specialists.drafting([Label(query, "sql") for query in queries])
-        selector = options["controller"]
-        texts = [Sequence.of(Request([5], GREEDY, 1, label=label), 8, frozenset()) for label in options["labels"]]
+        selector = specialists.controller
+        labels = specialists.labels([Label(query, "sql") for query in queries])
+        texts = [Sequence.of(Request([5], GREEDY, 1, label=label), 8, frozenset()) for label in labels]
         for text in texts:
             selector.begin(text)
         games += [selector.plays[text].game for text in texts]
@@ -248,7 +257,7 @@ def test_what_drafting_has_yielded_is_known_from_text_to_text(tiny, pool, monkey
 
     def past(of, name):
         head = of.learners["ogd"].drafter if name == "ogd" else of.fixed[name]
-        return of._drafting(name, head)["drafter"].past
+        return of._hybrid(name, head).past
 
     for seconds, name in enumerate(("ogd", "static"), 2):
         for _ in range(50):

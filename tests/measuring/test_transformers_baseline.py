@@ -3,7 +3,6 @@
 import pytest
 from transformers import LlamaForCausalLM
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import checkpoint
 from specctl.drafters.lm import drafter as lm
@@ -12,6 +11,7 @@ from specctl.errors import CheckpointError
 from specctl.measuring import lossless
 from specctl.measuring.transformers_baseline import load_assistant, load_generator
 from specctl.recipe import DrafterRecipe, TargetRecipe
+from tests.toys.decoding import decode
 
 PROMPT = [5, 6, 7, 8] * 4
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from specctl.decoding.controllers import PerSequence
-from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import DraftTree
@@ -12,6 +11,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.errors import Interrupted
 from specctl.selection.arm import Arm, DraftAll, union
 from tests.lossless.drafters import constant, perfect
+from tests.toys.decoding import decode
 
 
 class Failing(NoDraft):
@@ -86,7 +86,7 @@ class Played(Controller):
     def choose(self, state):
         return PerSequence([self.drafters[row.index] for row in state.rows])
 
-    def observe(self, state, draft, verdict):
+    def observe(self, state, result):
         pass
 
 

@@ -1,21 +1,19 @@
 """One arm for all texts of a batch: the controller, its games by load, and who can play them."""
 
-from types import SimpleNamespace
-
 import pytest
 
-from specctl.decoding.offline import decode
+from specctl.decoding import host_runner
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import UsageError
 from specctl.recipe import GameRecipe, PolicyRecipe
-from specctl.selection import batched
 from specctl.selection.arm import Arm
 from specctl.selection.assembly import make_batch_selector
 from specctl.selection.batched import load_bucket
 from specctl.selection.game.rules import check_batch
 from specctl.selection.policies import registry
+from tests.toys.decoding import decode
 
 NEW = 24
 
@@ -70,7 +68,7 @@ def test_every_load_has_a_game_and_every_round_one_arm(target, prompts):
 def test_an_outcome_is_that_of_a_text(target, prompts, monkeypatch):
     """Tokens of all texts and seconds of all texts: the reward is tokens a second against a plain step of a text."""
     clock = iter(range(10**6))
-    monkeypatch.setattr(batched, "time", SimpleNamespace(perf_counter=lambda: next(clock) / 100))  # a round takes 10 ms
+    monkeypatch.setattr(host_runner, "work_clock", lambda device: lambda: next(clock) / 100)  # a round takes 10 ms
     log = []
     controller = built([Arm("plain", Lookup(0), 0)], "ucbspec", log)
     played(target, controller, prompts[:2])
@@ -83,7 +81,7 @@ def test_an_outcome_is_that_of_a_text(target, prompts, monkeypatch):
 def test_what_is_fast_at_a_load_is_played_there(target, prompts, monkeypatch):
     """Drafts that are dear where there are many texts and pay where there is one; by loads each is found out."""
     now = [0.0]
-    monkeypatch.setattr(batched, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(host_runner, "work_clock", lambda device: lambda: now[0])
 
     class Priced(Arm):
         def __init__(self, name, drafter, nodes, prices):

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from specctl.decoding.offline import decode
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
@@ -23,6 +22,7 @@ from specctl.selection.game.scoring import ScoringSchedule
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms
 from tests.lossless.drafters import own_weights
+from tests.toys.decoding import decode
 
 DEPTH, NEW = 3, 24
 GAME = GameRecipe(

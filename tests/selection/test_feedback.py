@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from specctl import kernels
-from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -27,6 +26,7 @@ from specctl.selection.game.losses import beyond_the_end, realised_length
 from specctl.selection.recorded.trace import LEAF
 from tests.lossless.drafters import own_weights, ragged
 from tests.toys import mtp
+from tests.toys.decoding import decode
 
 DEPTH = 5
 SEED = 3
@@ -221,8 +221,8 @@ class Watch(Controller):
     def choose(self, state):
         return self.drafter
 
-    def observe(self, state, draft, verdict):
-        self.scorer.keep(state, verdict, range(state.batch))
+    def observe(self, state, result):
+        self.scorer.keep(state, result.verdict, range(state.batch))
         self.rounds += 1
         counts = [
             count if row.stop is not None else min(count, self.per_round if self.rounds % 2 else 0)

@@ -16,7 +16,6 @@ import torch
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.device.kept_caches import KeptCaches
 from specctl.decoding.plain import PLAIN
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
@@ -42,6 +41,7 @@ from tests.decoding.test_device_round import (  # noqa: F401 - fixtures are aske
     on_device,
     tiny,
 )
+from tests.toys.decoding import engine_for
 
 POOL = [*EACH, "eagle3 chain", "eagle"]
 BANDITS = ["cgp-ucb", "ucbspec", "exp3spec", "metasd-ucb", "metasd-sh", "random"]
@@ -64,8 +64,8 @@ def selector(target, arms, algo, log=None, reward="be", together=False, **option
 
 def played(target, controller, count=5, **more):
     labels = [Label(f"q{n}") for n in range(count)]
-    options = dict(sampling=MIXED, slots=2) | more
-    return decode(target, PROMPTS[:count], controller=controller, taps=controller.taps, labels=labels, **options)
+    options = dict(sampling=MIXED) | ({} if "engine" in more else {"controller": controller, "slots": 2}) | more
+    return decode(target, PROMPTS[:count], labels=labels, **options)
 
 
 def lines(log):
@@ -203,14 +203,14 @@ def test_an_end_leaves_nothing_open(tiny, pool, on_device):  # noqa: F811
 def test_texts_with_other_arms_have_the_hosts_rounds(tiny, pool, on_device, stories, monkeypatch):  # noqa: F811
     """And the device's again when all are given one."""
     kinds = []
-    advance = device_round.DeviceRounds.advance
+    advance = device_round.DeviceRounds.play
 
     def watched(self, drafter):
         ran = advance(self, drafter)
         kinds.append((isinstance(drafter, PerSequence), ran))
         return ran
 
-    monkeypatch.setattr(device_round.DeviceRounds, "advance", watched)
+    monkeypatch.setattr(device_round.DeviceRounds, "play", watched)
     on_device()
     texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
     kinds.clear()
@@ -270,11 +270,12 @@ def test_graphs_of_all_arms_serve_the_next_text(tiny, pool, graphs_on, monkeypat
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     texts = [one.output_ids for one in decode(tiny, sampling=MIXED, max_new_tokens=16)]
     monkeypatch.delenv("SPECCTL_GRAPHS")
-    captured, kept_caches = graphs_on(), KeptCaches()
+    captured = graphs_on()
     controller = selector(tiny, pool(("eagle3 chain", "eagle3 tree", "plain")), "metasd-sh", period=2)
+    engine = engine_for(tiny, controller=controller, slots=1)
     for _ in range(2):
         before = len(captured)
-        found = played(tiny, controller, slots=1, kept_caches=kept_caches, max_new_tokens=16)
+        found = played(tiny, controller, engine=engine, max_new_tokens=16)
         assert [one.output_ids for one in found] == texts
     assert before == 3 == len(captured)
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from specctl.decoding.offline import decode
 from specctl.decoding.records import DraftTree, Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
@@ -22,6 +21,7 @@ from specctl.selection.recorded.replay import replay
 from specctl.selection.recorded.trace import Table
 from tests.selection.tables import trace_of
 from tests.selection.test_rewards import ticking  # noqa: F401 - a fixture is asked for by name
+from tests.toys.decoding import decode
 
 STEP, DEPTH, DRAFTERS, TOKENS = 1.0, 6, 4, 100  # seconds, the longest draft, drafters, and tokens of a text
 KINDS = np.random.default_rng(5).normal(size=(2, 16))

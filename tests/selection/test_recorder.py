@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -30,6 +29,7 @@ from specctl.selection.recorded.recorder import Drafted, Query
 from specctl.selection.recorded.table_file import read_table
 from tests.lossless.drafters import Rotate, own_weights
 from tests.lossless.test_equality import random_eagle, random_heads
+from tests.toys.decoding import decode
 
 HOT = Sampling(1.0, 0, 1.0)
 DEPTH = 6

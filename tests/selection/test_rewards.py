@@ -5,8 +5,7 @@ import time
 import numpy as np
 import pytest
 
-from specctl.decoding import engine
-from specctl.decoding.offline import decode
+from specctl.decoding import host_runner
 from specctl.decoding.records import Label
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters.eagle3 import drafter as eagle3
@@ -29,6 +28,7 @@ from specctl.selection.recorded.hindsight import Hindsight
 from specctl.selection.recorded.recorder import Query
 from tests.lossless.drafters import own_weights
 from tests.selection.test_feedback import head
+from tests.toys.decoding import decode
 
 NEW, STEP, DEPTH = 22, 1.0, 5
 
@@ -96,8 +96,8 @@ def ticking(monkeypatch):
         now[0] += STEP
         return verify(*asked)
 
-    verify = engine.verify
-    monkeypatch.setattr(engine, "verify", verified)
+    verify = host_runner.verify
+    monkeypatch.setattr(host_runner, "verify", verified)
     monkeypatch.setattr(recorder, "step_seconds", lambda target, rows: [STEP] * len(rows))
     return now
 

@@ -44,7 +44,7 @@ class CapturingEngine(FakeEngine):
         place: where files go.
         told: → the path that the answer names instead of the file's.
         spoil: changes {"hidden_states", "token_ids"} before they are handed out.
-        accepts_late_counts: seconds after the answer until a file is written.
+        delay_s: seconds after the answer until a file is written.
         spoiled: how many files are half written, at the beginning.
         cached: prompt tokens that it says it had in a cache.
         logprobs: of vLLM: ids → log probabilities of all but the first, or None; None = made up.
@@ -56,7 +56,7 @@ class CapturingEngine(FakeEngine):
         self.told = str
         self.logprobs = None
         self.spoil = dict
-        self.accepts_late_counts, self.spoiled, self.cached = 0.0, 0, 0
+        self.delay_s, self.spoiled, self.cached = 0.0, 0, 0
         self.written = 0
 
     def generated(self, body):
@@ -84,7 +84,7 @@ class CapturingEngine(FakeEngine):
         return answer | {"kv_transfer_params": {"hidden_states_path": self.told(path)}}
 
     def write(self, path, lock, tensors, half):
-        time.sleep(self.accepts_late_counts)
+        time.sleep(self.delay_s)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
         if half:
             os.truncate(path, path.stat().st_size // 2)

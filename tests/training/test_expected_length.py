@@ -10,7 +10,6 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from specctl.decoding.offline import decode
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint as drafters
@@ -34,6 +33,7 @@ from specctl.training.example import Example
 from specctl.training.expected_length import ExpectedLength, HeldOut, HitRecorder
 from specctl.training.features import FeatureStore, slot_batch
 from tests.toys.capture import CapturingEngine, raw_logprobs, raw_states
+from tests.toys.decoding import decode
 from tests.training.small import recipe
 
 LAST = 10

@@ -22,26 +22,27 @@ from specctl.decoding.device import graphs
 from specctl.decoding.device.device_batch import DeviceBatch, TargetOutput, ancestors, parse_record, widest_ends
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.plan import plan_at
-from specctl.decoding.protocols import Controller, DeviceDraft, OnCommit, OnDevice, Proposer
-from specctl.decoding.records import PADDING, Counts, DeviceRoundResult, DraftTree
+from specctl.decoding.protocols import DeviceDraft, OnDevice, Proposer
+from specctl.decoding.records import PADDING, Counts, DraftTree, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.verify import finite_rows, judge, last_rows, not_finite
+
+Report = Callable[[DecodeState, RoundResult], None]
 
 
 def device_rounds(
     target: Target,
     state: DecodeState,
     drafter: Proposer,
-    budget: Callable[[Proposer], int],
-    controller: Controller | None = None,
-    on_commit: OnCommit | None = None,
+    budget: Callable[[DecodeState, Proposer], int],
+    report: Report,
 ) -> DeviceRounds | None:
     """Set up device rounds if they are useful here: on a GPU, with the lean model and a drafter that supports them.
     Otherwise returns None.
 
-    `budget` returns the draft nodes per sequence. It may change only with the batch size, like all shapes. `controller`
-    and `on_commit` are told of every round once the host has read its tokens.
+    `budget` returns the draft nodes per sequence. It may change only with the batch size, like all shapes. `report` is
+    called with every round once the host has read its tokens.
 
     The environment variable SPECCTL_GRAPHS: `0` runs every round from the host; `eager` runs device rounds without
     graphs, on any device.
@@ -51,7 +52,7 @@ def device_rounds(
         return None
     if state.catch_up != RECOMPUTE:  # the masks of `plan_at` do not support skipped slots
         return None
-    rounds = DeviceRounds(target, state, drafter, budget, mode != "eager", controller, on_commit)
+    rounds = DeviceRounds(target, state, drafter, budget, report, capture=mode != "eager")
     return rounds if rounds.supports(drafter) else None
 
 
@@ -84,19 +85,17 @@ class DeviceRounds:
         target: Target,
         state: DecodeState,
         drafter: Proposer,
-        budget: Callable[[Proposer], int],
+        budget: Callable[[DecodeState, Proposer], int],
+        report: Report,
+        *,
         capture: bool,
-        controller: Controller | None = None,
-        on_commit: OnCommit | None = None,
     ):
-        self.target, self.state, self.budget, self.capture = target, state, budget, capture
-        self.controller, self.on_commit = controller, on_commit
+        self.target, self.state, self.budget, self.report, self.capture = target, state, budget, report, capture
         self.active_drafter, self.batch = drafter, state.batch
         self.tracks: dict[Proposer, Track] = {}
         self.refused: set[Proposer] = set()  # drafters with rounds that must run on the host
         self.device_batch: DeviceBatch | None = None
         self.store: Tensor | None = None  # the cache tensor that everything was built for
-        self.loaded = False
         self.in_sync = False  # the device knows everything that the host knows
         self.pending: deque[graphs.Readback] = deque()
 
@@ -128,10 +127,10 @@ class DeviceRounds:
         after a text."""
         if not isinstance(drafter, OnDevice):
             return None
-        draft = drafter.on_device(self.state, self.budget(drafter))
+        draft = drafter.on_device(self.state, self.budget(self.state, drafter))
         return None if draft is None or draft.reach > self.state.spare else draft
 
-    def advance(self, drafter: Proposer) -> bool:
+    def play(self, drafter: Proposer) -> bool:
         """Launch a round of `drafter` and book the previous round. Returns False if that is impossible: then no round
         is pending, and the host must run this round if a sequence is left. When a sequence has finished, no round is
         pending afterwards, so that the host may change the batch."""
@@ -139,16 +138,14 @@ class DeviceRounds:
             self.drain()
             return False
         live = len(self.state.live)
-        if self.loaded and drafter is not self.active_drafter:
+        if not self.state.at_rest and drafter is not self.active_drafter:
             self._hand_back()
             if not self.state.unfinished:
                 self.drain()
                 return False
         try:
-            if not self.loaded:
+            if self.state.at_rest:
                 self.active_drafter = drafter
-                if self.controller is not None:
-                    self.controller.prepare_round(self.state)
                 if not self.load():
                     self.refused.add(drafter)
                     return False
@@ -159,7 +156,7 @@ class DeviceRounds:
             self._give_up(error)
             return False
         if len(self.pending) > 1:
-            self._book()
+            self.report(self.state, self._book())
         if len(self.state.live) < live:
             self.drain()
         return True
@@ -176,7 +173,7 @@ class DeviceRounds:
         if not self.in_sync:
             self.sequences.load(self.state)
         self.draft.load(self.state)
-        self.loaded = self.in_sync = True
+        self.in_sync, self.state.at_rest = True, False
         return True
 
     def _fits(self) -> bool:
@@ -212,6 +209,7 @@ class DeviceRounds:
             self.round(span)
         state.rounds, state.ahead = state.rounds + 1, state.ahead + 1
         self.pending.append(graphs.Readback(self.sequences.record, began))
+        state.pending = len(self.pending)
 
     def _span(self) -> int:
         """Number of cache slots that attention reads: the whole capacity if a kernel reads the lengths itself.
@@ -254,9 +252,10 @@ class DeviceRounds:
         output = TargetOutput(*self.target.step(tokens, sequences.cache, plan, self.state.taps))
         return output, plan.positions, draft_depths
 
-    def _book(self) -> None:
-        """Read the tokens committed by the oldest pending round, and report the round."""
+    def _book(self) -> RoundResult:
+        """Read the tokens committed by the oldest pending round."""
         round = self.pending.popleft()
+        self.state.pending = len(self.pending)
         counts = {}
         for b, (row, booking) in enumerate(zip(self.state.rows, parse_record(round.tolist()), strict=True)):
             if row.stop is not None:
@@ -269,10 +268,7 @@ class DeviceRounds:
             kept = len(row.ids) - before
             accepted = min(len(booking.committed) - 1, kept)
             counts[b] = Counts(kept, accepted, booking.depth, kept == len(booking.committed))
-        if self.controller is not None:
-            self.controller.observe_device_round(self.state, DeviceRoundResult(counts, round.seconds))
-        if self.on_commit is not None:
-            self.on_commit(self.state)
+        return RoundResult(counts, round.seconds)
 
     def wait(self) -> None:
         """Book all pending rounds. If a sequence has finished, the host may change the batch afterwards."""
@@ -288,27 +284,28 @@ class DeviceRounds:
 
     def _hand_back(self) -> None:
         """Wait for pending rounds and return the drafter's memory to the host; the batch is unchanged."""
-        if not self.loaded:
-            return
-        while self.pending:
-            self._book()
-        self.draft.store(self.state)
-        self.loaded = False
-        if self.controller is not None:
-            self.controller.on_drained(self.state)
+        if not self.state.at_rest:
+            self._rest(lambda: self.draft.store(self.state))
+
+    def _rest(self, finish: Callable[[], None]) -> None:
+        """Report all pending rounds. `finish` runs before the last report, so that this one finds the state at rest."""
+        while len(self.pending) > 1:
+            self.report(self.state, self._book())
+        last = self._book() if self.pending else None
+        finish()
+        self.state.at_rest = True
+        if last is not None:
+            self.report(self.state, last)
 
     def _give_up(self, error: Exception) -> None:
         """Leave this drafter's rounds to the host. A failed round has changed only data after the committed text,
         except in the drafter's memory, which is rebuilt."""
-        while self.pending:
-            self._book()
-        assert isinstance(self.active_drafter, OnDevice)
-        self.active_drafter.invalidate(self.state)
-        self.loaded = self.in_sync = False
-        self.refused.add(self.active_drafter)
-        self.tracks.pop(self.active_drafter, None)
-        if self.controller is not None:
-            self.controller.on_drained(self.state)
+        drafter = self.active_drafter
+        assert isinstance(drafter, OnDevice)
+        self.in_sync = False
+        self.refused.add(drafter)
+        self.tracks.pop(drafter, None)
+        self._rest(lambda: drafter.invalidate(self.state))
         graphs.refuse(self.state.device, shape_of(self.active_drafter, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
         advice = "restart if it fails again: an interrupted capture may keep GPU memory allocated"

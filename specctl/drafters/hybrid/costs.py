@@ -22,8 +22,11 @@ from typing import Any, Protocol
 import torch
 
 from specctl import processes, progress, regular_files, threads
+from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.models.lean import LeanModel
+from specctl.decoding.plain import PLAIN
 from specctl.decoding.records import DraftTree, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.state import DecodeState
@@ -267,7 +270,7 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
 def _texts(target: Target, head: LevelDrafter, count: int, length: int) -> DecodeState:
     """Build texts of `length` random tokens, read by the target and the head, with room for the timed rounds."""
     generator = torch.Generator().manual_seed(0)
-    engine = Engine(target, taps=head.taps, host=True)
+    engine = Engine(target, Fixed(PLAIN, head.taps), EngineOptions(on_host=True))
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)
         engine.add(Request(prompt.tolist(), GREEDY, ROOM))

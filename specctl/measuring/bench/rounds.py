@@ -11,10 +11,10 @@ import torch
 
 from specctl.decoding.device import graphs
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
-from specctl.decoding.engine import MAX_NODES
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
+from specctl.decoding.row_budget import MAX_NODES
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
@@ -76,7 +76,7 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
     request = Request(prompt, sampling_of(recipe.sampling), NEW_TOKENS, recipe.data.seed)
     state = DecodeState(target, taps=drafter.taps, spare=MAX_NODES)
     state.assign_slots([state.sequence(request)])
-    rounds = device_rounds(target, state, drafter, lambda _: MAX_NODES - 1)
+    rounds = device_rounds(target, state, drafter, lambda *_: MAX_NODES - 1, lambda *_: None)
     if rounds is not None:
         logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
         state.begin([0], logits.argmax(-1).tolist(), tapped)

@@ -8,12 +8,14 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.device.kept_caches import KeptCaches
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.metrics import why_unusable
 from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Decoded
+from specctl.decoding.records import Decoded, Request
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters import names, pool
@@ -131,9 +133,7 @@ Contender = Callable[[list[Case], int], Iterator[list[Decoded]]]
 
 def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progress) -> list[DecodingRow]:
     """Time plain decoding, `transformers`, and every drafter at every draft length, in all batch sizes."""
-    named: list[tuple[str, int | None, Contender]] = [
-        (VANILLA, None, partial(_ours, recipe, target, None, KeptCaches()))
-    ]
+    named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None, {}))]
     if recipe.shape is None:
         generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), {})
         named.append((PLAIN, None, partial(_theirs, generator)))
@@ -141,7 +141,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
         for length in (None, *recipe.draft_lengths):
             drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
             drafter = pool.load_drafter(name, target, drafting)
-            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, KeptCaches())))
+            named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, {})))
     found: dict[tuple[int, int], Timed] = {}  # by contender and batch
     for batch in recipe.batches:
         timed = _in_turns(cases, [contender for *_, contender in named], batch)
@@ -211,19 +211,19 @@ def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> lis
 
 
 def _ours(
-    recipe: BenchRecipe, target: Target, drafter: Drafter | None, kept_caches: KeptCaches, cases: list[Case], batch: int
+    recipe: BenchRecipe,
+    target: Target,
+    drafter: Drafter | None,
+    engines: dict[int, Engine],
+    cases: list[Case],
+    batch: int,
 ) -> Iterator[list[Decoded]]:
-    """Decode all prompts in one call: a sequence that ends makes room for the next prompt."""
-    yield decode(
-        target,
-        [case.ids for case in cases],
-        sampling=sampling_of(recipe.sampling),
-        max_new_tokens=[case.max_new_tokens for case in cases],
-        seeds=[case.seed(0) for case in cases],
-        drafter=drafter,
-        slots=batch,
-        kept_caches=kept_caches,
-    )
+    """Decode all prompts in one call: a sequence that ends makes room for the next prompt. `engines` has the
+    contender's engine for each batch size."""
+    if batch not in engines:
+        engines[batch] = Engine(target, Fixed.of(drafter), EngineOptions(slots=batch))
+    sampling = sampling_of(recipe.sampling)
+    yield decode(engines[batch], [Request(case.ids, sampling, case.max_new_tokens, case.seed(0)) for case in cases])
 
 
 def _theirs(generator: TransformersBaseline, cases: list[Case], batch: int) -> Iterator[list[Decoded]]:

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from specctl.decoding.engine import Engine
 from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Controller
-from specctl.decoding.records import DraftTree, Verdict
+from specctl.decoding.records import Request, RoundResult
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -28,7 +29,7 @@ class OverheadTimer(Controller):
     """Controller that drafts nothing, and times how long every arm takes to catch up and to score, now and then."""
 
     def __init__(self, target: Target, arms: Sequence[Arm], reach: Sequence[int]):
-        self.arms = arms
+        self.arms, self.taps = arms, taps_of(arms)
         self.scorers = [
             [Scorer(target, [arm.drafter], depth) for depth in (1, longest)]
             for arm, longest in zip(arms, reach, strict=True)
@@ -42,10 +43,11 @@ class OverheadTimer(Controller):
             self._read_up(state, state.rows[0].prompt_length)
         return NoDraft()
 
-    def observe(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        assert result.verdict is not None
         for scorers in self.scorers:
             for scorer in scorers:
-                scorer.keep(state, verdict, range(state.batch))
+                scorer.keep(state, result.verdict, range(state.batch))
         span = SPANS[self._turn % len(SPANS)]
         if state.rows[0].stop is not None or self.scorers[0][0].pending(state) != [span]:
             return
@@ -77,11 +79,10 @@ def overheads(
 ) -> Overheads | None:
     """Time idle drafters on as many prompts (ids, room for new tokens, seed) as needed, or None for too short texts."""
     probe = OverheadTimer(target, arms, reach)
-    taps = taps_of(probe.arms)
     for ids, room, seed in prompts:
         if probe.done:
             break
-        decode(target, [ids], sampling=sampling, max_new_tokens=room, seeds=[seed], controller=probe, taps=taps)
+        decode(Engine(target, probe), [Request(ids, sampling, room, seed)])
     if not probe.scored[0][0]:
         return None
     read = np.array([line(samples) for samples in probe.read])

@@ -22,11 +22,14 @@ import numpy as np
 import torch
 
 from specctl import progress
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.prompt_features import features_of
-from specctl.decoding.records import DraftTree, empty_draft, topology
+from specctl.decoding.records import DraftTree, Request, empty_draft, topology
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
@@ -105,6 +108,10 @@ class RecordingDrafter:
             depth = -1 if made.failed else max(topology(parents)[0], default=0)
             kept.append(Drafted(tokens, parents, depth, made.seconds, overlap))
         return empty_draft(state.batch, state.device)
+
+    def invalidate(self, state: DecodeState) -> None:
+        for arm in self.arms:
+            arm.invalidate(state)
 
     def _draft(self, arm: Arm, state: DecodeState, budget: int) -> TimedDraft:
         draft = arm.propose(state, budget)
@@ -188,8 +195,8 @@ def _recorded(
 ) -> Recorded | None:
     """The trace of one answer, or None if nothing was decoded."""
     witness = RecordingDrafter(scorer.target, arms, scorer.depth)
-    options = dict(sampling=sampling, max_new_tokens=query.room, seeds=[query.seed], exact=exact)
-    (answer,) = decode(scorer.target, [query.ids], drafter=witness, **options)
+    engine = Engine(scorer.target, Fixed(witness, witness.taps), EngineOptions(exact=exact))
+    (answer,) = decode(engine, [Request(query.ids, sampling, query.room, query.seed)])
     if not answer.decoded_tokens:
         return None
     text = answer.output_ids[1:]

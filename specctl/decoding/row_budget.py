@@ -1,0 +1,33 @@
+"""Row budget of a target step: the number of nodes that a draft may have."""
+
+from __future__ import annotations
+
+from specctl.decoding.protocols import Proposer, WeighsRows
+from specctl.decoding.state import DecodeState
+
+MAX_NODES = 63  # ancestor bitmasks are signed int64: the root and 62 nodes
+# Rows of a step, shared by the sequences of a batch: up to this number, a step costs little more than one row. The CPU
+# value was measured on the built-in target with 8 sequences. The GPU value is not measured yet: at two thirds of its
+# peak, an H100 computes 200 rows in the time it needs to read the weights, and near that number both count. Idle rows
+# are computed like the others, so they use up the budget, too.
+SHARED_ROWS = {"cpu": 24, "cuda": 128}
+
+
+def budget_for(share: bool, state: DecodeState, proposer: Proposer) -> int:
+    """Draft nodes per sequence for this proposer. A proposer with `weighs_rows` limits the rows of a batch itself, so
+    it gets the full budget."""
+    return node_budget(state, share and not (isinstance(proposer, WeighsRows) and proposer.weighs_rows))
+
+
+def node_budget(state: DecodeState, share: bool) -> int:
+    """Draft nodes per sequence that a step has room for; `share`: the sequences of a batch share `SHARED_ROWS`."""
+    if state.exact_rows:
+        return state.exact_rows - 1
+    if share and state.batch > 1:
+        return nodes_within(SHARED_ROWS["cpu" if state.device.type == "cpu" else "cuda"], state.batch)
+    return MAX_NODES - 1
+
+
+def nodes_within(rows: int, batch: int) -> int:
+    """Draft nodes per sequence so that a step of the whole batch has `rows` rows, roots included; at least one."""
+    return min(max(rows // batch, 2), MAX_NODES) - 1

@@ -1,0 +1,62 @@
+"""Decoding of prompts with a new engine, in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from specctl.decoding import offline
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.records import Decoded, Request
+
+
+def engine_for(
+    target, drafter=None, controller=None, taps=None, on_round=None, on_commit=None, **options: Any
+) -> Engine:
+    """An engine with a drafter or a controller. `on_commit(state)` is called after every round, and so is
+    `on_round(state, draft, verdict)`, which keeps the rounds on the host."""
+    controller = controller or Fixed.of(drafter)
+    if taps is not None:
+        controller.taps = taps
+    if on_round is not None:
+        options["on_host"] = True
+
+    def listener(state, result):
+        if on_commit is not None:
+            on_commit(state)
+        if on_round is not None:
+            on_round(state, result.draft, result.verdict)
+
+    return Engine(target, controller, EngineOptions(**options), listener)
+
+
+def requests(prompts, *, sampling, max_new_tokens, seeds, ends=frozenset(), labels=None) -> list[Request]:
+    """One request per prompt. `sampling` and `max_new_tokens` are for all prompts, or one each."""
+    count = len(prompts)
+    new = max_new_tokens if isinstance(max_new_tokens, list) else [max_new_tokens] * count
+    how = sampling if isinstance(sampling, list) else [sampling] * count
+    parts = zip(prompts, how, new, seeds, labels or [None] * count, strict=True)
+    return [Request(prompt, one, most, seed, ends, label) for prompt, one, most, seed, label in parts]
+
+
+def filling(buffer) -> dict[str, Any]:
+    """Options of `decode` that fill a replay buffer."""
+    return {"on_commit": buffer.observe, "keeps_hidden": buffer.keeps_hidden}
+
+
+ASKED = ("sampling", "max_new_tokens", "seeds", "ends", "labels")
+
+
+def decode(target, prompts, **options: Any) -> list[Decoded]:
+    """Decode prompts, and return the texts in order. `engine`: an engine that lives longer than the call."""
+    asked = {name: options.pop(name) for name in ASKED if name in options}
+    engine = options.pop("engine", None) or engine_for(target, **options)
+    return offline.decode(engine, requests(prompts, **asked))
+
+
+def stream(target, prompts, **options: Any) -> Iterator[Decoded]:
+    """Decode prompts, and yield each text when it is finished."""
+    asked = {name: options.pop(name) for name in ASKED if name in options}
+    yield from offline.stream(engine_for(target, **options), requests(prompts, **asked))
