@@ -15,7 +15,7 @@ from specctl import api
 from specctl.cli.export import show
 from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
-from specctl.drafters.dflash import drafter as dflash
+from specctl.drafters.dflash.drafter import FAMILY as dflash
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.formats import registry, roundtrip, serving_commands
 from specctl.formats.head import Head, TargetFacts

@@ -33,7 +33,16 @@ from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import CONFIG, Count, config_error
-from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, Losses, SlotBatch
+from specctl.drafters.feature.head import (
+    DraftHead,
+    HeadAttention,
+    HeadConfig,
+    HeadLayer,
+    Losses,
+    SlotBatch,
+    copy_vocabulary_head,
+    pass_through,
+)
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
 from specctl.kernels.distill import linear_distill
@@ -284,6 +293,17 @@ class BlockHead(DraftHead):
     def token_dependency(self) -> MarkovHead | CandidateSelector | None:
         """Markov head or selector, which makes a block's tokens depend on the previous ones, or None without either."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
+
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Initialize from the target: its final norm, and `fc` passing the last tapped state through."""
+        if target.norm_weight is not None:
+            self.norm.weight.copy_(target.norm_weight.float())
+        if self.lm_head is not None:
+            copy_vocabulary_head(self.lm_head, self.draft_ids, target)
+        pass_through(self.fc, slice(-self.config.hidden_size, None))
+        if self.mask_embedding is not None:
+            self.mask_embedding.copy_(target.model.embedding.float().mean(0))
 
     def mask(self, embedding: Tensor) -> Tensor:
         """Mask embedding [H] of the slots after the anchor, given the target's token embedding [V, H]."""

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
+from specctl.decoding.target import Target
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch, pass_through
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 NOISE = 0.2  # noise is uniform in ±NOISE/2, scaled by 512 / length (at most 1)
@@ -33,6 +34,11 @@ class EagleHead(DraftHead):
     @property
     def layer(self) -> HeadLayer:
         return cast(HeadLayer, self.layers[0])
+
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Start by passing the feature through."""
+        pass_through(self.fc, slice(-self.config.hidden_size, None))
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Regression and distillation loss over the response slots of a batch.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import (
     CONFIG,
-    WEIGHTS,
     Count,
     LayerIndex,
     Length,
     Size,
-    build_with_weights,
     config_error,
     read,
 )
@@ -283,6 +281,10 @@ class DraftHead(nn.Module):
         """Target token ids [Vd] of the draft vocabulary."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
 
+    def initialise(self, target: Target) -> None:
+        """Initialize a new head from the target."""
+        raise NotImplementedError
+
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Training targets of a batch's rows: the target's tokens or its distributions, depending on `objective`.
 
@@ -355,18 +357,14 @@ def dpace_weights(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Te
     return reached.cumprod(0).flip(0).cumsum(0).flip(0)[step, row]
 
 
-Head = TypeVar("Head", bound=DraftHead)
+def copy_vocabulary_head(linear: nn.Linear, ids: Tensor, target: Target) -> None:
+    """Initialize a vocabulary matrix over the tokens `ids` from the target's vocabulary head."""
+    linear.weight.copy_(target.squash.scale * target.head_weight[ids.to(target.device)].float())
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
 
 
-def restore_head(
-    kind: Callable[[Any], Head],
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    shape: type[DraftConfig] = HeadConfig,
-) -> Head:
-    """Rebuild a head of `kind` and `shape` from a checkpoint's contents. Raises CheckpointError if they do not fit."""
-    architecture = shape.from_dict(config.get("architecture"))
-    head = build_with_weights(lambda: kind(architecture), tensors)
-    if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
-        raise config_error(WEIGHTS, "d2t", f"maps draft tokens to ids outside 0 … {head.config.vocab_size - 1}")
-    return head
+def pass_through(linear: nn.Linear, part: slice) -> None:
+    """Change the initial weights of a product so that it passes a `part` of its input through, with some noise."""
+    linear.weight.mul_(0.1)
+    linear.weight[:, part] += torch.eye(linear.out_features)

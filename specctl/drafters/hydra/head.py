@@ -10,6 +10,7 @@ also shared, and stored once (`hydra_mlp.K.3`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads, HeadsConfig, ResBlock
-from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch, copy_vocabulary_head, pass_through
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 
@@ -62,6 +64,13 @@ class HydraHeads(DepthHeads):
             again = [nn.Dropout(0.0), ResBlock(size)] if config.num_layers > 1 else []
             self.hydra_mlp.append(nn.Sequential(nn.Dropout(0.0), ResBlock(size, k + 2), *again))
             self.hydra_lm_head.append(nn.Sequential(nn.Dropout(0.0), nn.Linear(size, config.draft_vocab_size)))
+
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Start as the target's vocabulary head after an MLP that passes the prefix state through."""
+        for k, mlp in enumerate(cast(Iterable[Any], self.hydra_mlp)):
+            copy_vocabulary_head(self.vocabulary(k), self.draft_ids, target)
+            pass_through(mlp[1].res_connection, slice(self.config.hidden_size))
 
     def states(self, batch: SlotBatch) -> Tensor:
         """Prefix states p [N, H] of the response slots; the other slots are keys and values only."""
