@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specctl.decoding.models.linear import Linear
+from specctl.decoding.protocols import Drafter
 from specctl.drafters.blueprint import CONFIG, WEIGHTS, config_error, read, shortened_repr
 from specctl.errors import RecipeError
 from specctl.recipe import LoraRecipe
@@ -114,6 +115,15 @@ class Adapter:
             weight = merged[f"{name}.weight"]
             merged[f"{name}.weight"] = (weight.float() + up.float() @ down.float()).to(weight.dtype)
         return merged
+
+
+@runtime_checkable
+class AdaptableDrafter(Drafter, Protocol):
+    """Drafter that low-rank updates can change."""
+
+    def adapted(self, adapter: Adapter) -> Drafter:
+        """Return a copy of this drafter with the updates; it shares all weights but has separate caches."""
+        ...
 
 
 UP, DOWN = ".lora_B.weight", ".lora_A.weight"

@@ -15,10 +15,11 @@ from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, config_error, prefix_errors, shortened_repr
 from specctl.drafters.family import load_family
 from specctl.drafters.hybrid.costs import Costs, costs_of
-from specctl.drafters.hybrid.drafter import CandidateDrafter, Hybrid, TextDrafter
+from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import GateStatistics
-from specctl.drafters.lora import Adapter, LoraConfig
+from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
+from specctl.drafters.tree import CandidateDrafter, TextDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import FAMILIES, WEIGHTLESS_DRAFTERS
 from specctl.recipe import DraftingRecipe
@@ -57,9 +58,11 @@ def load_drafter(
     key = f"{checkpoint.weights_digest(base.path)} {base.config}"
     if key not in bases:
         bases[key] = _drafter(base, target, drafting)
+    drafter = bases[key]
     if base is found:
-        return bases[key]
-    return bases[key].adapted(load_adapter(found, base))  # type: ignore[attr-defined]
+        return drafter
+    assert isinstance(drafter, AdaptableDrafter)
+    return drafter.adapted(load_adapter(found, base))
 
 
 def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStatistics | None = None) -> Hybrid:
@@ -69,11 +72,11 @@ def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStat
         name: name of the hybrid, `head+text`.
         past: the record that the hybrid's gate keeps of earlier texts of the stream.
 
-    Raises UsageError if the second drafter is not a text drafter.
+    Raises UsageError if the first drafter is not a trained head, or the second is not a text drafter.
     """
-    if not hasattr(text, "propose_trees"):
+    if not isinstance(text, TextDrafter):
         raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is not a text drafter", HYBRIDS)
-    return Hybrid(cast(CandidateDrafter, head), cast(TextDrafter, text), costs, past)
+    return Hybrid(_trained(name, head), text, costs, past)
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
@@ -81,12 +84,16 @@ def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
 
     Raises UsageError if the first drafter is not a trained head.
     """
-    directory = parts_of(name)[0]
-    if not hasattr(head, "propose_candidates"):
-        raise UsageError(f"{name}: {name_of(directory)} is not a trained drafter", HYBRIDS)
-    config = checkpoint.read_json(checkpoint.existing_directory(Path(directory)) / CONFIG)
+    trained = _trained(name, head)
+    config = checkpoint.read_json(checkpoint.existing_directory(Path(parts_of(name)[0])) / CONFIG)
     shape = json.dumps([config["family"], config.get("architecture")], sort_keys=True)
-    return costs_of(target, cast(CandidateDrafter, head), shape)
+    return costs_of(target, trained, shape)
+
+
+def _trained(name: str, head: Drafter) -> CandidateDrafter:
+    if not isinstance(head, CandidateDrafter):
+        raise UsageError(f"{name}: {name_of(parts_of(name)[0])} is not a trained drafter", HYBRIDS)
+    return head
 
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:

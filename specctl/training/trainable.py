@@ -178,7 +178,7 @@ def make_trainable(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Train
     asks for it."""
     trainable: TrainableDrafter = pkgutil.resolve_name(str(FAMILIES[recipe.arch].trainable))(recipe, target, corpus)
     if recipe.gradient_checkpointing:
-        if not hasattr(trainable.module, "gradient_checkpointing"):
+        if not trainable.module.supports_checkpointing:
             raise RecipeError(
                 f"arch {recipe.arch} does not support gradient checkpointing", "set gradient_checkpointing=false"
             )

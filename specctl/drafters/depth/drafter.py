@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import fields, replace
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import PADDING, DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
@@ -27,7 +28,7 @@ from specctl.recipe import DrafterRecipe
 DRAFT_HEADS = 4  # same number as Hydra's released heads; Medusa's have up to 5
 
 
-class DepthDrafter(HeadWeights, ABC):
+class DepthDrafter(HeadWeights, BaseDrafter):
     """Base class of drafters that run `DepthHeads`.
 
     Attributes:
@@ -62,12 +63,6 @@ class DepthDrafter(HeadWeights, ABC):
     @abstractmethod
     def last(self, state: DecodeState) -> Tensor:
         """Inputs [B, H] of the heads at every sequence's last slot."""
-
-    @abstractmethod
-    def advance(self, state: DecodeState) -> None: ...
-
-    @abstractmethod
-    def invalidate(self, state: DecodeState) -> None: ...
 
     @abstractmethod
     def rounds(self, tree: StaticTree, state: DecodeState) -> DeviceDraft:

@@ -270,12 +270,12 @@ class BlockHead(DraftHead):
     """
 
     config: BlockConfig
+    supports_checkpointing = True
 
     def __init__(self, config: BlockConfig, draft_ids: Tensor | None = None):
         pruned = config.draft_vocab_size < config.vocab_size
         super().__init__(config, draft_ids, stored=pruned)
         self.steps = config.depth
-        self.gradient_checkpointing = False
         size = config.hidden_size
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
@@ -304,6 +304,9 @@ class BlockHead(DraftHead):
         pass_through(self.fc, slice(-self.config.hidden_size, None))
         if self.mask_embedding is not None:
             self.mask_embedding.copy_(target.model.embedding.float().mean(0))
+
+    def passes(self, steps: int, stride: int) -> float:
+        return self.config.block_size / stride
 
     def mask(self, embedding: Tensor) -> Tensor:
         """Mask embedding [H] of the slots after the anchor, given the target's token embedding [V, H]."""

@@ -77,12 +77,12 @@ class FusionHead(DraftHead):
     """
 
     config: FusionConfig
+    supports_checkpointing = True
     fc_norm: nn.ModuleList | None
     input_norm: nn.RMSNorm | None
 
     def __init__(self, config: FusionConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
-        self.gradient_checkpointing = False
         size, width, eps = config.hidden_size, len(config.taps) * config.hidden_size, config.rms_norm_eps
         self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in config.taps) if config.fc_norm else None
         self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else None

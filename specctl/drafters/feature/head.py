@@ -242,10 +242,15 @@ class DraftHead(nn.Module):
     """Base class of heads on target features.
 
     Training with `objective` covers `steps` draft depths, weighted by `decay`^depth or, if `paced`, by `dpace_weights`.
+
+    Attributes:
+        supports_checkpointing: `gradient_checkpointing` may be set, to keep less memory for the backward pass.
     """
 
     d2t: Tensor
     t2d: Tensor
+    supports_checkpointing: bool = False
+    gradient_checkpointing: bool = False
 
     def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
         """Create the head.
@@ -280,6 +285,13 @@ class DraftHead(nn.Module):
     def draft_ids(self) -> Tensor:
         """Target token ids [Vd] of the draft vocabulary."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+
+    def passes(self, steps: int, stride: int) -> float:
+        """Rows that the layers compute per response position in training.
+
+        All positions take the first of `steps` steps, every `stride`-th position takes the others.
+        """
+        return 1 + (steps - 1) / stride
 
     def initialise(self, target: Target) -> None:
         """Initialize a new head from the target."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.models.hf import HFModel
 from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.model import Model
@@ -77,10 +78,8 @@ class _Memory:
         return found
 
 
-class LMDrafter:
+class LMDrafter(BaseDrafter):
     """Runs an `LM` for drafting on the lean step, with a copy of its weights in the target's dtype."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, model: nn.Module, target: Target, shape: ChainShape):
         """`model`: an `LM`, which is not modified."""

@@ -47,15 +47,6 @@ class MedusaDrafter(DepthDrafter):
     def last(self, state: DecodeState) -> Tensor:
         return last_slots(state, 1, self.taps)[0]
 
-    def advance(self, state: DecodeState) -> None:
-        """Do nothing: there is no state to update."""
-
-    def lag(self, state: DecodeState) -> list[int]:
-        return [0] * state.batch
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Do nothing: there is no cache."""
-
     def rounds(self, tree: StaticTree, state: DecodeState) -> MedusaRounds:
         return MedusaRounds(self, tree)
 

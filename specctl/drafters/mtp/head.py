@@ -87,11 +87,11 @@ class MtpHead(DraftHead):
     """MTP module. Parameters have our own names; `layouts` maps the targets' names. `fc` reads the embedding first."""
 
     config: MtpConfig
+    supports_checkpointing = True
     target_norm: Tensor | None
 
     def __init__(self, config: MtpConfig):
         super().__init__(config, stored=False)
-        self.gradient_checkpointing = False
         size, eps = config.hidden_size, config.rms_norm_eps
         self.token_norm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)

@@ -92,6 +92,9 @@ class PEagleHead(FusionHead):
         """Share of the response's anchors that train each depth."""
         return [1.0, *(max(KEPT**depth, LEAST) for depth in range(1, self.steps))]
 
+    def passes(self, steps: int, stride: int) -> float:
+        return sum(self.shares())
+
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of the drafts that begin at the batch's response slots.
 
