@@ -17,7 +17,6 @@ from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import CommittedSlots, DeviceBatch
 from specctl.decoding.models.layers import attend
-from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import ChainRows
 from specctl.decoding.rope import Rope
@@ -82,13 +81,8 @@ class BlockDrafter(ParallelDrafter):
         self.pairs = self.linear(*pairs)
         self.passes = [BlockPass(head, layer, target) for layer in layers]
         self.norm = self.rms_norm(head.norm)
-        self.scale = 1.0
-        if head.lm_head is not None:
-            self.head = self.linear(head.lm_head)
-        else:
-            shift = target.squash.shift
-            bias = None if shift is None else shift.to(self.dtype)
-            self.head, self.scale = DraftLinear(target.head_weight.to(self.dtype), bias), target.squash.scale
+        own = head.lm_head
+        self.head, self.scale = self.vocabulary_head(target) if own is None else (self.linear(own), 1.0)
         pruned = head.config.draft_vocab_size < head.config.vocab_size
         self.ids = head.draft_ids.to(self.device) if pruned else None
         self._to_target = head.draft_ids.tolist() if pruned else range(head.config.vocab_size)

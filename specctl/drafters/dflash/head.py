@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, Count, config_error
+from specctl.drafters.blueprint import Count
 from specctl.drafters.feature.head import (
     DraftHead,
     HeadAttention,
@@ -40,6 +40,7 @@ from specctl.drafters.feature.head import (
     HeadLayer,
     Losses,
     SlotBatch,
+    check_mask_token,
     copy_vocabulary_head,
     pass_through,
 )
@@ -109,9 +110,7 @@ class BlockConfig(HeadConfig):
 
     def check(self, target: Target) -> None:
         super().check(target)
-        if self.mask_token_id >= self.vocab_size:
-            beyond = f"is {self.mask_token_id}, but the vocabulary has {self.vocab_size} tokens"
-            raise config_error(CONFIG, "architecture.mask_token_id", beyond)
+        check_mask_token(self, self.mask_token_id)
 
 
 class BlockAttention(HeadAttention):

@@ -50,18 +50,16 @@ class EagleHead(DraftHead):
         Returns:
             The results of `DraftHead.aggregate_losses`, for one step.
         """
-        config, layer = self.config, self.layer
-        attention = layer.self_attn
+        layer = self.layer
         features = batch.features.float()
         if self.training:
             lengths = torch.tensor([stop - start for start, stop in batch.layout.slots], device=features.device)
             scale = (NOISE * 512 / lengths).clamp_max(NOISE).repeat_interleave(lengths)
             features = features + (torch.rand_like(features) - 0.5) * scale.unsqueeze(1)
         x = self.fc(torch.cat((F.embedding(batch.key_tokens, embedding).float(), features), -1)).float()
-        key = layer.rope(attention.k_proj(x).view(len(x), -1, config.head_dim), batch.key_positions)
-        value = attention.v_proj(x).view(len(x), -1, config.head_dim)
-        x, positions = x[batch.query_rows], batch.key_positions[batch.query_rows]
-        query = layer.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
+        key, value = layer.key_and_value(x, batch.key_positions)
+        x = x[batch.query_rows]
+        query = layer.query(x, batch.key_positions[batch.query_rows])
         predicted = layer.layer_output(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
         teacher = self.teacher(batch, target_head)

@@ -65,7 +65,7 @@ class Eagle3Head(FusionHead):
         hidden = self.feature(batch.features)
         embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
-        key, value = self._key_and_value(inputs, batch.key_positions)
+        key, value = layer.key_and_value(inputs, batch.key_positions)
         own: list[tuple[Tensor, Tensor]] = []
         rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
         x, positions = hidden[slots], batch.key_positions[slots]
@@ -86,11 +86,6 @@ class Eagle3Head(FusionHead):
         )
         return self.aggregate_losses(losses, [len(part) for part in asked])
 
-    def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each [n, Hkv, D], for layer inputs [n, 2H]."""
-        attention, shape = self.midlayer.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
-        return self.midlayer.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
-
     def _step(
         self,
         k: int,
@@ -108,15 +103,14 @@ class Eagle3Head(FusionHead):
         `own` holds the rows' keys and values of steps 1 … k−1. Returns the output (after the final norm if
         `norm_output` is set) and `own` extended to steps 1 … k.
         """
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        heads, dim = self.config.num_heads, self.config.head_dim
+        layer = self.midlayer
         # Slot s + k holds token x_{s+k+1}; past the end of a document the row is invalid.
         tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
         normed = layer.hidden_norm(x)
         inputs = torch.cat((tokens, normed), -1)
         if k:
-            own = [*own, self._key_and_value(inputs, positions + k)]
-        query = layer.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
+            own = [*own, layer.key_and_value(inputs, positions + k)]
+        query = layer.query(inputs, positions + k)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
         x = layer.layer_output(normed.float() if self.config.norm_before_residual else x, out)
         return self.norm(x).float() if self.config.norm_output else x, own

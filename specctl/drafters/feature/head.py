@@ -124,6 +124,13 @@ def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
     )
 
 
+def check_mask_token(config: HeadConfig, token: int) -> None:
+    """Raise CheckpointError if a head's mask token is not in its vocabulary."""
+    if token >= config.vocab_size:
+        beyond = f"is {token}, but the vocabulary has {config.vocab_size} tokens"
+        raise config_error(CONFIG, "architecture.mask_token_id", beyond)
+
+
 def mask_token(target: Target) -> int:
     """Token id of the mask, for engines that look up its embedding: the padding token, or else the last token."""
     pad = getattr(target.config, "pad_token_id", None)
@@ -215,10 +222,28 @@ class HeadLayer(nn.Module):
         low, high = x.chunk(2, -1)
         return x * cos + torch.cat((-high, low), -1) * sin
 
+    def key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, each [n, Hkv, D], for inputs [n, ·] of the projections."""
+        attention, shape = self.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
+        return self.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
+
+    def query(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [n, Hq, D] for inputs [n, ·] of the projections."""
+        shape = (-1, self.config.num_heads, self.config.head_dim)
+        return self.rope(self.self_attn.q_proj(inputs).view(shape), positions)
+
     def layer_output(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output [N, H] of the layer, from its residual stream and the attention output [N, Hq, D]."""
         x = residual + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class NormedLayer(HeadLayer):
+    """Decoder layer of Llama, with a norm before its attention."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
 Watch = Callable[[Product, Tensor, Tensor], None]

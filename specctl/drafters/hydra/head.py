@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads, HeadsConfig, ResBlock
-from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch, copy_vocabulary_head, pass_through
+from specctl.drafters.feature.head import HeadConfig, NormedLayer, SlotBatch, copy_vocabulary_head, pass_through
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 
@@ -29,25 +29,17 @@ class HydraConfig(HeadsConfig, HeadConfig):
     """Shape of the heads and of the prefix attention's layer."""
 
 
-class PrefixLayer(HeadLayer):
-    """Llama decoder layer."""
-
-    def __init__(self, config: HydraConfig):
-        super().__init__(config, config.hidden_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
 class Prefix(nn.Module):
     """Prefix attention: the layer and its output norm."""
 
     def __init__(self, config: HydraConfig):
         super().__init__()
-        self.layers = nn.ModuleList([PrefixLayer(config)])
+        self.layers = nn.ModuleList([NormedLayer(config)])
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @property
-    def layer(self) -> PrefixLayer:
-        return cast(PrefixLayer, self.layers[0])
+    def layer(self) -> NormedLayer:
+        return cast(NormedLayer, self.layers[0])
 
 
 class HydraHeads(DepthHeads):
@@ -74,13 +66,11 @@ class HydraHeads(DepthHeads):
 
     def states(self, batch: SlotBatch) -> Tensor:
         """Prefix states p [N, H] of the response slots; the other slots are keys and values only."""
-        layer, dim = self.prefix_embeding_layer.layer, self.config.head_dim
-        part, rows = layer.self_attn, batch.query_rows
+        layer, rows = self.prefix_embeding_layer.layer, batch.query_rows
         x = batch.features.float()
         inputs = layer.input_layernorm(x)
-        key = layer.rope(part.k_proj(inputs).unflatten(-1, (-1, dim)), batch.key_positions)
-        value = part.v_proj(inputs).unflatten(-1, (-1, dim))
-        query = layer.rope(part.q_proj(inputs[rows]).unflatten(-1, (-1, dim)), batch.key_positions[rows])
+        key, value = layer.key_and_value(inputs, batch.key_positions)
+        query = layer.query(inputs[rows], batch.key_positions[rows])
         out = layer.layer_output(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
         return self.prefix_embeding_layer.norm(out)
 

@@ -76,11 +76,14 @@ class MtpLayer(HeadLayer):
         split = projection(x).view(len(x), -1, self.config.head_dim)
         return self.rope(split if norm is None else norm(split.float()), positions)
 
-    def key_and_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each [n, Hkv, D], for layer inputs [n, H]."""
+    def key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         attention = cast(MtpAttention, self.self_attn)
-        value = attention.v_proj(x).view(len(x), -1, self.config.head_dim)
-        return self.heads(x, positions, attention.k_proj, attention.k_norm).to(value.dtype), value
+        value = attention.v_proj(inputs).view(len(inputs), -1, self.config.head_dim)
+        return self.heads(inputs, positions, attention.k_proj, attention.k_norm).to(value.dtype), value
+
+    def query(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        attention = cast(MtpAttention, self.self_attn)
+        return self.heads(inputs, positions, attention.q_proj, attention.q_norm)
 
 
 class MtpHead(DraftHead):
@@ -168,10 +171,10 @@ class MtpHead(DraftHead):
         `own` holds the rows' keys and values of steps 1 … k−1. Returns the output after the norm, which the next step
         reads, and `own` extended to steps 1 … k.
         """
-        layer, attention = self.layer, cast(MtpAttention, self.layer.self_attn)
+        layer = self.layer
         inputs = layer.input_layernorm(x)
         if k:
             own = [*own, layer.key_and_value(inputs, positions + k)]
-        query = layer.heads(inputs, positions + k, attention.q_proj, attention.q_norm).to(value.dtype)
+        query = layer.query(inputs, positions + k).to(value.dtype)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
         return self.norm(layer.layer_output(x, out)).float(), own
