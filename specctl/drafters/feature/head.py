@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import (
@@ -250,6 +252,29 @@ Watch = Callable[[Product, Tensor, Tensor], None]
 """Callback that receives the product of the draft logits, and the response slots [n] and steps [n] of its rows."""
 
 
+class StepRows(NamedTuple):
+    """Rows of step k of the training-time test: their `slots` [n], their `positions` [n] and the slots they attend to.
+
+    At step k a row reads the token of slot s + k, which is x_{s+k+1}.
+    """
+
+    k: int
+    slots: Tensor
+    positions: Tensor
+    layout: Layout
+
+    def tokens(self, embedded: Tensor) -> Tensor:
+        """Embeddings [n, H] of the tokens that the rows read, from those of all slots; past the end of a document a
+        row is invalid."""
+        return embedded[(self.slots + self.k).clamp_max(len(embedded) - 1)]
+
+
+OwnPairs = list[tuple[Tensor, Tensor]]
+"""Keys and values of the rows at steps 1, 2, … ."""
+Step = Callable[[StepRows, Tensor, OwnPairs], tuple[Tensor, OwnPairs]]
+"""One step: (rows, input [n, H], pairs of earlier steps) → (output [n, H], pairs including this step's)."""
+
+
 class Losses(NamedTuple):
     """Losses of n rows.
 
@@ -321,6 +346,25 @@ class DraftHead(nn.Module):
     def initialise(self, target: Target) -> None:
         """Initialize a new head from the target."""
         raise NotImplementedError
+
+    def unroll(self, batch: SlotBatch, x: Tensor, step: Step) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the training-time test from the input `x` [M, H] of step 0 at every slot.
+
+        Returns for each step its output [n, H] and the response slots [n] of its rows. With `gradient_checkpointing`
+        only the inputs of each step are kept for the backward pass.
+        """
+        run = partial(checkpoint, step, use_reentrant=False) if self.gradient_checkpointing else step
+        rows, slots, layout = torch.arange(len(batch.query_rows), device=x.device), batch.query_rows, batch.layout
+        x, own = x[slots], OwnPairs()
+        outputs, asked = [], []
+        for k in range(self.steps):
+            if k == 1:
+                rows, layout = batch.later_rows, batch.later_layout
+                x, slots = x[rows], slots[rows]
+            x, own = run(StepRows(k, slots, batch.key_positions[slots] + k, layout), x, own)
+            outputs.append(x)
+            asked.append(rows)
+        return outputs, asked
 
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Training targets of a batch's rows: the target's tokens or its distributions, depending on `objective`.

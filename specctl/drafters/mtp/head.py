@@ -24,10 +24,16 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, SlotBatch
-from specctl.drafters.feature.ttt_attention import Layout
+from specctl.drafters.feature.head import (
+    DraftHead,
+    HeadAttention,
+    HeadConfig,
+    HeadLayer,
+    OwnPairs,
+    SlotBatch,
+    StepRows,
+)
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -124,7 +130,6 @@ class MtpHead(DraftHead):
             accordingly less.
         """
         layer = self.layer
-        step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
         embedded = self.token_norm(F.embedding(batch.key_tokens, embedding).float())
         if self.config.ignores_first_token:
             embedded = embedded.masked_fill((batch.key_positions == 0)[:, None], 0)
@@ -133,20 +138,7 @@ class MtpHead(DraftHead):
             hidden = hidden * unnorm
         entered = self._enter(embedded, hidden)
         key, value = layer.key_and_value(layer.input_layernorm(entered), batch.key_positions)
-        own: list[tuple[Tensor, Tensor]] = []
-        rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
-        x, positions = entered[slots], batch.key_positions[slots]
-        outputs, asked = [], []
-        for k in range(self.steps):
-            if k:
-                if k == 1:
-                    rows, layout = batch.later_rows, batch.later_layout
-                    x, slots, positions = x[rows], slots[rows], positions[rows]
-                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is invalid.
-                x = self._enter(embedded[(slots + k).clamp_max(len(embedded) - 1)], x)
-            x, own = step(k, x, positions, key, value, own, layout)
-            outputs.append(x)
-            asked.append(rows)
+        outputs, asked = self.unroll(batch, entered, partial(self._step, embedded, key, value))
         x = torch.cat(outputs) * self.squash.scale  # a logit cap would not change the order of tokens
         product = x, target_head, self.squash.shift
         losses = self.distill_losses(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
@@ -157,24 +149,15 @@ class MtpHead(DraftHead):
         return self.fc(torch.cat((embedded, self.hidden_norm(hidden)), -1)).float()
 
     def _step(
-        self,
-        k: int,
-        x: Tensor,
-        positions: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own: list[tuple[Tensor, Tensor]],
-        layout: Layout,
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run the layer at step k on rows x [n, H] that begin at `positions` [n].
-
-        `own` holds the rows' keys and values of steps 1 … k−1. Returns the output after the norm, which the next step
-        reads, and `own` extended to steps 1 … k.
-        """
+        self, embedded: Tensor, key: Tensor, value: Tensor, at: StepRows, x: Tensor, own: OwnPairs
+    ) -> tuple[Tensor, OwnPairs]:
+        """Run the layer on rows x [n, H]. Returns the output after the norm, which the next step reads."""
         layer = self.layer
+        if at.k:
+            x = self._enter(at.tokens(embedded), x)
         inputs = layer.input_layernorm(x)
-        if k:
-            own = [*own, layer.key_and_value(inputs, positions + k)]
-        query = layer.query(inputs, positions + k).to(value.dtype)
-        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
+        if at.k:
+            own = [*own, layer.key_and_value(inputs, at.positions)]
+        query = layer.query(inputs, at.positions).to(value.dtype)
+        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], at.layout)
         return self.norm(layer.layer_output(x, out)).float(), own
