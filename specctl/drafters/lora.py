@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
@@ -100,7 +101,8 @@ class Adapter:
         if not found:
             return linear
         down = torch.cat([down for _, _, down, _ in found])
-        offsets = dict(zip((name for name, _ in parts), _starts([size for _, size in parts]), strict=True))
+        starts = accumulate((size for _, size in parts), initial=0)
+        offsets = {name: start for (name, _), start in zip(parts, starts, strict=False)}
         up = torch.zeros(sum(size for _, size in parts), len(down))
         column = 0
         for name, size, _, part in found:
@@ -160,7 +162,3 @@ def as_single_product(layer: Any, x: Tensor) -> Product:
 def state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Extract the updates from the state of an injected module, keyed by the names of their projections."""
     return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
-
-
-def _starts(sizes: list[int]) -> list[int]:
-    return [sum(sizes[:place]) for place in range(len(sizes))]

@@ -166,17 +166,13 @@ class TreeBuilder:
 
     def add(self, parent: int, gains: list[float], tokens: list[int]) -> None:
         start = len(self.tokens)
-        if parent == -1 or self._level_of(parent):
+        if parent == -1 or parent in self.level:  # the parent's children open the next level
             self.starts.append(start)
         score = self.joint[parent] if parent >= 0 else 0.0
         self.tokens += tokens
         self.parents += [parent] * len(tokens)
         self.joint += [score + gain for gain in gains]
         self.level = range(self.starts[-1], len(self.tokens))
-
-    def _level_of(self, parent: int) -> bool:
-        """Return True if `parent` is in the current level, so that its children open the next level."""
-        return parent in self.level
 
     def frontier(self, width: int) -> list[int]:
         """Return the `width` most probable nodes of the last level, repeating the last one if there are fewer."""

@@ -71,12 +71,7 @@ class DepthHeads(DraftHead):
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of all heads over a batch, one head after another, with teacher-forced tokens.
 
-        Head 0 learns from all response slots, the other heads from `later_rows`. Returns the results of
-        `DraftHead.aggregate_losses`.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
+        Head 0 learns from all response slots, the other heads from `later_rows`.
         """
         states, teacher = self.states(batch), self.teacher(batch, target_head)
         found = []

@@ -312,15 +312,7 @@ class BlockHead(DraftHead):
         return embedding[self.config.mask_token_id] if self.mask_embedding is None else self.mask_embedding
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of the blocks that begin at the batch's `later_rows`, with teacher-forced tokens.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`.
-        """
+        """Loss of the blocks that begin at the batch's `later_rows`, with teacher-forced tokens."""
         config, rows = self.config, batch.later_rows
         features = batch.features
         if not torch.is_autocast_enabled(features.device.type):

@@ -41,15 +41,7 @@ class EagleHead(DraftHead):
         pass_through(self.fc, slice(-self.config.hidden_size, None))
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Regression and distillation loss over the response slots of a batch.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [V, H] the target's (frozen) vocabulary head.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`, for one step.
-        """
+        """Regression and distillation loss over the response slots of a batch."""
         layer = self.layer
         features = batch.features.float()
         if self.training:

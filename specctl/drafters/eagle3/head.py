@@ -49,13 +49,7 @@ class Eagle3Head(FusionHead):
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the training-time test over a batch.
 
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
-            accordingly less.
+        If only some rows go on (`later_rows`), the later steps weigh accordingly less.
         """
         layer = self.midlayer
         hidden = self.feature(batch.features)

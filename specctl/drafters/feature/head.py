@@ -336,6 +336,18 @@ class DraftHead(nn.Module):
         """Target token ids [Vd] of the draft vocabulary."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
 
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses over the response slots of a batch, with teacher-forced tokens.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [Vd, H] the rows of the target's (frozen) vocabulary head for the draft vocabulary.
+
+        Returns:
+            The results of `aggregate_losses`.
+        """
+        raise NotImplementedError
+
     def passes(self, steps: int, stride: int) -> float:
         """Rows that the layers compute per response position in training.
 

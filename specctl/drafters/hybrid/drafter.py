@@ -95,7 +95,8 @@ class Hybrid(BaseDrafter):
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
         return any(
-            gain * share(level, levels) > rate * asking_cost(level, state.batch, costs)
+            gain * share(level, levels)
+            > rate * (costs.drafting(level, state.batch) + level * costs.row(state.batch))  # verified, too
             for level in range(1, levels + 1)
         )
 
@@ -159,11 +160,6 @@ class Hybrid(BaseDrafter):
             depth = max(len(head.children), len(text.children))
             scores.append(Score(head.positions, tokens=tokens, children=(tokens.shape[-1],) * depth))
         return scores
-
-
-def asking_cost(levels: int, texts: int, costs: Costs) -> float:
-    """Cost of `levels` levels of the head and of verifying their likeliest tokens."""
-    return costs.drafting(levels, texts) + levels * costs.row(texts)
 
 
 def nodes_worth(batch: int, joint: list[list[float]], rate: float, budget: int, costs: Costs) -> int:

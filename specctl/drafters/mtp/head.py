@@ -121,13 +121,7 @@ class MtpHead(DraftHead):
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses of `steps` recursive steps over the response slots of a batch.
 
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [V, H] the target's (frozen) vocabulary head.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
-            accordingly less.
+        If only some rows go on (`later_rows`), the later steps weigh accordingly less.
         """
         layer = self.layer
         embedded = self.token_norm(F.embedding(batch.key_tokens, embedding).float())

@@ -86,15 +86,7 @@ class PEagleHead(FusionHead):
         return sum(self.shares())
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of the drafts that begin at the batch's response slots.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`.
-        """
+        """Loss of the drafts that begin at the batch's response slots."""
         first, embedding = self.midlayer, self.embedding(embedding)
         features = self.feature(torch.cat((batch.features, self.mask_hidden.view(1, -1).to(batch.features.dtype))))
         masks = torch.full((1,), self.config.mask_token_id, device=features.device)

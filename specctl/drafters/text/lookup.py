@@ -29,15 +29,15 @@ HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0
 
 
 class Lookup(BaseDrafter):
-    """Drafts a chain after the last occurrence of the text's last `longest` to `shortest` tokens.
+    """Drafts a chain after the last occurrence of the text's last `LONGEST` to `SHORTEST` tokens.
 
     `depth` is the maximal chain length. The default depends on the device.
     """
 
     calibration = TEXT_CALIBRATION
 
-    def __init__(self, depth: int | None = None, longest: int = LONGEST, shortest: int = SHORTEST):
-        self.depth, self.longest, self.shortest = depth, longest, shortest
+    def __init__(self, depth: int | None = None):
+        self.depth = depth
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         self.advance(state)
@@ -63,7 +63,7 @@ class Lookup(BaseDrafter):
     def advance(self, state: DecodeState) -> None:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(partial(NGramIndex, self.longest, self.shortest), state.batch)
+            memory = state.memory[self] = PerText(partial(NGramIndex, LONGEST, SHORTEST), state.batch)
         for index, row in zip(memory.rows, state.rows, strict=True):
             index.extend(row.ids)
 
