@@ -37,7 +37,7 @@ class Family:
     """A drafter family: drafters of one architecture, each kept in a directory.
 
     Attributes:
-        module: path of the family's `drafters.pool.FamilyModule`, imported when a drafter is loaded.
+        implementation: path of the family's `drafters.family.DrafterFamily`, imported when a drafter is loaded.
         trainable: path of the class that trains its drafters, a `training.trainable.TrainableDrafter`, or None if a
             drafter is built from data without gradient steps.
         epochs: default number of passes over the training data.
@@ -59,7 +59,7 @@ class Family:
         learning: defaults for online learning, or None if the family does not learn along a stream.
     """
 
-    module: str
+    implementation: str
     trainable: str | None = "specctl.training.trainable:TrainableHead"
     epochs: int = 5
     rates: Mapping[str, float] = field(default_factory=dict)
@@ -83,13 +83,13 @@ LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_p
 
 FAMILIES: dict[str, Family] = {
     "eagle": Family(
-        "specctl.drafters.eagle.drafter",
+        "specctl.drafters.eagle.drafter:FAMILY",
         rates=ONE_LAYER,
         lora_modules=LAYER,  # without the fusion layer: a table replaces half of it when drafting
         learning=OnlineDefaults(adam=3e-5, epochs=5, clip=0.5, mixes=True),
     ),
     "eagle3": Family(
-        "specctl.drafters.eagle3.drafter",
+        "specctl.drafters.eagle3.drafter:FAMILY",
         rates=ONE_LAYER,
         unrolls_steps=True,
         supports_d_pace=True,
@@ -98,7 +98,7 @@ FAMILIES: dict[str, Family] = {
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "peagle": Family(
-        "specctl.drafters.peagle.drafter",
+        "specctl.drafters.peagle.drafter:FAMILY",
         rates=ONE_LAYER,
         supports_stride=False,  # the family decides itself how many positions continue to each depth
         supports_d_pace=True,
@@ -107,7 +107,7 @@ FAMILIES: dict[str, Family] = {
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "dflash": Family(
-        "specctl.drafters.dflash.drafter",
+        "specctl.drafters.dflash.drafter:FAMILY",
         rates=ONE_LAYER,
         supports_d_pace=True,
         lora_modules=("fc", *LAYER),
@@ -115,7 +115,7 @@ FAMILIES: dict[str, Family] = {
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "mtp": Family(
-        "specctl.drafters.mtp.drafter",
+        "specctl.drafters.mtp.drafter:FAMILY",
         epochs=3,
         rates={"adamw": 5e-5, "muon": 1.25e-4},  # FastMTP's; half of a new layer's, as the layer is trained already
         cpu_tokens=None,
@@ -129,7 +129,7 @@ FAMILIES: dict[str, Family] = {
         learning=OnlineDefaults(adam=3e-5, epochs=2, clip=0.5, mixes=True),
     ),
     "hydra": Family(
-        "specctl.drafters.hydra.drafter",
+        "specctl.drafters.hydra.drafter:FAMILY",
         epochs=10,
         rates={"adamw": 5e-4, "muon": 5e-4},
         supports_stride=False,
@@ -137,13 +137,13 @@ FAMILIES: dict[str, Family] = {
         learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
     ),
     "medusa": Family(
-        "specctl.drafters.medusa.drafter",
+        "specctl.drafters.medusa.drafter:FAMILY",
         rates={"adamw": 1e-3, "muon": 1e-3},
         supports_stride=False,
         learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
     ),
     "lm": Family(
-        "specctl.drafters.lm.drafter",
+        "specctl.drafters.lm.drafter:FAMILY",
         trainable="specctl.training.trainable:TrainableLM",
         epochs=3,
         rates=ONE_LAYER,
@@ -153,7 +153,7 @@ FAMILIES: dict[str, Family] = {
         lora_modules=LAYER,
         learning=OnlineDefaults(adam=2e-5, epochs=1, clip=1.0),
     ),
-    "retrieval": Family("specctl.drafters.retrieval.drafter", trainable=None),
+    "retrieval": Family("specctl.drafters.retrieval.drafter:FAMILY", trainable=None),
 }
 DEFAULT = "eagle3"
 MIN_SLIDING_WINDOW = 64  # smallest sliding window of a head: drafts are shorter, so only committed tokens leave it

@@ -21,8 +21,8 @@ from specctl.recipe import DraftingRecipe, ExportRecipe, ImportRecipe, OnlineRec
 from specctl.selection.arms import PLAIN
 
 TOYS = {
-    "follower": Family("tests.toys.follower", trainable=None),
-    "head": Family("tests.toys.head", rates={"adamw": 1e-3, "muon": 1e-3}, supports_stride=False),
+    "follower": Family("tests.toys.follower:FAMILY", trainable=None),
+    "head": Family("tests.toys.head:FAMILY", rates={"adamw": 1e-3, "muon": 1e-3}, supports_stride=False),
 }
 CHECKED = ("head",)  # a family without gradients has no forward to compare
 PROMPTS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Name the days of the week."]
@@ -95,8 +95,8 @@ def test_recipes_take_what_is_in_the_table(toys):
 def test_the_paths_of_a_row_exist(name):
     """They are looked up when they are needed, which may be at the end of a long run."""
     family = FAMILIES[name]
-    assert family.module == f"specctl.drafters.{name}.drafter"  # where its name says, as for all the others
-    pkgutil.resolve_name(family.module)
+    assert family.implementation == f"specctl.drafters.{name}.drafter:FAMILY"  # where its name says, as for all
+    assert pkgutil.resolve_name(family.implementation).name == name
     if family.trainable is not None:
         pkgutil.resolve_name(family.trainable)
         assert set(family.rates) == {"adamw", "muon"}

@@ -12,7 +12,7 @@ from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
 from specctl.errors import DataError, UsageError
 from specctl.formats import head_directory, registry, replaced_tensors, roundtrip, serving_commands
-from specctl.formats.head import Files, Head, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, TargetFacts
 from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe
 from specctl.runs import Run, atomic_write, to_json
@@ -57,7 +57,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     files = form.write(head, facts, tokens, recipe.to)
     place = recipe.output.absolute()
     check_free(place, recipe.overwrite)
-    serving = form.serving(head, recipe.to, place, facts, tokens, schedule)
+    serving = form.serving(head, recipe.to, Deployment(place, facts, tokens, schedule))
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
         atomic_write(draft / RECORD, to_json(record(recipe, drafter, serving.commands), indent=2) + "\n")

@@ -8,8 +8,9 @@ from specctl import progress
 from specctl.decoding import metrics
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_prompts
-from specctl.drafters import checkpoint, pool
+from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import prefix_errors
+from specctl.drafters.family import load_family
 from specctl.formats import head_directory, registry, roundtrip
 from specctl.formats.head import Head, TargetFacts
 from specctl.recipe import DraftingRecipe, ImportRecipe
@@ -76,7 +77,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
 
 def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> HeadProbe:
     """Decode a few prompts with the head; warn if almost nothing of its drafts is accepted."""
-    drafter = pool.family_module(head.family).make_drafter(module, target, DraftingRecipe())
+    drafter = load_family(head.family).make_drafter(module, target, DraftingRecipe())
     data = recipe.data.model_copy(update={"limit": recipe.probe.prompts})
     prompts = read_prompts(data, recipe.data.domain[0], split="test")
     texts = [target.render(prompt.messages, **recipe.target.chat_template_kwargs) for prompt in prompts]

@@ -13,7 +13,7 @@ from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as LM_FAMILY
 from specctl.drafters.lm.model import LM
 from specctl.measuring.measured import Measured
 from specctl.measuring.reasoning_journal import ReasoningChunk, ReasoningJournal, chunk_rows
@@ -175,7 +175,7 @@ def _save(
     domains = dict.fromkeys([*pool.domains_of(str(start)), *recipe.stream_domains])
     info = {**checkpoint.read_info(start), "domain": list(domains), "mat": {}}
     info["learnt"] = f"{learnt}, from {draft.name}"
-    config, tensors = lm.checkpoint_config(module, target.identity), lm.stored_state(module.state_dict())
+    config, tensors = LM_FAMILY.checkpoint_config(module, target.identity), LM_FAMILY.stored_state(module.state_dict())
     checkpoint.save(place, config=config, tensors=tensors, info=info, overwrite=True)
 
 

@@ -6,33 +6,24 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
 
 
-class NoDraft:
+class NoDraft(BaseDrafter):
     """Plain decoding: the empty draft."""
 
-    taps: tuple[int, ...] = ()
     fixed_shape = True
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         return empty_draft(state.batch, state.device)
 
-    def advance(self, state: DecodeState) -> None:
-        """No-op: there is no state to update."""
-
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Scores without any proposal."""
         return [Score(span, tokens=torch.empty(1, len(span), 0, dtype=torch.long)) for span in spans]
-
-    def lag(self, state: DecodeState) -> list[int]:
-        return [0] * state.batch
-
-    def invalidate(self, state: DecodeState) -> None:
-        """No-op: there is no cache."""
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft:
         return PlainRounds()

@@ -99,7 +99,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
             before = len(store.done)
             started = time.perf_counter()
             responses = ResponseFilter.of(recipe, output, writer, text)
-            tokens = _generate(recipe, text, planned, store, responses, domain, answered)
+            tokens = _generate(recipe, text, planned, store, responses, answered)
             seconds = time.perf_counter() - started
             rejections.check()
             store.complete()
@@ -161,7 +161,6 @@ def _generate(
     planned: ResponsePlan,
     store: ShardWriter,
     responses: ResponseFilter,
-    domain: str,
     answered: Answered,
 ) -> int:
     """Answer the jobs that are not done, up to the token budget, and store the responses in order. Returns the number
@@ -173,7 +172,7 @@ def _generate(
     total, pending = sum(length or 0 for length in there), there.count(None)
     generated, started = 0, time.perf_counter()
     progress.log(estimate(recipe, planned, pending))
-    with progress.track(f"distil {domain}", total=pending, unit="responses") as bar:
+    with progress.track(f"distil {label(recipe.data.domain)}", total=pending, unit="responses") as bar:
         for jobs in _bounded_lists(planned.jobs(done)):
             for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
                 answered_now = len(rows)

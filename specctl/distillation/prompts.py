@@ -22,7 +22,7 @@ import select
 import shutil
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
@@ -405,7 +405,7 @@ def parse_line(line: bytes | None, domain: str, where: str = "", *, suite: bool 
     return parse_row(json_object(line), domain, where, suite=suite)
 
 
-def parse_row(row: dict[str, Any], domain: str, where: str = "", *, suite: bool = False) -> Prompt:
+def parse_row(row: Mapping[str, Any], domain: str, where: str = "", *, suite: bool = False) -> Prompt:
     """Convert a row to a prompt; `suite` as in `read_prompts`. ValueError says why it is not a prompt."""
     if "turns" in row and not row.keys() & {"prompt", "messages"}:
         return _suite_row(row, domain, where, suite)
@@ -414,7 +414,7 @@ def parse_row(row: dict[str, Any], domain: str, where: str = "", *, suite: bool 
     return Prompt(prompt_id(messages), messages, domain, where, reference, (), license, language)
 
 
-def _suite_row(row: dict[str, Any], domain: str, where: str, suite: bool) -> Prompt:
+def _suite_row(row: Mapping[str, Any], domain: str, where: str, suite: bool) -> Prompt:
     """Convert a row of Spec-Bench, MT-Bench or SPEED-Bench. The id covers all turns of the user."""
     turns, category = row["turns"], row.get("category")
     if not isinstance(turns, list) or not turns:
@@ -454,7 +454,7 @@ def json_object(line: bytes | None) -> dict[str, Any]:
     return row
 
 
-def _row(row: dict[str, Any]) -> tuple[list[dict[str, str]], str | None]:
+def _row(row: Mapping[str, Any]) -> tuple[list[dict[str, str]], str | None]:
     """Messages and reference answer of a row; all other keys are ignored."""
     if ("prompt" in row) == ("messages" in row):
         raise ValueError("needs either `prompt` or `messages`" + (", has both" if "prompt" in row else ", or `turns`"))

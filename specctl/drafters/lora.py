@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from itertools import accumulate
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +17,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from specctl.decoding.models.linear import Linear
+from specctl.decoding.protocols import Drafter
 from specctl.drafters.blueprint import CONFIG, WEIGHTS, config_error, read, shortened_repr
 from specctl.errors import RecipeError
 from specctl.recipe import LoraRecipe
@@ -99,7 +101,8 @@ class Adapter:
         if not found:
             return linear
         down = torch.cat([down for _, _, down, _ in found])
-        offsets = dict(zip((name for name, _ in parts), _starts([size for _, size in parts]), strict=True))
+        starts = accumulate((size for _, size in parts), initial=0)
+        offsets = {name: start for (name, _), start in zip(parts, starts, strict=False)}
         up = torch.zeros(sum(size for _, size in parts), len(down))
         column = 0
         for name, size, _, part in found:
@@ -114,6 +117,15 @@ class Adapter:
             weight = merged[f"{name}.weight"]
             merged[f"{name}.weight"] = (weight.float() + up.float() @ down.float()).to(weight.dtype)
         return merged
+
+
+@runtime_checkable
+class AdaptableDrafter(Drafter, Protocol):
+    """Drafter that low-rank updates can change."""
+
+    def adapted(self, adapter: Adapter) -> Drafter:
+        """Return a copy of this drafter with the updates; it shares all weights but has separate caches."""
+        ...
 
 
 UP, DOWN = ".lora_B.weight", ".lora_A.weight"
@@ -150,7 +162,3 @@ def as_single_product(layer: Any, x: Tensor) -> Product:
 def state(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Extract the updates from the state of an injected module, keyed by the names of their projections."""
     return {name.replace(".default.", "."): tensor for name, tensor in tensors.items() if ".lora_" in name}
-
-
-def _starts(sizes: list[int]) -> list[int]:
-    return [sum(sizes[:place]) for place in range(len(sizes))]

@@ -2,100 +2,27 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pkgutil
-from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, cast
-
-from torch import Tensor, nn
+from typing import Any, cast
 
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
 from specctl.drafters.blueprint import CONFIG, config_error, prefix_errors, shortened_repr
+from specctl.drafters.family import load_family
 from specctl.drafters.hybrid.costs import Costs, costs_of
-from specctl.drafters.hybrid.drafter import CandidateDrafter, Hybrid, TextDrafter
+from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import GateStatistics
-from specctl.drafters.lora import Adapter, LoraConfig
+from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
+from specctl.drafters.tree import CandidateDrafter, TextDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import FAMILIES, WEIGHTLESS_DRAFTERS
-from specctl.recipe import DraftingRecipe, TrainRecipe
-
-
-class FamilyModule(Protocol):
-    """Interface of a family's Python module, for families with drafters stored in directories.
-
-    `module` is the content of one drafter: weights or a datastore. `config` is a checkpoint's config.json, `tensors`
-    its model.safetensors. If the family has `lora_modules` projections, its drafters also have a method
-    `adapted(load_adapter)`.
-    """
-
-    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
-        """Rebuild the trained or collected module from the contents of its checkpoint.
-
-        The module has a method `check(target)`, which raises CheckpointError if it was made for another target. Raises
-        CheckpointError, with a message that begins with the file name, if the tensors do not fit the architecture.
-        """
-        ...
-
-    def make_drafter(self, module: Any, target: Target, drafting: DraftingRecipe) -> Drafter:
-        """Build the drafter that runs the module, with a copy of its weights in the target's dtype."""
-        ...
-
-    def checkpoint_config(self, module: Any, target: dict[str, Any]) -> dict[str, Any]:
-        """Content of config.json for a checkpoint of this module; `target` is `Target.identity`."""
-        ...
-
-
-class TrainableFamily(FamilyModule, Protocol):
-    """Interface of a family with modules that are `nn.Module`s and learn by gradient descent."""
-
-    def set_training_options(self, module: Any, recipe: TrainRecipe) -> None:
-        """Set the training options of the module; `restore` leaves it in the state for decoding."""
-        ...
-
-    def stored_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert the module's state dict to the form stored in a checkpoint."""
-        ...
-
-    def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> nn.Module:
-        """Build a new module to train, initialized from the target if the family supports it.
-
-        `frequent(n)` returns a draft vocabulary: the n most frequent tokens of the training responses.
-        """
-        ...
-
-
-class CollectedFamily(FamilyModule, Protocol):
-    """Interface of a family with drafters that are collected from responses, without gradient steps."""
-
-    def collect(self, texts: Iterable[tuple[list[int], int]]) -> Any:
-        """Build a drafter's contents from all texts, each given as (tokens, prompt length)."""
-        ...
-
-    def tensors(self, module: Any) -> dict[str, Tensor]:
-        """Content of model.safetensors for a checkpoint of this module."""
-        ...
-
-
-def family_module(name: str) -> FamilyModule:
-    """Import the Python module of a family."""
-    return cast(FamilyModule, importlib.import_module(FAMILIES[name].module))
-
-
-def trainable_family(name: str) -> TrainableFamily:
-    """Import the Python module of a family that learns by gradient descent."""
-    return cast(TrainableFamily, family_module(name))
-
-
-def collected_family(name: str) -> CollectedFamily:
-    """Import the Python module of a family that is collected without gradient steps."""
-    return cast(CollectedFamily, family_module(name))
+from specctl.recipe import DraftingRecipe
 
 
 def load_drafter(
@@ -131,9 +58,11 @@ def load_drafter(
     key = f"{checkpoint.weights_digest(base.path)} {base.config}"
     if key not in bases:
         bases[key] = _drafter(base, target, drafting)
+    drafter = bases[key]
     if base is found:
-        return bases[key]
-    return bases[key].adapted(load_adapter(found, base))  # type: ignore[attr-defined]
+        return drafter
+    assert isinstance(drafter, AdaptableDrafter)
+    return drafter.adapted(load_adapter(found, base))
 
 
 def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStatistics | None = None) -> Hybrid:
@@ -143,11 +72,11 @@ def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStat
         name: name of the hybrid, `head+text`.
         past: the record that the hybrid's gate keeps of earlier texts of the stream.
 
-    Raises UsageError if the second drafter is not a text drafter.
+    Raises UsageError if the first drafter is not a trained head, or the second is not a text drafter.
     """
-    if not hasattr(text, "propose_trees"):
+    if not isinstance(text, TextDrafter):
         raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is not a text drafter", HYBRIDS)
-    return Hybrid(cast(CandidateDrafter, head), cast(TextDrafter, text), costs, past)
+    return Hybrid(_trained(name, head), text, costs, past)
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
@@ -155,12 +84,16 @@ def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:
 
     Raises UsageError if the first drafter is not a trained head.
     """
-    directory = parts_of(name)[0]
-    if not hasattr(head, "propose_candidates"):
-        raise UsageError(f"{name}: {name_of(directory)} is not a trained drafter", HYBRIDS)
-    config = checkpoint.read_json(checkpoint.existing_directory(Path(directory)) / CONFIG)
+    trained = _trained(name, head)
+    config = checkpoint.read_json(checkpoint.existing_directory(Path(parts_of(name)[0])) / CONFIG)
     shape = json.dumps([config["family"], config.get("architecture")], sort_keys=True)
-    return costs_of(target, cast(CandidateDrafter, head), shape)
+    return costs_of(target, trained, shape)
+
+
+def _trained(name: str, head: Drafter) -> CandidateDrafter:
+    if not isinstance(head, CandidateDrafter):
+        raise UsageError(f"{name}: {name_of(parts_of(name)[0])} is not a trained drafter", HYBRIDS)
+    return head
 
 
 def read_drafter(directory: str | Path, target: Target) -> checkpoint.Checkpoint:
@@ -219,7 +152,7 @@ def restore_module(found: checkpoint.Checkpoint) -> Any:
     Raises CheckpointError, which names the directory, file and key.
     """
     with prefix_errors(found.path):
-        return family_module(found.config["family"]).restore(found.config, found.tensors)
+        return load_family(found.config["family"]).restore(found.config, found.tensors)
 
 
 def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
@@ -249,7 +182,7 @@ def find_base(found: checkpoint.Checkpoint) -> checkpoint.Checkpoint:
 
 
 def _drafter(found: checkpoint.Checkpoint, target: Target, drafting: DraftingRecipe) -> Drafter:
-    return family_module(found.config["family"]).make_drafter(load_module(found, target), target, drafting)
+    return load_family(found.config["family"]).make_drafter(load_module(found, target), target, drafting)
 
 
 def domains_of(path_or_name: str) -> list[str]:

@@ -6,11 +6,13 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from specctl.decoding.drafter import BaseDrafter
+from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe
@@ -29,6 +31,34 @@ class ProposedTree(NamedTuple):
     tokens: list[int]
     parents: list[int]
     probabilities: list[float]
+
+
+@runtime_checkable
+class CandidateDrafter(Drafter, Protocol):
+    """Trained drafter that reports candidate probabilities and stops when a further level does not pay off."""
+
+    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
+        """Candidates after the last committed token of every sequence.
+
+        The draft has at most `budget` levels, is no deeper than the sequence has room for, and grows while `pays` is
+        true.
+        """
+        ...
+
+
+@runtime_checkable
+class TextDrafter(Drafter, Protocol):
+    """Drafter that copies its drafts from text, without a forward pass.
+
+    Attributes:
+        calibration: ratio of outcomes to claims, by eighths of the claimed probability (`hybrid.gate`).
+    """
+
+    calibration: tuple[float, ...]
+
+    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
+        """At most `nodes` continuations of every sequence, with their probabilities."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -92,11 +122,11 @@ def default_shape(device: torch.device) -> TreeShape:
 def shape_for(drafting: DraftingRecipe, default: TreeShape) -> TreeShape:
     """Return the family's default shape, overridden by the values set in a `DraftingRecipe`."""
     fields = ("depth", "width", "nodes", "children", "stop_below", "keep_above")
-    given = {name: value for name in fields if (value := getattr(drafting, name, None)) is not None}
+    given = {name: value for name in fields if (value := getattr(drafting, name)) is not None}
     return TreeShape(**{**vars(default), **given})
 
 
-class TreeDrafter:
+class TreeDrafter(BaseDrafter):
     """Base class of drafters that draft dynamic trees.
 
     Attributes:
@@ -136,17 +166,13 @@ class TreeBuilder:
 
     def add(self, parent: int, gains: list[float], tokens: list[int]) -> None:
         start = len(self.tokens)
-        if parent == -1 or self._level_of(parent):
+        if parent == -1 or parent in self.level:  # the parent's children open the next level
             self.starts.append(start)
         score = self.joint[parent] if parent >= 0 else 0.0
         self.tokens += tokens
         self.parents += [parent] * len(tokens)
         self.joint += [score + gain for gain in gains]
         self.level = range(self.starts[-1], len(self.tokens))
-
-    def _level_of(self, parent: int) -> bool:
-        """Return True if `parent` is in the current level, so that its children open the next level."""
-        return parent in self.level
 
     def frontier(self, width: int) -> list[int]:
         """Return the `width` most probable nodes of the last level, repeating the last one if there are fewer."""

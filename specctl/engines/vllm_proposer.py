@@ -22,7 +22,7 @@ import torch
 
 from specctl.drafters import checkpoint
 from specctl.drafters.hybrid.candidates import Calibration
-from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.retrieval.drafter import FAMILY as RETRIEVAL
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import ProposedTree
@@ -169,4 +169,4 @@ def _drafter(name: str, vocab_size: int, tokens: int) -> Lookup | Suffix:
             f"{name} was made for a target of {size} tokens, but this model has {vocab_size}: collect a "
             "datastore for it"
         )
-    return Suffix(depth=tokens, corpus=retrieval.restore(found.config, found.tensors))
+    return Suffix(depth=tokens, corpus=RETRIEVAL.restore(found.config, found.tensors))

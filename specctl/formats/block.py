@@ -180,9 +180,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], block: Block, fa
             if name in tensors:
                 tensors[name] = tensors[name][kept]
         ids = ids[kept]
-        member = torch.zeros(facts.vocab_size, dtype=torch.bool)
-        member[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
+        tensors |= eagle3.mapping_of(ids, facts.vocab_size)
     architecture = shape | {
         "draft_vocab_size": facts.vocab_size if ids is None else len(ids),
         "num_layers": layers,
@@ -269,8 +267,7 @@ def _confidence(found: HeadDirectory, config: Mapping[str, Any], block: Block) -
     if not parts or (block.markov_rank and with_markov and not off):
         return found, bool(parts), []
     why = "config.json turns it off" if off else "specctl's confidence head needs a Markov head"
-    kept = {name: tensor for name, tensor in found.tensors.items() if name not in parts}
-    return found.with_tensors(kept), False, [f"its confidence head is not imported: {why}. Drafts do not depend on it"]
+    return found.without(parts), False, [f"its confidence head is not imported: {why}. Drafts do not depend on it"]
 
 
 def _without_embedding(found: HeadDirectory, block: Block, facts: TargetFacts) -> tuple[HeadDirectory, Tensor | None]:
@@ -299,7 +296,7 @@ def _vocabulary(
 
     The draft ids are target ids of a smaller draft vocabulary, or None if the head drafts the target's vocabulary.
     """
-    rows, mapping = llama.row_count(found, LM_HEAD), ("d2t", "t2d")
+    rows = llama.row_count(found, LM_HEAD)
     drafted = config.get("draft_vocab_size") or rows or vocab
     if rows is None and drafted != vocab:
         right = f"must have shape [{drafted}, {facts.hidden_size}]: the head drafts {drafted} of {vocab} tokens"
@@ -310,7 +307,7 @@ def _vocabulary(
         ids, notes = eagle3.draft_ids(found, rows, vocab)
         if rows == vocab and torch.equal(ids, torch.arange(rows)):
             ids = None
-    without = found.with_tensors({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
+    without = found.without(("d2t", "t2d"))
     if ids is None:
         without = llama.without_copies(without, facts, {LM_HEAD: facts.head_weight})
     elif int((ids < facts.vocab_size).sum()) >= facts.vocab_size:

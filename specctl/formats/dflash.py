@@ -12,14 +12,12 @@ something else.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from specctl.errors import CheckpointError
 from specctl.formats import eagle3, llama, serving_commands
 from specctl.formats.block import DFLASH2_KEYS, EMBEDDING, LAYERS, LM_HEAD, MARKOV, MASK_FILE, read_block, read_parts
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
 DFLASH, DSPARK, DFLASH2 = "dflash", "dspark", "dflash2"
@@ -215,12 +213,10 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     return read_parts(found, said, block, facts)
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of an engine."""
     kind = kind_of(head)
-    found = serving_commands.serving(to, METHODS[to, kind], place, facts, tokens, schedule, v2_runner=kind in V2_RUNNER)
+    found = serving_commands.serving(to, METHODS[to, kind], use, v2_runner=kind in V2_RUNNER)
     if to == "sglang" and head.architecture["own_mask"]:
         found.notes.append(MASK_ROW_NOTE.format(head.architecture["mask_token_id"]))
     return found

@@ -6,13 +6,10 @@ fc.bias (of zeros). The reference code (SafeAILab/EAGLE) has the bias unless con
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 import torch
 
 from specctl.formats import llama, serving_commands
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
 METHODS = {"vllm": "eagle", "sglang": "EAGLE"}
@@ -51,10 +48,8 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     return Head("eagle", shape | whole, tensors, tuple(notes))
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of an engine, or the line of Python for the reference repository."""
     if to == "eagle":
-        return serving_commands.eagle_repository(place, facts, eagle3=False)
-    return serving_commands.serving(to, METHODS[to], place, facts, tokens, schedule)
+        return serving_commands.eagle_repository(use, eagle3=False)
+    return serving_commands.serving(to, METHODS[to], use)

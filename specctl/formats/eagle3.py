@@ -14,8 +14,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from specctl.errors import CheckpointError
 from specctl.families import MIN_SLIDING_WINDOW
 from specctl.formats import llama, serving_commands
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -121,8 +120,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
     rows = llama.row_count(found, "lm_head.weight") or 0
     ids, more = draft_ids(found, rows, head_vocab)
     kept = ids < facts.vocab_size  # further rows are padding, which is never drafted
-    mapping = ("d2t", "t2d")
-    found = found.with_tensors({name: tensor for name, tensor in found.tensors.items() if name not in mapping})
+    found = found.without(("d2t", "t2d"))
     size, width = shape["hidden_size"], len(taps) * shape["hidden_size"]
     layer = llama.layer_shapes(shape, 2 * size) | {"hidden_norm.weight": (size,), "input_layernorm.weight": (size,)}
     tensors = llama.take_exactly(
@@ -138,20 +136,16 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
     )
     if not kept.all():
         tensors["lm_head.weight"], ids = tensors["lm_head.weight"][kept], ids[kept]
-    member = torch.zeros(facts.vocab_size, dtype=torch.bool)
-    member[ids] = True
-    tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": member}
+    tensors |= mapping_of(ids, facts.vocab_size)
     architecture = shape | {"draft_vocab_size": len(ids), "taps": list(taps)}
     return Head("eagle3", architecture, tensors, (*notes, *more))
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of an engine, or the line of Python for the reference repository."""
     if to == "eagle":
-        return serving_commands.eagle_repository(place, facts, eagle3=True)
-    return serving_commands.serving(to, METHODS[to], place, facts, tokens, schedule)
+        return serving_commands.eagle_repository(use, eagle3=True)
+    return serving_commands.serving(to, METHODS[to], use)
 
 
 def _norms(found: HeadDirectory, config: Mapping[str, Any]) -> dict[str, bool]:
@@ -238,6 +232,13 @@ def draft_ids(found: HeadDirectory, rows: int, vocab_size: int) -> tuple[Tensor,
         f"must be offsets: i + d2t[i] is a distinct target id in 0 … {vocab_size - 1}, and t2d marks exactly these ids"
     )
     raise found.invalid("d2t", what, right, where=found.file)
+
+
+def mapping_of(ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
+    """The tensors d2t and t2d of a draft vocabulary with the target ids `ids` [Vd]."""
+    member = torch.zeros(vocab_size, dtype=torch.bool)
+    member[ids] = True
+    return {"d2t": ids - torch.arange(len(ids)), "t2d": member}
 
 
 def _maps(ids: Tensor, vocab_size: int, members: Tensor | None) -> bool:

@@ -83,6 +83,22 @@ class LengthRange:
 
 
 @dataclass(frozen=True)
+class Deployment:
+    """Use of an exported head by an engine.
+
+    Attributes:
+        place: directory of the head's files.
+        tokens: tokens drafted per round.
+        schedule: draft lengths by load, for engines that can change the length while they run.
+    """
+
+    place: Path
+    facts: TargetFacts
+    tokens: int
+    schedule: Sequence[LengthRange] = ()
+
+
+@dataclass(frozen=True)
 class TargetFacts:
     """Facts of a target that a head has to fit.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +36,10 @@ class HeadDirectory:
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> HeadDirectory:
         return replace(self, tensors=tensors)
+
+    def without(self, names: Collection[str]) -> HeadDirectory:
+        """This directory without some of its tensors."""
+        return self.with_tensors({name: tensor for name, tensor in self.tensors.items() if name not in names})
 
     def invalid(self, key: str, found: Any, right: str, *, where: Path | None = None) -> CheckpointError:
         """The error for a value that our head cannot have: the file, the key, the value found, and the right value."""

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
-
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specctl.drafters.blueprint import build_or_raise, prefix_errors
 from specctl.drafters.lm.config import check_plain, configuration, stored
 from specctl.formats import serving_commands
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
 FILE_KEYS = ("architectures", "torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map")
@@ -52,12 +49,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     return Head("lm", stored(config), tensors)
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of an engine; for `hf`, of both engines. They draft so for every target."""
-    found = [
-        serving_commands.serving(name, METHODS[name], place, facts, tokens, schedule)
-        for name in (METHODS if to == "hf" else [to])
-    ]
+    found = [serving_commands.serving(name, METHODS[name], use) for name in (METHODS if to == "hf" else [to])]
     return Serving([line for one in found for line in one.commands], [note for one in found for note in one.notes])

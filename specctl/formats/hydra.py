@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from dataclasses import fields
+from typing import Any, cast
 
+from specctl.decoding.target import Target
+from specctl.drafters.feature.head import DraftConfig, head_config
 from specctl.errors import CheckpointError
 from specctl.formats import llama, medusa_hydra
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
+from specctl.recipe import DrafterRecipe
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
@@ -91,25 +93,13 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     return Head("hydra", medusa_hydra.shape(facts, heads, layers) | prefix, fitted, tuple(notes))
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The line of Python for the repository, the only reader of these heads."""
-    line = f"HydraModel.from_pretrained({str(place)!r})  # python, hydra.model.hydra_model"
+    line = f"HydraModel.from_pretrained({str(use.place)!r})  # python, hydra.model.hydra_model"
     return Serving([line], [medusa_hydra.NOT_SERVED])
 
 
 def _prefix_shape(facts: TargetFacts) -> dict[str, Any]:
     """Shape of the prefix layer, which is the shape of the target's layers."""
-    text = facts.text_config
-    heads = text.num_attention_heads
-    rope = getattr(text, "rope_parameters", None) or {}
-    return {
-        "intermediate_size": text.intermediate_size,
-        "num_heads": heads,
-        "num_kv_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or facts.hidden_size // heads,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-        "rope_theta": float(rope.get("rope_theta", 10_000.0)),
-        "max_position_embeddings": facts.context_length,
-    }
+    layer, outer = head_config(DrafterRecipe(), cast(Target, facts)), {field.name for field in fields(DraftConfig)}
+    return {name: value for name, value in vars(layer).items() if name not in outer}

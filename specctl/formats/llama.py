@@ -258,4 +258,4 @@ def without_copies(found: HeadDirectory, facts: TargetFacts, copies: Mapping[str
                 f"specctl's head uses the tensor of {facts.name}, but this head was trained with another",
                 where=found.file,
             )  # fmt: skip
-    return found.with_tensors({name: tensor for name, tensor in found.tensors.items() if name not in copies})
+    return found.without(copies)

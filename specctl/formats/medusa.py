@@ -7,11 +7,9 @@ them. vLLM reads the heads under other names (vllm/model_executor/models/medusa.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from pathlib import Path
 
 from specctl.formats import llama, medusa_hydra, serving_commands
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
 TO_VLLM = {r"(\d+)\.0\.linear\.(.+)": r"blocks.\1.layers.0.\2", r"(\d+)\.1\.weight": r"lm_heads.\1.weight"}
@@ -100,12 +98,10 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     return Head("medusa", medusa_hydra.shape(facts, heads, 1), fitted, tuple(notes))
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of vLLM, or the line of Python for the repository, with a note on support."""
     if to == "vllm":
-        found = serving_commands.serving("vllm", "medusa", place, facts, tokens, schedule)
+        found = serving_commands.serving("vllm", "medusa", use)
         return Serving(found.commands, [UNTIL_VLLM_33, *found.notes])
-    line = f"MedusaModel.from_pretrained({str(place)!r})  # python, medusa.model.medusa_model"
+    line = f"MedusaModel.from_pretrained({str(use.place)!r})  # python, medusa.model.medusa_model"
     return Serving([line], [f"{medusa_hydra.NOT_SERVED}; vLLM serves the files of --to vllm"])

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import cast
 
 from specctl.decoding.models.loading import model_directory
@@ -21,7 +19,7 @@ from specctl.drafters.mtp.drafter import architecture
 from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
 from specctl.errors import CheckpointError
 from specctl.formats import serving_commands
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 from specctl.recipe import DrafterRecipe
 
@@ -84,19 +82,16 @@ def read_layer(found: HeadDirectory, kind: str, tensors: dict, normed: bool, fac
     return Head("mtp", shape.to_dict(), tensors)
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of an engine, with the directory itself as the target."""
-    note = serving_commands.refusal(to, METHODS[to], facts)
+    note = serving_commands.refusal(to, METHODS[to], use.facts)
     if note is not None:
         return Serving([], [note])
-    code = " --trust-remote-code" if getattr(facts.text_config, "auto_map", None) else ""
-    found = serving_commands.serving(
-        to, METHODS[to], place, replace(facts, name=str(place), revision=None), tokens, schedule
-    )
+    code = " --trust-remote-code" if getattr(use.facts.text_config, "auto_map", None) else ""
+    whole = replace(use, facts=replace(use.facts, name=str(use.place), revision=None))
+    found = serving_commands.serving(to, METHODS[to], whole)
     if to == "vllm":
-        spec = json.dumps(serving_commands.speculative({"method": METHODS[to]}, tokens, schedule))
-        commands = [f"vllm serve {shlex.quote(str(place))}{code} --speculative-config {shlex.quote(spec)}"]
+        spec = json.dumps(serving_commands.speculative({"method": METHODS[to]}, use))
+        commands = [f"vllm serve {shlex.quote(str(use.place))}{code} --speculative-config {shlex.quote(spec)}"]
         return Serving(commands, found.notes)
     return Serving([command + code for command in found.commands], found.notes)

@@ -10,14 +10,13 @@ eagle3, vLLM 0.32 puts "Eagle3" before any other architecture name, even before 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from specctl.formats import eagle3, llama, serving_commands
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
 MASK, EMBEDDING = "mask_hidden", "embed_tokens.weight"
@@ -77,7 +76,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
     above = tuple(f"layers.{place}." for place in range(1, count))
     own = {EMBEDDING: renamed[EMBEDDING]} if _is_its_own(renamed.get(EMBEDDING), facts) else {}
     parts = {name: tensor for name, tensor in renamed.items() if name.startswith(above) or name == MASK} | own
-    rest = found.with_tensors({name: tensor for name, tensor in renamed.items() if name not in parts})
+    rest = found.with_tensors(renamed).without(parts)
     head = eagle3.read_parts(rest, {**config, **single}, taps, facts)
     shape = head.architecture
     size = shape["hidden_size"]
@@ -118,8 +117,6 @@ def _is_its_own(embedding: Tensor | None, facts: TargetFacts) -> bool:
     return bool((theirs - ours).abs().max() > 2**-7 * ours.abs().max())
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of vLLM."""
-    return serving_commands.serving(to, "eagle3", place, facts, tokens, schedule, {"parallel_drafting": True})
+    return serving_commands.serving(to, "eagle3", use, {"parallel_drafting": True})

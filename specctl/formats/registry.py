@@ -6,15 +6,13 @@ It imports nothing heavy, since help texts and recipes read the table too.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
 from specctl.errors import CheckpointError, UsageError
 
 if TYPE_CHECKING:
-    from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+    from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
     from specctl.formats.head_directory import HeadDirectory
 
 
@@ -54,14 +52,8 @@ class FormatModule(Protocol):
         """
         ...
 
-    def serving(
-        self, head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-    ) -> Serving:
-        """Commands that serve the head's directory at `place`.
-
-        If `to` refuses it, there is no command, and a note with the reason. `schedule`: draft lengths by load, for
-        engines that can change the length while they run.
-        """
+    def serving(self, head: Head, to: str, use: Deployment) -> Serving:
+        """Commands that serve the head. If `to` refuses it, there is no command, and a note with the reason."""
         ...
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from specctl.drafters import pool
+from specctl.drafters.family import load_family
 from specctl.drafters.feature.head import SlotBatch
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.errors import CheckpointError
@@ -51,7 +51,7 @@ def build_module(head: Head) -> nn.Module:
         raise CheckpointError(
             f"a head of family {head.family!r} cannot draft here", hint=f"known families: {', '.join(FAMILIES)}"
         )
-    return pool.family_module(head.family).restore({"architecture": head.architecture}, head.tensors)
+    return load_family(head.family).restore({"architecture": head.architecture}, head.tensors)
 
 
 @torch.no_grad()

@@ -8,65 +8,51 @@ lists of classes come from the sources of `VERSIONS`.
 from __future__ import annotations
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from specctl.errors import UsageError
-from specctl.formats.head import LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, LengthRange, Serving, TargetFacts
 
 VERSIONS = {"vllm": "vLLM 0.32", "sglang": "SGLang 0.5.23"}
 
 
 def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+    """Names of classes. The suffix `ForCausalLM` is left out in `text`."""
+    return frozenset(name if re.search("For|LMHead", name) else f"{name}ForCausalLM" for name in text.split())
 
 
 # vLLM's own classes without the interface `SupportsEagle3`. Targets without a class in vLLM run by the class of
 # transformers, which has the interface.
 _VLLM_WITHOUT_EAGLE3 = _names("""
-    AXK1ForCausalLM BloomForCausalLM Cohere2ForCausalLM CohereForCausalLM DbrxForCausalLM Ernie4_5_MoeForCausalLM
-    Exaone4ForCausalLM ExaoneMoeForCausalLM FalconForCausalLM GPT2LMHeadModel GPTJForCausalLM Gemma2ForCausalLM
-    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma3nForCausalLM Gemma3nForConditionalGeneration
-    GemmaForCausalLM Glm4ForCausalLM Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GraniteMoeForCausalLM
-    GraniteMoeHybridForCausalLM GraniteMoeSWAForCausalLM GraniteMoeSharedForCausalLM HYV3ForCausalLM
-    HyperCLOVAXForCausalLM LongcatFlashForCausalLM MixtralForCausalLM NemotronForCausalLM OPTForCausalLM
-    OlmoeForCausalLM Qwen2MoeForCausalLM StableLmForCausalLM
+    AXK1 Bloom Cohere2 Cohere Dbrx Ernie4_5_Moe Exaone4 ExaoneMoe Falcon GPT2LMHeadModel GPTJ Gemma2 Gemma3
+    Gemma3ForConditionalGeneration Gemma3n Gemma3nForConditionalGeneration Gemma Glm4 Glm4Moe Glm4MoeLite
+    GraniteMoe GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared HYV3 HyperCLOVAX LongcatFlash Mixtral Nemotron
+    OPT Olmoe Qwen2Moe StableLm
 """)
 # SGLang's classes with `get_embed_and_head`, then the classes with `set_eagle3_layers_to_capture`.
 _SGLANG_EAGLE = _names("""
-    ApertusForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM DeepseekV4ForCausalLM
-    Ernie4_5_MoeForCausalLM Exaone4ForCausalLM ExaoneMoeForCausalLM FalconH1ForCausalLM Gemma3ForCausalLM
-    Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration Glm4ForCausalLM
-    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM HYV3ForCausalLM
-    HYV4ForCausalLM LagunaForCausalLM Llama4ForCausalLM LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM
-    MiMoV2FlashForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM MistralForCausalLM NemotronHForCausalLM
-    OPTForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM
-    Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+    Apertus DeepseekV2 DeepseekV32 DeepseekV3 DeepseekV4 Ernie4_5_Moe Exaone4 ExaoneMoe FalconH1 Gemma3
+    Gemma3ForConditionalGeneration Gemma4 Gemma4ForConditionalGeneration Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa
+    GptOss HYV3 HYV4 Laguna Llama4 Llama LongcatFlash Mellum MiMoV2Flash MiniMaxM2 Ministral3 Mistral NemotronH
+    OPT Phi3 Qwen2 Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
 """)
 _SGLANG_EAGLE3 = _names("""
-    ApertusForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM ExaoneMoeForCausalLM
-    Gemma3ForCausalLM Gemma3ForConditionalGeneration Gemma4ForCausalLM Gemma4ForConditionalGeneration
-    Glm4MoeForCausalLM Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM Llama4ForCausalLM
-    LlamaForCausalLM LongcatFlashForCausalLM MellumForCausalLM MiniMaxM2ForCausalLM Ministral3ForCausalLM
-    MistralForCausalLM Phi3ForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM
-    Qwen3NextForCausalLM Qwen3_5ForCausalLM Qwen3_5MoeForCausalLM
+    Apertus DeepseekV2 DeepseekV32 DeepseekV3 ExaoneMoe Gemma3 Gemma3ForConditionalGeneration Gemma4
+    Gemma4ForConditionalGeneration Glm4Moe Glm4MoeLite GlmMoeDsa GptOss Llama4 Llama LongcatFlash Mellum
+    MiniMaxM2 Ministral3 Mistral Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
 """)
-
-
 # Classes with `set_dflash_layers_to_capture`. Some classes have a separate hook for DSpark too.
 _SGLANG_DFLASH = _names("""
-    BeamForCausalLM DeepseekV2ForCausalLM DeepseekV32ForCausalLM DeepseekV3ForCausalLM Gemma4ForCausalLM
-    Gemma4ForConditionalGeneration Glm4MoeLiteForCausalLM GlmMoeDsaForCausalLM GptOssForCausalLM
-    IQuestCoderForCausalLM InklingForConditionalGeneration InternLM3ForCausalLM KimiK25ForConditionalGeneration
-    KimiK3ForConditionalGeneration KimiK3LinearForCausalLM LagunaForCausalLM Lfm2ForCausalLM Lfm2MoeForCausalLM
-    Llama4ForCausalLM LlamaForCausalLM MellumForCausalLM MiMoV2FlashForCausalLM MiMoV2ForCausalLM
-    MiniMaxM3SparseForConditionalGeneration Ministral3ForCausalLM MistralForCausalLM NanbeigeForCausalLM
-    NemotronHForCausalLM Phi3ForCausalLM Qwen3ForCausalLM Qwen3MoeForCausalLM Qwen3NextForCausalLM Qwen3_5ForCausalLM
-    Qwen3_5MoeForCausalLM TeleFLMForCausalLM
+    Beam DeepseekV2 DeepseekV32 DeepseekV3 Gemma4 Gemma4ForConditionalGeneration Glm4MoeLite GlmMoeDsa GptOss
+    IQuestCoder InklingForConditionalGeneration InternLM3 KimiK25ForConditionalGeneration
+    KimiK3ForConditionalGeneration KimiK3Linear Laguna Lfm2 Lfm2Moe Llama4 Llama Mellum MiMoV2Flash MiMoV2
+    MiniMaxM3SparseForConditionalGeneration Ministral3 Mistral Nanbeige NemotronH Phi3 Qwen3 Qwen3Moe Qwen3Next
+    Qwen3_5 Qwen3_5Moe TeleFLM
 """)
-_SGLANG_DSPARK = _SGLANG_DFLASH | _names("BailingMoeV3ForCausalLM DeepseekV4ForCausalLM KimiLinearForCausalLM")
+_SGLANG_DSPARK = _SGLANG_DFLASH | _names("BailingMoeV3 DeepseekV4 KimiLinear")
 _WITHOUT = {
     ("vllm", "eagle3"): lambda name: name in _VLLM_WITHOUT_EAGLE3,
     ("vllm", "dflash"): lambda name: name in _VLLM_WITHOUT_EAGLE3,  # dflash needs the same interface
@@ -130,52 +116,50 @@ def adaptive_config(schedule: Sequence[LengthRange]) -> dict[str, dict[str, Any]
     return {str(one.first): {"candidate_steps": sorted(one.near), **hysteresis} for one in schedule}
 
 
-def speculative(method: Mapping[str, Any], tokens: int, schedule: Sequence[LengthRange]) -> dict[str, Any]:
-    """vLLM's speculative configuration of a method that drafts `tokens`, or lengths by load from `schedule`."""
-    config = {**method, "num_speculative_tokens": tokens}
-    if schedule:
-        config["num_speculative_tokens_per_batch_size"] = [[one.first, one.last, one.tokens] for one in schedule]
+def speculative(method: Mapping[str, Any], use: Deployment) -> dict[str, Any]:
+    """vLLM's speculative configuration of a method."""
+    config = {**method, "num_speculative_tokens": use.tokens}
+    if use.schedule:
+        config["num_speculative_tokens_per_batch_size"] = [[one.first, one.last, one.tokens] for one in use.schedule]
     return config
 
 
 def serving(
     engine: str,
     method: str,
-    place: Path,
-    facts: TargetFacts,
-    tokens: int,
-    schedule: Sequence[LengthRange] = (),
+    use: Deployment,
     options: Mapping[str, Any] | None = None,
     v2_runner: bool = False,
 ) -> Serving:
-    """The command line that serves the target with the drafter at `place`; only a note if the engine would refuse it.
+    """The command line that serves the target with the drafter; only a note if the engine would refuse it.
 
-    With a `schedule` the draft length follows the load. vLLM has `num_speculative_tokens_per_batch_size`: inclusive
+    With a schedule the draft length follows the load. vLLM has `num_speculative_tokens_per_batch_size`: inclusive
     ranges from batch size 1 on, of which the last has no upper end. SGLang has `ADAPTIVE` (topk 1, EAGLE and EAGLE-3).
     `options`: further keys of vLLM's speculative configuration. `v2_runner`: vLLM supports the head only in its V2
     model runner.
     """
-    note = refusal(engine, method, facts)
+    note = refusal(engine, method, use.facts)
     if note is not None:
         return Serving([], [note])
-    target, head = shlex.quote(facts.name), shlex.quote(str(place))
-    revision = f" --revision {shlex.quote(facts.revision)}" if facts.revision else ""
+    target, head = shlex.quote(use.facts.name), shlex.quote(str(use.place))
+    revision = f" --revision {shlex.quote(use.facts.revision)}" if use.facts.revision else ""
     if engine == "vllm":
-        spec = json.dumps(speculative({"method": method, "model": str(place)}, tokens, schedule) | dict(options or {}))
+        spec = json.dumps(speculative({"method": method, "model": str(use.place)}, use) | dict(options or {}))
         runner, notes = ("VLLM_USE_V2_MODEL_RUNNER=1 ", [V2_RUNNER]) if v2_runner else ("", [])
-        if schedule:
+        if use.schedule:
             notes = [*notes, *VLLM_SCHEDULES]
         return Serving([f"{runner}vllm serve {target}{revision} --speculative-config {shlex.quote(spec)}"], notes)
     # DFlash's block size includes the anchor. In DSpark every slot drafts.
     length = {
-        "DFLASH": f"--speculative-dflash-block-size {tokens + 1}",
-        "DSPARK": f"--speculative-dspark-block-size {tokens}",
+        "DFLASH": f"--speculative-dflash-block-size {use.tokens + 1}",
+        "DSPARK": f"--speculative-dspark-block-size {use.tokens}",
     }.get(
         method,
-        f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 --speculative-num-draft-tokens {tokens + 1}",
+        f"--speculative-num-steps {use.tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {use.tokens + 1}",
     )
-    if schedule:
-        length += f" --speculative-adaptive --speculative-adaptive-config {shlex.quote(str(place / ADAPTIVE))}"
+    if use.schedule:
+        length += f" --speculative-adaptive --speculative-adaptive-config {shlex.quote(str(use.place / ADAPTIVE))}"
     return Serving(
         [
             f"python -m sglang.launch_server --model-path {target}{revision} --speculative-algorithm {method} "
@@ -184,11 +168,11 @@ def serving(
     )
 
 
-def eagle_repository(place: Path, facts: TargetFacts, *, eagle3: bool) -> Serving:
+def eagle_repository(use: Deployment, *, eagle3: bool) -> Serving:
     """The line of Python with which SafeAILab/EAGLE loads a head."""
     return Serving(
         [
-            f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={facts.name!r}, "
-            f"ea_model_path={str(place)!r})  # python, eagle.model.ea_model"
+            f"EaModel.from_pretrained(use_eagle3={eagle3}, base_model_path={use.facts.name!r}, "
+            f"ea_model_path={str(use.place)!r})  # python, eagle.model.ea_model"
         ]
     )

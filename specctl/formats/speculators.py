@@ -14,7 +14,6 @@ the tensors back into the target. For a dense target the layer is Qwen3's.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
 from specctl.formats import dflash, eagle3, llama, mtp, peagle, serving_commands
 from specctl.formats.block import read_block, read_parts
-from specctl.formats.head import Files, Head, LengthRange, Serving, TargetFacts
+from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
 VERSION = "0.9.0"  # of the package from which these keys were taken
@@ -182,8 +181,7 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     layer = config.get(LAYER)
     if not isinstance(layer, dict):
         raise found.invalid(LAYER, layer, "must be a Llama configuration")
-    kept = {name: tensor for name, tensor in found.tensors.items() if name not in VERIFIER_COPIES}
-    found = found.with_tensors(kept)
+    found = found.without(VERIFIER_COPIES)
     llama.check_types(found, config)
     if kind == "mtp":
         return _read_mtp(found, facts)
@@ -224,25 +222,23 @@ def _read_block(found: HeadDirectory, layer: dict[str, Any], facts: TargetFacts)
     return read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
 
 
-def serving(
-    head: Head, to: str, place: Path, facts: TargetFacts, tokens: int, schedule: Sequence[LengthRange] = ()
-) -> Serving:
+def serving(head: Head, to: str, use: Deployment) -> Serving:
     """Command lines of vLLM: the target with the head, and the head alone, which names its target.
 
     For an MTP layer it is the package's command, which puts the layer into the target.
     """
     if head.family == "mtp":
-        return Serving([f"speculators stitch-mtp {shlex.quote(str(place))} {shlex.quote(facts.name)}"])
+        return Serving([f"speculators stitch-mtp {shlex.quote(str(use.place))} {shlex.quote(use.facts.name)}"])
     block, parallel = head.family == "dflash", head.family == "peagle"
     if parallel and head.architecture.get("fc_norm"):
         return Serving([], [UNREAD_NORM])
     kind = dflash.kind_of(head) if block else None
     method = "eagle3" if kind is None else dflash.METHODS["vllm", kind]
     options = {"parallel_drafting": True} if parallel else None
-    found = serving_commands.serving("vllm", method, place, facts, tokens, schedule, options, kind in dflash.V2_RUNNER)
+    found = serving_commands.serving("vllm", method, use, options, kind in dflash.V2_RUNNER)
     # vLLM cannot serve such a directory alone if its verifier is a local path.
-    if found.commands and not Path(facts.name).is_dir():
-        found.commands.append(f"vllm serve {shlex.quote(str(place))}")
+    if found.commands and not Path(use.facts.name).is_dir():
+        found.commands.append(f"vllm serve {shlex.quote(str(use.place))}")
     if block and head.architecture["own_mask"]:
         found.notes.append(OWN_MASK)
     return found

@@ -17,6 +17,7 @@ from torch import Tensor
 from . import reference
 from .paging import PAGE
 from .reference import Ancestry
+from .rows import Rows
 
 ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
 
@@ -191,5 +192,5 @@ def _answer(backend: ModuleType, name: str, arguments: tuple[Any, ...]) -> list[
     """Tensors of an answer, and the arguments, which the kernel may have changed in place. Rows come without logits."""
     given = [argument.clone() if isinstance(argument, Tensor) else argument for argument in arguments]
     answer = getattr(backend, name)(*given)
-    parts = (answer,) if isinstance(answer, Tensor) else answer[1:-1] if hasattr(answer, "block_mass") else answer
+    parts = (answer,) if isinstance(answer, Tensor) else answer[1:-1] if isinstance(answer, Rows) else answer
     return [part for part in (*parts, *given) if isinstance(part, Tensor)]

@@ -36,7 +36,7 @@ class Companion:
     def text_drafter(self, name: str) -> Drafter:
         """An untrained drafter: `retrieval` over this store, or one that reads only the present text."""
         if name == STREAM_RETRIEVAL:
-            return retrieval.make_drafter(self.store, self.target, self.drafting)
+            return retrieval.FAMILY.make_drafter(self.store, self.target, self.drafting)
         return pool.load_drafter(name, self.target, self.drafting)
 
     def with_text_drafter(self, directory: str, drafter: Drafter) -> Drafter:

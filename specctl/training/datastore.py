@@ -7,8 +7,9 @@ import os
 import time
 
 from specctl.decoding.target import load_target
-from specctl.drafters import checkpoint, pool
+from specctl.drafters import checkpoint
 from specctl.drafters.checkpoint import PROMPTS
+from specctl.drafters.family import load_family
 from specctl.errors import RecipeError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.runs import Run
@@ -29,7 +30,7 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
         )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"arch {recipe.arch} is built by a single process", hint="run it without torchrun")
-    family = pool.collected_family(recipe.arch)
+    family = load_family(recipe.arch)
     target = load_target(**recipe.target.loading)
     run.annotate(target=target.identity)
     corpus = load_corpus(recipe, target)

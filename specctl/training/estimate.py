@@ -16,6 +16,7 @@ from torch import nn
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config
 from specctl.decoding.target import Target
+from specctl.drafters.feature.head import DraftHead
 from specctl.recipe import TrainRecipe
 from specctl.training.balancing import Batch, balanced_rows, batches, rebalance, useful_share
 from specctl.training.example import Example
@@ -270,10 +271,9 @@ def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
 def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
     """Feature bytes per response token: tapped states, including the prompt's share, and one last hidden state. 0 for a
     drafter that reads no features."""
-    if not reads_features(drafter):
+    if not isinstance(drafter, DraftHead):
         return 0.0
-    taps: Any = drafter.taps
-    return outline.hidden_size * outline.dtype.itemsize * (len(taps) * texts.length + 1)
+    return outline.hidden_size * outline.dtype.itemsize * (len(drafter.taps) * texts.length + 1)
 
 
 def optimizer_bytes(drafter: nn.Module, kind: str) -> int:

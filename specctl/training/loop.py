@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from specctl import lock, processes
-from specctl.decoding.target import Target, load_target
+from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint as drafter_directory
 from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.pool import load_drafter
@@ -88,23 +88,17 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     rank, world = start_processes(target.device)
     share(corpus.tokens)
     trainable = make_trainable(recipe, target, corpus)
-    return Trainer(recipe, run, target, corpus, trainable, rank, world)
+    return Trainer(recipe, run, corpus, trainable, rank, world)
 
 
 class Trainer:
     """State of one training run; `train` is the loop."""
 
     def __init__(
-        self,
-        recipe: TrainRecipe,
-        run: Run,
-        target: Target,
-        corpus: Corpus,
-        trainable: TrainableDrafter,
-        rank: int,
-        world: int,
+        self, recipe: TrainRecipe, run: Run, corpus: Corpus, trainable: TrainableDrafter, rank: int, world: int
     ):
-        self.recipe, self.run, self.target, self.corpus, self.trainable = recipe, run, target, corpus, trainable
+        self.recipe, self.run, self.corpus, self.trainable = recipe, run, corpus, trainable
+        self.target = target = trainable.target
         self.rank, self.world = rank, world
         self.work = trainable.work(corpus.train, world)
         self.batch_tokens = batch_tokens(recipe, target, sum(text.response_length for text in corpus.train))

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from specctl.training.engine import gathered
+from specctl.training.optimizers import MuonWithAdamW
 
 WEIGHTS = "weights"
 MOMENTS = "exp_avg", "exp_avg_sq"  # AdamW's state besides `step`
@@ -75,7 +76,7 @@ def _trained(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _parts(optimizer: Any) -> tuple[torch.optim.Optimizer, ...]:
     """The optimizers that hold parameters: the optimizer itself, or the two parts of `MuonWithAdamW`."""
-    return getattr(optimizer, "parts", (optimizer,))
+    return optimizer.parts if isinstance(optimizer, MuonWithAdamW) else (optimizer,)
 
 
 def _of_optimizer(engine: Any, parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -133,7 +134,7 @@ def _load_undivided(engine: Any, states: Mapping[str, dict[str, Tensor]]) -> Non
             if named[id(p)]
         }
         made.append({"state": state, "param_groups": part.state_dict()["param_groups"]})
-    engine.optimizer.load_state_dict({"parts": made} if hasattr(engine.optimizer, "parts") else made[0])
+    engine.optimizer.load_state_dict({"parts": made} if isinstance(engine.optimizer, MuonWithAdamW) else made[0])
 
 
 def _load_partitioned(engine: Any, states: Mapping[str, dict[str, Tensor]]) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from specctl.decoding.target import Target
+from specctl.drafters.feature.head import DraftHead
 from specctl.families import FAMILIES
 from specctl.recipe import TrainRecipe
 from specctl.training.example import Example
@@ -38,17 +39,13 @@ def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_fl
 
 def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
     """Rows that the drafter's layers compute per response position: steps of the training-time test, or blocks."""
-    if block := getattr(getattr(drafter, "config", None), "block_size", 0):
-        return block / ttt_stride(recipe, target)
-    if shares := getattr(drafter, "shares", None):
-        return float(sum(shares()))
-    again = recipe.ttt_steps - 1 if FAMILIES[recipe.arch].unrolls_steps else 0
-    return 1 + again / ttt_stride(recipe, target)
+    steps = recipe.ttt_steps if FAMILIES[recipe.arch].unrolls_steps else 1
+    return drafter.passes(steps, ttt_stride(recipe, target)) if isinstance(drafter, DraftHead) else steps
 
 
 def reads_features(drafter: nn.Module) -> bool:
     """Whether the drafter reads hidden states of the target."""
-    return bool(getattr(drafter, "taps", ()))
+    return isinstance(drafter, DraftHead)
 
 
 def matrix_parameters(drafter: nn.Module) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.models.layerless import without_layers
 from specctl.decoding.target import Target
-from specctl.drafters import pool
+from specctl.drafters.family import load_family
 from specctl.kernels.distill import Squash
 from specctl.recipe import TrainRecipe
 
@@ -74,7 +74,7 @@ class Outline:
 
     def drafter(self, recipe: TrainRecipe) -> nn.Module:
         """The drafter that the recipe would train, on the meta device."""
-        family = pool.trainable_family(recipe.arch)
+        family = load_family(recipe.arch)
         with torch.device("meta"):
             return family.build(recipe, cast(Target, self), lambda size: list(range(size)))
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, lora, pool
+from specctl.drafters.family import load_family
 from specctl.drafters.lm.model import LMBatch
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
@@ -34,7 +35,7 @@ class TrainableDrafter:
     """A drafter being trained. Each subclass makes the batches for one kind of families and runs them.
 
     Attributes:
-        module: the family's module; `pool.FamilyModule` describes the interface of its family.
+        module: the family's module; `DrafterFamily` describes it.
         store: target features, for families that read them.
     """
 
@@ -42,7 +43,7 @@ class TrainableDrafter:
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         self.recipe, self.target = recipe, target
-        self.family = pool.trainable_family(recipe.arch)
+        self.family = load_family(recipe.arch)
         self.base: Any = None  # the drafter that an adapter shares its weights with
         self.origin: dict[str, Any] = {}
         if recipe.init is not None:
@@ -177,7 +178,7 @@ def make_trainable(recipe: TrainRecipe, target: Target, corpus: Corpus) -> Train
     asks for it."""
     trainable: TrainableDrafter = pkgutil.resolve_name(str(FAMILIES[recipe.arch].trainable))(recipe, target, corpus)
     if recipe.gradient_checkpointing:
-        if not hasattr(trainable.module, "gradient_checkpointing"):
+        if not trainable.module.supports_checkpointing:
             raise RecipeError(
                 f"arch {recipe.arch} does not support gradient checkpointing", "set gradient_checkpointing=false"
             )

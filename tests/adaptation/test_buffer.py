@@ -375,7 +375,7 @@ def test_the_device_tells_what_the_host_tells(target, five, trainables, monkeypa
         TAPS,
     )
     if name != "plain":
-        drafter = pool.family_module(name).make_drafter(trainables(name).module, target, drafting)
+        drafter = pool.load_family(name).make_drafter(trainables(name).module, target, drafting)
         taps = tuple(sorted({*TAPS, *drafter.taps}))
     buffers, rounds, whole = [], [], DeviceRounds.round
     monkeypatch.setattr(DeviceRounds, "round", lambda *args: (rounds.append(args), whole(*args)))

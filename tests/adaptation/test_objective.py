@@ -31,7 +31,7 @@ class Lesson:
         sizes = {"vocab_size": 256} if arch in ("eagle3", "peagle", "dflash", "hydra", "medusa") else {}
         sizes |= {"hidden_size": 48, "num_layers": 1} if arch == "lm" else {}
         recipe = TrainRecipe(arch=arch, ttt_steps=2, drafter=DrafterRecipe(**sizes, **drafter or {}), **options)
-        family = pool.trainable_family(arch)
+        family = pool.load_family(arch)
         random_layer = arch == "mtp"  # the target has none
         self.head = mtp.head(target) if random_layer else family.build(recipe, target, lambda size: list(range(size)))
         family.set_training_options(self.head, recipe)

@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 
 from specctl.cli.online_reasoning import show
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.recipe import DrafterRecipe
 from tests.measuring.streams import write_head, write_prompts

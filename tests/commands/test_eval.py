@@ -14,7 +14,7 @@ from specctl.decoding import metrics
 from specctl.decoding.plain import PLAIN
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import contenders

@@ -28,8 +28,8 @@ from specctl.drafters import pool as drafters
 from specctl.drafters.hybrid import costs
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
-from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.retrieval.datastore import Datastore
+from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError

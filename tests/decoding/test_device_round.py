@@ -34,14 +34,14 @@ from specctl.drafters import pool
 from specctl.drafters.dflash import drafter as dflash
 from specctl.drafters.dflash.drafter import BlockDrafter
 from specctl.drafters.dflash.head import BlockHead
-from specctl.drafters.eagle import drafter as eagle
+from specctl.drafters.eagle.drafter import FAMILY as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature import drafter as features
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM
 from specctl.drafters.mtp.drafter import MtpDrafter
-from specctl.drafters.peagle import drafter as peagle
+from specctl.drafters.peagle.drafter import FAMILY as peagle
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.peagle.head import PEagleHead
 from specctl.drafters.tree import TreeShape
@@ -132,7 +132,7 @@ def small_lm(target, proposal):
 
 def depth_heads(target, family, shape, words=WORDS):
     """Heads that start from the target, disturbed: blocks start at zero."""
-    own = pool.family_module(family)
+    own = pool.load_family(family)
     torch.manual_seed(0)
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(draft_heads=4, vocab_size=words and len(words)))
     module = own.build(recipe, target, lambda size: words)
@@ -147,10 +147,10 @@ def depth_heads(target, family, shape, words=WORDS):
 
 def block(target, shape, words=WORDS, **sizes):
     """A random head of blocks whose parts all count: a Markov head starts as nothing."""
-    form = dflash.architecture(DrafterRecipe(vocab_size=words and len(words), block_size=5, **sizes), target)
+    form = dflash.FAMILY.architecture(DrafterRecipe(vocab_size=words and len(words), block_size=5, **sizes), target)
     torch.manual_seed(0)
     head = BlockHead(form, words and torch.tensor(words))
-    dflash.initialise(head, target)
+    head.initialise(target)
     for parameter in head.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)
     drafter = BlockDrafter(head, target, shape)
@@ -163,7 +163,7 @@ def parallel_eagle(target, shape, **sizes):
     """A random head whose masks are not nothing."""
     recipe = TrainRecipe(arch="peagle", ttt_steps=4, drafter=DrafterRecipe(vocab_size=len(WORDS), **sizes))
     torch.manual_seed(0)
-    head = PEagleHead(peagle.architecture(recipe, target), torch.tensor(WORDS))
+    head = PEagleHead(peagle.architecture(recipe.drafter, target, recipe.ttt_steps), torch.tensor(WORDS))
     head.initialise(target)
     for parameter in head.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter)

@@ -12,7 +12,7 @@ from specctl.drafters import checkpoint, pool
 from specctl.drafters.feature.head import HeadConfig
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.config import configuration
-from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
@@ -25,7 +25,7 @@ def drafters(target, tmp_path_factory):
     root = tmp_path_factory.mktemp("drafters")
     made = {}
     for name in ("eagle3", "eagle", "hydra", "medusa", "lm"):
-        kind = pool.trainable_family(name)
+        kind = pool.load_family(name)
         options = {"drafter": TINY} if name == "lm" else {}
         module = kind.build(TrainRecipe(arch=name, **options), target, lambda size: list(range(size)))
         config, tensors = kind.checkpoint_config(module, target.identity), kind.stored_state(module.state_dict())

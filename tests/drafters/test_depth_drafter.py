@@ -30,8 +30,8 @@ def built(target, name, vocab_size=None, **options):
     """Heads that start from the target, disturbed: blocks start at zero, and a forgotten one would not show."""
     recipe = TrainRecipe(arch=name, drafter=DrafterRecipe(draft_heads=HEADS, vocab_size=vocab_size, **options))
     torch.manual_seed(0)
-    module = pool.family_module(name).build(recipe, target, lambda size: list(range(2, 2 + 3 * size, 3)))
-    pool.family_module(name).set_training_options(module, recipe)
+    module = pool.load_family(name).build(recipe, target, lambda size: list(range(2, 2 + 3 * size, 3)))
+    pool.load_family(name).set_training_options(module, recipe)
     for parameter in module.parameters():
         parameter.data += 0.1 * torch.randn_like(parameter) * (1.0 if parameter.dim() == 1 else 0.3)
     return module.eval()
@@ -44,7 +44,7 @@ def module(target, family):
 
 @pytest.fixture(scope="module")
 def drafter(target, family, module):
-    return pool.family_module(family[0]).make_drafter(module, target, DraftingRecipe(stop_below=0.0))
+    return pool.load_family(family[0]).make_drafter(module, target, DraftingRecipe(stop_below=0.0))
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_score_is_what_training_sees(target, drafter, module, examples, seen):
 
 @pytest.mark.parametrize("shape", [{}, {"width": 3, "nodes": 20, "children": 3}, {"nodes": 3, "children": 1}], ids=str)
 def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
-    drafter = pool.family_module(family[0]).make_drafter(module, target, DraftingRecipe(stop_below=0.0, **shape))
+    drafter = pool.load_family(family[0]).make_drafter(module, target, DraftingRecipe(stop_below=0.0, **shape))
     options = dict(sampling=GREEDY, max_new_tokens=[12, 3, 8], seeds=[0] * 3)
     proposed = []
     found = decode(
@@ -152,7 +152,7 @@ def test_lossless_and_in_its_vocabulary(target, prompts, module, family, shape):
 
 def test_no_draft_is_deeper_than_its_own_text_has_room_for(target, prompts, module, family):
     """Whatever the others of its batch have: counts are a text's own. So it is where a hybrid asks."""
-    drafter = pool.family_module(family[0]).make_drafter(
+    drafter = pool.load_family(family[0]).make_drafter(
         module, target, DraftingRecipe(stop_below=0.0, nodes=9, children=3)
     )
     depths, new = [], [12, 3, 8]
@@ -179,7 +179,7 @@ def test_no_draft_is_deeper_than_its_own_text_has_room_for(target, prompts, modu
 
 def test_an_unseen_row_s_memory_is_not_read(target, prompts, module, family):
     """Behind a sequence's last slot nothing was written: a NaN there must not reach the others' keys."""
-    drafter = pool.family_module(family[0]).make_drafter(module, target, DraftingRecipe())
+    drafter = pool.load_family(family[0]).make_drafter(module, target, DraftingRecipe())
     options = dict(sampling=GREEDY, max_new_tokens=6, seeds=[0] * 3)
 
     class Late:
@@ -242,7 +242,7 @@ def test_a_short_training_learns(target, family, examples):
 
 
 def test_a_checkpoint_and_back(target, family, module):
-    kind = pool.family_module(family[0])
+    kind = pool.load_family(family[0])
     config, tensors = kind.checkpoint_config(module, target.identity), kind.stored_state(module.state_dict())
     back = kind.restore(config, tensors)
     assert back.config == module.config and torch.equal(back.draft_ids, module.draft_ids)

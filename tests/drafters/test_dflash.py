@@ -35,11 +35,11 @@ KINDS = {
 def block_head(target, **sizes):
     """A random head whose parts all count: a Markov head starts as nothing, a convolution as the identity."""
     torch.manual_seed(1)
-    shape = dflash.architecture(DrafterRecipe(**sizes), target)
+    shape = dflash.FAMILY.architecture(DrafterRecipe(**sizes), target)
     pruned = shape.draft_vocab_size < target.vocab_size
     ids = torch.randperm(target.vocab_size)[: shape.draft_vocab_size].sort().values if pruned else None
     head = BlockHead(shape, ids)
-    dflash.initialise(head, target)
+    head.initialise(target)
     for name, parameter in head.named_parameters():
         if any(part in name for part in ("norm", "markov", "mask", "confidence", "conv", "selector")):
             parameter.data += (0.1 if "conv" in name or "selector" in name else 0.3) * torch.randn_like(parameter)
@@ -172,7 +172,7 @@ def test_a_selector_takes_the_place_of_a_markov_head(target):
     for also in ({"markov_rank": 8}, {"confidence": True}):
         with pytest.raises(ValueError, match="selector_rank"):
             DrafterRecipe(selector_rank=8, **also)
-    shape = dflash.architecture(DrafterRecipe(selector_rank=8), target)
+    shape = dflash.FAMILY.architecture(DrafterRecipe(selector_rank=8), target)
     assert (shape.markov_rank, shape.sample_from_anchor) == (0, False)
     for wrong, says in (
         ({"conv_kernel_size": 9}, "9 taps"),
@@ -188,7 +188,7 @@ def test_a_fresh_convolution_changes_nothing(target, examples):
     heads = []
     for parts in ({}, {"conv_kernel_size": 2}):
         torch.manual_seed(1)
-        head = BlockHead(dflash.architecture(DrafterRecipe(markov_rank=0, **parts), target))
+        head = BlockHead(dflash.FAMILY.architecture(DrafterRecipe(markov_rank=0, **parts), target))
         heads.append(head)
     heads[1].load_state_dict(heads[0].state_dict(), strict=False)
     (one, _), (two, _) = (training_logits(head, target, examples) for head in heads)
@@ -209,8 +209,8 @@ def test_a_convolution_sees_the_slots_before_alone():
 
 def test_convolutions_that_do_not_fit_are_refused(target):
     with pytest.raises(UsageError, match="conv_kernel_size=5 exceeds the 4 slots of a block"):
-        dflash.architecture(DrafterRecipe(conv_kernel_size=5, block_size=4), target)
-    assert dflash.architecture(DrafterRecipe(conv_kernel_size=4, block_size=4), target).conv_kernel_size == 4
+        dflash.FAMILY.architecture(DrafterRecipe(conv_kernel_size=5, block_size=4), target)
+    assert dflash.FAMILY.architecture(DrafterRecipe(conv_kernel_size=4, block_size=4), target).conv_kernel_size == 4
 
 
 def test_confidence_needs_a_markov_head():
@@ -326,8 +326,11 @@ def test_another_shape_shares_the_memory(target, prompts):
 
 
 def test_a_checkpoint_comes_back(target, head):
-    shape, tensors = dflash.checkpoint_config(head, target.identity), dflash.stored_state(head.state_dict())
-    back = dflash.restore(shape, tensors)
+    shape, tensors = (
+        dflash.FAMILY.checkpoint_config(head, target.identity),
+        dflash.FAMILY.stored_state(head.state_dict()),
+    )
+    back = dflash.FAMILY.restore(shape, tensors)
     assert back.config == head.config and back.steps == head.steps
     assert all(torch.equal(tensor, back.state_dict()[name]) for name, tensor in head.state_dict().items())
 
@@ -346,10 +349,10 @@ def test_a_checkpoint_comes_back(target, head):
 )
 def test_an_architecture_that_does_not_fit_is_named(target, key, value, says):
     head = block_head(target)
-    shape = dflash.checkpoint_config(head, target.identity)
+    shape = dflash.FAMILY.checkpoint_config(head, target.identity)
     shape["architecture"] |= {key: value}
     with pytest.raises(CheckpointError, match=says):
-        dflash.restore(shape, head.state_dict()).check(target)
+        dflash.FAMILY.restore(shape, head.state_dict()).check(target)
 
 
 @pytest.mark.parametrize(("pad", "mask"), [(7, 7), (None, 4095), (0, 4095), (-1, 4095), (4096, 4095)])
@@ -357,7 +360,7 @@ def test_the_mask_token_is_one_that_the_target_has(target, monkeypatch, pad, mas
     """Configurations of `transformers` also say −1 for no padding; 0 stands for the end of a text here."""
     monkeypatch.setattr(target.config, "pad_token_id", pad)
     monkeypatch.setattr(target, "eos_ids", frozenset({0}))
-    assert dflash.architecture(DrafterRecipe(), target).mask_token_id == mask
+    assert dflash.FAMILY.architecture(DrafterRecipe(), target).mask_token_id == mask
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.eagle import drafter as eagle
+from specctl.drafters.eagle.drafter import FAMILY as eagle
 from specctl.drafters.eagle.drafter import EagleDrafter
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, RecipeError

@@ -8,7 +8,7 @@ from specctl.decoding.models.loading import cpu_has_bf16
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY, Sampling
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.tree import TreeShape

@@ -6,7 +6,7 @@ import torch
 from specctl.decoding.models import linear
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature.mixture import Mixture

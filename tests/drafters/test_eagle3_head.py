@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.drafters.eagle3.drafter import architecture, checkpoint_config, restore
+from specctl.drafters.eagle3.drafter import FAMILY
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.errors import CheckpointError
 from specctl.recipe import DrafterRecipe
@@ -16,7 +16,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def head(target):
     torch.manual_seed(1)
-    head = Eagle3Head(architecture(DrafterRecipe(vocab_size=512), target), torch.arange(512))
+    head = Eagle3Head(FAMILY.architecture(DrafterRecipe(vocab_size=512), target), torch.arange(512))
     head.steps, head.decay = STEPS, 0.8
     return head
 
@@ -68,12 +68,12 @@ def test_less_is_kept(head, inputs):
 def test_a_draft_vocabulary_that_does_not_fit_is_refused_at_load(target, head):
     """Else it would fail in the first draft, far from the file that is wrong."""
     identity, tensors = target.identity, head.state_dict()
-    shape = checkpoint_config(head, identity)
-    assert restore(shape, tensors).config == head.config
+    shape = FAMILY.checkpoint_config(head, identity)
+    assert FAMILY.restore(shape, tensors).config == head.config
     larger = {**shape, "architecture": shape["architecture"] | {"draft_vocab_size": target.vocab_size + 1}}
     with pytest.raises(
         CheckpointError, match=f"draft vocabulary has {target.vocab_size + 1} tokens, but the target has"
     ):
-        restore(larger, tensors)
+        FAMILY.restore(larger, tensors)
     with pytest.raises(CheckpointError, match=f"ids outside 0 … {target.vocab_size - 1}"):
-        restore(shape, tensors | {"d2t": tensors["d2t"] + target.vocab_size})
+        FAMILY.restore(shape, tensors | {"d2t": tensors["d2t"] + target.vocab_size})

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.drafters.hydra import drafter as hydra
+from specctl.drafters.hydra.drafter import FAMILY as hydra
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
 

@@ -130,22 +130,24 @@ def test_casting_keeps_the_frequencies(target):
 def test_stored_and_read(target, model, prompts, tmp_path):
     checkpoint.save(
         tmp_path / "d",
-        config=lm.checkpoint_config(model, target.identity),
-        tensors=lm.stored_state(model.state_dict()),
+        config=lm.FAMILY.checkpoint_config(model, target.identity),
+        tensors=lm.FAMILY.stored_state(model.state_dict()),
         info={},
     )
     found = checkpoint.load(tmp_path / "d")
     checkpoint.check_target(found.config, target)
-    again = lm.restore(found.config, found.tensors)
+    again = lm.FAMILY.restore(found.config, found.tensors)
     assert torch.equal(next_logits(again, prompts[0]), next_logits(model, prompts[0]))
-    drafter = lm.make_drafter(again, target, DraftingRecipe(depth=2, proposal="sampled"))
+    drafter = lm.FAMILY.make_drafter(again, target, DraftingRecipe(depth=2, proposal="sampled"))
     assert (drafter.shape.depth, drafter.shape.sampled) == (2, True)
 
 
 def test_weights_of_another_size_are_refused(target, model):
     other = lm_of(architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
     with pytest.raises(CheckpointError, match="do not match"):
-        lm.restore(lm.checkpoint_config(model, target.identity), lm.stored_state(other.state_dict()))
+        lm.FAMILY.restore(
+            lm.FAMILY.checkpoint_config(model, target.identity), lm.FAMILY.stored_state(other.state_dict())
+        )
 
 
 class Watched(lm.LMDrafter):
@@ -348,15 +350,15 @@ def published_model(target, tiny_directory, tmp_path):
 def test_a_published_model_is_a_base(target, published_model, prompts, tmp_path, name, rows):
     """Any causal LM with the target's vocabulary, its embedding padded differently, on either kind of step."""
     recipe = TrainRecipe(arch="lm", drafter=DrafterRecipe(base=published_model(name, rows)))
-    model = lm.build(recipe, target, None)
+    model = lm.FAMILY.build(recipe, target, None)
     checkpoint.save(
         tmp_path / "d",
-        config=lm.checkpoint_config(model, target.identity),
-        tensors=lm.stored_state(model.state_dict()),
+        config=lm.FAMILY.checkpoint_config(model, target.identity),
+        tensors=lm.FAMILY.stored_state(model.state_dict()),
         info={},
     )
     found = checkpoint.load(tmp_path / "d")
-    drafter = lm.make_drafter(lm.restore(found.config, found.tensors), target, DraftingRecipe(depth=3))
+    drafter = lm.FAMILY.make_drafter(lm.FAMILY.restore(found.config, found.tensors), target, DraftingRecipe(depth=3))
     options = dict(sampling=HOT, max_new_tokens=12, seeds=[1])
     plain = decode(target, prompts[:1], **options)[0].output_ids
     assert plain == decode(target, prompts[:1], drafter=drafter, **options)[0].output_ids
@@ -368,22 +370,22 @@ def test_a_base_with_another_vocabulary_is_refused(target, published_model):
     other.add_tokens(["<something else>"])
     other.save_pretrained(path)
     with pytest.raises(CheckpointError, match="different vocabularies"):
-        lm.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path)), target, None)
+        lm.FAMILY.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path)), target, None)
     with pytest.raises(RecipeError, match="leave out hidden_size"):
-        lm.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path, hidden_size=8)), target, None)
+        lm.FAMILY.build(TrainRecipe(arch="lm", drafter=DrafterRecipe(base=path, hidden_size=8)), target, None)
 
 
 def test_an_adapter_drafts_as_its_merged_weights(target, model, prompts):
     """Through every product of the lean step, over a prompt and a drafted chain."""
     generator = torch.Generator().manual_seed(0)
     pairs = {}
-    for name, weight in lm.stored_state(model.state_dict()).items():
+    for name, weight in lm.FAMILY.stored_state(model.state_dict()).items():
         if "_proj" in name:
             rows, columns = weight.shape
             down, up = torch.randn(2, columns, generator=generator), torch.randn(rows, 2, generator=generator)
             pairs[name.removesuffix(".weight")] = (0.1 * down, 0.1 * up)
     merged = lm_of(model.model.config)
-    merged.model.load_state_dict(Adapter(pairs).merge(lm.stored_state(model.state_dict())))
+    merged.model.load_state_dict(Adapter(pairs).merge(lm.FAMILY.stored_state(model.state_dict())))
     base = lm.LMDrafter(model, target, ChainShape(3, 0.0, False))
     adapted, whole = (
         base.adapted(Adapter(pairs)),

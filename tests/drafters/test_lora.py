@@ -6,7 +6,7 @@ import torch
 from specctl.decoding.models.linear import Linear
 from specctl.decoding.sampling import GREEDY
 from specctl.drafters import checkpoint, lora, pool
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.lora import Adapter, LowRank
 from specctl.errors import CheckpointError, RecipeError
@@ -119,7 +119,7 @@ def test_unknown_projections_are_refused(head):
 @pytest.mark.parametrize("name", ["eagle", "hydra"])
 def test_other_families_take_adapters(target, prompts, name):
     """Every adaptable projection of the module is one that the drafter updates: drafts score as the merged weights'."""
-    family = pool.trainable_family(name)
+    family = pool.load_family(name)
     torch.manual_seed(0)
     module = family.build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
     generator = torch.Generator().manual_seed(1)

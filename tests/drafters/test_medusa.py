@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from specctl.drafters.medusa import drafter as medusa
+from specctl.drafters.medusa.drafter import FAMILY as medusa
 from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 

@@ -15,7 +15,7 @@ SHAPES = {"chain": DraftingRecipe(depth=4, width=1, children=1, nodes=4), "tree"
 @pytest.fixture(scope="module", params=["eagle", "eagle3"])
 def heads(request, target):
     """`heads(seed, shape)`"""
-    family = pool.trainable_family(request.param)
+    family = pool.load_family(request.param)
 
     def make(seed, shape="chain"):
         torch.manual_seed(seed)

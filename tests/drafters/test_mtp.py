@@ -51,8 +51,8 @@ def native(kind, tiny_directory, tmp_path_factory):
 
 def built(target, place, **drafter):
     recipe = TrainRecipe(arch="mtp", target=TargetRecipe(name=place), drafter=DrafterRecipe(**drafter))
-    head = mtp.build(recipe, target, None)
-    mtp.set_training_options(head, recipe)
+    head = mtp.FAMILY.build(recipe, target, None)
+    mtp.FAMILY.set_training_options(head, recipe)
     return head
 
 
@@ -252,7 +252,9 @@ def test_checkpointed_layers_have_the_same_gradients(native, examples):
 
 def test_a_checkpoint_holds_the_layer(native, tmp_path):
     _, target, head = native
-    back = mtp.restore(mtp.checkpoint_config(head, target.identity), mtp.stored_state(head.state_dict()))
+    back = mtp.FAMILY.restore(
+        mtp.FAMILY.checkpoint_config(head, target.identity), mtp.FAMILY.stored_state(head.state_dict())
+    )
     assert back.config == head.config
     assert all(torch.equal(a, b) for a, b in zip(back.state_dict().values(), head.state_dict().values(), strict=True))
 

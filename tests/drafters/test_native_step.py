@@ -6,11 +6,11 @@ import torch
 from specctl import kernels
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
-from specctl.drafters.eagle import drafter as eagle
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle.drafter import FAMILY as eagle
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.lora import Adapter
-from specctl.drafters.mtp import drafter as mtp
+from specctl.drafters.mtp.drafter import FAMILY as mtp
 from specctl.drafters.tree import TreeShape
 from specctl.kernels import native
 from specctl.recipe import DraftingRecipe, TrainRecipe

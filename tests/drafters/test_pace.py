@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from specctl.drafters.dflash import drafter as dflash
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.dflash.drafter import FAMILY as dflash
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.feature.head import dpace_weights
 from specctl.families import FAMILIES
 from specctl.recipe import DrafterRecipe, TrainRecipe

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from specctl.decoding.catch_up import CatchUp
 from specctl.decoding.records import first_chain
 from specctl.decoding.sampling import GREEDY
-from specctl.drafters.peagle import drafter as peagle
+from specctl.drafters.peagle.drafter import FAMILY as peagle
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.peagle.head import PEagleHead, Rollouts
 from specctl.drafters.tree import TreeShape
@@ -34,7 +34,7 @@ def peagle_head(target, depths=DEPTHS, **sizes):
     """A random head whose parts all count: the stand-in for tapped states starts as nothing."""
     torch.manual_seed(1)
     recipe = TrainRecipe(arch="peagle", ttt_steps=depths, drafter=sizes)
-    shape = peagle.architecture(recipe, target)
+    shape = peagle.architecture(recipe.drafter, target, recipe.ttt_steps)
     head = PEagleHead(shape, torch.randperm(target.vocab_size)[: shape.draft_vocab_size].sort().values)
     head.initialise(target)
     for name, parameter in head.named_parameters():

@@ -27,8 +27,8 @@ def write(place, for_target, **changed):
     model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny", num_layers=1), for_target)))
     return checkpoint.save(
         place,
-        config={**lm.checkpoint_config(model, for_target.identity), **changed},
-        tensors=lm.stored_state(model.state_dict()),
+        config={**lm.FAMILY.checkpoint_config(model, for_target.identity), **changed},
+        tensors=lm.FAMILY.stored_state(model.state_dict()),
         info={},
     )
 

@@ -5,8 +5,8 @@ import torch
 
 from specctl.drafters import checkpoint
 from specctl.drafters.pool import load_drafter
-from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.retrieval.datastore import LONGEST, SEPARATOR
+from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe

@@ -27,7 +27,7 @@ SHAPE = TreeShape(3, 1, 3, 1, 0.0)
 
 def eagle3_head(target, seed, vocabulary=512):
     torch.manual_seed(seed)
-    architecture = eagle3.architecture(DrafterRecipe(vocab_size=vocabulary), target)
+    architecture = eagle3.FAMILY.architecture(DrafterRecipe(vocab_size=vocabulary), target)
     head = Eagle3Head(architecture, torch.randperm(target.vocab_size)[:vocabulary].sort().values)
     head.initialise(target)
     return disturbed(head)
@@ -46,7 +46,7 @@ def eagle3_drafter(target, seed, **options):
 
 def eagle_drafter(target, seed):
     torch.manual_seed(seed)
-    head = eagle.build(TrainRecipe(arch="eagle"), target, lambda size: list(range(size)))
+    head = eagle.FAMILY.build(TrainRecipe(arch="eagle"), target, lambda size: list(range(size)))
     return eagle.EagleDrafter(disturbed(head), target, SHAPE)
 
 
@@ -106,14 +106,14 @@ def test_who_is_scored_together(target):
     ]  # products with updates are no stack
 
 
-@pytest.mark.parametrize("family", [eagle3, eagle, mtp])
+@pytest.mark.parametrize("family", [eagle3.FAMILY, eagle.FAMILY, mtp.FAMILY])
 def test_adapters_are_one_forward_of_their_base(target, prompts, family):
     """The scores are those of merged heads, also of adapters of other ranks or fewer projections and of the base; all
     together take the memory of the base and of their updates."""
     head = {
-        eagle3: lambda: eagle3_head(target, 0),
-        eagle: lambda: eagle.build(TrainRecipe(), target, lambda size: range(size)),
-        mtp: lambda: mtp_layers.head(target),
+        eagle3.FAMILY: lambda: eagle3_head(target, 0),
+        eagle.FAMILY: lambda: eagle.FAMILY.build(TrainRecipe(), target, lambda size: range(size)),
+        mtp.FAMILY: lambda: mtp_layers.head(target),
     }[family]()
     config, state_dict = family.checkpoint_config(head, target.identity), family.stored_state(head.state_dict())
     adapters = []
@@ -148,4 +148,6 @@ def test_adapters_are_one_forward_of_their_base(target, prompts, family):
     parts = [vars(head)[name] for head in pool for name in ("qkv", "o", "gate_up", "down", "fc")]
     updates = {t.untyped_storage() for part in parts if isinstance(part, LowRank) for t in (part.down, part.up)}
     bases = {id(part.base if isinstance(part, LowRank) else part) for part in parts}
-    assert len(bases) == 5 and len({storage.data_ptr() for storage in updates}) == 2 * (4 if family is eagle else 5)
+    assert len(bases) == 5 and len({storage.data_ptr() for storage in updates}) == 2 * (
+        4 if family is eagle.FAMILY else 5
+    )

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from specctl.drafters.feature import ttt_attention
-from specctl.drafters.feature.ttt_attention import Layout, attention, reference
+from specctl.drafters.feature.ttt_attention import Layout, attention
 
 LAYOUTS = {
     "last rows": Layout([(0, 7), (7, 12), (12, 31)], [(0, 3), (3, 8), (8, 9)], [4, 5, 6, 0, 1, 2, 3, 4, 18]),
@@ -13,6 +13,27 @@ LAYOUTS = {
     ),
     "some rows": Layout([(0, 7), (7, 12), (12, 31)], [(0, 2), (2, 2), (2, 9)], [1, 6, 3, 5, 8, 9, 12, 13, 17]),
 }
+
+
+def reference(query, key, value, own_keys, own_values, layout):
+    """`scaled_dot_product_attention` over [step-0 keys | own keys] with a mask, one document at a time."""
+    outputs = []
+    for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
+        at = torch.tensor(layout.at[q0:q1], device=query.device)
+        distance = at.unsqueeze(1) + layout.ahead - torch.arange(k1 - k0, device=query.device)
+        visible = (distance >= layout.ahead) & (distance < (layout.window or k1 + layout.ahead + 1))
+        own = torch.eye(q1 - q0, dtype=torch.bool, device=query.device)
+        keys = torch.cat((key[k0:k1], *(own[q0:q1] for own in own_keys))).transpose(0, 1)
+        values = torch.cat((value[k0:k1], *(own[q0:q1] for own in own_values))).transpose(0, 1)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query[q0:q1].transpose(0, 1).unsqueeze(0),
+            keys.unsqueeze(0),
+            values.unsqueeze(0),
+            attn_mask=torch.cat((visible, *[own] * len(own_keys)), -1),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("heads,kv_heads", [(4, 4), (4, 2), (3, 1)])

@@ -108,7 +108,7 @@ def trained(family, responses, place, target=MEASURED, **options):
 
 def disturbed(target, place):
     """The target itself as a draft LM, its weights disturbed."""
-    module, kind = own_weights(target, 0.1), pool.family_module("lm")
+    module, kind = own_weights(target, 0.1), pool.load_family("lm")
     tensors = kind.stored_state(module.state_dict())
     return checkpoint.save(place, config=kind.checkpoint_config(module, target.identity), tensors=tensors, info={})
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specctl.drafters import checkpoint
-from specctl.drafters.retrieval import drafter as retrieval
+from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.drafters.text.lookup import NGramIndex
 from specctl.engines.vllm_proposer import KEY, TextProposer
 from specctl.errors import SpecctlError, UsageError

@@ -118,7 +118,7 @@ def make(target, tmp_path_factory):
         key = (family, *sorted(options.items()))
         if key not in made:
             module = modules(target, family, **options)
-            kind = pool.family_module(family)
+            kind = pool.load_family(family)
             made[key] = checkpoint.save(
                 tmp_path_factory.mktemp("drafters") / family,
                 config=kind.checkpoint_config(module, target.identity),

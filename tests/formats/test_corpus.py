@@ -8,8 +8,8 @@ import pytest
 from specctl.commands.export import export
 from specctl.decoding.target_text import load_target_text
 from specctl.drafters import checkpoint
-from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.retrieval.datastore import LONGEST, Datastore
+from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.engines.vllm_proposer import KEY, TextProposer, named_drafters
 from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.formats import corpus

@@ -15,10 +15,10 @@ from specctl import api
 from specctl.cli.export import show
 from specctl.commands import export as exporting
 from specctl.drafters import checkpoint
-from specctl.drafters.dflash import drafter as dflash
+from specctl.drafters.dflash.drafter import FAMILY as dflash
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.formats import registry, roundtrip, serving_commands
-from specctl.formats.head import Head, TargetFacts
+from specctl.formats.head import Deployment, Head, TargetFacts
 from specctl.recipe import EvalRecipe, ExportRecipe
 from tests.drafters.variants import NORMS, VARIANTS
 from tests.formats import consumers
@@ -331,7 +331,7 @@ def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, 
     """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
     facts = replace(TargetFacts.of_target(target), architectures=[architecture])
     head = Head(family, {"markov_rank": 0, "own_mask": False}, {})
-    serving = registry.writer(family, to).serving(head, to, Path("/out"), facts, 3)
+    serving = registry.writer(family, to).serving(head, to, Deployment(Path("/out"), facts, 3))
     assert any(architecture in note for note in serving.notes) == refused
     assert bool(serving.commands) != refused
 

@@ -12,8 +12,8 @@ from specctl.commands import export as exporting
 from specctl.commands import import_
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.mtp import drafter as mtp
 from specctl.drafters.mtp import layouts
+from specctl.drafters.mtp.drafter import FAMILY as mtp
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.formats import roundtrip

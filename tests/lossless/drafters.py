@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.protocols import Controller
 from specctl.decoding.records import PADDING, DraftTree
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as lm
 
 
 class Scripted:

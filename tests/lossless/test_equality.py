@@ -64,7 +64,7 @@ def random_eagle3(target, shape, **options):
 
 def random_eagle(target, shape):
     torch.manual_seed(0)
-    return eagle.EagleDrafter(eagle.build(TrainRecipe(arch="eagle"), target, None), target, shape)
+    return eagle.EagleDrafter(eagle.FAMILY.build(TrainRecipe(arch="eagle"), target, None), target, shape)
 
 
 def random_mtp(target, shape, layout="mimo", **options):
@@ -74,8 +74,8 @@ def random_mtp(target, shape, layout="mimo", **options):
 def random_heads(name, target, **drafting):
     """Heads that start as the target's own, which guess a token right now and then."""
     torch.manual_seed(0)
-    module = pool.family_module(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
-    return pool.family_module(name).make_drafter(
+    module = pool.load_family(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
+    return pool.load_family(name).make_drafter(
         module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting)
     )
 
@@ -88,11 +88,11 @@ def random_block(target, parts=None, **drafting):
     what `parts` name."""
     recipe = TrainRecipe(arch="dflash", drafter={"block_size": 5, "num_layers": 1, **(parts or {})})
     torch.manual_seed(0)
-    module = pool.family_module("dflash").build(recipe, target, lambda size: list(range(size)))
+    module = pool.load_family("dflash").build(recipe, target, lambda size: list(range(size)))
     for name, parameter in module.named_parameters():
         if "_conv" in name or name in ("markov_head.markov_w2.weight", "candidate_selector.successor_codebook"):
             parameter.data += 0.1 * torch.randn_like(parameter)
-    return pool.family_module("dflash").make_drafter(
+    return pool.load_family("dflash").make_drafter(
         module, target, DraftingRecipe(stop_below=0.0, keep_above=0.0, **drafting)
     )
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specctl.commands.online import online
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM
 from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
 from specctl.runs import Run
@@ -32,7 +32,7 @@ def sure_target(place, path):
 def write_head(place, target, family, seed=0):
     """A drafter directory with a new head of a family, as training would begin with it."""
     torch.manual_seed(seed)
-    own = pool.trainable_family(family)
+    own = pool.load_family(family)
     recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size))
     random_layer = family == "mtp"  # the target has none
     head = mtp.head(target) if random_layer else own.build(recipe, target, lambda size: list(range(size)))

@@ -5,7 +5,7 @@ from transformers import LlamaForCausalLM
 
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError
 from specctl.measuring import lossless

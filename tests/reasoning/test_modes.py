@@ -9,7 +9,7 @@ from transformers import LlamaForCausalLM
 from specctl.adaptation.stream import EncodedPrompt
 from specctl.distillation.prompts import Prompt
 from specctl.drafters import checkpoint
-from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError, UsageError
 from specctl.measuring.measured import Measured
@@ -175,10 +175,10 @@ def test_a_draft_lm_is_loaded_from_our_directory_or_theirs(target, draft, tmp_pa
 
 
 def test_a_head_is_no_draft_lm(target, tmp_path):
-    from specctl.drafters.pool import family_module
+    from specctl.drafters.family import load_family
     from specctl.recipe import TrainRecipe
 
-    medusa = family_module("medusa")
+    medusa = load_family("medusa")
     module = medusa.build(
         TrainRecipe(arch="medusa", drafter=DrafterRecipe(draft_heads=1)), target, lambda n: list(range(n))
     )

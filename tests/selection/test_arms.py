@@ -3,7 +3,7 @@
 import pytest
 
 from specctl.decoding.plain import NoDraft
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.text.lookup import DEPTH, Lookup

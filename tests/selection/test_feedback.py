@@ -35,7 +35,7 @@ WARM = Sampling(0.8, 20, 0.9)
 
 def head(target, seed, vocabulary=512):
     torch.manual_seed(seed)
-    architecture = eagle3.architecture(DrafterRecipe(vocab_size=vocabulary), target)
+    architecture = eagle3.FAMILY.architecture(DrafterRecipe(vocab_size=vocabulary), target)
     made = Eagle3Head(architecture, torch.randperm(target.vocab_size)[:vocabulary].sort().values)
     made.initialise(target)
     return made
@@ -48,10 +48,10 @@ def table(target, drafters, prompt, output, depth, sampling, **options):
 def trained(target, name, drafting, **options):
     recipe = TrainRecipe(arch=name, drafter=DrafterRecipe(**options))
     torch.manual_seed(0)
-    module = pool.family_module(name).build(recipe, target, lambda size: list(range(1, 1 + 2 * size, 2)))
+    module = pool.load_family(name).build(recipe, target, lambda size: list(range(1, 1 + 2 * size, 2)))
     for parameter in module.parameters():
         parameter.data += 0.02 * torch.randn_like(parameter)
-    return pool.family_module(name).make_drafter(module.eval(), target, drafting)
+    return pool.load_family(name).make_drafter(module.eval(), target, drafting)
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ def queries(target, prompts):
 def pool(target, prompts):
     """Drafters that are right now and then; they read different layers."""
     torch.manual_seed(1)
-    head = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=2000), target), torch.arange(2000))
+    head = Eagle3Head(eagle3.FAMILY.architecture(DrafterRecipe(vocab_size=2000), target), torch.arange(2000))
     head.initialise(target)
     plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=20, seeds=[0] * 3)
     return {

@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 import torch
 
 from specctl.decoding.records import DraftTree, Score
+from specctl.drafters.family import DrafterFamily
 
 DEPTH = 3
 
@@ -52,29 +53,29 @@ class Follower:
         pass
 
 
-def collect(texts):
-    counts = defaultdict(Counter)
-    for tokens, length in texts:
-        for one, other in zip(tokens[length - 1 :], tokens[length:], strict=False):
-            counts[one][other] += 1
-    after = torch.full((1 + max(counts),), -1)
-    for token, followers in counts.items():
-        after[token] = followers.most_common(1)[0][0]
-    return Followers(after)
+class FollowerFamily(DrafterFamily):
+    def collect(self, texts):
+        counts = defaultdict(Counter)
+        for tokens, length in texts:
+            for one, other in zip(tokens[length - 1 :], tokens[length:], strict=False):
+                counts[one][other] += 1
+        after = torch.full((1 + max(counts),), -1)
+        for token, followers in counts.items():
+            after[token] = followers.most_common(1)[0][0]
+        return Followers(after)
+
+    def stored_architecture(self, module):
+        return {}
+
+    def tensors(self, module):
+        return {"after": module.after}
+
+    def restore(self, config, tensors):
+        return Followers(tensors["after"])
+
+    def make_drafter(self, module, target, drafting):
+        known = module.after.tolist()
+        return Follower(known + [-1] * (target.vocab_size - len(known)), drafting.depth or DEPTH)
 
 
-def checkpoint_config(module, target):
-    return {"family": "follower", "architecture": {}, "target": target}
-
-
-def tensors(module):
-    return {"after": module.after}
-
-
-def restore(config, tensors):
-    return Followers(tensors["after"])
-
-
-def make_drafter(module, target, drafting):
-    known = module.after.tolist()
-    return Follower(known + [-1] * (target.vocab_size - len(known)), drafting.depth or DEPTH)
+FAMILY = FollowerFamily("follower")

@@ -19,5 +19,5 @@ def write(head, facts, tokens, to):
     return Files({"paper": kept, "to": to, "tokens": tokens}, tensors)
 
 
-def serving(head, to, place, facts, tokens, schedule=()):
-    return Serving([f"{to} {place} {facts.name} {tokens}"], [f"{to} is made of paper"])
+def serving(head, to, use):
+    return Serving([f"{to} {use.place} {use.facts.name} {use.tokens}"], [f"{to} is made of paper"])

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint as drafters
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.errors import CheckpointError, Interrupted, SpecctlError
 from specctl.progress import interrupts

@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import PADDING, DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.depth.head import DepthHeads
-from specctl.drafters.depth.static_tree import StaticTree, Trees
+from specctl.drafters.depth.head import DepthHeads, HeadsConfig
+from specctl.drafters.depth.static_tree import StaticTree, Trees, default_shape
+from specctl.drafters.family import HeadFamily
+from specctl.drafters.feature.head import head_config
 from specctl.drafters.feature.layer import HeadWeights
 from specctl.drafters.tree import ProposedTree, TreeShape, WorthLevel
+from specctl.errors import RecipeError
+from specctl.recipe import DrafterRecipe
+
+DRAFT_HEADS = 4  # same number as Hydra's released heads; Medusa's have up to 5
 
 
-class DepthDrafter(HeadWeights, ABC):
+class DepthDrafter(HeadWeights, BaseDrafter):
     """Base class of drafters that run `DepthHeads`.
 
     Attributes:
@@ -56,12 +63,6 @@ class DepthDrafter(HeadWeights, ABC):
     @abstractmethod
     def last(self, state: DecodeState) -> Tensor:
         """Inputs [B, H] of the heads at every sequence's last slot."""
-
-    @abstractmethod
-    def advance(self, state: DecodeState) -> None: ...
-
-    @abstractmethod
-    def invalidate(self, state: DecodeState) -> None: ...
 
     @abstractmethod
     def rounds(self, tree: StaticTree, state: DecodeState) -> DeviceDraft:
@@ -151,3 +152,33 @@ class DepthDrafter(HeadWeights, ABC):
                 rows.append(self.logits(k, states[at], tokens.view(len(slots), k + 1).to(state.device)))
             scores.append(Score(span, torch.stack(rows), self.ids, children=children, inner=self.shape.width))
         return scores
+
+
+class DepthFamily(HeadFamily):
+    """Base class of families of `DepthHeads`.
+
+    Attributes:
+        layers: default number of layers of a head.
+    """
+
+    config: type[HeadsConfig]
+    layers: int
+    default_shape = staticmethod(default_shape)
+
+    def architecture(self, recipe: DrafterRecipe, target: Target) -> HeadsConfig:
+        """Shape of new heads as the recipe sets it.
+
+        The draft vocabulary defaults to the target's, as the published files support no other. Raises RecipeError if
+        the recipe asks for other features.
+        """
+        if recipe.taps is not None:
+            raise RecipeError(
+                "hydra and medusa heads read the target's last hidden state", hint="leave drafter.taps out"
+            )
+        layer = vars(head_config(recipe, target)) | {
+            "draft_vocab_size": min(recipe.vocab_size or target.vocab_size, target.vocab_size),
+            "taps": (target.num_layers,),
+            "draft_heads": recipe.draft_heads or DRAFT_HEADS,
+            "num_layers": recipe.num_layers or self.layers,
+        }
+        return self.config(**{field.name: layer[field.name] for field in fields(self.config)})

@@ -6,22 +6,15 @@ x_{i+2+k}. Every head has a separate vocabulary matrix, as in the published file
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.decoding.target import Target
 from specctl.drafters.blueprint import Count
 from specctl.drafters.feature.head import DraftConfig, DraftHead, Losses, SlotBatch
 from specctl.drafters.lora import as_single_product
-from specctl.errors import RecipeError
-from specctl.recipe import DrafterRecipe, TrainRecipe
-
-DRAFT_HEADS = 4  # same number as Hydra's released heads; Medusa's have up to 5
 
 
 @dataclass(frozen=True)
@@ -30,33 +23,6 @@ class HeadsConfig(DraftConfig):
 
     draft_heads: Count
     num_layers: Count
-
-
-def heads_shape(recipe: DrafterRecipe, target: Target, layers: int) -> dict[str, Any]:
-    """Fields of a `HeadsConfig` as the recipe sets them.
-
-    The draft vocabulary defaults to the target's, as the published files support no other. Raises RecipeError if the
-    recipe asks for other features.
-    """
-    if recipe.taps is not None:
-        raise RecipeError("hydra and medusa heads read the target's last hidden state", hint="leave drafter.taps out")
-    return {
-        "hidden_size": target.hidden_size,
-        "vocab_size": target.vocab_size,
-        "draft_vocab_size": min(recipe.vocab_size or target.vocab_size, target.vocab_size),
-        "taps": (target.num_layers,),
-        "draft_heads": recipe.draft_heads or DRAFT_HEADS,
-        "num_layers": recipe.num_layers or layers,
-    }
-
-
-def draft_ids(config: HeadsConfig, frequent: Callable[[int], list[int]]) -> Tensor | None:
-    """Draft vocabulary [Vd] of the most frequent tokens, or None if it equals the target's vocabulary.
-
-    `frequent` is described in `pool.TrainableFamily.build`.
-    """
-    size = config.draft_vocab_size
-    return torch.tensor(frequent(size)) if size < config.vocab_size else None
 
 
 class ResBlock(nn.Module):
@@ -105,12 +71,7 @@ class DepthHeads(DraftHead):
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Loss of all heads over a batch, one head after another, with teacher-forced tokens.
 
-        Head 0 learns from all response slots, the other heads from `later_rows`. Returns the results of
-        `DraftHead.aggregate_losses`.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
+        Head 0 learns from all response slots, the other heads from `later_rows`.
         """
         states, teacher = self.states(batch), self.teacher(batch, target_head)
         found = []
@@ -123,16 +84,3 @@ class DepthHeads(DraftHead):
         total, each, valid, share = zip(*found, strict=True)
         losses = Losses(torch.stack(total).sum(), torch.cat(each), torch.cat(valid), torch.cat(share))
         return self.aggregate_losses(losses, [len(part) for part in each])
-
-
-def set_training_options(module: DepthHeads, recipe: TrainRecipe) -> None:
-    """Set the training options of a recipe."""
-    module.decay, module.objective = recipe.ttt_decay, recipe.resolved_objective
-
-
-@torch.no_grad()
-def start_from_target(head: nn.Linear, ids: Tensor, target: Target) -> None:
-    """Initialize a vocabulary matrix from the target's vocabulary head."""
-    head.weight.copy_(target.squash.scale * target.head_weight[ids.to(target.device)].float())
-    if head.bias is not None:
-        nn.init.zeros_(head.bias)

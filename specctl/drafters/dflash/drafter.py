@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +17,6 @@ from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import CommittedSlots, DeviceBatch
 from specctl.decoding.models.layers import attend
-from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import Plan, plan_at, plan_rows
 from specctl.decoding.records import ChainRows
 from specctl.decoding.rope import Rope
@@ -26,12 +24,13 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.dflash.head import GROUP, BlockConfig, BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
-from specctl.drafters.feature.head import head_config, mask_token, restore_head, taps_of
+from specctl.drafters.family import HeadFamily
+from specctl.drafters.feature.head import head_config, mask_token, taps_of
 from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter, Transitions, block_mask, hidden_context
-from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.drafters.tree import TreeShape
 from specctl.errors import UsageError
-from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe
 
 BLOCK = 8  # slots of a block
 LAYERS = 2  # for targets with ten layers; the papers use five for 36
@@ -82,13 +81,8 @@ class BlockDrafter(ParallelDrafter):
         self.pairs = self.linear(*pairs)
         self.passes = [BlockPass(head, layer, target) for layer in layers]
         self.norm = self.rms_norm(head.norm)
-        self.scale = 1.0
-        if head.lm_head is not None:
-            self.head = self.linear(head.lm_head)
-        else:
-            shift = target.squash.shift
-            bias = None if shift is None else shift.to(self.dtype)
-            self.head, self.scale = DraftLinear(target.head_weight.to(self.dtype), bias), target.squash.scale
+        own = head.lm_head
+        self.head, self.scale = self.vocabulary_head(target) if own is None else (self.linear(own), 1.0)
         pruned = head.config.draft_vocab_size < head.config.vocab_size
         self.ids = head.draft_ids.to(self.device) if pruned else None
         self._to_target = head.draft_ids.tolist() if pruned else range(head.config.vocab_size)
@@ -243,86 +237,47 @@ class BlockDrafter(ParallelDrafter):
         return self.norm(x).view(many, width, size, -1)[:, :, first : first + depths]
 
 
-def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state unchanged: the module already has the names of the published checkpoints."""
-    return state
+class BlockFamily(HeadFamily):
+    """Block-parallel heads."""
+
+    head, config, drafter = BlockHead, BlockConfig, BlockDrafter
+
+    def architecture(self, recipe: DrafterRecipe, target: Target) -> BlockConfig:
+        """Shape of a head as the recipe sets it; options left out follow the target's own layers.
+
+        Raises UsageError if the convolutions do not fit a block or the target's states.
+        """
+        layer, block, convolved = head_config(recipe, target), recipe.block_size or BLOCK, recipe.conv_kernel_size or 0
+        if convolved > block:
+            hint = f"use at most {block}, or raise drafter.block_size"
+            raise UsageError(f"drafter.conv_kernel_size={convolved} exceeds the {block} slots of a block", hint)
+        if convolved and layer.hidden_size % GROUP:
+            what = f"the states of target {target.name} have {layer.hidden_size} channels, not a multiple of {GROUP}"
+            raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave out drafter.conv_kernel_size")
+        taps = taps_of(recipe, target, default_taps(target.num_layers))
+        rank = recipe.markov_rank if recipe.markov_rank is not None else 0 if recipe.selector_rank else RANK
+        return BlockConfig(
+            **asdict(
+                replace(
+                    layer, taps=taps, draft_vocab_size=min(recipe.vocab_size or target.vocab_size, target.vocab_size)
+                )
+            ),
+            num_layers=recipe.num_layers or LAYERS,
+            block_size=block,
+            sample_from_anchor=rank > 0,
+            mask_token_id=mask_token(target),
+            own_mask=True,
+            markov_rank=rank,
+            confidence=recipe.confidence,
+            conv_kernel_size=convolved,
+            selector_rank=recipe.selector_rank or 0,
+        )
 
 
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> BlockHead:
-    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restore_head(BlockHead, config, tensors, BlockConfig)
-
-
-def make_drafter(head: BlockHead, target: Target, drafting: DraftingRecipe) -> BlockDrafter:
-    """Build the drafter that runs `head`."""
-    return BlockDrafter(head, target, shape_for(drafting, default_shape(target.device)))
-
-
-def checkpoint_config(head: BlockHead, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    return {"family": "dflash", "architecture": head.config.to_dict(), "target": target}
-
-
-def set_training_options(head: BlockHead, recipe: TrainRecipe) -> None:
-    """Set the training options of a recipe."""
-    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.resolved_objective, recipe.uses_d_pace
-
-
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> BlockHead:
-    """Build a head that is initialized from `target`."""
-    shape = architecture(recipe.drafter, target)
-    pruned = shape.draft_vocab_size < shape.vocab_size
-    head = BlockHead(shape, torch.tensor(frequent(shape.draft_vocab_size)) if pruned else None)
-    initialise(head, target)
-    return head
-
-
-def architecture(recipe: DrafterRecipe, target: Target) -> BlockConfig:
-    """Shape of a head as the recipe sets it; options left out follow the target's own layers.
-
-    Raises UsageError if the convolutions do not fit a block or the target's states.
-    """
-    layer, block, convolved = head_config(recipe, target), recipe.block_size or BLOCK, recipe.conv_kernel_size or 0
-    if convolved > block:
-        hint = f"use at most {block}, or raise drafter.block_size"
-        raise UsageError(f"drafter.conv_kernel_size={convolved} exceeds the {block} slots of a block", hint)
-    if convolved and layer.hidden_size % GROUP:
-        what = f"the states of target {target.name} have {layer.hidden_size} channels, not a multiple of {GROUP}"
-        raise UsageError(f"drafter.conv_kernel_size={convolved}: {what}", "leave out drafter.conv_kernel_size")
-    taps = taps_of(recipe, target, default_taps(target.num_layers))
-    rank = recipe.markov_rank if recipe.markov_rank is not None else 0 if recipe.selector_rank else RANK
-    return BlockConfig(
-        **asdict(
-            replace(layer, taps=taps, draft_vocab_size=min(recipe.vocab_size or target.vocab_size, target.vocab_size))
-        ),
-        num_layers=recipe.num_layers or LAYERS,
-        block_size=block,
-        sample_from_anchor=rank > 0,
-        mask_token_id=mask_token(target),
-        own_mask=True,
-        markov_rank=rank,
-        confidence=recipe.confidence,
-        conv_kernel_size=convolved,
-        selector_rank=recipe.selector_rank or 0,
-    )
+FAMILY = BlockFamily("dflash")
 
 
 def default_taps(layers: int) -> tuple[int, ...]:
     """Evenly spaced taps. The last one is the input of the last layer, because engines cannot tap any later state."""
     last = max(layers - 1, 1)
     return tuple(sorted({max(1, round(last * part / 3)) for part in (1, 2, 3)}))
-
-
-@torch.no_grad()
-def initialise(head: BlockHead, target: Target) -> None:
-    """Initialize from the target: its final norm, and `fc` passing the last tapped state through."""
-    size = head.config.hidden_size
-    if target.norm_weight is not None:
-        head.norm.weight.copy_(target.norm_weight.float())
-    if head.lm_head is not None:
-        ids = head.draft_ids.to(target.device)
-        head.lm_head.weight.copy_(target.squash.scale * target.head_weight[ids].float())
-    head.fc.weight.mul_(0.1)
-    head.fc.weight[:, -size:] += torch.eye(size)
-    if head.mask_embedding is not None:
-        head.mask_embedding.copy_(target.model.embedding.float().mean(0))

@@ -32,8 +32,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, Count, config_error
-from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, Losses, SlotBatch
+from specctl.drafters.blueprint import Count
+from specctl.drafters.feature.head import (
+    DraftHead,
+    HeadAttention,
+    HeadConfig,
+    HeadLayer,
+    Losses,
+    SlotBatch,
+    check_mask_token,
+    copy_vocabulary_head,
+    pass_through,
+)
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
 from specctl.kernels.distill import linear_distill
@@ -100,9 +110,7 @@ class BlockConfig(HeadConfig):
 
     def check(self, target: Target) -> None:
         super().check(target)
-        if self.mask_token_id >= self.vocab_size:
-            beyond = f"is {self.mask_token_id}, but the vocabulary has {self.vocab_size} tokens"
-            raise config_error(CONFIG, "architecture.mask_token_id", beyond)
+        check_mask_token(self, self.mask_token_id)
 
 
 class BlockAttention(HeadAttention):
@@ -261,12 +269,12 @@ class BlockHead(DraftHead):
     """
 
     config: BlockConfig
+    supports_checkpointing = True
 
     def __init__(self, config: BlockConfig, draft_ids: Tensor | None = None):
         pruned = config.draft_vocab_size < config.vocab_size
         super().__init__(config, draft_ids, stored=pruned)
         self.steps = config.depth
-        self.gradient_checkpointing = False
         size = config.hidden_size
         self.fc = nn.Linear(len(config.taps) * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
@@ -285,20 +293,26 @@ class BlockHead(DraftHead):
         """Markov head or selector, which makes a block's tokens depend on the previous ones, or None without either."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Initialize from the target: its final norm, and `fc` passing the last tapped state through."""
+        if target.norm_weight is not None:
+            self.norm.weight.copy_(target.norm_weight.float())
+        if self.lm_head is not None:
+            copy_vocabulary_head(self.lm_head, self.draft_ids, target)
+        pass_through(self.fc, slice(-self.config.hidden_size, None))
+        if self.mask_embedding is not None:
+            self.mask_embedding.copy_(target.model.embedding.float().mean(0))
+
+    def passes(self, steps: int, stride: int) -> float:
+        return self.config.block_size / stride
+
     def mask(self, embedding: Tensor) -> Tensor:
         """Mask embedding [H] of the slots after the anchor, given the target's token embedding [V, H]."""
         return embedding[self.config.mask_token_id] if self.mask_embedding is None else self.mask_embedding
 
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of the blocks that begin at the batch's `later_rows`, with teacher-forced tokens.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`.
-        """
+        """Loss of the blocks that begin at the batch's `later_rows`, with teacher-forced tokens."""
         config, rows = self.config, batch.later_rows
         features = batch.features
         if not torch.is_autocast_enabled(features.device.type):

@@ -47,14 +47,10 @@ class BlockPass(HeadWeights):
 
     def __init__(self, head: BlockHead, layer: BlockLayer, target: Target):
         super().__init__(head, target)
-        config, attention, mlp = layer.config, layer.self_attn, layer.mlp
+        config, attention = layer.config, layer.self_attn
         self.normed = config.num_heads + config.num_kv_heads  # heads
-        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o = self.linear(attention.o_proj)
-        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
-        self.down = self.linear(mlp.down_proj)
+        self.take_layer(layer)
         self.input_norm = self.rms_norm(layer.input_layernorm)
-        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
         query = attention.q_norm.weight.expand(config.num_heads, -1)
         key = attention.k_norm.weight.expand(config.num_kv_heads, -1)
         self.norms = HeadNorms(torch.cat((query, key)).to(self.device), config.rms_norm_eps, self.dtype)

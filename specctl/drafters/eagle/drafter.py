@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.target import Target
 from specctl.drafters.eagle.head import EagleHead
+from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.head import HeadConfig, head_config, restore_head
-from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.drafters.feature.head import HeadConfig, head_config
+from specctl.drafters.tree import TreeShape
 from specctl.errors import RecipeError
-from specctl.recipe import DraftingRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe
 
 
 class EagleDrafter(FeatureDrafter):
@@ -42,46 +40,21 @@ class EagleDrafter(FeatureDrafter):
         return (hidden * self.scale).to(self.dtype)
 
 
-def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state unchanged: the module already has the names of the published checkpoints."""
-    return state
+class EagleFamily(HeadFamily):
+    """EAGLE-1 heads."""
+
+    head, drafter = EagleHead, EagleDrafter
+
+    def architecture(self, recipe: DrafterRecipe, target: Target) -> HeadConfig:
+        """Shape of a new head as the recipe sets it.
+
+        Raises RecipeError if the recipe asks for other features or a draft vocabulary, as the family supports neither.
+        """
+        if recipe.taps is not None or recipe.vocab_size not in (None, target.vocab_size):
+            raise RecipeError(
+                "an eagle drafter reads the target's last hidden state and uses the target's vocabulary", "use eagle3"
+            )
+        return replace(head_config(recipe, target), taps=(target.num_layers,))
 
 
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> EagleHead:
-    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restore_head(EagleHead, config, tensors)
-
-
-def make_drafter(head: EagleHead, target: Target, drafting: DraftingRecipe) -> EagleDrafter:
-    """Build the drafter that runs `head`."""
-    return EagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
-
-
-def checkpoint_config(head: EagleHead, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    return {"family": "eagle", "architecture": head.config.to_dict(), "target": target}
-
-
-def set_training_options(head: EagleHead, recipe: TrainRecipe) -> None:
-    """Set the training options of a recipe."""
-    head.objective = recipe.resolved_objective
-
-
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> EagleHead:
-    """Build a head for `target` that initially passes its feature through.
-
-    Raises RecipeError if the recipe asks for other features or a draft vocabulary, as the family supports neither.
-    """
-    options = recipe.drafter
-    if options.taps is not None or options.vocab_size not in (None, target.vocab_size):
-        raise RecipeError(
-            "an eagle drafter reads the target's last hidden state and uses the target's vocabulary", "use eagle3"
-        )
-    shape: HeadConfig = replace(
-        head_config(options, target), taps=(target.num_layers,), draft_vocab_size=target.vocab_size
-    )
-    head = EagleHead(shape)
-    with torch.no_grad():
-        head.fc.weight.mul_(0.1)
-        head.fc.weight[:, -shape.hidden_size :] += torch.eye(shape.hidden_size)
-    return head
+FAMILY = EagleFamily("eagle")

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch
+from specctl.decoding.target import Target
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, SlotBatch, pass_through
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 NOISE = 0.2  # noise is uniform in ±NOISE/2, scaled by 512 / length (at most 1)
@@ -34,28 +35,23 @@ class EagleHead(DraftHead):
     def layer(self) -> HeadLayer:
         return cast(HeadLayer, self.layers[0])
 
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Start by passing the feature through."""
+        pass_through(self.fc, slice(-self.config.hidden_size, None))
+
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Regression and distillation loss over the response slots of a batch.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [V, H] the target's (frozen) vocabulary head.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`, for one step.
-        """
-        config, layer = self.config, self.layer
-        attention = layer.self_attn
+        """Regression and distillation loss over the response slots of a batch."""
+        layer = self.layer
         features = batch.features.float()
         if self.training:
             lengths = torch.tensor([stop - start for start, stop in batch.layout.slots], device=features.device)
             scale = (NOISE * 512 / lengths).clamp_max(NOISE).repeat_interleave(lengths)
             features = features + (torch.rand_like(features) - 0.5) * scale.unsqueeze(1)
         x = self.fc(torch.cat((F.embedding(batch.key_tokens, embedding).float(), features), -1)).float()
-        key = layer.rope(attention.k_proj(x).view(len(x), -1, config.head_dim), batch.key_positions)
-        value = attention.v_proj(x).view(len(x), -1, config.head_dim)
-        x, positions = x[batch.query_rows], batch.key_positions[batch.query_rows]
-        query = layer.rope(attention.q_proj(x).view(len(x), -1, config.head_dim), positions)
+        key, value = layer.key_and_value(x, batch.key_positions)
+        x = x[batch.query_rows]
+        query = layer.query(x, batch.key_positions[batch.query_rows])
         predicted = layer.layer_output(x, ttt_attention(query, key, value, [], [], batch.layout))
         rows = torch.arange(len(predicted), device=predicted.device)
         teacher = self.teacher(batch, target_head)

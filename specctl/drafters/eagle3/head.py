@@ -12,8 +12,7 @@ sample of the slots can go on while the others stop after step 0.
 EAGLE-3.1's norms are options of the head, all off by default (`Eagle3Config`). With `norm_output` the final norm is
 part of the recurrence: step k + 1 reads the same normed state that the vocabulary head reads at step k.
 
-With `gradient_checkpointing` only the inputs of the layer at every step are kept for the backward pass. Long samples
-then fit into memory, at the price of a second forward pass.
+With `gradient_checkpointing` long samples fit into memory, at the price of a second forward pass.
 """
 
 from __future__ import annotations
@@ -24,11 +23,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
-from specctl.drafters.feature.head import SlotBatch
-from specctl.drafters.feature.ttt_attention import Layout
+from specctl.drafters.feature.head import OwnPairs, SlotBatch, StepRows
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 from specctl.drafters.lora import as_single_product
 
@@ -52,31 +49,14 @@ class Eagle3Head(FusionHead):
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the training-time test over a batch.
 
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
-            accordingly less.
+        If only some rows go on (`later_rows`), the later steps weigh accordingly less.
         """
         layer = self.midlayer
-        step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
         hidden = self.feature(batch.features)
         embedded = layer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         inputs = torch.cat((embedded, layer.hidden_norm(hidden)), -1)
-        key, value = self._key_and_value(inputs, batch.key_positions)
-        own: list[tuple[Tensor, Tensor]] = []
-        rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
-        x, positions = hidden[slots], batch.key_positions[slots]
-        outputs, asked = [], []
-        for k in range(self.steps):
-            if k == 1:
-                rows, layout = batch.later_rows, batch.later_layout
-                x, slots, positions = x[rows], slots[rows], positions[rows]
-            x, own = step(k, x, slots, positions, embedded, key, value, own, self.within_window(layout, k))
-            outputs.append(x)
-            asked.append(rows)
+        key, value = layer.key_and_value(inputs, batch.key_positions)
+        outputs, asked = self.unroll(batch, hidden, partial(self._step, embedded, key, value))
         # The vocabulary head and the loss are not part of the recurrence: compute them in one product for all steps.
         x = torch.cat(outputs)
         if not self.config.norm_output:
@@ -86,37 +66,16 @@ class Eagle3Head(FusionHead):
         )
         return self.aggregate_losses(losses, [len(part) for part in asked])
 
-    def _key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each [n, Hkv, D], for layer inputs [n, 2H]."""
-        attention, shape = self.midlayer.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
-        return self.midlayer.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
-
     def _step(
-        self,
-        k: int,
-        x: Tensor,
-        slots: Tensor,
-        positions: Tensor,
-        embedded: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own: list[tuple[Tensor, Tensor]],
-        layout: Layout,
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run the layer at step k on the rows x [n, H] at `slots` [n].
-
-        `own` holds the rows' keys and values of steps 1 … k−1. Returns the output (after the final norm if
-        `norm_output` is set) and `own` extended to steps 1 … k.
-        """
-        layer, attention = self.midlayer, self.midlayer.self_attn
-        heads, dim = self.config.num_heads, self.config.head_dim
-        # Slot s + k holds token x_{s+k+1}; past the end of a document the row is invalid.
-        tokens = embedded[(slots + k).clamp_max(embedded.shape[0] - 1)]
+        self, embedded: Tensor, key: Tensor, value: Tensor, at: StepRows, x: Tensor, own: OwnPairs
+    ) -> tuple[Tensor, OwnPairs]:
+        """Run the layer on the rows x [n, H]. The output is taken after the final norm if `norm_output` is set."""
+        layer = self.midlayer
         normed = layer.hidden_norm(x)
-        inputs = torch.cat((tokens, normed), -1)
-        if k:
-            own = [*own, self._key_and_value(inputs, positions + k)]
-        query = layer.rope(attention.q_proj(inputs).view(-1, heads, dim), positions + k)
+        inputs = torch.cat((at.tokens(embedded), normed), -1)
+        if at.k:
+            own = [*own, layer.key_and_value(inputs, at.positions)]
+        query, layout = layer.query(inputs, at.positions), self.within_window(at.layout, at.k)
         out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
         x = layer.layer_output(normed.float() if self.config.norm_before_residual else x, out)
         return self.norm(x).float() if self.config.norm_output else x, own

@@ -12,6 +12,7 @@ from torch import Tensor
 from specctl import kernels
 from specctl.decoding.attention import by_kernel
 from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.models.linear import DraftLinear
 from specctl.decoding.plan import BITS, Plan, plan_at, plan_rows
 from specctl.decoding.records import ChainRows, DraftTree, Score
 from specctl.decoding.state import DecodeState
@@ -24,7 +25,7 @@ from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeSh
 from specctl.kernels.native import NativeProduct
 
 
-class FeatureDrafter(TreeDrafter, FeatureLayer):
+class FeatureDrafter(FeatureLayer, TreeDrafter):
     """Base class of drafters that feed their one layer its own outputs. Slot i of the layer predicts token i + 2.
 
     After the committed slots the layer's own outputs serve as features.
@@ -59,7 +60,7 @@ class FeatureDrafter(TreeDrafter, FeatureLayer):
 
     def candidates(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [N, Vd] for the layer's output, their `count` largest log probabilities [N, count] and the indices."""
-        product = getattr(self.head, "int8", None)
+        product = self.head.int8 if isinstance(self.head, DraftLinear) else None
         if isinstance(product, NativeProduct):
             return product.candidates(self.to_head(hidden), count)
         logits = self.logits(hidden)

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from specctl.decoding.models.layers import RMSNorms
 from specctl.decoding.target import Target
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, head_config, taps_of
+from specctl.drafters.feature.head import (
+    DraftHead,
+    HeadConfig,
+    HeadLayer,
+    copy_vocabulary_head,
+    head_config,
+    pass_through,
+    taps_of,
+)
 from specctl.drafters.feature.layer import FeatureLayer
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.families import MIN_SLIDING_WINDOW
@@ -69,12 +77,12 @@ class FusionHead(DraftHead):
     """
 
     config: FusionConfig
+    supports_checkpointing = True
     fc_norm: nn.ModuleList | None
     input_norm: nn.RMSNorm | None
 
     def __init__(self, config: FusionConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
-        self.gradient_checkpointing = False
         size, width, eps = config.hidden_size, len(config.taps) * config.hidden_size, config.rms_norm_eps
         self.fc_norm = nn.ModuleList(nn.RMSNorm(size, eps) for _ in config.taps) if config.fc_norm else None
         self.input_norm = nn.RMSNorm(width, eps) if config.norm_before_fc else None
@@ -111,13 +119,10 @@ class FusionHead(DraftHead):
 
         The head copies its vocabulary head and final norm; `fc` starts by passing the last tapped state through.
         """
-        size = self.config.hidden_size
-        ids = self.draft_ids.to(target.device)
-        self.lm_head.weight.copy_(target.squash.scale * target.head_weight[ids].float())
+        copy_vocabulary_head(self.lm_head, self.draft_ids, target)
         if target.norm_weight is not None:
             self.norm.weight.copy_(target.norm_weight.float())
-        self.fc.weight.mul_(0.1)
-        self.fc.weight[:, -size:] += torch.eye(size)
+        pass_through(self.fc, slice(-self.config.hidden_size, None))
 
 
 class FusedInput(FeatureLayer):

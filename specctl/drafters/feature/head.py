@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 from pydantic import ConfigDict, Field
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import (
     CONFIG,
-    WEIGHTS,
     Count,
     LayerIndex,
     Length,
     Size,
-    build_with_weights,
     config_error,
     read,
 )
@@ -126,6 +126,13 @@ def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
     )
 
 
+def check_mask_token(config: HeadConfig, token: int) -> None:
+    """Raise CheckpointError if a head's mask token is not in its vocabulary."""
+    if token >= config.vocab_size:
+        beyond = f"is {token}, but the vocabulary has {config.vocab_size} tokens"
+        raise config_error(CONFIG, "architecture.mask_token_id", beyond)
+
+
 def mask_token(target: Target) -> int:
     """Token id of the mask, for engines that look up its embedding: the padding token, or else the last token."""
     pad = getattr(target.config, "pad_token_id", None)
@@ -217,14 +224,55 @@ class HeadLayer(nn.Module):
         low, high = x.chunk(2, -1)
         return x * cos + torch.cat((-high, low), -1) * sin
 
+    def key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotated keys and values, each [n, Hkv, D], for inputs [n, ·] of the projections."""
+        attention, shape = self.self_attn, (-1, self.config.num_kv_heads, self.config.head_dim)
+        return self.rope(attention.k_proj(inputs).view(shape), positions), attention.v_proj(inputs).view(shape)
+
+    def query(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        """Rotated queries [n, Hq, D] for inputs [n, ·] of the projections."""
+        shape = (-1, self.config.num_heads, self.config.head_dim)
+        return self.rope(self.self_attn.q_proj(inputs).view(shape), positions)
+
     def layer_output(self, residual: Tensor, attended: Tensor) -> Tensor:
         """Output [N, H] of the layer, from its residual stream and the attention output [N, Hq, D]."""
         x = residual + self.self_attn.o_proj(attended.flatten(1))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class NormedLayer(HeadLayer):
+    """Decoder layer of Llama, with a norm before its attention."""
+
+    def __init__(self, config: HeadConfig):
+        super().__init__(config, config.hidden_size)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
 Watch = Callable[[Product, Tensor, Tensor], None]
 """Callback that receives the product of the draft logits, and the response slots [n] and steps [n] of its rows."""
+
+
+class StepRows(NamedTuple):
+    """Rows of step k of the training-time test: their `slots` [n], their `positions` [n] and the slots they attend to.
+
+    At step k a row reads the token of slot s + k, which is x_{s+k+1}.
+    """
+
+    k: int
+    slots: Tensor
+    positions: Tensor
+    layout: Layout
+
+    def tokens(self, embedded: Tensor) -> Tensor:
+        """Embeddings [n, H] of the tokens that the rows read, from those of all slots; past the end of a document a
+        row is invalid."""
+        return embedded[(self.slots + self.k).clamp_max(len(embedded) - 1)]
+
+
+OwnPairs = list[tuple[Tensor, Tensor]]
+"""Keys and values of the rows at steps 1, 2, … ."""
+Step = Callable[[StepRows, Tensor, OwnPairs], tuple[Tensor, OwnPairs]]
+"""One step: (rows, input [n, H], pairs of earlier steps) → (output [n, H], pairs including this step's)."""
 
 
 class Losses(NamedTuple):
@@ -244,10 +292,15 @@ class DraftHead(nn.Module):
     """Base class of heads on target features.
 
     Training with `objective` covers `steps` draft depths, weighted by `decay`^depth or, if `paced`, by `dpace_weights`.
+
+    Attributes:
+        supports_checkpointing: `gradient_checkpointing` may be set, to keep less memory for the backward pass.
     """
 
     d2t: Tensor
     t2d: Tensor
+    supports_checkpointing: bool = False
+    gradient_checkpointing: bool = False
 
     def __init__(self, config: DraftConfig, draft_ids: Tensor | None = None, *, stored: bool = True):
         """Create the head.
@@ -282,6 +335,48 @@ class DraftHead(nn.Module):
     def draft_ids(self) -> Tensor:
         """Target token ids [Vd] of the draft vocabulary."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)
+
+    def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Losses over the response slots of a batch, with teacher-forced tokens.
+
+        Args:
+            embedding: [V, H] the target's (frozen) token embedding.
+            target_head: [Vd, H] the rows of the target's (frozen) vocabulary head for the draft vocabulary.
+
+        Returns:
+            The results of `aggregate_losses`.
+        """
+        raise NotImplementedError
+
+    def passes(self, steps: int, stride: int) -> float:
+        """Rows that the layers compute per response position in training.
+
+        All positions take the first of `steps` steps, every `stride`-th position takes the others.
+        """
+        return 1 + (steps - 1) / stride
+
+    def initialise(self, target: Target) -> None:
+        """Initialize a new head from the target."""
+        raise NotImplementedError
+
+    def unroll(self, batch: SlotBatch, x: Tensor, step: Step) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the training-time test from the input `x` [M, H] of step 0 at every slot.
+
+        Returns for each step its output [n, H] and the response slots [n] of its rows. With `gradient_checkpointing`
+        only the inputs of each step are kept for the backward pass.
+        """
+        run = partial(checkpoint, step, use_reentrant=False) if self.gradient_checkpointing else step
+        rows, slots, layout = torch.arange(len(batch.query_rows), device=x.device), batch.query_rows, batch.layout
+        x, own = x[slots], OwnPairs()
+        outputs, asked = [], []
+        for k in range(self.steps):
+            if k == 1:
+                rows, layout = batch.later_rows, batch.later_layout
+                x, slots = x[rows], slots[rows]
+            x, own = run(StepRows(k, slots, batch.key_positions[slots] + k, layout), x, own)
+            outputs.append(x)
+            asked.append(rows)
+        return outputs, asked
 
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Training targets of a batch's rows: the target's tokens or its distributions, depending on `objective`.
@@ -355,18 +450,14 @@ def dpace_weights(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Te
     return reached.cumprod(0).flip(0).cumsum(0).flip(0)[step, row]
 
 
-Head = TypeVar("Head", bound=DraftHead)
+def copy_vocabulary_head(linear: nn.Linear, ids: Tensor, target: Target) -> None:
+    """Initialize a vocabulary matrix over the tokens `ids` from the target's vocabulary head."""
+    linear.weight.copy_(target.squash.scale * target.head_weight[ids.to(target.device)].float())
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
 
 
-def restore_head(
-    kind: Callable[[Any], Head],
-    config: dict[str, Any],
-    tensors: dict[str, Tensor],
-    shape: type[DraftConfig] = HeadConfig,
-) -> Head:
-    """Rebuild a head of `kind` and `shape` from a checkpoint's contents. Raises CheckpointError if they do not fit."""
-    architecture = shape.from_dict(config.get("architecture"))
-    head = build_with_weights(lambda: kind(architecture), tensors)
-    if not bool(((head.draft_ids >= 0) & (head.draft_ids < head.config.vocab_size)).all()):
-        raise config_error(WEIGHTS, "d2t", f"maps draft tokens to ids outside 0 … {head.config.vocab_size - 1}")
-    return head
+def pass_through(linear: nn.Linear, part: slice) -> None:
+    """Change the initial weights of a product so that it passes a `part` of its input through, with some noise."""
+    linear.weight.mul_(0.1)
+    linear.weight[:, part] += torch.eye(linear.out_features)

@@ -50,6 +50,15 @@ class HeadWeights:
         self._parts[product] = [(self._names[id(module)], module.out_features) for module in modules]
         return product
 
+    def take_layer(self, layer: HeadLayer) -> None:
+        """Copy the projections and the second norm of a decoder layer."""
+        attention, mlp = layer.self_attn, layer.mlp
+        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
+        self.o = self.linear(attention.o_proj)
+        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
+        self.down = self.linear(mlp.down_proj)
+        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
+
     def vocabulary_head(self, target: Target) -> tuple[DraftLinear, float]:
         """Target's vocabulary head as a product, and the scale of its inputs.
 
@@ -223,13 +232,8 @@ class FeatureLayer(FeatureReader):
 
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
         super().__init__(head, layer.config, layer.inv_freq, target)
-        attention, mlp = layer.self_attn, layer.mlp
-        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o = self.linear(attention.o_proj)
-        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
-        self.down = self.linear(mlp.down_proj)
-        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
-        inner = mlp.down_proj.in_features
+        self.take_layer(layer)
+        inner = layer.mlp.down_proj.in_features
         self.shape_of_layer = LayerShape(self.size, inner, self.heads, self.kv_heads, self.dim, False)
         self._native: tuple[object, NativeStep | None] | None = None
 

@@ -36,7 +36,7 @@ class Transitions(NamedTuple):
     places: Tensor
 
 
-class ParallelDrafter(TreeDrafter, FeatureReader):
+class ParallelDrafter(FeatureReader, TreeDrafter):
     """Drafter that predicts a distribution for each of the next `depths` tokens in one pass.
 
     Attributes:

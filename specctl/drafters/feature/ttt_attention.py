@@ -180,32 +180,6 @@ def attention(
     return _Merged.apply(query, key, value, own, layout)[0]
 
 
-def reference(
-    query: Tensor, key: Tensor, value: Tensor, own_keys: list[Tensor], own_values: list[Tensor], layout: Layout
-) -> Tensor:
-    """Reference for tests: scaled_dot_product_attention over [step-0 keys | own keys] with a mask.
-
-    It processes one document at a time and needs quadratic memory.
-    """
-    outputs = []
-    for (k0, k1), (q0, q1) in zip(layout.slots, layout.rows, strict=True):
-        at = torch.tensor(layout.at[q0:q1], device=query.device)
-        distance = at.unsqueeze(1) + layout.ahead - torch.arange(k1 - k0, device=query.device)
-        visible = (distance >= layout.ahead) & (distance < (layout.window or k1 + layout.ahead + 1))
-        own = torch.eye(q1 - q0, dtype=torch.bool, device=query.device)
-        keys = torch.cat((key[k0:k1], *(own[q0:q1] for own in own_keys))).transpose(0, 1)
-        values = torch.cat((value[k0:k1], *(own[q0:q1] for own in own_values))).transpose(0, 1)
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query[q0:q1].transpose(0, 1).unsqueeze(0),
-            keys.unsqueeze(0),
-            values.unsqueeze(0),
-            attn_mask=torch.cat((visible, *[own] * len(own_keys)), -1),
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-        outputs.append(out[0].transpose(0, 1))
-    return torch.cat(outputs)
-
-
 def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
     """Attention of blocks of R rows: a row attends to slots 0 … `at` of its document and to all rows of its block.
 
@@ -352,9 +326,7 @@ class _Blocks(torch.autograd.Function):
         out = out.mul_((lse - m).exp_().unsqueeze(-1)).add_(_by_rows(mixed, groups))
         return out.view(query.shape).to(query.dtype), q, out, m
 
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        _Merged.setup_context(ctx, inputs, output)
+    setup_context = staticmethod(_Merged.setup_context)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:

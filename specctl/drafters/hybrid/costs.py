@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -33,6 +33,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise, work_clock
 from specctl.decoding.verify import verify
+from specctl.drafters.tree import CandidateDrafter
 from specctl.kernels import native
 from specctl.runs import atomic_write
 
@@ -109,17 +110,7 @@ class Costs:
 SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 
 
-class LevelDrafter(Protocol):
-    """Drafter that grows its drafts level by level (`drafters.hybrid.drafter.CandidateDrafter`)."""
-
-    taps: tuple[int, ...]
-
-    def propose_candidates(self, state: DecodeState, budget: int, pays: Callable[[list[float]], bool]) -> Any:
-        """Candidates after the text of every sequence."""
-        ...
-
-
-def costs_of(target: Target, head: LevelDrafter, name: str) -> Costs:
+def costs_of(target: Target, head: CandidateDrafter, name: str) -> Costs:
     """Return the costs of rounds with a head, from the cache file or measured now.
 
     `name` identifies the head's family and architecture.
@@ -209,7 +200,7 @@ def _validated(found: Any) -> Costs:
 
 
 @torch.inference_mode()
-def measure(target: Target, head: LevelDrafter) -> Costs:
+def measure(target: Target, head: CandidateDrafter) -> Costs:
     """Time rounds of all sizes and the head's levels, each relative to a round of one row; returns medians."""
     ratios: dict[str, list[float]] = {}
     near, far = (min(length, target.context_length // part) for length, part in ((CONTEXT, 4), (FAR, 2)))
@@ -267,7 +258,7 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
     )
 
 
-def _texts(target: Target, head: LevelDrafter, count: int, length: int) -> DecodeState:
+def _texts(target: Target, head: CandidateDrafter, count: int, length: int) -> DecodeState:
     """Build texts of `length` random tokens, read by the target and the head, with room for the timed rounds."""
     generator = torch.Generator().manual_seed(0)
     engine = Engine(target, Fixed(PLAIN, head.taps), EngineOptions(on_host=True))

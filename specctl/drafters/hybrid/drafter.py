@@ -14,56 +14,28 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import Protocol
 
 import torch
 
-from specctl.decoding.protocols import Drafter
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, GateStatistics, Pending
-from specctl.drafters.tree import ProposedTree, WorthLevel
+from specctl.drafters.tree import CandidateDrafter, TextDrafter
 
 OFFERED = 32  # maximal number of nodes that a text drafter proposes
 GOES_ON = 0.75  # assumed probability that a level's token is accepted if the previous level's was
 NEXT = 0.9  # claim assumed for a level that is not drafted yet
 
 
-class CandidateDrafter(Drafter, Protocol):
-    """Trained drafter that reports candidate probabilities and stops when a further level does not pay off."""
-
-    def propose_candidates(self, state: DecodeState, budget: int, pays: WorthLevel) -> list[ProposedTree]:
-        """Candidates after the last committed token of every sequence.
-
-        The draft has at most `budget` levels, is no deeper than the sequence has room for, and grows while `pays` is
-        true.
-        """
-        ...
-
-
-class TextDrafter(Drafter, Protocol):
-    """Drafter that copies its drafts from text, without a forward pass.
-
-    Attributes:
-        calibration: ratio of outcomes to claims, by eighths of the claimed probability (`gate`).
-    """
-
-    calibration: tuple[float, ...]
-
-    def propose_trees(self, state: DecodeState, nodes: int) -> list[ProposedTree]:
-        """At most `nodes` continuations of every sequence, with their probabilities."""
-        ...
-
-
-class Hybrid:
+class Hybrid(BaseDrafter):
     """Trained drafter (the head) and text drafter that draft as one.
 
     If drafting has not paid off, it drafts nothing and tries again from time to time.
 
     Attributes:
-        weighs_rows: the drafter never proposes more nodes than their rows are worth, even in a batch.
         past: record of earlier texts of a stream (None = every text starts without a record).
     """
 
@@ -123,7 +95,8 @@ class Hybrid:
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
         return any(
-            gain * share(level, levels) > rate * asking_cost(level, state.batch, costs)
+            gain * share(level, levels)
+            > rate * (costs.drafting(level, state.batch) + level * costs.row(state.batch))  # verified, too
             for level in range(1, levels + 1)
         )
 
@@ -187,11 +160,6 @@ class Hybrid:
             depth = max(len(head.children), len(text.children))
             scores.append(Score(head.positions, tokens=tokens, children=(tokens.shape[-1],) * depth))
         return scores
-
-
-def asking_cost(levels: int, texts: int, costs: Costs) -> float:
-    """Cost of `levels` levels of the head and of verifying their likeliest tokens."""
-    return costs.drafting(levels, texts) + levels * costs.row(texts)
 
 
 def nodes_worth(batch: int, joint: list[list[float]], rate: float, budget: int, costs: Costs) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,20 +12,16 @@ from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.depth import head as depth_heads
-from specctl.drafters.depth.drafter import DepthDrafter
-from specctl.drafters.depth.head import draft_ids, heads_shape, start_from_target
-from specctl.drafters.depth.static_tree import StaticTree, default_shape
-from specctl.drafters.feature.head import head_config, restore_head
+from specctl.drafters.depth.drafter import DepthDrafter, DepthFamily
+from specctl.drafters.depth.static_tree import StaticTree
 from specctl.drafters.feature.layer import FeatureLayer
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.hydra.head import HydraConfig, HydraHeads
-from specctl.drafters.tree import TreeShape, shape_for
-from specctl.recipe import DraftingRecipe, TrainRecipe
+from specctl.drafters.tree import TreeShape
+from specctl.recipe import TrainRecipe
 
 # Share of the target's tokens at each rank, measured on the built-in target (sql, 450 steps); similar at all depths.
 ACCURACY = (0.62, 0.085, 0.045, 0.04, 0.035, 0.02, 0.017, 0.012, 0.012, 0.008)
-LAYERS = 4  # layers of each head's MLP
 
 
 class PrefixStates(FeatureLayer):
@@ -105,46 +100,16 @@ class HydraRounds(ReaderRounds):
         return self.drafter.draft_at(self.tree, sequences, self.drafter.prefix.norm(self.hidden))
 
 
-def set_training_options(module: HydraHeads, recipe: TrainRecipe) -> None:
-    """Set the training options of a recipe."""
-    depth_heads.set_training_options(module, recipe)
-    for part in module.modules():
-        if isinstance(part, nn.Dropout):
-            part.p = recipe.dropout
+class HydraFamily(DepthFamily):
+    """Hydra heads. For more layers the published files repeat the module `hydra_mlp.K.3` under K.5, K.7, …"""
+
+    head, config, drafter, layers = HydraHeads, HydraConfig, HydraDrafter, 4
+
+    def set_training_options(self, module: HydraHeads, recipe: TrainRecipe) -> None:
+        super().set_training_options(module, recipe)
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.p = recipe.dropout
 
 
-def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state unchanged: the module already has the names of the published `hydra_lm_head`.
-
-    There the module `hydra_mlp.K.3` appears again under K.5, K.7, … for every further layer.
-    """
-    return state
-
-
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> HydraHeads:
-    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restore_head(HydraHeads, config, tensors, HydraConfig)
-
-
-def make_drafter(module: HydraHeads, target: Target, drafting: DraftingRecipe) -> HydraDrafter:
-    """Build the drafter that runs `module`."""
-    return HydraDrafter(module, target, shape_for(drafting, default_shape(target.device)))
-
-
-def checkpoint_config(module: HydraHeads, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    return {"family": "hydra", "architecture": module.config.to_dict(), "target": target}
-
-
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> HydraHeads:
-    """Build heads that start as the target's vocabulary head after an MLP that passes the prefix state through."""
-    layer = vars(head_config(recipe.drafter, target))
-    shape = HydraConfig(**layer | heads_shape(recipe.drafter, target, LAYERS))
-    module = HydraHeads(shape, draft_ids(shape, frequent))
-    parts: Any = zip(module.hydra_mlp, module.hydra_lm_head, strict=True)
-    with torch.no_grad():
-        for mlp, head in parts:
-            start_from_target(head[-1], module.draft_ids, target)
-            mlp[1].res_connection.weight.mul_(0.1)
-            mlp[1].res_connection.weight[:, : shape.hidden_size] += torch.eye(shape.hidden_size)
-    return module
+FAMILY = HydraFamily("hydra")

@@ -10,6 +10,7 @@ also shared, and stored once (`hydra_mlp.K.3`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads, HeadsConfig, ResBlock
-from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.head import HeadConfig, NormedLayer, SlotBatch, copy_vocabulary_head, pass_through
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 
@@ -27,25 +29,17 @@ class HydraConfig(HeadsConfig, HeadConfig):
     """Shape of the heads and of the prefix attention's layer."""
 
 
-class PrefixLayer(HeadLayer):
-    """Llama decoder layer."""
-
-    def __init__(self, config: HydraConfig):
-        super().__init__(config, config.hidden_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
 class Prefix(nn.Module):
     """Prefix attention: the layer and its output norm."""
 
     def __init__(self, config: HydraConfig):
         super().__init__()
-        self.layers = nn.ModuleList([PrefixLayer(config)])
+        self.layers = nn.ModuleList([NormedLayer(config)])
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     @property
-    def layer(self) -> PrefixLayer:
-        return cast(PrefixLayer, self.layers[0])
+    def layer(self) -> NormedLayer:
+        return cast(NormedLayer, self.layers[0])
 
 
 class HydraHeads(DepthHeads):
@@ -63,15 +57,20 @@ class HydraHeads(DepthHeads):
             self.hydra_mlp.append(nn.Sequential(nn.Dropout(0.0), ResBlock(size, k + 2), *again))
             self.hydra_lm_head.append(nn.Sequential(nn.Dropout(0.0), nn.Linear(size, config.draft_vocab_size)))
 
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Start as the target's vocabulary head after an MLP that passes the prefix state through."""
+        for k, mlp in enumerate(cast(Iterable[Any], self.hydra_mlp)):
+            copy_vocabulary_head(self.vocabulary(k), self.draft_ids, target)
+            pass_through(mlp[1].res_connection, slice(self.config.hidden_size))
+
     def states(self, batch: SlotBatch) -> Tensor:
         """Prefix states p [N, H] of the response slots; the other slots are keys and values only."""
-        layer, dim = self.prefix_embeding_layer.layer, self.config.head_dim
-        part, rows = layer.self_attn, batch.query_rows
+        layer, rows = self.prefix_embeding_layer.layer, batch.query_rows
         x = batch.features.float()
         inputs = layer.input_layernorm(x)
-        key = layer.rope(part.k_proj(inputs).unflatten(-1, (-1, dim)), batch.key_positions)
-        value = part.v_proj(inputs).unflatten(-1, (-1, dim))
-        query = layer.rope(part.q_proj(inputs[rows]).unflatten(-1, (-1, dim)), batch.key_positions[rows])
+        key, value = layer.key_and_value(inputs, batch.key_positions)
+        query = layer.query(inputs[rows], batch.key_positions[rows])
         out = layer.layer_output(x[rows], ttt_attention(query, key, value, [], [], batch.layout))
         return self.prefix_embeding_layer.norm(out)
 

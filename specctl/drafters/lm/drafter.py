@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import DeviceBatch
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.models.hf import HFModel
 from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.model import Model
@@ -25,6 +26,7 @@ from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import build_or_raise, build_with_weights
+from specctl.drafters.family import DrafterFamily
 from specctl.drafters.lm.config import configuration, stored
 from specctl.drafters.lm.model import LM, architecture, base_of, cast
 from specctl.drafters.lm.shape import ChainShape, shape_for
@@ -76,10 +78,8 @@ class _Memory:
         return found
 
 
-class LMDrafter:
+class LMDrafter(BaseDrafter):
     """Runs an `LM` for drafting on the lean step, with a copy of its weights in the target's dtype."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(self, model: nn.Module, target: Target, shape: ChainShape):
         """`model`: an `LM`, which is not modified."""
@@ -379,34 +379,29 @@ def stacked(rows: list[kernels.Rows]) -> kernels.Rows:
     return kernels.Rows(*(torch.stack(field, 1).flatten(0, 1) for field in zip(*rows, strict=True)))
 
 
-def set_training_options(model: LM, recipe: TrainRecipe) -> None:
-    """Set the training options of a recipe."""
-    model.objective = recipe.resolved_objective
+class LMFamily(DrafterFamily):
+    """Small language models."""
 
+    def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
+        """Build a preset with random weights, or load the causal LM that `drafter.base` names."""
+        if recipe.drafter.base is None:
+            return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
+        return LM(base_of(recipe.drafter, target))
 
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
-    """Build a new drafter for `target`: a preset with random weights, or the causal LM that `drafter.base` names."""
-    if recipe.drafter.base is None:
-        return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
-    return LM(base_of(recipe.drafter, target))
+    def stored_architecture(self, module: LM) -> dict[str, Any]:
+        return stored(module.model.config)
 
+    def stored_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
-def checkpoint_config(model: LM, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    return {"family": "lm", "architecture": stored(model.model.config), "target": target}
+    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
+        shape = configuration(config.get("architecture"))
+        model = build_with_weights(lambda: AutoModelForCausalLM.from_config(shape), tensors)
+        build_or_raise(lambda: _tried(model))
+        return LM(model)
 
-
-def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the module's state to the stored names, which are the names of `transformers`."""
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
-    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    shape = configuration(config.get("architecture"))
-    model = build_with_weights(lambda: AutoModelForCausalLM.from_config(shape), tensors)
-    build_or_raise(lambda: _tried(model))
-    return LM(model)
+    def make_drafter(self, module: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
+        return LMDrafter(module, target, shape_for(drafting, target.device))
 
 
 @torch.no_grad()
@@ -415,6 +410,4 @@ def _tried(model: PreTrainedModel) -> None:
     model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False)
 
 
-def make_drafter(model: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
-    """Build the drafter that runs `model`."""
-    return LMDrafter(model, target, shape_for(drafting, target.device))
+FAMILY = LMFamily("lm")

@@ -24,6 +24,8 @@ PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 
 class LM(nn.Module):
     """Trainable wrapper around a causal LM of `transformers`."""
 
+    supports_checkpointing = True
+
     def __init__(self, model: PreTrainedModel):
         super().__init__()
         self.model = model

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -13,16 +12,15 @@ from specctl.decoding.plain import PlainRounds
 from specctl.decoding.records import DraftTree
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.depth import head as depth_heads
-from specctl.drafters.depth.drafter import DepthDrafter
-from specctl.drafters.depth.head import HeadsConfig, draft_ids, heads_shape, start_from_target
-from specctl.drafters.depth.static_tree import StaticTree, default_shape
-from specctl.drafters.feature.head import restore_head
+from specctl.drafters.depth.drafter import DepthDrafter, DepthFamily
+from specctl.drafters.depth.head import HeadsConfig
+from specctl.drafters.depth.static_tree import StaticTree
+from specctl.drafters.feature.head import DraftHead
 from specctl.drafters.feature.layer import last_slots, select_taps
 from specctl.drafters.medusa.head import MedusaHeads
-from specctl.drafters.tree import TreeShape, shape_for
+from specctl.drafters.tree import TreeShape
 from specctl.errors import RecipeError
-from specctl.recipe import DraftingRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe
 
 # Share of the target's tokens at each rank, measured on the built-in target (sql, 400 steps) at depth 1.
 ACCURACY = (0.5, 0.11, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.02, 0.012)
@@ -49,15 +47,6 @@ class MedusaDrafter(DepthDrafter):
     def last(self, state: DecodeState) -> Tensor:
         return last_slots(state, 1, self.taps)[0]
 
-    def advance(self, state: DecodeState) -> None:
-        """Do nothing: there is no state to update."""
-
-    def lag(self, state: DecodeState) -> list[int]:
-        return [0] * state.batch
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Do nothing: there is no cache."""
-
     def rounds(self, tree: StaticTree, state: DecodeState) -> MedusaRounds:
         return MedusaRounds(self, tree)
 
@@ -75,16 +64,29 @@ class MedusaRounds(PlainRounds):
         return drafter.draft_at(self.tree, sequences, select_taps(last.tapped[:, 0], last.taps, drafter.taps))
 
 
-set_training_options = depth_heads.set_training_options
-
-
 # In the published `medusa_lm_head`, head K is a `Sequential` of its block, `K.0`, and its vocabulary matrix, `K.1`.
 PLACES = {"blocks": "0", "lm_head": "1"}
 
 
-def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the module's state to the stored names: `blocks.K.` becomes `K.0.` and `lm_head.K.` becomes `K.1.`."""
-    return {_published(name): tensor for name, tensor in state.items()}
+class MedusaFamily(DepthFamily):
+    """Medusa heads. They are stored as `K.0.` and `K.1.` instead of `blocks.K.` and `lm_head.K.`."""
+
+    head, config, drafter, layers = MedusaHeads, HeadsConfig, MedusaDrafter, 1
+
+    def architecture(self, recipe: DrafterRecipe, target: Target) -> HeadsConfig:
+        shape = super().architecture(recipe, target)
+        if shape.num_layers != 1:
+            raise RecipeError("a medusa head has one layer", hint="leave drafter.num_layers out, or train hydra")
+        return shape
+
+    def stored_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {_published(name): tensor for name, tensor in state.items()}
+
+    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> DraftHead:
+        return super().restore(config, {_ours(name): tensor for name, tensor in tensors.items()})
+
+
+FAMILY = MedusaFamily("medusa")
 
 
 def _published(name: str) -> str:
@@ -98,34 +100,3 @@ def _ours(name: str) -> str:
     place, _, leaf = rest.partition(".")
     part = next((part for part, known in PLACES.items() if known == place), None)
     return f"{part}.{head}.{leaf}" if part else name
-
-
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MedusaHeads:
-    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restore_head(MedusaHeads, config, {_ours(name): tensor for name, tensor in tensors.items()}, HeadsConfig)
-
-
-def make_drafter(module: MedusaHeads, target: Target, drafting: DraftingRecipe) -> MedusaDrafter:
-    """Build the drafter that runs `module`."""
-    return MedusaDrafter(module, target, shape_for(drafting, default_shape(target.device)))
-
-
-def checkpoint_config(module: MedusaHeads, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    return {"family": "medusa", "architecture": module.config.to_dict(), "target": target}
-
-
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MedusaHeads:
-    """Build heads for `target`, with vocabulary matrices that start as copies of the target's.
-
-    Raises:
-        RecipeError: more than one layer, which the published format does not support.
-    """
-    shape = HeadsConfig(**heads_shape(recipe.drafter, target, layers=1))
-    if shape.num_layers != 1:
-        raise RecipeError("a medusa head has one layer", hint="leave drafter.num_layers out, or train hydra")
-    module = MedusaHeads(shape, draft_ids(shape, frequent))
-    heads: Any = module.lm_head
-    for head in heads:
-        start_from_target(head, module.draft_ids, target)
-    return module

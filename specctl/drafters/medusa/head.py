@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 
+from specctl.decoding.target import Target
 from specctl.drafters.depth.head import DepthHeads, HeadsConfig, ResBlock
-from specctl.drafters.feature.head import SlotBatch
+from specctl.drafters.feature.head import SlotBatch, copy_vocabulary_head
 
 
 class MedusaHeads(DepthHeads):
@@ -22,6 +24,12 @@ class MedusaHeads(DepthHeads):
         self.lm_head = nn.ModuleList(
             [nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(config.draft_heads)]
         )
+
+    @torch.no_grad()
+    def initialise(self, target: Target) -> None:
+        """Start as copies of the target's vocabulary head."""
+        for k in range(self.config.draft_heads):
+            copy_vocabulary_head(self.vocabulary(k), self.draft_ids, target)
 
     def states(self, batch: SlotBatch) -> Tensor:
         return batch.features[batch.query_rows].float()

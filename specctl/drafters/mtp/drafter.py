@@ -12,14 +12,15 @@ from torch import Tensor
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.decoding.target import Target
+from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.head import head_config, restore_head
+from specctl.drafters.feature.head import head_config
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.head import MtpConfig, MtpHead
 from specctl.drafters.mtp.layouts import LAYOUTS, NativeLayer
-from specctl.drafters.tree import TreeShape, default_shape, shape_for
+from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, RecipeError
-from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
+from specctl.recipe import DrafterRecipe, TrainRecipe
 
 UNSEEN = -1  # replaces a token id to give it a zero embedding
 
@@ -70,54 +71,37 @@ class MtpDrafter(FeatureDrafter):
         return (hidden * self.scale).to(self.dtype)
 
 
-def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state unchanged, under our names; `layouts.to_target_names` converts it to the target's names."""
-    return state
+class MtpFamily(HeadFamily):
+    """MTP layers. They are stored under our names; `layouts.to_target_names` converts these to the target's names."""
+
+    head, config, drafter = MtpHead, MtpConfig, MtpDrafter
+
+    def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MtpHead:
+        """Load the MTP layer from the files of the target that `recipe` names.
+
+        Raises RecipeError if the recipe asks for other sizes than the layer's, and CheckpointError if the target has no
+        MTP layer.
+        """
+        if recipe.drafter != DrafterRecipe(normed_features=recipe.drafter.normed_features):
+            raise RecipeError(
+                "an mtp drafter is the target's MTP layer, which determines its sizes",
+                "leave out the sizes, or use eagle3",
+            )
+        layer = layouts.find(recipe.target.name, recipe.target.revision)
+        layouts.check_computable(layer, target.config)
+        shape = architecture(layer, recipe.drafter, target)
+        if target.device.type == "meta":  # only a training estimate
+            return MtpHead(shape)
+        tensors = {name: tensor.float() for name, tensor in layer.tensors().items()}
+        if not shape.normed_features:
+            assert target.norm_weight is not None  # every supported model type has one
+            tensors["target_norm"] = target.norm_weight.float().cpu()
+        head = MtpHead(shape)
+        head.load_state_dict(tensors)
+        return head
 
 
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> MtpHead:
-    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restore_head(MtpHead, config, tensors, MtpConfig)
-
-
-def make_drafter(head: MtpHead, target: Target, drafting: DraftingRecipe) -> MtpDrafter:
-    """Build the drafter that runs `head`."""
-    return MtpDrafter(head, target, shape_for(drafting, default_shape(target.device)))
-
-
-def checkpoint_config(head: MtpHead, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    return {"family": "mtp", "architecture": head.config.to_dict(), "target": target}
-
-
-def set_training_options(head: MtpHead, recipe: TrainRecipe) -> None:
-    """Set the training options of a recipe."""
-    head.steps, head.decay, head.objective = recipe.ttt_steps, recipe.ttt_decay, recipe.resolved_objective
-    head.paced = recipe.uses_d_pace
-
-
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> MtpHead:
-    """Load the MTP layer from the files of the target that `recipe` names.
-
-    Raises RecipeError if the recipe asks for other sizes than the layer's, and CheckpointError if the target has no MTP
-    layer.
-    """
-    if recipe.drafter != DrafterRecipe(normed_features=recipe.drafter.normed_features):
-        raise RecipeError(
-            "an mtp drafter is the target's MTP layer, which determines its sizes", "leave out the sizes, or use eagle3"
-        )
-    layer = layouts.find(recipe.target.name, recipe.target.revision)
-    layouts.check_computable(layer, target.config)
-    shape = architecture(layer, recipe.drafter, target)
-    if target.device.type == "meta":  # only a training estimate
-        return MtpHead(shape)
-    tensors = {name: tensor.float() for name, tensor in layer.tensors().items()}
-    if not shape.normed_features:
-        assert target.norm_weight is not None  # every supported model type has one
-        tensors["target_norm"] = target.norm_weight.float().cpu()
-    head = MtpHead(shape)
-    head.load_state_dict(tensors)
-    return head
+FAMILY = MtpFamily("mtp")
 
 
 def architecture(layer: NativeLayer, recipe: DrafterRecipe, target: Target) -> MtpConfig:

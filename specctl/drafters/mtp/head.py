@@ -24,10 +24,16 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, SlotBatch
-from specctl.drafters.feature.ttt_attention import Layout
+from specctl.drafters.feature.head import (
+    DraftHead,
+    HeadAttention,
+    HeadConfig,
+    HeadLayer,
+    OwnPairs,
+    SlotBatch,
+    StepRows,
+)
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 Flag = Annotated[bool, Field(strict=True)]
@@ -76,22 +82,25 @@ class MtpLayer(HeadLayer):
         split = projection(x).view(len(x), -1, self.config.head_dim)
         return self.rope(split if norm is None else norm(split.float()), positions)
 
-    def key_and_value(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotated keys and values, each [n, Hkv, D], for layer inputs [n, H]."""
+    def key_and_value(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         attention = cast(MtpAttention, self.self_attn)
-        value = attention.v_proj(x).view(len(x), -1, self.config.head_dim)
-        return self.heads(x, positions, attention.k_proj, attention.k_norm).to(value.dtype), value
+        value = attention.v_proj(inputs).view(len(inputs), -1, self.config.head_dim)
+        return self.heads(inputs, positions, attention.k_proj, attention.k_norm).to(value.dtype), value
+
+    def query(self, inputs: Tensor, positions: Tensor) -> Tensor:
+        attention = cast(MtpAttention, self.self_attn)
+        return self.heads(inputs, positions, attention.q_proj, attention.q_norm)
 
 
 class MtpHead(DraftHead):
     """MTP module. Parameters have our own names; `layouts` maps the targets' names. `fc` reads the embedding first."""
 
     config: MtpConfig
+    supports_checkpointing = True
     target_norm: Tensor | None
 
     def __init__(self, config: MtpConfig):
         super().__init__(config, stored=False)
-        self.gradient_checkpointing = False
         size, eps = config.hidden_size, config.rms_norm_eps
         self.token_norm = nn.RMSNorm(size, eps)
         self.hidden_norm = nn.RMSNorm(size, eps)
@@ -112,16 +121,9 @@ class MtpHead(DraftHead):
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Losses of `steps` recursive steps over the response slots of a batch.
 
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [V, H] the target's (frozen) vocabulary head.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`. If only some rows go on (`later_rows`), the later steps weigh
-            accordingly less.
+        If only some rows go on (`later_rows`), the later steps weigh accordingly less.
         """
         layer = self.layer
-        step = partial(checkpoint, self._step, use_reentrant=False) if self.gradient_checkpointing else self._step
         embedded = self.token_norm(F.embedding(batch.key_tokens, embedding).float())
         if self.config.ignores_first_token:
             embedded = embedded.masked_fill((batch.key_positions == 0)[:, None], 0)
@@ -130,20 +132,7 @@ class MtpHead(DraftHead):
             hidden = hidden * unnorm
         entered = self._enter(embedded, hidden)
         key, value = layer.key_and_value(layer.input_layernorm(entered), batch.key_positions)
-        own: list[tuple[Tensor, Tensor]] = []
-        rows, slots, layout = torch.arange(len(batch.query_rows), device=hidden.device), batch.query_rows, batch.layout
-        x, positions = entered[slots], batch.key_positions[slots]
-        outputs, asked = [], []
-        for k in range(self.steps):
-            if k:
-                if k == 1:
-                    rows, layout = batch.later_rows, batch.later_layout
-                    x, slots, positions = x[rows], slots[rows], positions[rows]
-                # Slot s + k holds token x_{s+k+1}; past the end of a document the row is invalid.
-                x = self._enter(embedded[(slots + k).clamp_max(len(embedded) - 1)], x)
-            x, own = step(k, x, positions, key, value, own, layout)
-            outputs.append(x)
-            asked.append(rows)
+        outputs, asked = self.unroll(batch, entered, partial(self._step, embedded, key, value))
         x = torch.cat(outputs) * self.squash.scale  # a logit cap would not change the order of tokens
         product = x, target_head, self.squash.shift
         losses = self.distill_losses(product, asked, range(self.steps), batch, self.teacher(batch, target_head))
@@ -154,24 +143,15 @@ class MtpHead(DraftHead):
         return self.fc(torch.cat((embedded, self.hidden_norm(hidden)), -1)).float()
 
     def _step(
-        self,
-        k: int,
-        x: Tensor,
-        positions: Tensor,
-        key: Tensor,
-        value: Tensor,
-        own: list[tuple[Tensor, Tensor]],
-        layout: Layout,
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Run the layer at step k on rows x [n, H] that begin at `positions` [n].
-
-        `own` holds the rows' keys and values of steps 1 … k−1. Returns the output after the norm, which the next step
-        reads, and `own` extended to steps 1 … k.
-        """
-        layer, attention = self.layer, cast(MtpAttention, self.layer.self_attn)
+        self, embedded: Tensor, key: Tensor, value: Tensor, at: StepRows, x: Tensor, own: OwnPairs
+    ) -> tuple[Tensor, OwnPairs]:
+        """Run the layer on rows x [n, H]. Returns the output after the norm, which the next step reads."""
+        layer = self.layer
+        if at.k:
+            x = self._enter(at.tokens(embedded), x)
         inputs = layer.input_layernorm(x)
-        if k:
-            own = [*own, layer.key_and_value(inputs, positions + k)]
-        query = layer.heads(inputs, positions + k, attention.q_proj, attention.q_norm).to(value.dtype)
-        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], layout)
+        if at.k:
+            own = [*own, layer.key_and_value(inputs, at.positions)]
+        query = layer.query(inputs, at.positions).to(value.dtype)
+        out = ttt_attention(query, key, value, [pair[0] for pair in own], [pair[1] for pair in own], at.layout)
         return self.norm(layer.layer_output(x, out)).float(), own

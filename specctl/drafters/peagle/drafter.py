@@ -6,7 +6,6 @@ The pass that reads the committed tokens also drafts: its last rows cover all dr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,14 +16,15 @@ from specctl.decoding.device.device_batch import CommittedSlots, DeviceBatch
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
+from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.fusion import FusedInput, fusion_shape
-from specctl.drafters.feature.head import mask_token, restore_head
+from specctl.drafters.feature.head import DraftHead, mask_token
 from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter, block_mask, hidden_context
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
 from specctl.drafters.peagle.layer import UpperPass
-from specctl.drafters.tree import TreeShape, default_shape, shape_for
-from specctl.recipe import DraftingRecipe, TrainRecipe
+from specctl.drafters.tree import TreeShape
+from specctl.recipe import DrafterRecipe, TrainRecipe
 
 LAYERS = 1
 
@@ -158,44 +158,22 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         return self.norm(x).view(many, width, depths, -1)
 
 
-def stored_state(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the state unchanged: the module already has the names of the published checkpoints."""
-    return state
+class PEagleFamily(HeadFamily):
+    """P-EAGLE heads."""
+
+    head, config, drafter = PEagleHead, PEagleConfig, PEagleDrafter
+
+    def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> DraftHead:
+        return self.new_head(self.architecture(recipe.drafter, target, recipe.ttt_steps), target, frequent)
+
+    def architecture(self, recipe: DrafterRecipe, target: Target, depths: int = 2) -> PEagleConfig:
+        """Shape of a new head as the recipe sets it, which drafts `depths` tokens in one pass, but at least two."""
+        return PEagleConfig(
+            **fusion_shape(recipe, target),
+            num_layers=recipe.num_layers or LAYERS,
+            depths=max(depths, 2),
+            mask_token_id=mask_token(target),
+        )
 
 
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> PEagleHead:
-    """Rebuild the module from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    return restore_head(PEagleHead, config, tensors, PEagleConfig)
-
-
-def make_drafter(head: PEagleHead, target: Target, drafting: DraftingRecipe) -> PEagleDrafter:
-    """Build the drafter that runs `head`."""
-    return PEagleDrafter(head, target, shape_for(drafting, default_shape(target.device)))
-
-
-def checkpoint_config(head: PEagleHead, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    return {"family": "peagle", "architecture": head.config.to_dict(), "target": target}
-
-
-def set_training_options(head: PEagleHead, recipe: TrainRecipe) -> None:
-    """Set the training options of a recipe."""
-    head.decay, head.objective, head.paced = recipe.ttt_decay, recipe.resolved_objective, recipe.uses_d_pace
-
-
-def build(recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> PEagleHead:
-    """Build a head that is initialized from `target`."""
-    shape = architecture(recipe, target)
-    head = PEagleHead(shape, torch.tensor(frequent(shape.draft_vocab_size)))
-    head.initialise(target)
-    return head
-
-
-def architecture(recipe: TrainRecipe, target: Target) -> PEagleConfig:
-    """Shape of a head as the recipe sets it; options left out follow the target's own layers."""
-    return PEagleConfig(
-        **fusion_shape(recipe.drafter, target),
-        num_layers=recipe.drafter.num_layers or LAYERS,
-        depths=max(recipe.ttt_steps, 2),
-        mask_token_id=mask_token(target),
-    )
+FAMILY = PEagleFamily("peagle")

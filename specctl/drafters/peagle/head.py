@@ -23,9 +23,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import CONFIG, Count, config_error
+from specctl.drafters.blueprint import Count
 from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
-from specctl.drafters.feature.head import HeadConfig, HeadLayer, SlotBatch
+from specctl.drafters.feature.head import HeadLayer, NormedLayer, SlotBatch, check_mask_token
 from specctl.drafters.feature.ttt_attention import Layout, attention
 from specctl.drafters.lora import as_single_product
 
@@ -51,17 +51,7 @@ class PEagleConfig(FusionConfig):
 
     def check(self, target: Target) -> None:
         super().check(target)
-        if self.mask_token_id >= self.vocab_size:
-            beyond = f"is {self.mask_token_id}, but the vocabulary has {self.vocab_size} tokens"
-            raise config_error(CONFIG, "architecture.mask_token_id", beyond)
-
-
-class UpperLayer(HeadLayer):
-    """Decoder layer over the output of the previous layer."""
-
-    def __init__(self, config: HeadConfig):
-        super().__init__(config, config.hidden_size)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        check_mask_token(self, self.mask_token_id)
 
 
 class PEagleHead(FusionHead):
@@ -75,14 +65,14 @@ class PEagleHead(FusionHead):
     def __init__(self, config: PEagleConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
         self.steps = config.depths
-        self.layers = nn.ModuleDict({str(place): UpperLayer(config) for place in range(1, config.num_layers)})
+        self.layers = nn.ModuleDict({str(place): NormedLayer(config) for place in range(1, config.num_layers)})
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps) * config.hidden_size))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
 
     @property
-    def upper(self) -> list[UpperLayer]:
+    def upper(self) -> list[NormedLayer]:
         """Layers after the first."""
-        return [layer for layer in self.layers.values() if isinstance(layer, UpperLayer)]
+        return [layer for layer in self.layers.values() if isinstance(layer, NormedLayer)]
 
     def embedding(self, own: Tensor) -> Tensor:
         """Token embedding [V, H]: the target's, given as `own`, unless the head has a separate one."""
@@ -92,16 +82,11 @@ class PEagleHead(FusionHead):
         """Share of the response's anchors that train each depth."""
         return [1.0, *(max(KEPT**depth, LEAST) for depth in range(1, self.steps))]
 
+    def passes(self, steps: int, stride: int) -> float:
+        return sum(self.shares())
+
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Loss of the drafts that begin at the batch's response slots.
-
-        Args:
-            embedding: [V, H] the target's (frozen) token embedding.
-            target_head: [Vd, H] the rows of the target's vocabulary head that belong to the draft vocabulary.
-
-        Returns:
-            The results of `DraftHead.aggregate_losses`.
-        """
+        """Loss of the drafts that begin at the batch's response slots."""
         first, embedding = self.midlayer, self.embedding(embedding)
         features = self.feature(torch.cat((batch.features, self.mask_hidden.view(1, -1).to(batch.features.dtype))))
         masks = torch.full((1,), self.config.mask_token_id, device=features.device)
@@ -174,17 +159,13 @@ class Rollouts:
 
 def _layer(layer: HeadLayer, residual: Tensor, inputs: Tensor, rollouts: Rollouts, last: bool) -> Tensor:
     """Run one layer over all rows; the `last` layer returns only the trained rows [N + Σ n_d, H]."""
-    projections, config = layer.self_attn, layer.config
-    shape = (-1, config.num_kv_heads, config.head_dim)
-    keys = rollouts.split(layer.rope(projections.k_proj(inputs).view(shape), rollouts.positions))
-    values = rollouts.split(projections.v_proj(inputs).view(shape))
+    keys, values = map(rollouts.split, layer.key_and_value(inputs, rollouts.positions))
     layout, positions = rollouts.whole, rollouts.positions
     if last:
         layout = rollouts.layouts[0]
         kept = torch.cat((rollouts.trained_rows, torch.arange(len(keys[0]), len(inputs), device=inputs.device)))
         residual, inputs, positions = residual[kept], inputs[kept], positions[kept]
-    query = layer.rope(projections.q_proj(inputs).view(-1, config.num_heads, config.head_dim), positions)
-    parts = rollouts.split(query)
+    parts = rollouts.split(layer.query(inputs, positions))
     seen = [attention(parts[0], keys[0], values[0], [], [], layout)]
     for depth, before in enumerate(rollouts.before, 1):
         own_keys = [key[rows] for key, rows in zip(keys[1:], before, strict=False)]

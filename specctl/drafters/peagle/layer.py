@@ -7,23 +7,19 @@ from torch import Tensor
 
 from specctl.decoding.rope import Rope
 from specctl.decoding.target import Target
+from specctl.drafters.feature.head import NormedLayer
 from specctl.drafters.feature.layer import HeadWeights
-from specctl.drafters.peagle.head import PEagleHead, UpperLayer
+from specctl.drafters.peagle.head import PEagleHead
 
 
 class UpperPass(HeadWeights):
     """Decoder layer over the output rows of the previous layer."""
 
-    def __init__(self, head: PEagleHead, layer: UpperLayer, target: Target):
+    def __init__(self, head: PEagleHead, layer: NormedLayer, target: Target):
         super().__init__(head, target)
-        attention, mlp = layer.self_attn, layer.mlp
         self.heads, self.kv_heads, self.dim = layer.config.num_heads, layer.config.num_kv_heads, layer.config.head_dim
-        self.qkv = self.linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self.o = self.linear(attention.o_proj)
-        self.gate_up = self.linear(mlp.gate_proj, mlp.up_proj)
-        self.down = self.linear(mlp.down_proj)
+        self.take_layer(layer)
         self.input_norm = self.rms_norm(layer.input_layernorm)
-        self.post_norm = self.rms_norm(layer.post_attention_layernorm)
 
     def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Keys concatenated with values [N, 2·Hkv, D], and queries [N, Hq, D], rotated, for rows [N, H]."""

@@ -16,14 +16,36 @@ from torch import Tensor
 
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import WEIGHTS, config_error
+from specctl.drafters.family import DrafterFamily
 from specctl.drafters.retrieval.datastore import LONGEST, SEPARATOR, Datastore, GrowingDatastore
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import DraftingRecipe
 
 
-def collect(texts: Iterable[tuple[list[int], int]]) -> Datastore:
-    """Build a datastore of responses from (tokens, prompt length) pairs."""
-    return Datastore.of(document(tokens, length) for tokens, length in texts)
+class RetrievalFamily(DrafterFamily):
+    """Datastores of responses."""
+
+    def collect(self, texts: Iterable[tuple[list[int], int]]) -> Datastore:
+        return Datastore.of(document(tokens, length) for tokens, length in texts)
+
+    def stored_architecture(self, module: Datastore) -> dict[str, Any]:
+        return {"tokens": len(module.tokens), "context": LONGEST}
+
+    def tensors(self, module: Datastore) -> dict[str, Tensor]:
+        return {"tokens": module.tokens, "suffixes": module.suffixes}
+
+    def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> Datastore:
+        tokens, suffixes = tensors.get("tokens"), tensors.get("suffixes")
+        if tokens is None or suffixes is None or not _fit(tokens, suffixes):
+            raise config_error(WEIGHTS, "tokens", "do not match the suffix array")
+        return Datastore(tokens, suffixes)
+
+    def make_drafter(self, module: Datastore | GrowingDatastore, target: Target, drafting: DraftingRecipe) -> Suffix:
+        """Build the drafter that reads the datastore and the text itself."""
+        return Suffix(drafting.depth, drafting.nodes, drafting.children, corpus=module)
+
+
+FAMILY = RetrievalFamily("retrieval")
 
 
 def document(tokens: list[int], prompt_length: int) -> list[int]:
@@ -34,33 +56,9 @@ def document(tokens: list[int], prompt_length: int) -> list[int]:
     return tokens[max(0, prompt_length - LONGEST) :]
 
 
-def checkpoint_config(store: Datastore, target: dict[str, Any]) -> dict[str, Any]:
-    """Content of a checkpoint's config.json; `target` is `Target.identity`."""
-    architecture = {"tokens": len(store.tokens), "context": LONGEST}
-    return {"family": "retrieval", "architecture": architecture, "target": target}
-
-
-def tensors(store: Datastore) -> dict[str, Tensor]:
-    """Content of a checkpoint's model.safetensors."""
-    return {"tokens": store.tokens, "suffixes": store.suffixes}
-
-
-def restore(config: dict[str, Any], tensors: dict[str, Tensor]) -> Datastore:
-    """Rebuild the store from the contents of a checkpoint. Raises CheckpointError if they do not fit."""
-    tokens, suffixes = tensors.get("tokens"), tensors.get("suffixes")
-    if tokens is None or suffixes is None or not _fit(tokens, suffixes):
-        raise config_error(WEIGHTS, "tokens", "do not match the suffix array")
-    return Datastore(tokens, suffixes)
-
-
 def _fit(tokens: Tensor, suffixes: Tensor) -> bool:
     """Whether a lookup can neither fail nor leave the text."""
     same = tokens.dtype == suffixes.dtype == torch.int32 and tokens.dim() == 1 and tokens.shape == suffixes.shape
     if not same or not len(tokens) or tokens[-1] != SEPARATOR:
         return False
     return bool(suffixes.min() >= 0 and suffixes.max() < len(tokens))
-
-
-def make_drafter(store: Datastore | GrowingDatastore, target: Target, drafting: DraftingRecipe) -> Suffix:
-    """Build the drafter that reads `store` and the text itself."""
-    return Suffix(drafting.depth, drafting.nodes, drafting.children, corpus=store)

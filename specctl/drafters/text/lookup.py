@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import TEXT_CALIBRATION
@@ -27,17 +28,16 @@ LONGEST, SHORTEST = 3, 1  # lengths of the n-grams that are looked up, longest f
 HITS = (0.0, 0.22, 0.41, 0.58, 0.62, 0.70, 0.78, 0.82, 0.85, 0.87, 0.87, 0.87, 0.88, 0.90, 0.92, 0.94, 0.95, 0.96, 0.97)
 
 
-class Lookup:
-    """Drafts a chain after the last occurrence of the text's last `longest` to `shortest` tokens.
+class Lookup(BaseDrafter):
+    """Drafts a chain after the last occurrence of the text's last `LONGEST` to `SHORTEST` tokens.
 
     `depth` is the maximal chain length. The default depends on the device.
     """
 
-    taps: tuple[int, ...] = ()
     calibration = TEXT_CALIBRATION
 
-    def __init__(self, depth: int | None = None, longest: int = LONGEST, shortest: int = SHORTEST):
-        self.depth, self.longest, self.shortest = depth, longest, shortest
+    def __init__(self, depth: int | None = None):
+        self.depth = depth
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         self.advance(state)
@@ -63,7 +63,7 @@ class Lookup:
     def advance(self, state: DecodeState) -> None:
         memory = state.memory.get(self)
         if memory is None:
-            memory = state.memory[self] = PerText(partial(NGramIndex, self.longest, self.shortest), state.batch)
+            memory = state.memory[self] = PerText(partial(NGramIndex, LONGEST, SHORTEST), state.batch)
         for index, row in zip(memory.rows, state.rows, strict=True):
             index.extend(row.ids)
 
@@ -76,15 +76,8 @@ class Lookup:
             scores.append(Score(span, tokens=tokens.view(1, -1, 1), children=(1,) * self._depth(state)))
         return scores
 
-    def lag(self, state: DecodeState) -> list[int]:
-        """Return zeros: reading text needs no forward pass."""
-        return [0] * state.batch
-
     def _depth(self, state: DecodeState) -> int:
         return self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Do nothing: there are no weights that could change."""
 
 
 class NGramIndex:

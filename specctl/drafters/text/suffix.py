@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import STORE_CALIBRATION, TEXT_CALIBRATION
@@ -31,10 +32,8 @@ MIN_PROBABILITY = (
 )
 
 
-class Suffix:
+class Suffix(BaseDrafter):
     """Drafts trees from each sequence's own text, and from `corpus` if one is given."""
-
-    taps: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -86,13 +85,6 @@ class Suffix:
             tokens = torch.tensor(padded, device=state.device).long().view(1, len(span), width)
             scores.append(Score(span, tokens=tokens, children=(shape.children,) * min(shape.depth, shape.nodes)))
         return scores
-
-    def lag(self, state: DecodeState) -> list[int]:
-        """Return zeros: reading text needs no forward pass."""
-        return [0] * state.batch
-
-    def invalidate(self, state: DecodeState) -> None:
-        """Do nothing: there are no weights that could change."""
 
     def _shape(self, state: DecodeState) -> TextTreeShape:
         # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it

@@ -18,7 +18,7 @@ from specctl.decoding.row_budget import MAX_NODES
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
-from specctl.drafters.eagle3 import drafter as eagle3
+from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.measuring.contenders import sampling_of
 from specctl.progress import Progress
 from specctl.recipe import BenchRecipe, TrainRecipe
