@@ -9,6 +9,7 @@ from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import DraftTree, RoundResult, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
+from specctl.drafters.tree import TreeDrafter
 from specctl.recipe import DraftingRecipe
 
 DEFAULT_MAX_LENGTH = 15  # K, if a drafter names none
@@ -92,7 +93,7 @@ class AutoLength(Controller):
         began = time.perf_counter()
         if self._k == 0:
             draft = empty_draft(state.batch, state.device)
-        elif hasattr(self.drafter, "shaped"):
+        elif isinstance(self.drafter, TreeDrafter):
             if self._k not in self._shaped:
                 self._shaped[self._k] = self.drafter.shaped(DraftingRecipe(depth=self._k))
             draft = self._shaped[self._k].propose(state, budget)

@@ -99,10 +99,15 @@ class DeviceDraft(Protocol):
 class OnDevice(Protocol):
     """A drafter that can draft entirely on the device.
 
-    `fixed_shape`: its drafts have one shape for any text; otherwise each round asks the host.
+    Attributes:
+        fixed_shape: its drafts have one shape for any text; otherwise each round asks the host.
+        kind: name of its kind of rounds. Graphs are refused for a kind and a batch size.
     """
 
     fixed_shape: bool
+
+    @property
+    def kind(self) -> str: ...
 
     def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
         """The drafter's part in rounds with at most `budget` nodes per sequence, or None if its drafts or its model do

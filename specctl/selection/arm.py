@@ -10,7 +10,7 @@ from torch import Tensor
 from specctl import processes, progress
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import PromptClusters
-from specctl.decoding.protocols import DeviceDraft, Drafter, OnDevice
+from specctl.decoding.protocols import DeviceDraft, Drafter, OnDevice, WeighsRows
 from specctl.decoding.records import DraftTree, empty_draft, topology
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise, work_clock
@@ -55,7 +55,7 @@ class Arm:
     ):
         self.name, self.drafter, self.nodes = name, drafter, nodes
         self.scored = scored or drafter
-        self.weighs_rows = weighs_rows or getattr(drafter, "weighs_rows", False)
+        self.weighs_rows = weighs_rows or (isinstance(drafter, WeighsRows) and drafter.weighs_rows)
         self.trained_on = trained_on or PromptClusters.none()
         self.taps = drafter.taps
         self.failures = 0

@@ -15,6 +15,7 @@ from specctl.drafters import checkpoint, names, pool
 from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.text.lookup import DEPTH
+from specctl.drafters.tree import TreeDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import TEXT_DRAFTERS
 from specctl.recipe import DraftingRecipe, SelectRecipe
@@ -148,7 +149,6 @@ def label(shape: DraftingRecipe) -> str:
 
 def shaped(name: str, drafter: Drafter, shape: DraftingRecipe) -> Drafter:
     """Change the shape of a drafter's drafts; the new drafter and the old one use one memory."""
-    change = getattr(drafter, "shaped", None)
-    if change is None:
+    if not isinstance(drafter, TreeDrafter):
         raise UsageError(f"drafter {name} has a fixed draft shape", hint="leave out arms.shapes, or the drafter")
-    return change(shape)
+    return drafter.shaped(shape)

@@ -56,9 +56,9 @@ def device_rounds(
     return rounds if rounds.supports(drafter) else None
 
 
-def shape_of(drafter: Proposer, batch: int) -> graphs.Shape:
+def shape_of(drafter: OnDevice, batch: int) -> graphs.Shape:
     """Shape of a drafter's rounds (kind, initial batch size), for which graphs may be refused on a device."""
-    return getattr(drafter, "kind", type(drafter).__name__), batch
+    return drafter.kind, batch
 
 
 @dataclass
@@ -116,11 +116,17 @@ class DeviceRounds:
         """Whether rounds of this drafter can run here. Rounds of another drafter may, even if these cannot."""
         if drafter in self.refused:
             return False
-        if drafter not in self.tracks:
-            wanted = not self.capture or graphs.may_capture(self.state.device, shape_of(drafter, self.batch))
-            if not wanted or self._draft_of(drafter) is None:
-                self.refused.add(drafter)
-        return drafter not in self.refused
+        if drafter not in self.tracks and not self._may_run(drafter):
+            self.refused.add(drafter)
+            return False
+        return True
+
+    def _may_run(self, drafter: Proposer) -> bool:
+        if not isinstance(drafter, OnDevice):
+            return False
+        if self.capture and not graphs.may_capture(self.state.device, shape_of(drafter, self.batch)):
+            return False
+        return self._draft_of(drafter) is not None
 
     def _draft_of(self, drafter: Proposer) -> DeviceDraft | None:
         """The drafter's device part for this batch, or None if there is none or it needs more than the spare slots
@@ -306,7 +312,7 @@ class DeviceRounds:
         self.refused.add(drafter)
         self.tracks.pop(drafter, None)
         self._rest(lambda: drafter.invalidate(self.state))
-        graphs.refuse(self.state.device, shape_of(self.active_drafter, self.batch))
+        graphs.refuse(self.state.device, shape_of(drafter, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
         advice = "restart if it fails again: an interrupted capture may keep GPU memory allocated"
         warnings.warn(
