@@ -128,7 +128,6 @@ class Target(TargetText):
         assert isinstance(self.model, lean.LeanModel)
         return self.model.paged_cache(pool, batch, capacity)
 
-    @torch.inference_mode()
     def check_request(self, request: Request) -> None:
         """Raise DataError if the prompt is empty, too long for the context or has an id outside of the vocabulary, if
         `max_new_tokens` is below 1, or if `ends` has an id outside of the vocabulary."""
@@ -147,6 +146,7 @@ class Target(TargetText):
                     f"{name} contains token id {unknown[0]}; target {self.name} has ids 0 to {self.vocab_size - 1}"
                 )
 
+    @torch.inference_mode()
     def prefill(
         self, prompts: list[list[int]], cache: KVCache, taps: tuple[int, ...] = (), slots: list[int] | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
