@@ -113,6 +113,15 @@ def cache_of_its_own(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_power_cut():
+    """Files reach the disk when the system writes them. The tests kill processes, which loses nothing that was written.
+    Thousands of files would else wait for the disk one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 PATIENCE_S = 10  # for whoever waits for a pipe
 
 
