@@ -65,7 +65,7 @@ class FakeEngine:
         return self.url.replace("://", "://me:HUSH@")
 
     def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_):
