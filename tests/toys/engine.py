@@ -264,6 +264,7 @@ class _Quiet(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer follows its headers at once, not when the client has confirmed them
 
     def __init__(self, engine, *args):
         self.engine = engine
