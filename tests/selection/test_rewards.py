@@ -30,7 +30,7 @@ from specctl.selection.recorded.recorder import Query
 from tests.lossless.drafters import own_weights
 from tests.selection.test_feedback import head
 
-NEW, STEP, DEPTH = 22, 1.0, 5
+NEW, STEP, DEPTH = 16, 1.0, 5
 
 
 def test_rewards_by_hand():
@@ -225,7 +225,7 @@ def test_a_drafter_that_always_raises_is_left(target, prompts, name):
         on_round=lambda line: played.append(line.arm),
     )
     for n, ids in enumerate(prompts):
-        options = dict(sampling=GREEDY, max_new_tokens=60, seeds=[0], taps=(), labels=[Label(f"q{n}", "d", "all")])
+        options = dict(sampling=GREEDY, max_new_tokens=40, seeds=[0], taps=(), labels=[Label(f"q{n}", "d", "all")])
         decode(target, [ids], controller=controller, **options)
     late = played[10:]
     explores = name in ("ucbspec", "exp3spec")
