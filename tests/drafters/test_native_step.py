@@ -87,7 +87,20 @@ def plain(targets, prompts):
     return functools.cache(lambda slots: [one.output_ids for one in decode(targets[0], prompts, slots=slots, **HOW)])
 
 
-@pytest.mark.parametrize(("shape", "slots"), [(SHAPE, 3), (TREE, 3), (TREE, 1)], ids=["chains", "trees", "a tree"])
+SHAPES = {"chains": (SHAPE, 3), "trees": (TREE, 3), "a tree": (TREE, 1)}
+
+
+@pytest.mark.parametrize(
+    ("three", "shape", "slots"),
+    [
+        pytest.param(
+            name, *how, id=f"{name}-{kind}", marks=() if "," not in name or kind == "trees" else pytest.mark.slow
+        )
+        for name in BUILT
+        for kind, how in SHAPES.items()
+    ],
+    indirect=["three"],
+)
 def test_drafts_are_the_same_but_for_near_ties(three, targets, prompts, plain, shape, slots):
     """Trees, several texts, a cache that grows: as many tokens per round as PyTorch's drafts have."""
     found = []

@@ -199,7 +199,13 @@ def sum_of(entry):
     return sum((part.sum(axis=0) for part in entry.losses), np.zeros(6))
 
 
-@pytest.mark.parametrize("name", ["hedgespec", "ftl", "metasd-ucb", "ucbspec", "exp3spec"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("hedgespec", "metasd-ucb", "exp3spec"),  # a learner from all scores, an index, and one that explores
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ftl", "ucbspec")),
+    ],
+)
 def test_a_drafter_that_always_raises_is_left(target, prompts, name):
     """Its scores are the best of all: from them alone, full information would play it for ever. After ten rounds it is
     played by who explores only, and no more often than by chance."""
