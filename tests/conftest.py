@@ -101,8 +101,8 @@ def one_thread():
 def cache_of_its_own(tmp_path_factory):
     """Later runs reuse the compiled C++ step and measured costs from a cache. Tests have one, apart from the user's.
 
-    All processes of a test run share it, so that one of them compiles. Costs are medians of few repeats here: no test
-    depends on their values.
+    All processes of a test run share it, so that one of them compiles. Costs are medians of few repeats here, and runs
+    are warmed up by one short answer of every contender: no test depends on the seconds.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -110,6 +110,20 @@ def cache_of_its_own(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         patch.setattr("specctl.drafters.hybrid.costs.REPEATS", 1)
         patch.setattr("specctl.drafters.hybrid.costs.WARM_UP", 1)
+        patch.setattr("specctl.selection.recorded.recorder.REPEATS", 1)
+        patch.setattr("specctl.decoding.timing.WARM_UP", 1)
+        patch.setattr("specctl.measuring.contenders.WARMUP_PROMPTS", 1)
+        patch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 3)
+        patch.setattr("specctl.reasoning.modes.WARMUP_TOKENS", 3)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_power_cut():
+    """Files reach the disk when the system writes them. The tests kill processes, which loses nothing that was written.
+    Thousands of files would else wait for the disk one by one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

@@ -225,14 +225,19 @@ def test_an_unknown_name_is_seen(wrong):
     assert len(unknown(f"{right} {wrong}")) == 1
 
 
+@cache
+def strings() -> str:
+    """All string constants of the package."""
+    constants = (node.value for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.Constant))
+    return "\n".join(value for value in constants if isinstance(value, str))
+
+
 def unsaid(text: str) -> list[str]:
     """Parts of error messages, in the first column of the table `Errors`, that no string of the package has."""
     table = text.partition("## Errors\n")[2].partition("\n## ")[0]
     quoted = re.findall(r"^\| `([^`]+)`", table, re.MULTILINE)
     parts = [part.strip(" ,?)=") for message in quoted for part in re.split(r"…|\(", message)]
-    constants = (node.value for tree in sources().values() for node in ast.walk(tree) if isinstance(node, ast.Constant))
-    strings = "\n".join(value for value in constants if isinstance(value, str))
-    return [part for part in parts if part and part not in strings and part not in OTHERS_MESSAGES]
+    return [part for part in parts if part and part not in strings() and part not in OTHERS_MESSAGES]
 
 
 def test_the_errors_that_are_explained_exist():

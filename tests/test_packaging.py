@@ -92,6 +92,7 @@ def test_the_installed_command_runs(site, tmp_path):
     assert where.stdout.count(str(site)) == 2, "the checkout was tested, not the wheel"
 
 
+@pytest.mark.slow
 def test_doctor_finds_the_installed_package_whole(site, tmp_path):
     done = installed(site, tmp_path, "doctor")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -376,7 +376,12 @@ def test_graphs_of_plain_decoding_are_not_those_of_who_draft(tmp_path, prompts, 
 
 
 @pytest.mark.parametrize(
-    ("family", "feedback"), [("eagle3", "verdict"), ("eagle3", "rerun"), ("medusa", "verdict"), ("dflash", "verdict")]
+    ("family", "feedback"),
+    [
+        ("eagle3", "verdict"),
+        pytest.param("eagle3", "rerun", marks=pytest.mark.slow),
+        *((family, "verdict") for family in ("medusa", "dflash")),
+    ],
 )
 def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, monkeypatch, family, feedback):
     """Heads learn the same from rounds of the device, whose graphs are played by their rounds here."""

@@ -168,7 +168,7 @@ def through_proxy(go, engine, count):
         until = time.monotonic() + 60
         while not port and time.monotonic() < until:
             time.sleep(0.02)
-        with httpx.Client(transport=httpx.HTTPTransport(retries=30)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=30)) as http:
             for ids in prompts:  # a text of one token says nothing, and does not count
                 body = {"model": "builtin", "prompt": ids, "max_tokens": 6, "temperature": 0, "seed": 0}
                 answer = http.post(f"{port[0]}/v1/completions", json=body, timeout=30)

@@ -161,6 +161,7 @@ def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, 
     monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
     monkeypatch.setattr(graphs, "capture", capture)
     monkeypatch.setattr(graphs, "WARM_UP", 1)
+    monkeypatch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 16)
     monkeypatch.setattr(select_contenders, "measure", measured)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Name {n}."}) + "\n" for n in range(4)))
     game = {"reward": "be", "depth": 2}

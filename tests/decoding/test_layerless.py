@@ -1,12 +1,13 @@
 """A target without its layers has the rest of it, to the bit and under the same identity, and has read no more."""
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from specctl.decoding.models.loading import builtin_path
@@ -79,20 +80,20 @@ def test_layers_that_are_quantised_are_in_nobodys_way(tiny_directory, tmp_path):
     assert torch.equal(ends.head_weight, load_target(tiny_directory("llama"), **FP32).head_weight)
 
 
-PEAK = """
-import re, sys
-from safetensors import safe_open
-from specctl.decoding.target import load_target
-peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
-place = sys.argv[1]
-load_target(sys.argv[2], device="cpu", dtype="fp32", whole=False)
-before = peak()
-target = load_target(place, device="cpu", dtype="fp32", whole=False)
-loaded = peak()
-with safe_open(place + "/model-00002-of-00002.safetensors", "pt") as file:
-    file.get_tensor("model.layers.0.mlp.up_proj.weight").sum()
-print(target.row_flops, loaded - before, peak() - loaded)
-"""
+def peak():
+    """The most memory that this process has had, in MiB."""
+    return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
+
+
+def send_peaks(answer, place, name):
+    """What loading the rest of a target takes, and what one matrix of a layer would take."""
+    load_target(name, device="cpu", dtype="fp32", whole=False)
+    before = peak()
+    target = load_target(place, device="cpu", dtype="fp32", whole=False)
+    loaded = peak()
+    with safe_open(place + "/model-00002-of-00002.safetensors", "pt") as file:
+        file.get_tensor("model.layers.0.mlp.up_proj.weight").sum()
+    answer.send((target.row_flops, loaded - before, peak() - loaded))
 
 
 def test_no_layer_is_read(tiny_directory, tmp_path):
@@ -124,6 +125,11 @@ def test_no_layer_is_read(tiny_directory, tmp_path):
     files = dict.fromkeys(rest, "model-00001-of-00002.safetensors")
     files |= dict.fromkeys(header, "model-00002-of-00002.safetensors")
     (place / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    done = subprocess.run([sys.executable, "-c", PEAK, str(place), name], capture_output=True, text=True, check=True)
-    _, loading, one_matrix = map(float, done.stdout.split())
+    context = multiprocessing.get_context("fork")
+    found, answer = context.Pipe(duplex=False)
+    process = context.Process(target=send_peaks, args=(answer, str(place), name))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
+    _, loading, one_matrix = found.recv()
     assert end > 12e9 and loading < 64 and one_matrix > 150

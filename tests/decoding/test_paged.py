@@ -104,8 +104,15 @@ def no_page_is_two_texts(engine):
         assert lease is None or len(taken) * PAGE >= len(row.ids)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "kernel"])
-@pytest.mark.parametrize("mode", ["0", "eager"], ids=["host", "device"])
+@pytest.mark.parametrize(
+    ("mode", "attention"),
+    [
+        pytest.param("0", "sdpa", id="host-sdpa"),
+        pytest.param("eager", "kernel", id="device-kernel"),
+        pytest.param("0", "kernel", id="host-kernel", marks=pytest.mark.slow),
+        pytest.param("eager", "sdpa", id="device-sdpa", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", MADE)
 def test_texts_are_those_of_contiguous_ones(tiny, pages, monkeypatch, name, mode, attention):
     """Token for token in fp32, of texts that come, grow over pages and go; rounds of the host and of the device."""

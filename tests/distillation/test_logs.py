@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
 import sys
 
 import pytest
@@ -438,12 +437,15 @@ def test_what_is_about_new_responses_is_refused(fields):
         DistillRecipe.model_validate({"log": "x.jsonl", **fields})
 
 
-def test_the_command_reads_a_pipe(tmp_path):
-    lines = "".join(json.dumps(row) + "\n" for row in many(9))
-    command = [sys.executable, "-m", "specctl", "distill", "--from-log", "-", "--output-dir", "out", "--json"]
-    done = subprocess.run(command, input=lines, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout)["responses"] == 9 and json.loads(done.stdout)["domain"] == "stdin"
+def test_the_command_reads_a_pipe(specctl, monkeypatch):
+    read, write = os.pipe()
+    os.write(write, "".join(json.dumps(row) + "\n" for row in many(9)).encode())
+    os.close(write)
+    with os.fdopen(read) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        done = specctl("distill", "--from-log", "-", "--output-dir", "out", "--json")
+    assert done.code == 0, done.err
+    assert done.json["responses"] == 9 and done.json["domain"] == "stdin"
 
 
 def test_the_shells_own_pipes_are_read(tmp_path):

@@ -92,7 +92,7 @@ def test_kill_minus_nine_loses_and_repeats_nothing(tmp_path, format):
     fill(tmp_path / "undisturbed", **options)
     undisturbed = time.perf_counter() - started
     killed = 0
-    for attempt in range(18):
+    for attempt in range(12):
         directory = tmp_path / str(attempt // 6)  # up to six deaths each
         writer = context.Process(target=fill, args=(directory,), kwargs=options)
         writer.start()

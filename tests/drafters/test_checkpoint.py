@@ -1,8 +1,9 @@
 """A drafter directory is whole or an error that names the file; nothing in it is executed or followed outside."""
 
 import json
+import multiprocessing
 import os
-import subprocess
+import resource
 import sys
 from pathlib import Path
 
@@ -196,20 +197,23 @@ def test_an_empty_directory_is_filled(tmp_path):
     checkpoint.load(write(tmp_path / "d"))
 
 
+def write_with_limit(drafter, limit):
+    """Exit with 0 if the new drafter is refused: no file may become longer than `limit` bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    try:
+        checkpoint.save(drafter, config=CONFIG, info=INFO, tensors={"a": torch.ones(2)}, overwrite=True)
+    except SpecctlError as error:
+        sys.exit("cannot write" not in error.message)
+    sys.exit(2)
+
+
 @pytest.mark.parametrize("limit", [40, 200])
 def test_a_full_disk_leaves_the_old_drafter(drafter, limit):
     """The limit bites in the weights, or in the JSON files behind them."""
-    code = (
-        "import resource, sys, torch\n"
-        "from specctl.drafters import checkpoint\nfrom specctl.errors import SpecctlError\n"
-        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
-        "try:\n"
-        f"    new = dict(config={CONFIG!r}, info={INFO!r}, tensors={{'a': torch.ones(2)}})\n"
-        f"    checkpoint.save({str(drafter)!r}, overwrite=True, **new)\n"
-        "except SpecctlError as error:\n    sys.exit('cannot write' not in error.message)\n"
-        "sys.exit(2)"
-    )
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    process = multiprocessing.get_context("fork").Process(target=write_with_limit, args=(drafter, limit))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0
     assert checkpoint.load(drafter).tensors["a.weight"][0, 0] == 1
     assert os.listdir(drafter.parent) == [drafter.name]
 

@@ -225,7 +225,17 @@ def drafts(target, head, prompts, shape, **options):
     return {tuple(ids): (chain, rows) for ids, chain, rows in drafter.seen}
 
 
-@pytest.mark.parametrize("shape", [CHAIN, TreeShape(6, 2, 12, 3, 0.0)], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    ("head", "shape"),
+    [
+        pytest.param(
+            kind, shape, id=f"{kind}-{name}", marks=() if name == "tree" or kind == "dspark" else pytest.mark.slow
+        )
+        for kind in KINDS
+        for name, shape in (("chain", CHAIN), ("tree", TreeShape(6, 2, 12, 3, 0.0)))
+    ],
+    indirect=["head"],
+)
 def test_a_batch_drafts_as_each_text_alone(target, head, prompts, shape):
     together = drafts(target, head, prompts, shape)
     alone = {}

@@ -99,8 +99,13 @@ def ragged(target, prompts, long_prompt):
     return texts, fixed, [decode(target, [text], seeds=[0], **fixed)[0].output_ids for text in texts]
 
 
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(name, marks=pytest.mark.slow if name in NORMS else ()) for name in VARIANTS],
+    indirect=True,
+)
 def test_lossless_in_ragged_batches(target, head, ragged):
-    """Some texts are longer than the window, and some grow beyond it."""
+    """Some texts are longer than the window, and some grow beyond it. A norm by itself has a test of its drafts."""
     drafter, (texts, fixed, plain) = Eagle3Drafter(head, target, TreeShape(4, 3, 9, 2, 0.0)), ragged
     assert plain == [one.output_ids for one in decode(target, texts, seeds=[0] * 3, drafter=drafter, **fixed)]
 

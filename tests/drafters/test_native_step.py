@@ -1,5 +1,7 @@
 """A head's layer and candidates in C++: what PyTorch computes, up to what int8 weights and bf16 sums lose."""
 
+import functools
+
 import pytest
 import torch
 
@@ -76,17 +78,37 @@ def test_it_is_as_exact_as_pytorch(three, targets, prompts):
         assert off < 1.5 * off_usual + 0.01 and off < 0.06, step
 
 
-@pytest.mark.parametrize(("shape", "slots"), [(SHAPE, 3), (TREE, 3), (TREE, 1)], ids=["chains", "trees", "a tree"])
-def test_drafts_are_the_same_but_for_near_ties(three, targets, prompts, shape, slots):
+HOW = {"sampling": GREEDY, "max_new_tokens": 30, "seeds": [0] * 3}
+
+
+@pytest.fixture(scope="module")
+def plain(targets, prompts):
+    """`plain(slots)`: what plain decoding writes, so many texts at once."""
+    return functools.cache(lambda slots: [one.output_ids for one in decode(targets[0], prompts, slots=slots, **HOW)])
+
+
+SHAPES = {"chains": (SHAPE, 3), "trees": (TREE, 3), "a tree": (TREE, 1)}
+
+
+@pytest.mark.parametrize(
+    ("three", "shape", "slots"),
+    [
+        pytest.param(
+            name, *how, id=f"{name}-{kind}", marks=() if "," not in name or kind == "trees" else pytest.mark.slow
+        )
+        for name in BUILT
+        for kind, how in SHAPES.items()
+    ],
+    indirect=["three"],
+)
+def test_drafts_are_the_same_but_for_near_ties(three, targets, prompts, plain, shape, slots):
     """Trees, several texts, a cache that grows: as many tokens per round as PyTorch's drafts have."""
     found = []
     for drafter in three[:2]:
         drafter.shape = shape
-        how = {"sampling": GREEDY, "max_new_tokens": 30, "seeds": [0] * len(prompts), "slots": slots}
-        found.append(decode(targets[0], prompts, drafter=drafter, **how))
-    plain = decode(targets[0], prompts, **how)
+        found.append(decode(targets[0], prompts, drafter=drafter, slots=slots, **HOW))
     for done in found:
-        assert [one.output_ids for one in done] == [one.output_ids for one in plain]
+        assert [one.output_ids for one in done] == plain(slots)
     passes = [sum(one.target_passes for one in done) for done in found]
     assert abs(passes[0] - passes[1]) <= 0.1 * passes[1] + 1
 

@@ -1,4 +1,4 @@
-"""The main job through the installed command: distil, train, measure, look; on real prompts where they are at hand."""
+"""The main job: distil, train by the installed command, measure, look; on real prompts where they are at hand."""
 
 import json
 import shutil
@@ -21,14 +21,12 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("main-job")
 
 
-@pytest.fixture(scope="module")
-def run(place):
-    def installed(*arguments):
-        done = subprocess.run([COMMAND, *map(str, arguments)], cwd=place, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return done
-
-    return installed
+def installed(place, *arguments):
+    """The document of a command in a process of its own."""
+    command = [COMMAND, *map(str, arguments), "--json"]
+    done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout)
 
 
 def prompts(split):
@@ -36,21 +34,21 @@ def prompts(split):
     return ["--prompts", file] if file.is_file() else []
 
 
-@pytest.fixture(scope="module")
-def drafter(run, place):
-    done = run("distill", "--domain", "sql", *prompts("train"), "--limit", 32, "--max-new-tokens", 24, "--json")
-    document = json.loads(done.stdout)
-    assert (document["prompts"], document["responses"], document["rejected"]) == (32, 32, 0)
-    steps = ["max_steps=12", "eval.every=6", "eval.prompts=3", "eval.fraction=0.2", "eval.max_new_tokens=16"]
-    document = json.loads(run("train-drafter", "--domain", "sql", *steps, "--json").stdout)
-    assert document["steps"] == 12
+def drafter_of_distilled_texts(specctl, place):
+    """The directory of a drafter that was trained in another process than the one that wrote its data."""
+    options = ["--limit", "24", "--max-new-tokens", "16", "--output-dir", place / "distilled" / "sql"]
+    document = specctl("distill", "--domain", "sql", *map(str, (*prompts("train"), *options)), "--json").json
+    assert (document["prompts"], document["responses"], document["rejected"]) == (24, 24, 0)
+    steps = ["max_steps=8", "eval.every=4", "eval.prompts=2", "eval.fraction=0.2", "eval.max_new_tokens=8"]
+    document = installed(place, "train-drafter", "--domain", "sql", *steps)
+    assert document["steps"] == 8
     assert document["mat"] >= 1
     return document["drafter"]
 
 
-def eval_is_lossless_and_has_both_baselines(run, drafter):
-    options = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 24, "--dtype", "fp32", "--json"]
-    document = json.loads(run("eval", "--drafter", drafter, "--drafter", "lookup", *options).stdout)
+def eval_is_lossless_and_has_both_baselines(specctl, place, drafter):
+    options = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 16, "--dtype", "fp32", "--json"]
+    document = specctl("eval", *map(str, ("--drafter", place / drafter, "--drafter", "lookup", *options))).json
     rows = {row["drafter"]: row for row in document["rows"]}
     assert {"vanilla", "transformers", "lookup", Path(drafter).name} <= set(rows)
     assert rows["vanilla"]["mat"] == 1
@@ -61,7 +59,7 @@ def eval_is_lossless_and_has_both_baselines(run, drafter):
 def exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter):
     """Speculative text equals plain sampling's with the same seed, token for token: ties do not occur either."""
     drafters = ["--drafter", place / drafter, "--drafter", "lookup", "baselines=[vanilla]"]
-    prompted = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 24]
+    prompted = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 16]
     options = ["--temperature", 1.0, "--exact", "--dtype", "bf16", "--json"]
     lossless = specctl("eval", *map(str, (*drafters, *prompted, *options))).json["lossless"]
     assert lossless == {"sequences": 6, "mismatches": 0, "ties": 0}
@@ -83,9 +81,10 @@ def a_drafter_of_another_target_is_refused(specctl, place, drafter):
     assert done.code == 4 and done.json["error"]["type"] == "CheckpointError"
 
 
-def test_main_job(run, specctl, place, drafter):
+def test_main_job(specctl, place):
     """One test, so that one process of several trains the drafter."""
-    eval_is_lossless_and_has_both_baselines(run, drafter)
+    drafter = drafter_of_distilled_texts(specctl, place)
+    eval_is_lossless_and_has_both_baselines(specctl, place, drafter)
     exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter)
     generate_shows_the_same_text_with_and_without(specctl, place, drafter)
     a_drafter_of_another_target_is_refused(specctl, place, drafter)

@@ -100,7 +100,7 @@ def log(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(engine, log):
     with served(engine) as url, proxy.running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             http.get(f"{address}/v1/models")
         yield address
 
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_ends_the_work(tmp_path):
     engine = Engine(pause=0.2)
     log = tmp_path / "log"
     with served(engine) as url, proxy.running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             with http.stream("POST", f"{address}/v1/chat/completions", json=chat(stream=True)) as answer:
                 next(answer.iter_raw())
             until = time.monotonic() + 5
@@ -176,7 +176,7 @@ def test_requests_are_finished_when_it_ends(tmp_path):
         with proxy.running("127.0.0.1:0", {url: "vllm"}, tmp_path / "log", 2**20) as address:
 
             def ask():
-                with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+                with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
                     got.append(http.post(f"{address}/v1/chat/completions", json=chat(stream=True)).text)
 
             thread = threading.Thread(target=ask)
@@ -192,7 +192,7 @@ def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
     with served(one) as url, served(other) as second:
         servers = {url: "vllm", second: "vllm", "http://127.0.0.1:1": "vllm"}
         with proxy.running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
-            with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+            with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
                 http.get(f"{address}/v1/models")
             codes = []
             ask = lambda: codes.append(httpx.post(f"{address}/v1/chat/completions", json=chat()).status_code)  # noqa: E731
@@ -206,7 +206,7 @@ def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
 
 def test_no_engine_and_no_place(tmp_path):
     with proxy.running("127.0.0.1:0", {"http://127.0.0.1:1": "vllm"}, tmp_path / "log", 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             assert http.get(f"{address}/v1/models").status_code == 502
         with (
             pytest.raises(UsageError, match="cannot listen on"),
@@ -296,7 +296,7 @@ def test_addresses_are_no_arguments_of_the_process(tmp_path):
     """All users can read these, and an address may hold a password."""
     servers = {"http://me:HUSH@127.0.0.1:1": "vllm"}
     with proxy.running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             assert http.get(f"{address}/v1/models").status_code == 502, "it has its settings"
         commands = [one.cmdline() for one in psutil.Process().children(recursive=True)]
     assert any("specctl.engines.proxy" in one for one in commands) and "HUSH" not in str(commands)

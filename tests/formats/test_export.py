@@ -452,11 +452,14 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
         *((family, {}) for family in ("eagle", "lm", "medusa", "hydra")),
     ],
 )
-def test_the_check_sees_every_tensor(make, family, options):
+def test_the_check_sees_every_tensor(make, monkeypatch, family, options):
     """Vacuous, if changing a weight went unnoticed. Later prefix positions and all steps are in the batch."""
     found = checkpoint.load(make(family, **options))
     head = Head(family, found.config["architecture"], found.tensors)
     assert roundtrip.difference(head, head, STEPS) == 0
+    outputs = roundtrip._outputs
+    unchanged = outputs(head, STEPS)
+    monkeypatch.setattr(roundtrip, "_outputs", lambda one, steps: unchanged if one is head else outputs(one, steps))
     for name, tensor in found.tensors.items():
         if tensor.is_floating_point() and "embed_tokens" not in name:
             changed = Head(family, head.architecture, {**found.tensors, name: tensor + 0.1 * torch.randn_like(tensor)})

@@ -34,6 +34,29 @@ def pytest_collection_modifyitems(items):
         cases[name] += 1
 
 
+@pytest.fixture(scope="session", autouse=True)
+def device_functions_prepared_once():
+    """Triton's interpreter replaces the operations of its language whenever a kernel calls a device function. To look
+    for them takes longer than the function, and after the first call all are replaced: by the launch of the kernel, or
+    for good."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime import interpreter
+
+    prepared = set()
+
+    def call(self, *args, **kwargs):
+        if self.fn not in prepared:
+            interpreter._patch_lang(self.fn)
+            prepared.add(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(interpreter.InterpretedFunction, "__call__", call)
+        yield
+
+
 @pytest.fixture(scope="session")
 def products_of_bf16():
     """Triton's interpreter keeps bf16 as integers, and multiplies those: its products are given floats instead."""

@@ -202,7 +202,7 @@ def test_a_place_that_is_taken_again(target, prompts, plain, make):
     rejected, unseen in what is written.
     """
     expected = plain(HOT)
-    order, limits = [0, 1, 2, 0], [NEW, 3, NEW - 9, NEW - 4]
+    order, limits = [0, 1, 2, 0], [NEW - 8, 3, NEW - 11, NEW - 12]
     texts = whole(expected)
     drafters = [make(target, [texts[i] for i in order]) for _ in range(2)]
     scripted = isinstance(drafters[0], Scripted)  # scripts draw from one stream for all rows: passes differ

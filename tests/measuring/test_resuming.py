@@ -3,9 +3,11 @@
 import errno
 import io
 import json
+import multiprocessing
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -480,9 +482,15 @@ def kill(place, made, count, delay=0.0):
 
 
 def test_a_killed_run_resumes(tmp_path, make, whole, tiny):
-    """The command, killed as soon as it has learnt something, and the function."""
+    """A process that is killed as soon as it has learnt something."""
     made = make(checkpoint=CheckpointRecipe(every=1, keep=2))
-    kill(tmp_path / "run", made, len(ALGO) + 1)
+    process = multiprocessing.get_context("fork").Process(target=learnt, args=(tmp_path / "run", made, tiny))
+    process.start()
+    while chunks(tmp_path / "run") < len(ALGO) + 1 and process.is_alive():
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     again(tmp_path / "run", made, tiny)
     same_runs(tmp_path / "run", whole()[0], ALGO)
     assert checkpoint.newest(tmp_path / "run/checkpoints", Saved)[1].mark.number == 3

@@ -65,7 +65,7 @@ class FakeEngine:
         return self.url.replace("://", "://me:HUSH@")
 
     def __enter__(self):
-        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
         return self
 
     def __exit__(self, *_):
@@ -264,6 +264,7 @@ class _Quiet(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # an answer follows its headers at once, not when the client has confirmed them
 
     def __init__(self, engine, *args):
         self.engine = engine

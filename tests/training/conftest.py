@@ -1,4 +1,4 @@
-"""A small distilled directory, written by the built-in target itself."""
+"""A small distilled directory, written by the built-in target itself: short prompts, as every training reads them."""
 
 import pytest
 
@@ -12,11 +12,11 @@ def distilled(tmp_path_factory, target):
     place = tmp_path_factory.mktemp("distilled")
     recipe = DistillRecipe(
         target=TargetRecipe(dtype="fp32", device="cpu"),
-        data=DataRecipe(domain=["sql"], limit=40),
+        data=DataRecipe(domain=["biochem"], limit=40),
         sampling=SamplingRecipe(max_new_tokens=24),
         batch_size=40,
-        output_dir=place / "sql",
+        output_dir=place / "biochem",
     )
     (place / "run").mkdir()
     distill(recipe, Run(place / "run"), target=target)
-    return place / "sql"
+    return place / "biochem"

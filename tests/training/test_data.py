@@ -37,8 +37,8 @@ def test_held_out_prompts_are_not_trained_on(distilled, target):
     assert len(corpus.held_out) == 4
     trained = {tuple(e.tokens[: e.prompt_length]) for e in corpus.train}
     assert not trained & {tuple(prompt) for prompt in corpus.held_out}
-    assert corpus.domains == ["sql"]
-    assert trained == {tuple(prompt) for prompt in corpus.prompts["sql"]}
+    assert corpus.domains == ["biochem"]
+    assert trained == {tuple(prompt) for prompt in corpus.prompts["biochem"]}
 
 
 def test_data_of_another_target_is_refused(distilled, target, monkeypatch):

@@ -28,7 +28,7 @@ def test_collected_measured_and_loaded(distilled, target, tmp_path):
     made = recipe(distilled, tmp_path)
     result = train_drafter(made, Run(tmp_path))
     corpus = load_distilled([distilled], target, 2048, 0.2, 4)
-    assert (result.arch, result.steps, result.domain) == ("retrieval", 0, "sql")
+    assert (result.arch, result.steps, result.domain) == ("retrieval", 0, "biochem")
     assert result.train_tokens == sum(example.response_length for example in corpus.train)
     assert result.mat > 1 and result.acceptance_by_position
     drafter = load_drafter(result.drafter, target, DraftingRecipe())
@@ -37,10 +37,10 @@ def test_collected_measured_and_loaded(distilled, target, tmp_path):
         response = example.tokens[example.prompt_length :]
         assert any(store[at : at + len(response)] == response for at in range(len(store)))
     info = json.loads((tmp_path / "drafter" / "drafter.json").read_text())
-    assert info["mat"] == {"held-out sql": round(result.mat, 3)}
+    assert info["mat"] == {"held-out biochem": round(result.mat, 3)}
     assert info["steps"] == 0
-    mean, error = cluster_of(target, corpus.prompts["sql"], (target.num_layers,))
-    known = info["prompts"]["kinds"]["sql"]
+    mean, error = cluster_of(target, corpus.prompts["biochem"], (target.num_layers,))
+    known = info["prompts"]["kinds"]["biochem"]
     assert info["prompts"]["taps"] == [target.num_layers]
     assert known["mean"] == pytest.approx(mean, rel=1e-3, abs=1e-3)
     assert known["error"] == pytest.approx(error, rel=1e-3)
