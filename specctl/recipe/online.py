@@ -10,7 +10,6 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field
 
 from specctl.families import DEFAULT, STREAM_RETRIEVAL, TEXT_DRAFTERS, mixable_families, online_families
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
-from specctl.recipe.lookahead import REASONING, LookaheadRecipe
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.server import Listen, ServerRecipe
@@ -81,7 +80,6 @@ class OnlineRecipe(LearningRecipe):
     pool: LocalPath | None = None
     policy: PoolPolicyRecipe = PoolPolicyRecipe()
     game: GameRecipe = GameRecipe()
-    reasoning: LookaheadRecipe = LookaheadRecipe()  # for lr, osd-lr, online-lr: see `ReasonRecipe`
     learner: LearnerOptions = LearnerOptions()
     buffer: BufferRecipe = BufferRecipe()
     # Targets that follow each other along the stream, as in RL: ./step-100:400,./step-200:400 means 400 prompts for
@@ -115,8 +113,6 @@ class OnlineRecipe(LearningRecipe):
     @classmethod
     def _known(cls, algo: list[str]) -> list[str]:
         for name in algo:
-            if name in REASONING:
-                raise ValueError(f"{name} drafts steps: it needs a ReasonRecipe")
             rule_and_family(name)
         if len(set(algo)) < len(algo):
             raise ValueError("names an algo twice")
@@ -145,8 +141,6 @@ class OnlineRecipe(LearningRecipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> OnlineRecipe:
-        if self.reasoning != LookaheadRecipe():
-            raise ValueError(f"reasoning is for algo {', '.join(REASONING)}, not for {', '.join(self.algo)}")
         self._check_server()
         self._check_learner_elsewhere()
         if self.learner.combine == "probs":

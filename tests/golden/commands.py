@@ -86,6 +86,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     ),
     "select --record": ("select", "--pool", "drafters", "--record", "t.parquet", "--output-dir", "recorded", *PROMPTS),
     "select --replay": ("select", "--replay", "t.parquet", "--algo", "hedgespec,random", "--output-dir", "replayed"),
+    "replay": ("replay", "t.parquet", "--seeds", "0,1", "--output-dir", "replayed again"),
     "online": ("online", "--algo", "ens-eagle3", "--init", "drafters/sql-eagle3", "--output-dir", "online", *STREAM),
     "online --pool": (
         *("online", "--algo", "ogd", "--pool", "drafters", "--baselines", "static"),

@@ -2,17 +2,26 @@
 
 import dataclasses
 import json
+import pkgutil
 
 import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specctl.commands.online import online
+from specctl import api
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM
-from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import (
+    DataRecipe,
+    DrafterRecipe,
+    OnlineRecipe,
+    SamplingRecipe,
+    TargetRecipe,
+    TrainRecipe,
+    command_for,
+)
 from specctl.runs import Run
 from tests.toys import mtp
 
@@ -77,8 +86,9 @@ def recipe(prompts, init, target, **fields):
 
 def learnt(place, made, target):
     """(result, document) of a run in `place`."""
-    run = Run.create("online", made, place)
-    found = online(made, run, target=target)
+    command = command_for(made)
+    run = Run.create(command, made, place)
+    found = pkgutil.resolve_name(api.FUNCTIONS[command])(made, run, target=target)
     return found, run.result(dataclasses.asdict(found))
 
 
