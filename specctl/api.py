@@ -38,9 +38,12 @@ from specctl.subcommands import SUBCOMMANDS
 if TYPE_CHECKING:
     from specctl.commands.bench import BenchResult
     from specctl.commands.eval import EvalResult
+    from specctl.commands.eval_server import ServedResult
     from specctl.commands.export import ExportResult
     from specctl.commands.generate import GenerateResult
     from specctl.commands.import_ import ImportResult
+    from specctl.commands.learn_from_server import LearnFromServerResult
+    from specctl.commands.online import OnlineResult
     from specctl.commands.report import ReportResult
     from specctl.commands.route import RouteResult
     from specctl.commands.select import SelectResult
@@ -65,8 +68,14 @@ def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
     from specctl.commands.eval import with_domains_of_drafters
 
     resolved = _recipe("eval", recipe, overrides)
-    assert isinstance(resolved, EvalRecipe)
-    return execute("eval", with_domains_of_drafters(resolved))[0]
+    if isinstance(resolved, EvalRecipe):
+        resolved = with_domains_of_drafters(resolved)
+    return execute(command_for(resolved), resolved)[0]
+
+
+def evaluate_server(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServedResult:
+    """Measure the drafter of a running engine by load."""
+    return execute("eval-server", _recipe("eval-server", recipe, overrides))[0]
 
 
 def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
@@ -99,9 +108,15 @@ def route(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) ->
     return execute("route", _recipe("route", recipe, overrides))[0]
 
 
-def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> Any:
+def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult:
     """Learn along a stream, from a drafter that must exist: only the command line warms one up first."""
-    return _run("online", recipe, overrides)
+    resolved = _recipe("online", recipe, overrides)
+    return execute(command_for(resolved), resolved)[0]
+
+
+def learn_from_server(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> LearnFromServerResult:
+    """Learn from the texts of running engines, and publish better drafters into them."""
+    return execute("learn-from-server", _recipe("learn-from-server", recipe, overrides))[0]
 
 
 def reason(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> Any:
@@ -182,12 +197,6 @@ def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
         processes.check_same("their recipes", told)
         here = recipe.model_copy(update={"output_dir": copy})
         return _execute(command, here, run if isinstance(recipe, WriterRecipe) else copy)
-
-
-def _run(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> Any:
-    """Run a command, or the command that an earlier spelling means."""
-    resolved = _recipe(command, recipe, overrides)
-    return execute(command_for(resolved), resolved)[0]
 
 
 def _of_pool(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> Any:

@@ -55,6 +55,14 @@ SUBCOMMANDS = {
     "online": Subcommand(
         "cli.online", "recipe.online:OnlineRecipe", "commands.online:online", ("batch", *DECODING), "online"
     ),
+    "learn-from-server": Subcommand(
+        "cli.learn_from_server",
+        "recipe.learn_from_server:LearnFromServerRecipe",
+        "commands.learn_from_server:learn_from_server",
+        DECODING[1:],
+        "online_served",
+        earlier="online",
+    ),
     "select": Subcommand(
         "cli.select", "recipe.select:SelectRecipe", "commands.select:select", ("batch", *DECODING), "selection"
     ),
@@ -62,6 +70,14 @@ SUBCOMMANDS = {
         "cli.route", "recipe.route:RouteRecipe", "commands.route:route", (), "selection", earlier="select"
     ),
     "eval": Subcommand("cli.eval", "recipe.eval:EvalRecipe", "commands.eval:evaluate", DECODING, "evaluation"),
+    "eval-server": Subcommand(
+        "cli.eval_server",
+        "recipe.eval_server:EvalServerRecipe",
+        "commands.eval_server:evaluate_server",
+        (),
+        "eval_served",
+        earlier="eval",
+    ),
     "bench": Subcommand("cli.bench", "recipe.bench:BenchRecipe", "commands.bench:bench", BENCH, "bench"),
     "export": Subcommand("cli.export", "recipe.export:ExportRecipe", "commands.export:export", (), None),
     "import": Subcommand("cli.import_", "recipe.import_:ImportRecipe", "commands.import_:import_head", (), None),

@@ -334,6 +334,8 @@ EARLIER = {
     "train-router": ("select", ["train_router=true"]),
     "route": ("select", ["server.urls=http://a,http://b", "listen=h:1"]),
     "reason": ("online", ["algo=osd-lr"]),
+    "learn-from-server": ("online", ["server.urls=http://a"]),
+    "eval-server": ("eval", ["server.urls=http://a"]),
 }
 """Command → the command that had it as a mode, and overrides that ask for the mode."""
 

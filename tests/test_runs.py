@@ -8,7 +8,7 @@ import torch
 
 from specctl import lock, runs
 from specctl.errors import SpecctlError, UsageError
-from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, OnlineRecipe, TrainRecipe
+from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, LearnFromServerRecipe, OnlineRecipe, TrainRecipe
 from tests.conftest import holding
 
 
@@ -170,7 +170,7 @@ def test_a_write_follows_no_link(tmp_path):
         ("generate", GenerateRecipe(prompt="hunter2"), True),
         ("eval", EvalRecipe(save_outputs=True), True),
         ("distill", DistillRecipe(log="a.jsonl"), True),
-        ("online", OnlineRecipe(server={"urls": ["http://a"]}, algo=["ogd"], traffic={"log": "a.jsonl"}), True),
+        ("learn-from-server", LearnFromServerRecipe(server={"urls": ["http://a"]}, traffic={"log": "a.jsonl"}), True),
         ("eval", EvalRecipe(), False),
         ("distill", DistillRecipe(), False),
         ("train-drafter", TrainRecipe(log=["tensorboard"]), False),

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from specctl.cli import online_served
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
-from specctl.errors import UsageError
 from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
-    from specctl.recipe import DistillRecipe, OnlineRecipe, TrainRecipe
+    from specctl.recipe import DistillRecipe, DrafterStreamRecipe, OnlineRecipe, TrainRecipe
+
+Learning = TypeVar("Learning", bound="DrafterStreamRecipe")
 
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
     *("target_schedule", "draft_length", "beside", "asynchronous", "learner_device", "online_baselines"),
-    *("server", "baseline_server", "listen", "from_log", "batch", "seeds"),
+    *("batch", "seeds"),
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
-EARLIER = ("allow_code_execution",)
+EARLIER = ("server", "baseline_server", "listen", "from_log", "allow_code_execution")
 """Flags of commands that were modes of this one."""
 COLUMNS = {
     "algo": "contender",
@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
 def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     """Decode a stream of prompts with drafters that keep learning from the verification of their drafts.
 
-    `reason` drafts whole reasoning steps.
+    `learn-from-server` learns from running engines, and `reason` drafts whole reasoning steps.
     """
     from specctl import api
     from specctl.adaptation import ranks
@@ -61,7 +61,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     recipe = with_checks(recipe)
     if recipe.output_dir:
         checks.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
-    first = [] if recipe.served else warm_ups(recipe)
+    first = warm_ups(recipe)
     data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
     if dry_run:
         return checks.show("online", recipe, steps(recipe, first, data))
@@ -69,7 +69,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     with library_output():
         warm_up(recipe, first, data)
         _, document = api.execute("online", recipe)
-    output.result(document, online_served.show if recipe.served else show, brief=document["run_dir"])
+    output.result(document, show, brief=document["run_dir"])
 
 
 def with_checks(recipe: OnlineRecipe) -> OnlineRecipe:
@@ -78,17 +78,13 @@ def with_checks(recipe: OnlineRecipe) -> OnlineRecipe:
     from specctl.selection.policies import registry
 
     recipe = with_init_family(recipe)
-    if recipe.served:
-        start = recipe.initial_drafter(recipe.families[0])
-        if not (start / "config.json").is_file():
-            raise UsageError(f"no drafter in {start}", "name the drafter that the engines draft with: --init DIR")
     registry.check([recipe.policy.name])
     if recipe.pool is not None:
         checks.pool_members(recipe.pool)
     return recipe
 
 
-def with_init_family(recipe: OnlineRecipe) -> OnlineRecipe:
+def with_init_family(recipe: Learning) -> Learning:
     """Return the recipe with the family of its drafter `init`, unless it names a family itself."""
     from specctl.cli import checks
     from specctl.drafters import checkpoint
@@ -112,8 +108,6 @@ def with_init_family(recipe: OnlineRecipe) -> OnlineRecipe:
 def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
     """Return the plan of `online` in words."""
     plans = warm_up_steps(recipe, first, data)
-    if recipe.served:
-        return [*plans, *online_served.steps(recipe, stream_of(recipe))]
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
         several = f"{len(devices)} separate processes ({', '.join(devices)}) learn together"

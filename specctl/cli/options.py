@@ -108,19 +108,19 @@ FLAGS: dict[str, Flag] = {
     "baseline_server": Flag(
         ("baseline_server.urls",),
         str,
-        "With --server: a server to compare with, without a drafter; for online, with a fixed one.",
+        "Server to compare with: without a drafter, or for learn-from-server with a fixed one.",
         metavar="URL",
     ),
     "listen": Flag(
         ("traffic.listen", "listen"),
         str,
-        "With --server: address of a proxy; online learns from its requests, select routes them.",
+        "Address of a proxy: learn-from-server learns from its requests, route routes them.",
         metavar="HOST:PORT",
     ),
     "features_from": Flag(
         ("features.server.urls",), str, "vLLM or SGLang server that computes the target's hidden states.", metavar="URL"
     ),
-    "concurrency": Flag(("concurrency",), str, "With --server: numbers of requests in flight: 1,8.", _comma_ints),
+    "concurrency": Flag(("concurrency",), str, "Numbers of requests in flight: 1,8.", _comma_ints),
     "mats": Flag(
         ("mats",),
         str,
@@ -208,7 +208,7 @@ FLAGS: dict[str, Flag] = {
     "tune": Flag(
         ("tune",),
         Path,
-        "Result of eval --server with a baseline server: derive draft lengths by load (vllm, sglang).",
+        "Result of eval-server with a baseline server: derive draft lengths by load (vllm, sglang).",
         metavar="RESULT",
     ),
     "check": Flag(("check",), bool, "Read the result back and compare logits."),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
@@ -22,9 +22,6 @@ from specctl.measuring.records import Record, recipe_stamp, write_outputs
 from specctl.recipe import OnlineRecipe
 from specctl.recipe.stream import parse_schedule
 from specctl.runs import Run
-
-if TYPE_CHECKING:
-    from specctl.commands.online_served import ServedOnlineResult
 
 TOP_FIELDS = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
@@ -70,20 +67,16 @@ class OnlineResult:
     rounds_on: Literal["host", "device"]
 
 
-def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult | ServedOnlineResult:
+def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult:
     """Answer the stream with all contenders, once per seed. Learners learn after every chunk.
 
-    With a server, engines write the answers (`online_served`). `target`: passed by callers that have loaded it already.
+    `target`: passed by callers that have loaded it already.
 
     Raises:
         DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
         Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
         SpecctlError: a learner keeps failing to learn, or the disk is full.
     """
-    if recipe.served:
-        from specctl.commands.online_served import online_served
-
-        return online_served(recipe, run, target=target)
     target = target or load_target(**recipe.target.loading)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})

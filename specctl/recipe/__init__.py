@@ -11,11 +11,13 @@ import pkgutil
 from specctl.recipe.bench import BenchRecipe
 from specctl.recipe.distill import DistillRecipe, FilterRecipe
 from specctl.recipe.eval import EvalRecipe
+from specctl.recipe.eval_server import EvalServerRecipe
 from specctl.recipe.export import ExportRecipe
 from specctl.recipe.generate import GenerateRecipe
 from specctl.recipe.import_ import ImportRecipe
+from specctl.recipe.learn_from_server import LearnFromServerRecipe, PublicationRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
-from specctl.recipe.online import OnlineRecipe, PublicationRecipe
+from specctl.recipe.online import DrafterStreamRecipe, OnlineRecipe
 from specctl.recipe.route import RouteRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
@@ -54,8 +56,10 @@ __all__ = [
     "DataRecipe",
     "DistillRecipe",
     "DrafterRecipe",
+    "DrafterStreamRecipe",
     "DraftingRecipe",
     "EvalRecipe",
+    "EvalServerRecipe",
     "ExportRecipe",
     "FeatureRecipe",
     "FilterRecipe",
@@ -64,6 +68,7 @@ __all__ = [
     "Gpu",
     "HeldOutRecipe",
     "ImportRecipe",
+    "LearnFromServerRecipe",
     "LearnerOptions",
     "LearnerRecipe",
     "LearningRecipe",

@@ -64,6 +64,10 @@ MODES = {
     "replay": Mode("select --replay", _any("replay"), ignores=True),
     "route": Mode("select --server", _any("server.urls", "listen")),
     "reason": Mode(f"online --algo {' | '.join(STEP_ALGOS)}", _algo(*STEP_ALGOS)),
+    "learn-from-server": Mode(
+        "online --server", _any("server.urls", "baseline_server.urls", "traffic.listen", "traffic.log"), ignores=True
+    ),
+    "eval-server": Mode("eval --server", _any("server.urls", "baseline_server.urls"), ignores=True),
 }
 
 

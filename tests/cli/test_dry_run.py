@@ -9,7 +9,7 @@ from specctl.recipe.resolve import command_of, shipped
 
 JSON = [name for name, text in shipped().items() if text.lstrip().startswith("{")]
 SCRIPTS = [name for name, text in shipped().items() if text.startswith("#!")]
-GIVEN = {"export", "import", "record", "replay", "route"}
+GIVEN = {"export", "import", "record", "replay", "route", "learn-from-server", "eval-server"}
 """Commands that need an argument."""
 YAML = [name for name in shipped() if name not in JSON + SCRIPTS]
 
@@ -173,7 +173,7 @@ def test_the_plan_says_what_a_target_without_layers_cannot(specctl, tmp_path):
     )
     assert any(step.startswith("measure mat") for step in whole)
     assert not any(step.startswith("measure mat") for step in ends)
-    assert any(step.startswith("estimate mat") and "eval --server" in step for step in ends)
+    assert any(step.startswith("estimate mat") and "eval-server" in step for step in ends)
     assert any("without its layers" in step for step in ends)
 
 

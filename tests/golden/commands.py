@@ -137,7 +137,7 @@ def alone(place: Path) -> Iterator[pytest.MonkeyPatch]:
 
 
 def sweep() -> list[dict[str, Any]]:
-    """Rows of `eval --server` at two loads, as far as `export --tune` reads them."""
+    """Rows of `eval-server` at two loads, as far as `export --tune` reads them."""
     shared = {"domain": "sql", "tokens": 100, "token_s": 0.01, "request_tokens_per_s": 100.0}
     return [
         shared

@@ -69,17 +69,19 @@ def write_prompts(place, questions=QUESTIONS):
     return path
 
 
-def recipe(prompts, init, target, **fields):
+def recipe(prompts, init, target, model=OnlineRecipe, **fields):
     """Two prompts a chunk, six tokens an answer. Learning may take as long as it does, so that equal runs are equal."""
+    if model is OnlineRecipe:
+        fields = {"beside": "none", "baselines": ["vanilla", "static", "lookup"], **fields}
     learner = {"budget": None, **fields.pop("learner", {})}
     sampling = {"max_new_tokens": 6, **fields.pop("sampling", {})}
     stream = {"chunk": 2, **fields.pop("stream", {})}
     data = {"domain": ["sql"], "prompts": str(prompts), **fields.pop("data", {})}
     found = {"arch": checkpoint.family(init), "target": TargetRecipe(name=target.name, dtype="fp32", device="cpu")}
-    return OnlineRecipe(
+    return model(
         **found
         | {"data": DataRecipe(**data), "sampling": SamplingRecipe(**sampling), "stream": stream, "init": init}
-        | {"learner": learner, "beside": "none", "baselines": ["vanilla", "static", "lookup"]}
+        | {"learner": learner}
         | fields
     )
 

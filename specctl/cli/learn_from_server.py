@@ -1,26 +1,64 @@
-"""Plan and result of `specctl online --server`."""
+"""`specctl learn-from-server`: its flags, checks, plan and table."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import typer
+
+from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.online import with_init_family
+from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
+from specctl.cli.warm_up import stream_of
+from specctl.errors import UsageError
 
 if TYPE_CHECKING:
-    from specctl.recipe import OnlineRecipe
+    from specctl.recipe import LearnFromServerRecipe
+
+FLAGS = (
+    *("server", "baseline_server", "listen", "from_log", "learner", "arch", "init", "domain", "prompts", "data_limit"),
+    *("schedule", "mixing", "chunk", "lr", "seeds", *TARGET, *(flag for flag in SAMPLING if flag != "exact")),
+    *("output_dir", "resume", "overwrite"),
+)
+EXAMPLE = "specctl learn-from-server --server http://host:8000 --listen 0.0.0.0:8100 --init drafters/sql-eagle3"
 
 
-def steps(recipe: OnlineRecipe, stream: str) -> list[str]:
-    """Return the plan in words, for the `stream` or for traffic. No server is asked."""
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "learn-from-server", FLAGS, EXAMPLE)(learn_from_server)
+
+
+def learn_from_server(recipe: LearnFromServerRecipe, dry_run: bool) -> None:
+    """Teach the drafter of running engines by their own texts, and publish better versions into them.
+
+    The texts are answers to the prompts of a stream, requests through a proxy (--listen), or a log (--from-log)."""
+    from specctl.cli import checks
+
+    recipe.check_server()
+    checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
+    recipe = with_init_family(recipe)
+    start = recipe.initial_drafter(recipe.families[0])
+    if not (start / "config.json").is_file():
+        raise UsageError(f"no drafter in {start}", "name the drafter that the engines draft with: --init DIR")
+    if recipe.output_dir:
+        checks.check_output("learn-from-server", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    run_or_plan("learn-from-server", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
+
+
+def steps(recipe: LearnFromServerRecipe) -> list[str]:
+    """Return the plan in words. No server is asked."""
+    from specctl.cli import checks
+
     urls, source = ", ".join(recipe.server.urls), recipe.traffic
-    texts = f"send prompts to {urls} ({stream})"
+    texts = f"send prompts to {urls} ({stream_of(recipe)})"
     if source.listen is not None:
         texts = f"forward requests from {source.listen} to {urls}"
     elif source.log is not None:
         texts = f"read the texts of {urls} from {source.log}" + (" as it grows" if source.follow else "")
     (algo,), start = recipe.algo, recipe.initial_drafter(recipe.families[0])
     publish = "publish better versions, and roll back worse ones" if recipe.publication.enabled else "publish nothing"
-    return [texts, f"learn after every {recipe.chunk} texts: {algo} from {start}", publish]
+    target = checks.check_target(recipe.target)
+    return [target, texts, f"learn after every {recipe.chunk} texts: {algo} from {start}", publish]
 
 
 def show(document: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""`specctl online --server`: a drafter that learns from the texts of running engines, and is published into them."""
+"""`specctl learn-from-server`: a drafter that learns from the texts of running engines, and is published into them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specctl.measuring.measured import columns
 from specctl.measuring.records import recipe_stamp
 from specctl.measuring.resumable_run import CHUNKS, REJECTED, ResumableRun
 from specctl.measuring.served_counts import COUNTS, counts, mat_of, over_baseline
-from specctl.recipe import ExportRecipe, OnlineRecipe
+from specctl.recipe import ExportRecipe, LearnFromServerRecipe
 from specctl.runs import Run
 
 SHOWN = ("chunk", "mat", "loss", "learn_s")
@@ -39,8 +39,8 @@ Traffic = RequestedTraffic | LogTraffic
 
 
 @dataclass(frozen=True)
-class ServedOnlineResult:
-    """The result document of `online --server`.
+class LearnFromServerResult:
+    """The result document of `learn-from-server`.
 
     Attributes:
         over_baseline: mat ÷ the mat of a server that keeps its drafter, on the same prompts, over all texts; the
@@ -74,7 +74,9 @@ class ServedOnlineResult:
     per_chunk: list[dict[str, Any]]
 
 
-def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> ServedOnlineResult:
+def learn_from_server(
+    recipe: LearnFromServerRecipe, run: Run, *, target: Target | None = None
+) -> LearnFromServerResult:
     """Learn from the texts that a recipe's servers write, and publish updates that prove themselves there.
 
     `target`: passed by callers that have loaded it already. It runs over the texts to compute the learner's inputs.
@@ -85,6 +87,7 @@ def online_served(recipe: OnlineRecipe, run: Run, *, target: Target | None = Non
         Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
         SpecctlError: updates keep doing harm, or the disk is full.
     """
+    recipe.check_server()
     # A copy, because its context length is cut to the engines' context length.
     target = copy.copy(target) if target is not None else load_target(**recipe.target.loading)
     (algo,), (seed,) = recipe.algo, recipe.seeds
@@ -140,7 +143,7 @@ def make_exporter(client: Client) -> Callable[[Path, Path], None]:
 
 @contextmanager
 def open_traffic(
-    recipe: OnlineRecipe, run: Run, target: Target, client: Client, other: Client, rejections: Rejections
+    recipe: LearnFromServerRecipe, run: Run, target: Target, client: Client, other: Client, rejections: Rejections
 ) -> Iterator[Traffic]:
     """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile."""
     options, source = recipe.target.chat_template_kwargs, recipe.traffic
@@ -163,18 +166,18 @@ def open_traffic(
 
 
 def _result(
-    recipe: OnlineRecipe,
+    recipe: LearnFromServerRecipe,
     engines: list[str],
     rows: list[dict[str, Any]],
     texts: list[dict[str, Any]],
     version: str,
     place: Path,
     rejected: int,
-) -> ServedOnlineResult:
+) -> LearnFromServerResult:
     verdicts = [row["publication"]["verdict"] for row in rows if row["publication"] is not None]
     last = rows[-1] if rows else None
     known = [row["mat"] for row in rows if row["mat"] is not None]
-    return ServedOnlineResult(
+    return LearnFromServerResult(
         algo=recipe.algo[0],
         family=recipe.family_of(recipe.algo[0]),
         engines=engines,

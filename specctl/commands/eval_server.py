@@ -1,4 +1,4 @@
-"""`specctl eval --server`: speed of a drafter in the engine that serves it, by load."""
+"""`specctl eval-server`: speed of a drafter in the engine that serves it, by load."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from specctl.measuring.contenders import Case, prepare
 from specctl.measuring.conversations import next_turn
 from specctl.measuring.served_costs import DrafterSpeeds, predict_speeds, sweep_of
 from specctl.measuring.served_rows import Reply, ServedLength, ServedRow, by_length, figures
-from specctl.recipe import EvalRecipe
+from specctl.recipe import EvalServerRecipe
 from specctl.runs import PRIVATE, Run
 
 REQUESTS = "requests.jsonl"
@@ -26,7 +26,7 @@ WARMUP = 2  # requests per server before timing starts
 
 @dataclass(frozen=True)
 class ServedResult:
-    """The result document of `eval --server`.
+    """The result document of `eval-server`.
 
     `lengths` is empty if all prompts fall into one bucket of lengths. `worth` is empty without a baseline, and if the
     server does not draft or does not report its drafts.
@@ -63,12 +63,13 @@ class ServerPass:
         return [replace(reply, baseline=others.get(place)) for place, reply in self.replies.items()]
 
 
-def evaluate_served(recipe: EvalRecipe, run: Run) -> ServedResult:
+def evaluate_server(recipe: EvalServerRecipe, run: Run) -> ServedResult:
     """Send the prompts of a recipe to its server and its baseline server, at every concurrency.
 
     Raises DataError (no usable prompts), EngineError (a server that cannot be reached or keeps failing),
     CheckpointError (a server of another target), Interrupted.
     """
+    recipe.check_server()
     target = load_target_text(**recipe.target.described)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # either may have no URLs
@@ -120,7 +121,7 @@ def predict_worth(rows: Sequence[ServedRow], mats: Sequence[float]) -> list[Draf
 
 
 def run_conversations(
-    client: Client, recipe: EvalRecipe, target: TargetText, cases: Sequence[Case], concurrency: int
+    client: Client, recipe: EvalServerRecipe, target: TargetText, cases: Sequence[Case], concurrency: int
 ) -> ServerPass:
     """Run every conversation once, with `concurrency` requests in flight, after a few requests for warm-up.
 
@@ -168,7 +169,7 @@ def run_conversations(
     return ServerPass(dict(sorted(replies.items())), seconds, drafting, client.failures - failures)
 
 
-def requests_of(recipe: EvalRecipe, cases: Sequence[Case]) -> list[GenerationRequest]:
+def requests_of(recipe: EvalServerRecipe, cases: Sequence[Case]) -> list[GenerationRequest]:
     """Requests for prompts, with the recipe's sampling and its only seed."""
     sampling, seed = recipe.sampling, recipe.seeds[0]
     return [
