@@ -5,7 +5,8 @@
     api.train_drafter(recipe="train-drafter/eagle3", max_minutes=5.0)
 
 A recipe is a model of `specctl.recipe`, the path of a YAML file, or the name of a shipped recipe. Keyword arguments
-override its keys, with `__` for the dot.
+override its keys, with `__` for the dot. Keys of a command that was a mode of another one run that command:
+`select(replay="table.parquet")` is `replay(replay="table.parquet")`.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ SEARCHED = {
     **dict.fromkeys(("train-drafter", "eagle3", "lora", "specialists", "hybrids", "retrieval"), "drafters"),
     **dict.fromkeys(("select", "policies", "pools", "record", "replay", "train-router"), "choosing"),
     **dict.fromkeys(("online", "reason", "reasoning"), "learning"),
-    **dict.fromkeys(("server", "proxy", "route", "routing"), "serving"),
+    **dict.fromkeys(("server", "proxy", "route", "routing", "eval-server", "learn-from-server"), "serving"),
     **dict.fromkeys(("export", "import", "vllm", "sglang"), "engines"),
     **dict.fromkeys(("slurm", "deepspeed", "torchrun", "resume", "scripts"), "clusters"),
     **dict.fromkeys(("cuda", "graphs", "kernels", "cache"), "gpu"),
