@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from specctl.commands.online import OnlineResult
     from specctl.commands.report import ReportResult
     from specctl.commands.route import RouteResult
-    from specctl.commands.select import SelectResult
     from specctl.distillation.result import DistillResult
+    from specctl.measuring.select_result import SelectResult
     from specctl.training.outcome import TrainResult
 
 FUNCTIONS = {name: f"specctl.{row.function}" for name, row in SUBCOMMANDS.items() if row.function is not None}

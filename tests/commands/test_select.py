@@ -668,8 +668,8 @@ def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, 
     cheap = {name: pool[name] for name in ("lookup", "suffix")}
 
     def made(**more):
-        data = DataRecipe(domain=["sql", "math"], prompts=str(tmp_path / "{domain}.jsonl"))
-        return recipe("", data=data, **options, **more)
+        prompts = str(tmp_path / "{domain}.jsonl")
+        return recipe(prompts, data=DataRecipe(domain=["sql", "math"], prompts=prompts), **options, **more)
 
     table = tmp_path / "t.parquet"
     selected(tmp_path / "a", made(record=table), target, cheap, rounds=False)

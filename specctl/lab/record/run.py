@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from specctl.commands.select import PoolOnStream, SelectResult, load_stream
+from specctl.commands.select import PoolOnStream, load_stream
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.lab.record.recipe import RecordRecipe
@@ -14,6 +14,7 @@ from specctl.lab.replay.recipe import ReplayRecipe, SeedRecipe
 from specctl.lab.replay.run import replay_table, result_of
 from specctl.measuring.contenders import sampling_of
 from specctl.measuring.records import fingerprints
+from specctl.measuring.select_result import SelectResult
 from specctl.runs import Run
 from specctl.selection.arm import Arm
 from specctl.selection.arms import longest_draft

@@ -9,7 +9,7 @@ from statistics import fmean
 
 import numpy as np
 
-from specctl.commands.select import DomainMat, PoolSize, SelectResult, log_overridden_options, top_fields
+from specctl import progress
 from specctl.decoding.metrics import Interval
 from specctl.errors import UsageError
 from specctl.lab.recorded import hindsight, regret
@@ -23,8 +23,10 @@ from specctl.lab.replay.recipe import ReplayRecipe
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.measured import Measured, columns
 from specctl.measuring.policy_rows import LONG_GAME_TOKENS, PolicyRow
+from specctl.measuring.select_result import DomainMat, PoolSize, SelectResult, top_fields
 from specctl.runs import Run
 from specctl.selection.arms import PLAIN, chosen_names
+from specctl.selection.game.rules import overridden_options
 
 SUBSETS = 6  # of arms, per pool size
 
@@ -50,7 +52,8 @@ def play_table(recipe: ReplayRecipe, run: Run) -> SelectResult:
 
     Raises as `replay_table`.
     """
-    log_overridden_options(recipe.algo, recipe.game)
+    for line in overridden_options(recipe.algo, recipe.game):
+        progress.log(line)
     return result_of(recipe, replay_table(recipe))
 
 

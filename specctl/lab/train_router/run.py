@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from specctl.commands.select import SelectResult, load_stream, log_overridden_options, play
+from specctl.commands.select import load_stream, log_overridden_options, play
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.distillation.prompts import Rejections, read_domains
@@ -22,6 +22,7 @@ from specctl.lab.routing.labels import (
 from specctl.lab.routing.router import Router, check_free
 from specctl.lab.train_router.recipe import TrainRouterRecipe
 from specctl.measuring.select_contenders import SelectContenders
+from specctl.measuring.select_result import SelectResult
 from specctl.recipe import DataRecipe
 from specctl.runs import Run
 from specctl.selection.prompt_prior import prompt_text
