@@ -5,7 +5,8 @@
     api.train_drafter(recipe="train-drafter/eagle3", max_minutes=5.0)
 
 A recipe is a model of `specctl.recipe`, the path of a YAML file, or the name of a shipped recipe. Keyword arguments
-override its keys, with `__` for the dot.
+override its keys, with `__` for the dot. Keys of a command that was a mode of another one run that command:
+`select(replay="table.parquet")` is `replay(replay="table.parquet")`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from specctl.recipe import (
     CommandRecipe,
     ConverterRecipe,
     EvalRecipe,
-    SelectRecipe,
+    PoolRecipe,
     TrainRecipe,
     WriterRecipe,
-    model_for,
+    aliases,
+    command_for,
 )
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
@@ -37,15 +39,16 @@ from specctl.subcommands import SUBCOMMANDS
 if TYPE_CHECKING:
     from specctl.commands.bench import BenchResult
     from specctl.commands.eval import EvalResult
+    from specctl.commands.eval_server import ServedResult
     from specctl.commands.export import ExportResult
     from specctl.commands.generate import GenerateResult
     from specctl.commands.import_ import ImportResult
+    from specctl.commands.learn_from_server import LearnFromServerResult
     from specctl.commands.online import OnlineResult
-    from specctl.commands.reason import ReasoningResult
     from specctl.commands.report import ReportResult
-    from specctl.commands.select import SelectResult
-    from specctl.commands.select_served import ServedSelectResult
+    from specctl.commands.route import RouteResult
     from specctl.distillation.result import DistillResult
+    from specctl.measuring.select_result import SelectResult
     from specctl.training.outcome import TrainResult
 
 FUNCTIONS = {name: f"specctl.{row.function}" for name, row in SUBCOMMANDS.items() if row.function is not None}
@@ -66,8 +69,14 @@ def evaluate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
     from specctl.commands.eval import with_domains_of_drafters
 
     resolved = _recipe("eval", recipe, overrides)
-    assert isinstance(resolved, EvalRecipe)
-    return execute("eval", with_domains_of_drafters(resolved))[0]
+    if isinstance(resolved, EvalRecipe):
+        resolved = with_domains_of_drafters(resolved)
+    return execute(command_for(resolved), resolved)[0]
+
+
+def evaluate_server(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServedResult:
+    """Measure the drafter of a running engine by load."""
+    return execute("eval-server", _recipe("eval-server", recipe, overrides))[0]
 
 
 def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> GenerateResult:
@@ -75,24 +84,45 @@ def generate(recipe: CommandRecipe | str | Path | None = None, **overrides: Any)
     return execute("generate", _recipe("generate", recipe, overrides))[0]
 
 
-def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult | ServedSelectResult:
-    """Choose among a pool of drafters while decoding, with every policy on the same stream.
-
-    If the recipe names servers, route requests among them instead, until a signal arrives.
-    """
-    from specctl.commands.select import with_domains_of_pool
-    from specctl.selection.arms import pool_paths
-
-    resolved = _recipe("select", recipe, overrides)
-    assert isinstance(resolved, SelectRecipe)
-    if resolved.server.urls:
-        return execute("select", resolved)[0]
-    return execute("select", with_domains_of_pool(resolved, pool_paths(resolved)))[0]
+def select(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
+    """Choose among a pool of drafters while decoding, with every policy on the same stream."""
+    return _of_pool("select", recipe, overrides)
 
 
-def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult | ReasoningResult:
+def record(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
+    """Record every drafter's drafts at every position of the answers, in a table for `replay`."""
+    return _of_pool("record", recipe, overrides)
+
+
+def replay(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
+    """Play policies on a recorded table, without a model."""
+    return execute("replay", _recipe("replay", recipe, overrides))[0]
+
+
+def train_router(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> SelectResult:
+    """Train a classifier that picks a drafter from the prompt, and measure it beside the policies of `select`."""
+    return _of_pool("train-router", recipe, overrides)
+
+
+def route(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> RouteResult:
+    """Route requests among servers with different drafters, until a signal arrives."""
+    return execute("route", _recipe("route", recipe, overrides))[0]
+
+
+def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult:
     """Learn along a stream, from a drafter that must exist: only the command line warms one up first."""
-    return execute("online", _recipe("online", recipe, overrides))[0]
+    resolved = _recipe("online", recipe, overrides)
+    return execute(command_for(resolved), resolved)[0]
+
+
+def learn_from_server(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> LearnFromServerResult:
+    """Learn from the texts of running engines, and publish better drafters into them."""
+    return execute("learn-from-server", _recipe("learn-from-server", recipe, overrides))[0]
+
+
+def reason(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> Any:
+    """Draft whole reasoning steps along a stream, with a draft LM that must exist: a `ReasoningResult`."""
+    return execute("reason", _recipe("reason", recipe, overrides))[0]
 
 
 def bench(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> BenchResult:
@@ -170,9 +200,20 @@ def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str,
         return _execute(command, here, run if isinstance(recipe, WriterRecipe) else copy)
 
 
+def _of_pool(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> Any:
+    """Run a command with a pool, on the domains that the pool's drafters were made for if the recipe names none."""
+    from specctl.commands.select import with_domains_of_pool
+    from specctl.selection.arms import pool_paths
+
+    resolved = _recipe(command, recipe, overrides)
+    if isinstance(resolved, PoolRecipe):
+        resolved = with_domains_of_pool(resolved, pool_paths(resolved))
+    return execute(command_for(resolved), resolved)[0]
+
+
 def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:
     if isinstance(recipe, CommandRecipe):
-        if not isinstance(recipe, (RECIPES[command], model_for(command, dict(recipe)))):
+        if command_for(recipe) not in (command, *aliases.modes_of(command)):
             raise TypeError(f"{command} takes a {RECIPES[command].__name__}, not a {type(recipe).__name__}")
         if overrides:
             raise TypeError("overrides need a recipe file or name; a recipe object is used unchanged")

@@ -30,6 +30,7 @@ import yaml
 from specctl import lock, progress, regular_files, threads
 from specctl.errors import SpecctlError, UsageError
 from specctl.redaction import redacted, without_passwords
+from specctl.subcommands import SUBCOMMANDS
 
 SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
@@ -210,7 +211,7 @@ def _new_name(runs: Path, command: str, mode: int = 0o777) -> Path:
 
 
 def check_same_command(directory: Path, command: str) -> None:
-    """Raise UsageError if the directory holds a run of another command.
+    """Raise UsageError if the directory holds a run of another command, unless `command` was a mode of that command.
 
     A run of `command` could neither resume it nor replace it completely.
     """
@@ -218,7 +219,8 @@ def check_same_command(directory: Path, command: str) -> None:
         there = regular_files.read_json(directory / "run.json")["command"]
     except (OSError, ValueError, KeyError, TypeError):
         return  # no run, or one without the name of its command
-    if there != command:
+    row = SUBCOMMANDS.get(command)
+    if there not in (command, row.earlier if row else None):
         hint = f"--resume and --overwrite need a run of specctl {command}: choose another --output-dir, or delete it"
         raise UsageError(f"{directory} holds a run of specctl {there}", hint)
 

@@ -150,7 +150,7 @@ def test_every_command_of_a_guide_is_understood(topic, understood):
         "specctl eval --limit many",
         "specctl train-drafter optimizer.lrr=1",
         "specctl train-drafter --arch eagle4",
-        "specctl online --server http://a:8000 --pool drafters",
+        "specctl learn-from-server --server http://a:8000 --pool drafters",
         "specctl doctor --targets builtin",
         "specctl recipes list",
         "specctl recipes cp eval",

@@ -10,25 +10,26 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
 
 from specctl import kernels
 from specctl.decoding import attention, paged
 from specctl.decoding.models import fused
-from specctl.errors import RecipeError
+from specctl.errors import RecipeError, UsageError
 from specctl.kernels import native
-from specctl.measuring.records import recipe_stamp
+from specctl.measuring.records import check_same, recipe_stamp
 from specctl.recipe import (
     RECIPES,
     EvalRecipe,
     OnlineRecipe,
-    ReasonRecipe,
     SelectRecipe,
     ServerRecipe,
     TrainRecipe,
+    aliases,
+    command_for,
     yaml_file,
 )
 from specctl.recipe.resolve import ENV_SIZES, ENV_SWITCHES, Setting, resolve
+from specctl.subcommands import SUBCOMMANDS
 
 
 def problems(*args, **kwargs) -> list[str]:
@@ -291,7 +292,7 @@ def test_prompts_are_called_after_their_file(given, label):
     ("command", "override"),
     [
         *(("eval", "drafters=['']"), ("generate", "drafter=''"), ("eval", "pool=''"), ("eval", "output_dir=''")),
-        *(("eval", "target="), ("generate", "drafter="), ("eval", "data.prompts=''"), ("online", "reasoning.draft=''")),
+        *(("eval", "target="), ("generate", "drafter="), ("eval", "data.prompts=''"), ("reason", "reasoning.draft=''")),
     ],
 )
 def test_an_empty_name_is_refused(command, override):
@@ -302,9 +303,8 @@ def test_an_empty_name_is_refused(command, override):
 
 def test_a_recipe_is_shown_without_its_passwords():
     recipe = resolve(
-        "online",
+        "reason",
         overrides=[
-            "algo=lr",
             *("reasoning.judge.kind=model", "reasoning.judge.name=m"),
             "reasoning.judge.endpoint=http://me:HUSH@host/v1?api_key=HUSH",
             "target.chat_template_kwargs={api_key: HUSH, bos_token: <s>}",
@@ -328,30 +328,88 @@ def test_the_block_rule_is_for_sampled_proposals():
     assert resolve("eval", None, ["drafting.rule=block", "drafting.proposal=sampled"], []).drafting.rule == "block"
 
 
-def test_both_kinds_of_online_have_one_form(tmp_path):
-    """Runs of lookahead reasoning would not resume, were their recipe kept with other keys than those of 0.1's first
-    states: all of the command's, and those of learning by tokens at their defaults."""
-    tokens, steps = (resolve("online", None, [f"algo={algo}"], environ={}) for algo in ("ogd", "online-lr"))
-    assert (type(tokens), type(steps)) == (OnlineRecipe, ReasonRecipe)
-    assert not hasattr(steps, "buffer") and steps.chunk == 25
-    kept, shown = tokens.model_dump(mode="json"), steps.model_dump(mode="json")
-    assert kept.keys() == shown.keys() and kept["buffer"] == shown["buffer"]
-    assert recipe_stamp(tokens)["recipe"].keys() == recipe_stamp(steps)["recipe"].keys()
-    (tmp_path / "resolved.yaml").write_text(yaml.safe_dump({"command": "online", **shown}))
-    again = resolve("online", tmp_path / "resolved.yaml", environ={})
-    assert again == steps and recipe_stamp(again) == recipe_stamp(steps)
-    with pytest.raises(ValidationError, match="it needs a ReasonRecipe"):
-        OnlineRecipe(algo=["lr"])
+EARLIER = {
+    "replay": ("select", ["replay=t.parquet"]),
+    "record": ("select", ["record=t.parquet"]),
+    "train-router": ("select", ["train_router=true"]),
+    "route": ("select", ["server.urls=http://a,http://b", "listen=h:1"]),
+    "reason": ("online", ["algo=osd-lr"]),
+    "learn-from-server": ("online", ["server.urls=http://a"]),
+    "eval-server": ("eval", ["server.urls=http://a"]),
+}
+"""Command → the command that had it as a mode, and overrides that ask for the mode."""
+
+
+def test_every_former_mode_has_an_earlier_spelling():
+    assert set(EARLIER) == set(aliases.MODES) == {name for name, row in SUBCOMMANDS.items() if row.earlier}
+    assert all(SUBCOMMANDS[name].earlier == earlier for name, (earlier, _) in EARLIER.items())
+
+
+@pytest.mark.parametrize("command", EARLIER)
+def test_an_earlier_spelling_is_the_command_of_today(tmp_path, capsys, command):
+    """As overrides, as a recipe file of the earlier command, and by the environment; it is said once."""
+    earlier, overrides = EARLIER[command]
+    today = [part for part in overrides if part != "train_router=true"]
+    expected = resolve(command, overrides=today, environ={})
+    assert capsys.readouterr().err == "" and command_for(expected) == command
+    said = f"specctl {aliases.MODES[command].spelling} is now a command of its own: specctl {command}\n"
+    assert resolve(earlier, overrides=overrides, environ={}) == expected
+    assert capsys.readouterr().err == said
+    document: dict = {"command": earlier, "drafting": {"depth": None}}
+    for override in overrides:
+        key, _, value = override.partition("=")
+        document |= {"server": {"urls": value}} if key == "server.urls" else {key: yaml.safe_load(value)}
+    (tmp_path / "old.yaml").write_text(yaml.safe_dump(document))
+    assert resolve(earlier, tmp_path / "old.yaml", environ={}) == expected
+    assert capsys.readouterr().err == said
+    assert resolve(command, tmp_path / "old.yaml", environ={}) == expected
+    assert capsys.readouterr().err == ""
+    variables = {
+        f"SPECCTL_{part.partition('=')[0].upper().replace('.', '__')}": part.partition("=")[2] for part in overrides
+    }
+    assert resolve(earlier, environ=variables) == expected
+
+
+def test_a_recipe_of_the_earlier_command_may_be_for_several(tmp_path, capsys):
+    """One file has the policies for live decoding and for replays: each command takes its keys."""
+    (tmp_path / "a.yaml").write_text("command: select\nalgo: [ftl]\nbeside: none\npool_sizes: [2]\nresume: true\n")
+    live = resolve("select", tmp_path / "a.yaml", environ={})
+    table = resolve("replay", tmp_path / "a.yaml", ["replay=t"], environ={})
+    assert (live.algo, live.beside, table.algo, table.pool_sizes) == (["ftl"], "none", ["ftl"], [2])
+    assert resolve("record", tmp_path / "a.yaml", ["record=t", "output_dir=o"], environ={}).resume
+    assert capsys.readouterr().err == ""
+    (line,) = problems("replay", tmp_path / "a.yaml", ["replay=t", "beside=none"])
+    assert line == "beside=none: a key of specctl select, not of specctl replay: leave it out"
+    (line,) = problems("select", overrides=["pool_sizes=[2]"])
+    assert line == "pool_sizes=[2]: a key of specctl replay, not of specctl select: leave it out"
+
+
+def test_stamps_of_the_earlier_command_are_compared_by_the_keys_of_today():
+    """Runs of `online --algo lr` kept all keys of `online`; `--resume` looks at those of `reason`."""
+    stamp = recipe_stamp(resolve("reason", environ={}))
+    kept = {"recipe": stamp["recipe"] | {"buffer.max_mb": 512.0, "baselines": ["vanilla"]}}
+    check_same(kept, stamp, "a run")
+    with pytest.raises(UsageError, match=r"reasoning\.depth was 2, is 4"):
+        check_same({"recipe": kept["recipe"] | {"reasoning.depth": 2}}, stamp, "a run")
+    with pytest.raises(UsageError, match=r"target\.chat_template_kwargs\.think was True, is None"):
+        check_same({"recipe": kept["recipe"] | {"target.chat_template_kwargs.think": True}}, stamp, "a run")
+
+
+def test_an_earlier_spelling_says_which_options_it_ignores(capsys):
+    """`select --replay` took all options of `select`. One that is needed under another key is not among them."""
+    flags = [Setting(("data", "seed"), 3, "--seed"), Setting(("sampling", "seed"), 3, "--seed")]
+    made = resolve("select", overrides=["replay=t", "limit=3", "beside=none"], flags=flags, environ={})
+    assert made.sampling.seed == 3
+    assert "specctl replay does not use limit=3, beside=none\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("override", "says"),
     [
-        ("buffer.max_mb=3", "buffer is for token-level learning, not for lr"),
-        ("target_schedule=a:1", "target_schedule is for token-level learning"),
-        ("baselines=[vanilla]", "baselines is for token-level learning, not for lr: set reasoning.baselines"),
-        ("arch=nope", "arch is for token-level learning, not for lr: the draft model is an LM"),
-        ("bufer.max_mb=3", "did you mean buffer.max_mb?"),
+        ("buffer.max_mb=3", "a key of specctl online, not of specctl reason"),
+        ("baselines=[vanilla]", "a key of specctl online, not of specctl reason"),
+        ("bufer.max_mb=3", "unknown key"),
+        ("reasoning.dept=3", "did you mean reasoning.depth?"),
     ],
 )
 def test_a_key_of_learning_by_tokens_is_refused_where_steps_are_drafted(override, says):

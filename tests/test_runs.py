@@ -8,7 +8,7 @@ import torch
 
 from specctl import lock, runs
 from specctl.errors import SpecctlError, UsageError
-from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, OnlineRecipe, TrainRecipe
+from specctl.recipe import DistillRecipe, EvalRecipe, GenerateRecipe, LearnFromServerRecipe, OnlineRecipe, TrainRecipe
 from tests.conftest import holding
 
 
@@ -170,7 +170,7 @@ def test_a_write_follows_no_link(tmp_path):
         ("generate", GenerateRecipe(prompt="hunter2"), True),
         ("eval", EvalRecipe(save_outputs=True), True),
         ("distill", DistillRecipe(log="a.jsonl"), True),
-        ("online", OnlineRecipe(server={"urls": ["http://a"]}, algo=["ogd"], traffic={"log": "a.jsonl"}), True),
+        ("learn-from-server", LearnFromServerRecipe(server={"urls": ["http://a"]}, traffic={"log": "a.jsonl"}), True),
         ("eval", EvalRecipe(), False),
         ("distill", DistillRecipe(), False),
         ("train-drafter", TrainRecipe(log=["tensorboard"]), False),
@@ -213,3 +213,11 @@ def test_addresses_in_results_have_no_passwords(tmp_path):
     run.annotate(urls=["http://me:HUSH@host"])
     assert document["servers"] == [{"server": "http://me:***@host:80"}] and document["text"] == said
     assert len(list(tmp_path.iterdir())) == 3 and holding(tmp_path, "HUSH") == []
+
+
+def test_a_run_of_the_earlier_command_is_continued(tmp_path):
+    """Runs of `online --algo lr` from before there was `reason`, but of no other command's runs."""
+    (tmp_path / "run.json").write_text('{"command": "online"}')
+    runs.check_same_command(tmp_path, "reason")
+    with pytest.raises(UsageError, match="holds a run of specctl online"):
+        runs.check_same_command(tmp_path, "replay")

@@ -11,7 +11,7 @@ from specctl.cli.main import app
 from specctl.recipe import RECIPES, CommandRecipe
 from specctl.subcommands import SUBCOMMANDS
 
-LOADS_NO_TARGET_FOR_LONG = ("export", "import")
+LOADS_NO_TARGET_FOR_LONG = ("export", "import", "replay", "route", "eval-server")
 RUNS = [name for name, row in SUBCOMMANDS.items() if row.recipe is not None]
 
 

@@ -29,7 +29,7 @@ from specctl.drafters import checkpoint
 from specctl.drafters.feature.drafter import FeatureDrafter
 from specctl.drafters.feature.mixture import Mixture
 from specctl.families import FAMILIES, STREAM_RETRIEVAL
-from specctl.recipe import LearnerRecipe, OnlineRecipe, TrainRecipe
+from specctl.recipe import DrafterStreamRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.checkpoint import add_prefix, strip_prefix
 from specctl.training.data import Corpus, batches
 from specctl.training.engine import autocast
@@ -51,7 +51,7 @@ class OnlineDrafter(StreamLearner):
 
     def __init__(
         self,
-        recipe: OnlineRecipe,
+        recipe: DrafterStreamRecipe,
         algo: str,
         target: Target,
         seed: int,

@@ -21,7 +21,7 @@ from specctl.adaptation.updates.watchdog import Acceptance, fell
 from specctl.drafters import checkpoint
 from specctl.engines.records import DraftCounters, EngineError
 from specctl.errors import SpecctlError
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import LearnFromServerRecipe
 from specctl.redaction import redacted
 from specctl.training.example import Example
 
@@ -63,7 +63,7 @@ class ServedChunk:
 class ServedLearner:
     """Learns chunk by chunk from the texts that engines write, and publishes its drafter to these engines."""
 
-    def __init__(self, recipe: OnlineRecipe, online_drafter: OnlineDrafter, publisher: Publisher, place: Path):
+    def __init__(self, recipe: LearnFromServerRecipe, online_drafter: OnlineDrafter, publisher: Publisher, place: Path):
         """`place`: directory that the learnt drafter is saved in."""
         self.recipe, self.online_drafter, self.publisher, self.place = recipe, online_drafter, publisher, place
         self._before = Acceptance()  # acceptance in the chunk before

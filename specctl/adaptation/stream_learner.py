@@ -18,7 +18,7 @@ from specctl.decoding.protocols import Controller
 from specctl.decoding.records import Label, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import DrafterStreamRecipe
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Lesson:
     lag_chunks: int = 0  # lag: answered chunks not learnt from yet
 
 
-def new_buffer(recipe: OnlineRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
+def new_buffer(recipe: DrafterStreamRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
     """An empty replay buffer of the recipe's size."""
     options = recipe.buffer
     return ReplayBuffer(target, taps, max_bytes=int(options.max_mb * 2**20), feedback=options.feedback)

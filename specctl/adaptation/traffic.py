@@ -18,7 +18,7 @@ from specctl.distillation.prompts import Rejections, json_object
 from specctl.engines.client import Client
 from specctl.engines.records import DraftCounters, GenerationRequest, GenerationResult
 from specctl.errors import DataError
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import LearnFromServerRecipe
 
 POLL_S = 0.2
 MAX_BACKLOG_CHUNKS = 4  # chunks of texts that may wait; beyond that the oldest texts are passed over
@@ -217,7 +217,7 @@ class RequestedTraffic:
 
     passed_over = 0
 
-    def __init__(self, stream: PromptStream, recipe: OnlineRecipe, client: Client, baseline: Client):
+    def __init__(self, stream: PromptStream, recipe: LearnFromServerRecipe, client: Client, baseline: Client):
         """`baseline`: requests the same prompts from other servers; a client without servers is not used."""
         self.stream, self.recipe, self.client, self.baseline = stream, recipe, client, baseline
         self.stdin, self.total = stream.stdin, stream.total

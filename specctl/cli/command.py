@@ -20,11 +20,13 @@ from specctl import progress
 from specctl.cli import options
 from specctl.cli.output import output
 from specctl.errors import UsageError
+from specctl.subcommands import SUBCOMMANDS
 
 if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe
 
 PANEL = "Output"
+EARLIER = "Earlier spellings of other commands"
 Json = Annotated[
     bool, typer.Option("--json", metavar=options.SWITCH, help="One JSON document on stdout.", rich_help_panel=PANEL)
 ]
@@ -51,6 +53,8 @@ DryRun = Annotated[
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
 GLOBALS = {"json": Json, "quiet": Quiet, "verbose": Verbose}
+RECIPE_COMMANDS: dict[str, Callable[[Any, bool], None]] = {}
+"""Registered functions of (recipe, dry_run), by command."""
 
 
 def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -63,14 +67,23 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
             function(**arguments)
 
         _set_signature(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
-        app.command(name, epilog=f"Example: {example}" if example else None)(wrapper)
+        row = SUBCOMMANDS.get(name)  # a command of a group, such as `recipes ls`, has no row
+        panel = row.panel if row else None
+        app.command(name, epilog=f"Example: {example}" if example else None, rich_help_panel=panel)(wrapper)
         return function
 
     return register
 
 
 def recipe_command(
-    app: typer.Typer, name: str, flags: tuple[str, ...], example: str, operand: str | None = None, meaning: str = ""
+    app: typer.Typer,
+    name: str,
+    flags: tuple[str, ...],
+    example: str,
+    operand: str | None = None,
+    meaning: str = "",
+    metavar: str | None = None,
+    earlier: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any, bool], None]], Callable[[Any, bool], None]]:
     """Register `function(recipe, dry_run)` as the subcommand that runs a recipe.
 
@@ -79,22 +92,27 @@ def recipe_command(
         example: a whole command line, for the help.
         operand: recipe key that a plain argument sets, as in `generate "prompt"`.
         meaning: help text of that argument.
+        metavar: name of that argument in the help, by default the key.
+        earlier: further names in `options.FLAGS`, of commands that were modes of this one.
     """
 
     def register(function: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
         def run(operands: list[str] | None, recipe: str | None, dry_run: bool, **given: Any) -> None:
-            function(_resolve(name, recipe, operands or [], given, operand), dry_run)
+            resolved = _resolve(name, recipe, operands or [], given, operand)
+            RECIPE_COMMANDS[_command_for(resolved)](resolved, dry_run)  # another command for an earlier spelling
 
         run.__doc__ = function.__doc__
-        metavar = f"[{operand.upper()}] [KEY=VALUE]..." if operand else "[KEY=VALUE]..."
+        RECIPE_COMMANDS[name] = function
+        keys = f"[{metavar or operand.upper()}] [KEY=VALUE]..." if operand else "[KEY=VALUE]..."
         overrides = "Overrides of recipe keys, such as target.dtype=fp32."
         help = f"{meaning} {overrides}" if operand else overrides
-        operands = Annotated[list[str] | None, typer.Argument(metavar=metavar, help=help, show_default=False)]
+        operands = Annotated[list[str] | None, typer.Argument(metavar=keys, help=help, show_default=False)]
         _set_signature(
             run,
             [
                 _option("operands", operands, None),
                 *(_option(flag, options.FLAGS[flag].annotation(flag), None) for flag in flags),
+                *(_option(flag, options.FLAGS[flag].annotation(flag, EARLIER), None) for flag in earlier),
                 _option("recipe", Recipe, None),
                 _option("dry_run", DryRun, False),
             ],
@@ -156,6 +174,12 @@ def _resolve(
     resolved = resolve(name, recipe, overrides, flags + options.settings(given, name))
     progress.interrupts.remember_signals()
     return resolved
+
+
+def _command_for(recipe: CommandRecipe) -> str:
+    from specctl.recipe import command_for
+
+    return command_for(recipe)
 
 
 def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:

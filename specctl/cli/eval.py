@@ -1,8 +1,7 @@
-"""`specctl eval`: measure drafters × domains, in this process or on servers."""
+"""`specctl eval`: measure drafters × domains."""
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +13,14 @@ from specctl.cli.output import cell, table
 from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
-    from specctl.recipe import EvalRecipe
+    from specctl.recipe import EvalRecipe, EvalServerRecipe
 
 FLAGS = (
     *("drafters", "pool", "domain", "prompts", "limit", "seeds", *TARGET, *SAMPLING),
-    *("matrix", "metric", "baselines", "save_outputs", "server", "baseline_server", "concurrency", "mats"),
-    *("output_dir", "resume", "overwrite"),
+    *("matrix", "metric", "baselines", "save_outputs", "output_dir", "resume", "overwrite"),
 )
+EARLIER = ("server", "baseline_server", "concurrency", "mats")
+"""Flags of commands that were modes of this one."""
 COLUMNS = {
     "drafter": "drafter",
     "domain": "domain",
@@ -32,38 +32,11 @@ COLUMNS = {
     "tokens": "tokens",
 }
 """Row fields shown to people, with their headings."""
-SERVED = {
-    "server": "server",
-    "domain": "domain",
-    "concurrency": "in flight",
-    "tokens_per_s": "tokens/s",
-    "request_tokens_per_s": "a request",
-    "first_token_s": "first token, s",
-    "token_s": "next, s",
-    "mat": "mat",
-    "speedup": "× baseline",
-    "same_texts": "same texts",
-    "requests": "of",
-}
-"""Row fields of a server, with their headings; `a request`: tokens/s of a single request."""
-LENGTHS = {
-    "server": "server",
-    "concurrency": "in flight",
-    "over": "prompts over",
-    "up_to": "up to, tokens",
-    "request_tokens_per_s": "a request",
-    "first_token_s": "first token, s",
-    "token_s": "next, s",
-    "mat": "mat",
-    "speedup": "× baseline",
-    "requests": "of",
-}
-"""Row fields of a server by prompt length, with their headings."""
 EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "eval", FLAGS, EXAMPLE)(evaluate)
+    recipe_command(app, "eval", FLAGS, EXAMPLE, earlier=EARLIER)(evaluate)
 
 
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
@@ -88,12 +61,12 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
         recipe,
         dry_run,
         lambda: steps(recipe, [*recipe.drafters, *members]),
-        partial(show_served if recipe.server.urls else show, measured=describe_prompts(recipe)),
+        partial(show, measured=describe_prompts(recipe)),
         "run_dir",
     )
 
 
-def describe_prompts(recipe: EvalRecipe) -> str:
+def describe_prompts(recipe: EvalRecipe | EvalServerRecipe) -> str:
     """Describe the prompts and the sampling of a measurement in words."""
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     sampling = "greedy" if recipe.sampling.temperature == 0 else f"at temperature {recipe.sampling.temperature:g}"
@@ -107,13 +80,6 @@ def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
     """Return the plan of `eval` in words."""
     from specctl.cli import checks
 
-    if recipe.server.urls:
-        addresses = [*recipe.server.urls, *recipe.baseline_server.urls]
-        return [
-            f"request responses of {recipe.target.name} from {', '.join(addresses)}; the servers are not checked",
-            f"send {describe_prompts(recipe)}, with {', '.join(map(str, recipe.concurrency))} requests in flight",
-            "count the accepted draft tokens, and time the first token and the following tokens",
-        ]
     return [
         checks.check_target(recipe.target),
         f"decode {describe_prompts(recipe)}, {len(recipe.seeds)} time(s)",
@@ -139,47 +105,6 @@ def show(document: dict[str, Any], measured: str) -> Any:
         f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
     )
-
-
-def show_served(document: dict[str, Any], measured: str) -> Any:
-    """Render one row per server, domain and concurrency, then the acceptance at each draft position."""
-    from rich.console import Group
-
-    from specctl.reporting.tables import text
-
-    rows = [[row[name] for name in SERVED] for row in document["servers"]]
-    places = [
-        f"accepted at each draft position, {row['server']}, {row['domain']}, {row['concurrency']} in flight: "
-        + ", ".join(map(text, row["acceptance_by_position"]))
-        for row in document["servers"]
-        if row["acceptance_by_position"]
-    ]
-    failures = sum(row["failures"] for row in document["servers"])
-    lengths = [[row[name] for name in LENGTHS] for row in document["lengths"]]
-    return Group(
-        table(*SERVED.values(), rows=rows),
-        *([table(*LENGTHS.values(), rows=lengths)] if lengths else []),
-        *predicted_speedups(document["worth"]),
-        *map(cell, places),
-        *([f"{failures} requests failed and were retried"] if failures else []),
-        *later_turns(document, "the server's own answers"),
-        f"measured on: {cell(measured)}",
-        f"run: {cell(document['run_dir'])}",
-    )
-
-
-def predicted_speedups(loads: list[dict[str, Any]]) -> list[Any]:
-    """Render the predicted speed of other drafters at every load, and how to check it; empty without a prediction."""
-    if not loads:
-        return []
-    mats = loads[0]["mats"]
-    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": max(mats, default=1.0)}
-    rows = [[load["concurrency"], load["mat"], load["break_even"], *load["speedups"]] for load in loads]
-    return [
-        table("in flight", "mat", "even at mat", *(f"× at mat {mat:g}" for mat in mats), rows=rows),
-        "predicted for drafters with the cost of this one; to measure a mat without a drafter, run vLLM on a GPU with",
-        f"--speculative-config {json.dumps(synthetic)}",
-    ]
 
 
 def later_turns(document: dict[str, Any], answers: str) -> list[str]:

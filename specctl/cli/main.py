@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for row in SUBCOMMANDS.values():
-    importlib.import_module(f"specctl.cli.{row.cli}").register(app)
+    importlib.import_module(f"specctl.{row.cli}").register(app)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from specctl import progress
-from specctl.cli import online_reasoning, online_served
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
-from specctl.errors import Interrupted, UsageError
+from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
-    from specctl.recipe import DistillRecipe, LearningRecipe, OnlineRecipe, ReasonRecipe, TrainRecipe
+    from specctl.recipe import DistillRecipe, DrafterStreamRecipe, OnlineRecipe, TrainRecipe
+
+Learning = TypeVar("Learning", bound="DrafterStreamRecipe")
 
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
     *("target_schedule", "draft_length", "beside", "asynchronous", "learner_device", "online_baselines"),
-    *("server", "baseline_server", "listen", "from_log", "batch", "seeds", "allow_code_execution"),
+    *("batch", "seeds"),
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
+EARLIER = ("server", "baseline_server", "listen", "from_log", "allow_code_execution")
+"""Flags of commands that were modes of this one."""
 COLUMNS = {
     "algo": "contender",
     "mat": "mat",
@@ -43,41 +45,31 @@ EXAMPLE = "specctl online --algo opt-hydra --schedule sql:400,math:400"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "online", FLAGS, EXAMPLE)(online)
+    recipe_command(app, "online", FLAGS, EXAMPLE, earlier=EARLIER)(online)
 
 
-def online(recipe: OnlineRecipe | ReasonRecipe, dry_run: bool) -> None:
+def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     """Decode a stream of prompts with drafters that keep learning from the verification of their drafts.
 
-    The algos lr, osd-lr and online-lr draft whole reasoning steps with a small LM. They are not lossless, so final
-    answers are compared with the target's.
+    `learn-from-server` learns from running engines, and `reason` drafts whole reasoning steps.
     """
     from specctl import api
     from specctl.adaptation import ranks
     from specctl.cli import checks
-    from specctl.recipe import OnlineRecipe, ReasonRecipe
 
     checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
-    if isinstance(recipe, ReasonRecipe):
-        online_reasoning.check(recipe)
-    else:
-        recipe = with_checks(recipe)
+    recipe = with_checks(recipe)
     if recipe.output_dir:
         checks.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
-    served = isinstance(recipe, OnlineRecipe) and recipe.served
-    first = [] if served else warm_ups(recipe)
+    first = warm_ups(recipe)
     data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
     if dry_run:
         return checks.show("online", recipe, steps(recipe, first, data))
-    if isinstance(recipe, ReasonRecipe):
-        online_reasoning.check_draft(recipe)
-    else:
-        ranks.check(recipe.learner_device)
+    ranks.check(recipe.learner_device)
     with library_output():
         warm_up(recipe, first, data)
         _, document = api.execute("online", recipe)
-    shown = online_reasoning.show if isinstance(recipe, ReasonRecipe) else online_served.show if served else show
-    output.result(document, shown, brief=document["run_dir"])
+    output.result(document, show, brief=document["run_dir"])
 
 
 def with_checks(recipe: OnlineRecipe) -> OnlineRecipe:
@@ -86,17 +78,13 @@ def with_checks(recipe: OnlineRecipe) -> OnlineRecipe:
     from specctl.selection.policies import registry
 
     recipe = with_init_family(recipe)
-    if recipe.served:
-        start = recipe.initial_drafter(recipe.families[0])
-        if not (start / "config.json").is_file():
-            raise UsageError(f"no drafter in {start}", "name the drafter that the engines draft with: --init DIR")
     registry.check([recipe.policy.name])
     if recipe.pool is not None:
         checks.pool_members(recipe.pool)
     return recipe
 
 
-def with_init_family(recipe: OnlineRecipe) -> OnlineRecipe:
+def with_init_family(recipe: Learning) -> Learning:
     """Return the recipe with the family of its drafter `init`, unless it names a family itself."""
     from specctl.cli import checks
     from specctl.drafters import checkpoint
@@ -117,70 +105,9 @@ def with_init_family(recipe: OnlineRecipe) -> OnlineRecipe:
     return recipe
 
 
-def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
-    """Return the recipes that train the missing drafters from which the stream should start.
-
-    Raises UsageError if there are no prompts for a training.
-    """
-    from specctl import data_prep
-    from specctl.recipe import DataRecipe, TrainRecipe
-    from specctl.recipe.train import AutoDistillRecipe
-
-    options, trainings = recipe.warmup, []
-    for family in recipe.families:
-        place = recipe.initial_drafter(family)
-        if (place / "config.json").is_file():
-            continue
-        if options.prompts is None and recipe.first_domain not in data_prep.DOMAINS:
-            raise UsageError(
-                f"no drafter in {place}, and no prompts of {recipe.first_domain} to train one on",
-                "set --init DRAFTER, --domain NAME or warmup.prompts=FILE (other prompts than the stream's)",
-            )
-        trainings.append(
-            TrainRecipe(
-                target=recipe.target,
-                resources=recipe.resources,
-                data=DataRecipe(domain=[recipe.first_domain], prompts=options.prompts),
-                arch=family,
-                distill=AutoDistillRecipe(responses=options.responses),
-                max_minutes=options.minutes,
-                output_dir=place,
-                resume=recipe.resume,
-            )
-        )
-    return trainings
-
-
-def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> None:
-    """Distil the missing data, and train the missing drafters. Raises Interrupted, with a hint how to continue."""
-    from specctl import api
-
-    for one in first:
-        progress.log(f"no drafter in {one.output}: training one on {one.distill.responses} responses first")
-    try:
-        for missing in data.values():
-            api.execute("distill", missing)
-        for one in first:
-            api.execute("train-drafter", one)
-    except Interrupted as stop:
-        place = recipe.output_dir or "DIR"
-        raise Interrupted(
-            f"{stop.message} during the warm-up", f"continue with --resume --output-dir {place}"
-        ) from None
-
-
-def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
+def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
     """Return the plan of `online` in words."""
-    from specctl.cli import checks
-    from specctl.recipe import ReasonRecipe
-
-    plans = [checks.check_target(recipe.target)]
-    plans += [f"distill {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()]
-    plans += [f"train a drafter of family {one.arch} on them, and write it to {one.output}" for one in first]
-    if isinstance(recipe, ReasonRecipe):
-        return [*plans, f"answer prompts ({stream_of(recipe)})", *online_reasoning.steps(recipe)]
-    if recipe.served:
-        return [*plans, *online_served.steps(recipe, stream_of(recipe))]
+    plans = warm_up_steps(recipe, first, data)
     where, devices = "learn", recipe.learner_device
     if recipe.asynchronous:
         several = f"{len(devices)} separate processes ({', '.join(devices)}) learn together"
@@ -197,12 +124,6 @@ def steps(recipe: OnlineRecipe | ReasonRecipe, first: list[TrainRecipe], data: d
         ),
         "compare every text with the text of plain decoding, and save the learned drafters",
     ]
-
-
-def stream_of(recipe: LearningRecipe) -> str:
-    """Describe the stream in words: prompts per domain, and their order."""
-    domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
-    return f"{domains or 'domains ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"
 
 
 def show(document: dict[str, Any]) -> Any:

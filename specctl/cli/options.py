@@ -71,10 +71,12 @@ class Flag:
     convert: Callable[[Any], Any] | None = None
     metavar: str | None = None
 
-    def annotation(self, name: str) -> Any:
-        """Return the Typer declaration: `Annotated[type | None, Option("--name")]`."""
+    def annotation(self, name: str, panel: str | None = None) -> Any:
+        """Return the Typer declaration: `Annotated[type | None, Option("--name")]`. `panel`: panel of the help."""
         metavar = SWITCH if self.type is bool else self.metavar
-        option = typer.Option(spelling(name), help=self.help, metavar=metavar, show_default=False)
+        option = typer.Option(
+            spelling(name), help=self.help, metavar=metavar, show_default=False, rich_help_panel=panel
+        )
         return Annotated[self.type | None, option]
 
 
@@ -106,19 +108,19 @@ FLAGS: dict[str, Flag] = {
     "baseline_server": Flag(
         ("baseline_server.urls",),
         str,
-        "With --server: a server to compare with, without a drafter; for online, with a fixed one.",
+        "Server to compare with: without a drafter, or for learn-from-server with a fixed one.",
         metavar="URL",
     ),
     "listen": Flag(
         ("traffic.listen", "listen"),
         str,
-        "With --server: address of a proxy; online learns from its requests, select routes them.",
+        "Address of a proxy: learn-from-server learns from its requests, route routes them.",
         metavar="HOST:PORT",
     ),
     "features_from": Flag(
         ("features.server.urls",), str, "vLLM or SGLang server that computes the target's hidden states.", metavar="URL"
     ),
-    "concurrency": Flag(("concurrency",), str, "With --server: numbers of requests in flight: 1,8.", _comma_ints),
+    "concurrency": Flag(("concurrency",), str, "Numbers of requests in flight: 1,8.", _comma_ints),
     "mats": Flag(
         ("mats",),
         str,
@@ -159,6 +161,7 @@ FLAGS: dict[str, Flag] = {
     "learner": Flag(
         ("algo",), str, "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
     ),
+    "step_algo": Flag(("algo",), str, "lr (default), osd-lr, online-lr, or several: how the draft LM learns."),
     "schedule": Flag(("stream.schedule",), str, "Domains in turn, each with its number of prompts: sql:400,math:400."),
     "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),
     "chunk": Flag(("stream.chunk",), int, "Prompts between two updates."),
@@ -205,7 +208,7 @@ FLAGS: dict[str, Flag] = {
     "tune": Flag(
         ("tune",),
         Path,
-        "Result of eval --server with a baseline server: derive draft lengths by load (vllm, sglang).",
+        "Result of eval-server with a baseline server: derive draft lengths by load (vllm, sglang).",
         metavar="RESULT",
     ),
     "check": Flag(("check",), bool, "Read the result back and compare logits."),
@@ -228,6 +231,7 @@ SPELLING = {
     "select_baselines": "baselines",
     "router_dir": "router",
     "learner": "algo",
+    "step_algo": "algo",
     "online_baselines": "baselines",
     "asynchronous": "async",
 }
@@ -236,8 +240,10 @@ SPELLING = {
 
 def settings(given: dict[str, Any], command: str) -> list[Any]:
     """Convert the given flags (by their name in `FLAGS`) into recipe settings of `command`."""
-    from specctl.recipe import RECIPES
+    from specctl.recipe import aliases
     from specctl.recipe.resolve import Setting
+
+    fields = aliases.fields_of(command)
 
     overrides = []
     for name, value in given.items():
@@ -246,7 +252,7 @@ def settings(given: dict[str, Any], command: str) -> list[Any]:
         flag, origin = FLAGS[name], spelling(name)
         for key in flag.keys:
             path = tuple(key.split("."))
-            if path[0] in RECIPES[command].model_fields:  # a recipe may have one of the two keys of --seed
+            if path[0] in fields:  # a recipe may have one of the two keys of --seed
                 overrides.append(Setting(path, flag.convert(value) if flag.convert else value, origin))
     return overrides
 

@@ -57,10 +57,10 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
 
 def validate(name: Name) -> None:
     """Check a recipe, and report all its problems at once, with file and line."""
+    from specctl.recipe import command_for
     from specctl.recipe.resolve import command_of, resolve
 
-    command_name = command_of(name)
-    resolve(command_name, name, environ={})
+    command_name = command_for(resolve(command_of(name), name, environ={}))
     document = {"recipe": name, "command": command_name, "valid": True}
     output.result(document, lambda doc: f"{cell(doc['recipe'])} is a valid recipe for {doc['command']}", brief=name)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -14,7 +14,10 @@ from specctl.cli.output import cell, table
 from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
-    from specctl.recipe import SelectRecipe
+    from specctl.recipe import GameRecipe, PoolRecipe, SelectRecipe
+
+Pooled = TypeVar("Pooled", bound="PoolRecipe")
+Played = TypeVar("Played", bound="SelectRecipe")
 
 FLAGS = (
     *(
@@ -30,9 +33,10 @@ FLAGS = (
         "session",
         "select_baselines",
     ),
-    *("rivals", "batch", "seeds", "record", "replay", "train_router", "router_dir", "warm_start"),
-    *(*TARGET, *SAMPLING, "server", "listen", "save_outputs", "output_dir", "resume", "overwrite"),
+    *("rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
 )
+EARLIER = ("record", "replay", "train_router", "router_dir", "warm_start", "server", "listen", "resume")
+"""Flags of commands that were modes of this one."""
 COLUMNS = {
     "algo": "contender",
     "kind": "kind",
@@ -62,92 +66,95 @@ EXAMPLE = "specctl select --algo cgp-ucb,hedgespec --pool ./drafters"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "select", FLAGS, EXAMPLE)(select)
+    recipe_command(app, "select", FLAGS, EXAMPLE, earlier=EARLIER)(select)
 
 
 def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
-    A policy forgets after every query, unless --reset says otherwise; only cgp-ucb keeps its memory of prompts. With
-    --server and --listen, requests are routed among engines with different drafters."""
+    A policy forgets after every query, unless --reset says otherwise; only cgp-ucb keeps its memory of prompts.
+    `replay` plays policies without a model, and `route` chooses among servers with different drafters."""
+    from specctl.cli import checks
+
+    recipe, arms = checked(recipe)
+    if recipe.output_dir:
+        checks.check_output("select", recipe.output_dir, overwrite=recipe.overwrite)
+    run_or_plan("select", recipe, dry_run, lambda: steps(recipe, arms), show, "run_dir")
+
+
+def checked(recipe: Played) -> tuple[Played, list[str]]:
+    """Check policies and drafters. Return the recipe with the domains of its pool, and the paths of the pool."""
     from specctl.cli import checks
     from specctl.selection.game.rules import check_batch
     from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
-    if recipe.server.urls:
-        return route_requests(recipe, dry_run)
-    checks.check_drafters([*recipe.drafters, *recipe.rivals])
+    checks.check_drafters(recipe.rivals)
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
+    return with_pool(recipe)
+
+
+def with_pool(recipe: Pooled) -> tuple[Pooled, list[str]]:
+    """Check the drafters and prompts. Return the recipe with the domains of its pool, and the paths of the pool."""
+    from specctl.cli import checks
+
+    checks.check_drafters(recipe.drafters)
     # These imports take seconds, so they come after the checks for misspelt names.
     from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import pool_paths
-    from specctl.selection.recorded import recording
 
     arms = pool_paths(recipe)
     recipe = with_domains_of_pool(recipe, arms)
     checks.check_data(recipe.data)
-    if recipe.record:  # checked before the run directory: --overwrite would replace both
-        recording.check_free(recipe.record, resume=recipe.resume, overwrite=recipe.overwrite)
-    if recipe.output_dir:
-        checks.check_output("select", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
-    run_or_plan("select", recipe, dry_run, lambda: steps(recipe, arms), show, "run_dir")
-
-
-def route_requests(recipe: SelectRecipe, dry_run: bool) -> None:
-    """Route requests among servers."""
-    from specctl.cli import checks, select_served
-    from specctl.selection import dispatch
-
-    dispatch.check(recipe.algo)
-    if recipe.output_dir:
-        checks.check_output("select", recipe.output_dir, overwrite=recipe.overwrite)
-    run_or_plan("select", recipe, dry_run, lambda: select_served.steps(recipe), select_served.show, "run_dir")
+    return recipe, arms
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
     """Return the plan of `select` in words."""
-    from specctl.cli import checks
-
-    games = presets(recipe)
     arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
-    choose = f"with {', '.join(recipe.algo)}, reset after every {recipe.reset}"
-    if recipe.choice == "batch":
-        choose = f"for all texts of a batch (at most {recipe.batch}) {choose}, with separate statistics per load"
-    if recipe.replay is not None and not recipe.train_router:
-        times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
-        return [f"play on {recipe.replay} {choose}{times}", *games, "for comparison: every arm, the oracle, draft-all"]
-    number = f"up to {recipe.limit}" if recipe.limit else "all"
-    decode = [
-        checks.check_target(recipe.target),
-        f"decode {number} {recipe.split} prompts per domain ({', '.join(recipe.data.domain)}), "
-        f"in sessions of {recipe.session}, order {recipe.order}",
-    ]
     plain = {None: " (and plain decoding, for policies that count seconds)", True: " and plain decoding"}.get(
         recipe.arms.plain, ""
     )
-    if recipe.record is not None:
-        return [*decode, f"record in {recipe.record} what {', '.join(pool)} would draft at every position"]
     return [
-        *decode,
-        f"choose among {', '.join(arms)}{plain} {choose}",
+        *stream_steps(recipe),
+        f"choose among {', '.join(arms)}{plain} {choice(recipe)}",
         *([f"every head drafts in one tree with {recipe.companion}"] if recipe.companion else []),
-        *games,
+        *presets(recipe.algo, recipe.game),
         f"measure for comparison: {', '.join([*recipe.baselines, *recipe.rivals]) or 'nothing'}",
     ]
 
 
-def presets(recipe: SelectRecipe) -> list[str]:
+def stream_steps(recipe: PoolRecipe) -> list[str]:
+    """Return the steps that decode the stream, in words."""
+    from specctl.cli import checks
+
+    number = f"up to {recipe.limit}" if recipe.limit else "all"
+    return [
+        checks.check_target(recipe.target),
+        f"decode {number} {recipe.split} prompts per domain ({', '.join(recipe.data.domain)}), "
+        f"in sessions of {recipe.session}, order {recipe.order}",
+    ]
+
+
+def choice(recipe: SelectRecipe) -> str:
+    """Describe the policies and the scope of their choices in words."""
+    chosen = f"with {', '.join(recipe.algo)}, reset after every {recipe.reset}"
+    if recipe.choice == "batch":
+        return f"for all texts of a batch (at most {recipe.batch}) {chosen}, with separate statistics per load"
+    return chosen
+
+
+def presets(algo: list[str], game: GameRecipe) -> list[str]:
     """Return a line for each policy with other rules than the recipe's `game.*`: the keys and the policy's values."""
     from specctl.selection.game.rules import preset_options
     from specctl.selection.policies.registry import learns
 
     lines = []
-    for name in recipe.algo:
+    for name in algo:
         told = [
             f"game.{key}={json.dumps(value)}"
-            for key, value in preset_options(name, recipe.game).items()
+            for key, value in preset_options(name, game).items()
             if learns(name) == ("reward" if key == "reward" else "losses")
         ]
         lines += [f"{name} sets {', '.join(told)}"] * bool(told)

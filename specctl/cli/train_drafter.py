@@ -308,7 +308,7 @@ def _checks(recipe: TrainRecipe) -> list[str]:
         return ["keep the last weights: mat is not measured without the target's layers"]
     return [
         f"estimate mat from the responses to {prompts} held-out prompts every {every} steps and keep the best; to "
-        "measure mat, export and serve the drafter, and run specctl eval --server"
+        "measure mat, export and serve the drafter, and run specctl eval-server --server"
     ]
 
 
@@ -348,7 +348,7 @@ def show(document: dict[str, Any]) -> Any:
     told = {key: value for key, value in document.items() if "expected" not in key}
     if math.isnan(expected):
         return fields(told)
-    how = "estimated from held-out responses; to measure it, export and serve it, and run specctl eval --server"
+    how = "estimated from held-out responses; to measure it, export and serve it, and run specctl eval-server --server"
     return fields(told | {"expected_mat": f"{text(expected)} ({how})"})
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from specctl import threads
 from specctl.decoding.protocols import Drafter
@@ -32,9 +31,6 @@ from specctl.measuring.records import (
 from specctl.measuring.transformers_baseline import PLAIN, load_assistant
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run, threads_of
-
-if TYPE_CHECKING:
-    from specctl.commands.eval_served import ServedResult
 
 
 @dataclass(frozen=True)
@@ -68,18 +64,14 @@ def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
 
 def evaluate(
     recipe: EvalRecipe, run: Run, *, target: Target | None = None, drafters: Mapping[str, Drafter] | None = None
-) -> EvalResult | ServedResult:
-    """Measure a recipe's drafters, or its server.
+) -> EvalResult:
+    """Measure a recipe's drafters.
 
     `target` and `drafters` (by name) are passed by callers that have loaded them already.
 
     Raises DataError (no usable prompts), CheckpointError (target or drafter), UsageError (contradicting recipe),
     Interrupted (SIGTERM; the records are kept, and `resume` continues the run).
     """
-    if recipe.server.urls:
-        from specctl.commands.eval_served import evaluate_served
-
-        return evaluate_served(recipe, run)
     target = target or load_target(**recipe.target.loading)
     paths, assistants = named(recipe), {}
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": fingerprints(paths)}

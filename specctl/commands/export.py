@@ -36,7 +36,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     if recipe.server.urls and not collected:
         raise UsageError(
             f"{recipe.drafter} is a head, but export publishes only datastores to running servers",
-            "specctl online --server publishes heads that learn",
+            "specctl learn-from-server publishes heads that learn",
         )
     wanted = recipe.target
     named = wanted.name if "name" in wanted.model_fields_set else None

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
-from specctl.commands.reason import ReasoningResult, reason
 from specctl.decoding import metrics
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint, pool
@@ -20,12 +19,9 @@ from specctl.measuring.online_contenders import ChunkRow, OnlineContenders
 from specctl.measuring.online_journal import Journal
 from specctl.measuring.online_rows import DomainRow, LearnerRow, OnlineResults, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
-from specctl.recipe import OnlineRecipe, ReasonRecipe
+from specctl.recipe import OnlineRecipe
 from specctl.recipe.stream import parse_schedule
 from specctl.runs import Run
-
-if TYPE_CHECKING:
-    from specctl.commands.online_served import ServedOnlineResult
 
 TOP_FIELDS = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
@@ -71,25 +67,16 @@ class OnlineResult:
     rounds_on: Literal["host", "device"]
 
 
-def online(
-    recipe: OnlineRecipe | ReasonRecipe, run: Run, *, target: Target | None = None
-) -> OnlineResult | ReasoningResult | ServedOnlineResult:
+def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> OnlineResult:
     """Answer the stream with all contenders, once per seed. Learners learn after every chunk.
 
-    Algorithms of lookahead reasoning draft steps (`reason`), all others draft tokens. With a server, engines write the
-    answers (`online_served`). `target`: passed by callers that have loaded it already.
+    `target`: passed by callers that have loaded it already.
 
     Raises:
         DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
         Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
         SpecctlError: a learner keeps failing to learn, or the disk is full.
     """
-    if isinstance(recipe, ReasonRecipe):
-        return reason(recipe, run, target=target)
-    if recipe.served:
-        from specctl.commands.online_served import online_served
-
-        return online_served(recipe, run, target=target)
     target = target or load_target(**recipe.target.loading)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})

@@ -2,7 +2,7 @@
 
 {"request": {"messages": […], …}, "response": {"choices": [{"message": {…}, "finish_reason": "stop"}], …}}
     a request to an OpenAI-compatible server with its response; both may be strings of JSON. Token ids in the response
-    (vLLM's `return_token_ids`, the proxy of `specctl online --server`) are used unchanged.
+    (vLLM's `return_token_ids`, the proxy of `specctl learn-from-server`) are used unchanged.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
 {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}                  ShareGPT
 {"conversations": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}         SpecForge

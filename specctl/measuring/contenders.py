@@ -31,7 +31,7 @@ from specctl.distillation.prompts import Prompt, Rejections
 from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record
 from specctl.measuring.transformers_baseline import PLAIN, load_generator
-from specctl.recipe import BenchRecipe, EvalRecipe, SamplingRecipe, SelectRecipe
+from specctl.recipe import BenchRecipe, EvalRecipe, EvalServerRecipe, PoolRecipe, SamplingRecipe, SelectRecipe
 
 VANILLA = "vanilla"
 WARMUP_PROMPTS, WARMUP_TOKENS = 2, 16
@@ -62,9 +62,12 @@ PromptBatch = Sequence[Case]
 Contender = Callable[[PromptBatch, list[int]], list[dict[str, Decoded]]]
 """Function that answers a turn: (turn, one seed per prompt) → per prompt, answers by contender name."""
 
+PromptedRecipe = EvalRecipe | EvalServerRecipe | BenchRecipe | PoolRecipe
+"""Recipes of commands that sample prompts."""
+
 
 def prepare(
-    recipe: EvalRecipe | BenchRecipe | SelectRecipe,
+    recipe: PromptedRecipe,
     target: TargetText,
     prompts: Sequence[Prompt],
     rejections: Rejections,
@@ -87,7 +90,7 @@ def prepare(
     return cases
 
 
-def render_case(recipe: EvalRecipe | BenchRecipe | SelectRecipe, target: TargetText, prompt: Prompt) -> Case | str:
+def render_case(recipe: PromptedRecipe, target: TargetText, prompt: Prompt) -> Case | str:
     """Render one prompt to token ids, or say why it cannot be used: refused by the template, or too long."""
     try:
         ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)

@@ -12,10 +12,12 @@ from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.prompts import prompt_id
 from specctl.measuring.contenders import Case, decode_batch, render_case
-from specctl.recipe import EvalRecipe
+from specctl.recipe import EvalRecipe, EvalServerRecipe
 
 
-def next_turn(recipe: EvalRecipe, target: TargetText, case: Case, output_ids: Sequence[int]) -> Case | None:
+def next_turn(
+    recipe: EvalRecipe | EvalServerRecipe, target: TargetText, case: Case, output_ids: Sequence[int]
+) -> Case | None:
     """Return the turn that follows the target's answer to `case`, or None if the conversation ends there.
 
     It also ends, with a log message, if the context has no room for more or the chat template refuses the turn.

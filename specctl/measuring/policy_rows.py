@@ -20,8 +20,8 @@ from specctl.decoding.metrics import Interval
 from specctl.decoding.records import Decoded
 from specctl.measuring import measured
 from specctl.measuring.measured import Measured
+from specctl.recipe.select import Yardstick
 from specctl.selection.controller import Tally
-from specctl.selection.recorded.hindsight import Yardstick
 
 LONG_GAME_TOKENS = 256  # tokens of a game after which a policy should have found the best arm
 

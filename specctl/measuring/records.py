@@ -166,9 +166,12 @@ def check_stamp(directory: Path, stamp: Stamp) -> None:
 def check_same(kept: Stamp, stamp: Stamp, what: str) -> None:
     """Raise UsageError if a kept stamp differs from `stamp`. Only the parts in `stamp` are compared.
 
-    `what`: name of the kept file, for the message.
+    Sections of the recipe that `stamp` lacks have no effect on the run: the stamp is of the command that had this one
+    as a mode. `what`: name of the kept file, for the message.
     """
     kept = with_weights_digest(kept, stamp)
+    sections = {key.split(".")[0] for key in stamp.get("recipe", {})}
+    kept = kept | {"recipe": {key: value for key, value in kept["recipe"].items() if key.split(".")[0] in sections}}
     differing = [
         f"{key} was {kept[part].get(key)}, is {now.get(key)}"
         for part, now in stamp.items()

@@ -35,7 +35,7 @@ from specctl.measuring.contenders import (
 )
 from specctl.measuring.policy_rows import ArmReward, PolicyRow, StreamAnswers
 from specctl.measuring.records import Record
-from specctl.recipe import SelectRecipe
+from specctl.recipe import PoolRecipe, SelectRecipe
 from specctl.selection.arm import Arm, DraftAll
 from specctl.selection.arms import make_arms, named, plain_arm
 from specctl.selection.assembly import make_batch_selector, make_selector, plain_step, plays_for_seconds
@@ -44,14 +44,13 @@ from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Array, Policy
-from specctl.selection.routing.labels import prompt_text
-from specctl.selection.routing.router import Router
+from specctl.selection.prompt_prior import PromptPrior, prompt_text
 
 DRAFT_ALL = "draft-all"
 RECOMPUTING = "recompute"
 
 
-def make_sessions(cases: Sequence[Case], recipe: SelectRecipe) -> list[list[Case]]:
+def make_sessions(cases: Sequence[Case], recipe: PoolRecipe) -> list[list[Case]]:
     """Split the prompts into sessions of `recipe.session` prompts, in decoding order.
 
     A session is of one domain; with order `shift` its two halves are of different domains.
@@ -105,16 +104,22 @@ class SelectContenders:
         target: Target,
         stream: list[list[Case]],
         drafters: dict[str, Drafter],
-        router: Router | None = None,
+        router: PromptPrior | None = None,
         companion: Companion | None = None,
         kinds: Mapping[str, PromptClusters] | None = None,
+        warm_tokens: int = 0,
     ):
         """
         Args:
             companion: the text drafter that heads draft with in one tree.
             kinds: kinds of prompts that each drafter was trained on, by name.
+            warm_tokens: number of tokens that the router's opinion counts as, for policies with full information; 0 =
+                these policies start without it.
         """
         self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
+        self.warm_tokens = warm_tokens
+        if router is None and registry.ROUTER in recipe.algo:
+            raise UsageError("the policy router needs a trained router", hint="see specctl train-router")
         if router is not None and [*drafters] != router.arms:
             raise UsageError("a router chooses drafters, not their shapes or sizes", hint="leave arms.* out")
         self.companion = companion or companion_of(recipe, target)
@@ -159,7 +164,7 @@ class SelectContenders:
             return False
         if recipe.arms.plain is not None:
             return recipe.arms.plain
-        if recipe.warm_start and registry.learns(policy) == "losses":  # the router knows drafters only
+        if self.warm_tokens and registry.learns(policy) == "losses":  # the router knows drafters only
             return False
         return plays_for_seconds(self._copies_of(self.arms), policy, recipe.game)
 
@@ -194,8 +199,8 @@ class SelectContenders:
         if name == registry.ROUTER:
             return registry.build("fixed", arms, options.model_copy(update={"arm": int(self._routed(text).argmax())}))
         policy = registry.build(name, arms, options)
-        if self.recipe.warm_start and policy.learns == "losses":
-            for _ in range(self.recipe.router.weight):  # the prior counts as much as `weight` tokens
+        if policy.learns == "losses":
+            for _ in range(self.warm_tokens):
                 policy.losses((1 - self._routed(text)).tolist())
         return policy
 

@@ -1,4 +1,4 @@
-"""Cost model of a serving engine, fitted to a sweep of `eval --server`: best draft lengths, value of better drafters.
+"""Cost model of a serving engine, fitted to a sweep of `eval-server`: best draft lengths, value of better drafters.
 
 The model. A round drafts k tokens for each of b sequences, and the target verifies k + 1 positions per sequence. It
 takes
@@ -34,7 +34,7 @@ NEAR_BEST = 0.05
 WARN_ERROR = 0.15
 """Relative error of a modelled time above which the user is warned."""
 MAX_NUMBER = 1e18  # upper limit for numbers in a result document
-SWEEP = "specctl eval --server URL --baseline-server URL --concurrency 1,4,16,64"
+SWEEP = "specctl eval-server --server URL --baseline-server URL --concurrency 1,4,16,64"
 
 
 @dataclass(frozen=True)
@@ -264,7 +264,7 @@ def tuned_ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> lis
 
 
 def tune(path: Path, *, whole: bool = False) -> Tuning:
-    """Derive draft lengths by load from a result of `eval --server`.
+    """Derive draft lengths by load from a result of `eval-server`.
 
     `whole`: the drafter drafts a whole block or nothing. Raises DataError if the file is no such result, has no
     baseline, or has a single load.
@@ -315,7 +315,7 @@ def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, 
 
 
 def read_sweep(path: Path) -> Sweep:
-    """Read a sweep from a result document of `eval --server`, or from its run directory. Raises DataError."""
+    """Read a sweep from a result document of `eval-server`, or from its run directory. Raises DataError."""
     file = path / "result.json" if path.is_dir() else path
     try:
         document = regular_files.read_json(file)
@@ -330,7 +330,7 @@ def read_sweep(path: Path) -> Sweep:
     except DataError as error:
         raise DataError(f"{file}: {error.message}", error.hint) from error
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise DataError(f"{file} is not a result of eval --server ({type(error).__name__}: {error})", SWEEP) from error
+        raise DataError(f"{file} is not a result of eval-server ({type(error).__name__}: {error})", SWEEP) from error
 
 
 def _check_numbers(row: Mapping[str, Any]) -> None:
@@ -342,7 +342,7 @@ def _check_numbers(row: Mapping[str, Any]) -> None:
 
 
 def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
-    """Extract the loads from rows of `eval --server`.
+    """Extract the loads from rows of `eval-server`.
 
     Domains are pooled: plain steps are weighted by tokens, rounds by their number. Raises DataError if there is no
     baseline, no draft, or no time between tokens.

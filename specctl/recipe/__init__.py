@@ -7,20 +7,18 @@ that depends on the domain. Loading, overrides and error reports are in `specctl
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
-from typing import Any
 
 from specctl.recipe.bench import BenchRecipe
 from specctl.recipe.distill import DistillRecipe, FilterRecipe
 from specctl.recipe.eval import EvalRecipe
+from specctl.recipe.eval_server import EvalServerRecipe
 from specctl.recipe.export import ExportRecipe
 from specctl.recipe.generate import GenerateRecipe
 from specctl.recipe.import_ import ImportRecipe
+from specctl.recipe.learn_from_server import LearnFromServerRecipe, PublicationRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
-from specctl.recipe.lookahead import LOOKAHEAD_CHUNK, REASONING, JudgeRecipe, LookaheadRecipe, PreferenceRecipe
-from specctl.recipe.online import OnlineRecipe, PublicationRecipe
-from specctl.recipe.reasoning import ReasonRecipe
-from specctl.recipe.router import Perturbation, RouterRecipe
+from specctl.recipe.online import DrafterStreamRecipe, OnlineRecipe
+from specctl.recipe.route import RouteRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
     ConverterRecipe,
@@ -33,7 +31,7 @@ from specctl.recipe.sections import (
     TargetRecipe,
     WriterRecipe,
 )
-from specctl.recipe.select import GameRecipe, PolicyRecipe, SelectRecipe
+from specctl.recipe.select import GameRecipe, PolicyRecipe, PoolRecipe, SelectRecipe
 from specctl.recipe.server import ServerRecipe
 from specctl.recipe.stream import LearningRecipe, StreamRecipe
 from specctl.recipe.train import (
@@ -49,7 +47,6 @@ from specctl.recipe.train import (
 from specctl.subcommands import SUBCOMMANDS
 
 __all__ = [
-    "LOOKAHEAD_CHUNK",
     "RECIPES",
     "Arch",
     "BenchRecipe",
@@ -59,8 +56,10 @@ __all__ = [
     "DataRecipe",
     "DistillRecipe",
     "DrafterRecipe",
+    "DrafterStreamRecipe",
     "DraftingRecipe",
     "EvalRecipe",
+    "EvalServerRecipe",
     "ExportRecipe",
     "FeatureRecipe",
     "FilterRecipe",
@@ -69,21 +68,18 @@ __all__ = [
     "Gpu",
     "HeldOutRecipe",
     "ImportRecipe",
-    "JudgeRecipe",
+    "LearnFromServerRecipe",
     "LearnerOptions",
     "LearnerRecipe",
     "LearningRecipe",
-    "LookaheadRecipe",
     "LoraRecipe",
     "OnlineRecipe",
     "OptimizerRecipe",
-    "Perturbation",
     "PolicyRecipe",
-    "PreferenceRecipe",
+    "PoolRecipe",
     "PublicationRecipe",
-    "ReasonRecipe",
     "ResourceRecipe",
-    "RouterRecipe",
+    "RouteRecipe",
     "SamplingRecipe",
     "Section",
     "SelectRecipe",
@@ -92,6 +88,7 @@ __all__ = [
     "TargetRecipe",
     "TrainRecipe",
     "WriterRecipe",
+    "command_for",
 ]
 
 RECIPES: dict[str, type[CommandRecipe]] = {
@@ -100,9 +97,6 @@ RECIPES: dict[str, type[CommandRecipe]] = {
 """Recipe model of each command, with all keys of the command."""
 
 
-def model_for(command: str, values: Mapping[str, Any]) -> type[CommandRecipe]:
-    """Return the recipe model of a command for these values: `online` has a second model for lookahead reasoning."""
-    algo = values.get("algo", "")
-    named = algo.split(",") if isinstance(algo, str) else algo
-    steps = command == "online" and isinstance(named, list) and any(name in REASONING for name in named)
-    return ReasonRecipe if steps else RECIPES[command]
+def command_for(recipe: CommandRecipe) -> str:
+    """Return the command that a resolved recipe is for."""
+    return next(name for name, model in RECIPES.items() if type(recipe) is model)

@@ -7,7 +7,6 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from specctl.recipe.sections import DataRecipe, DraftingRecipe, LocalPath, Name, RunRecipe, SamplingRecipe
-from specctl.recipe.server import ServerRecipe
 
 
 class EvalRecipe(RunRecipe):
@@ -32,11 +31,6 @@ class EvalRecipe(RunRecipe):
     limit: PositiveInt | None = 100  # prompts per domain; a sample if a file has more
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]
     save_outputs: bool = False
-    server: ServerRecipe = ServerRecipe()  # an engine that drafts itself, measured instead of drafters here
-    baseline_server: ServerRecipe = ServerRecipe()  # an engine with the same target and no drafter
-    concurrency: Annotated[list[PositiveInt], Field(min_length=1)] = [1, 8]  # requests in flight, one row per number
-    # With baseline_server: for each concurrency, predict the speed of drafters with these mats.
-    mats: list[Annotated[float, Field(ge=1)]] = [2.0, 2.5, 3.0, 3.5, 4.0]
 
     @model_validator(mode="after")
     def _consistent(self) -> EvalRecipe:
@@ -46,25 +40,4 @@ class EvalRecipe(RunRecipe):
             raise ValueError("a matrix needs drafters: name a pool")
         if self.matrix and self.metric == "speedup" and "vanilla" not in self.baselines:
             raise ValueError("a matrix of speedup needs the vanilla baseline")
-        return self
-
-    @model_validator(mode="after")
-    def _here_or_served(self) -> EvalRecipe:
-        if self.baseline_server.urls and not self.server.urls:
-            raise ValueError("baseline_server needs a server to compare with: set server, too")
-        if not self.server.urls:
-            return self
-        here = {
-            "drafters": self.drafters,
-            "pool": self.pool,
-            "matrix": self.matrix,
-            "resume": self.resume,
-            "sampling.exact": self.sampling.exact,
-            "save_outputs": self.save_outputs,
-        }
-        for key, value in here.items():
-            if value:
-                raise ValueError(f"{key} is for drafting in this process, but a server drafts by itself: leave it out")
-        if len(self.seeds) > 1:
-            raise ValueError("a server is measured with one seed: name only one")
         return self

@@ -22,7 +22,7 @@ class ExportRecipe(ConverterRecipe):
     drafter: LocalPath | None = None
     to: Annotated[str, OneOf(readers)] = "vllm"
     tokens: PositiveInt = 3  # draft tokens per round, in the commands shown and in the speculators configuration
-    # Result or run directory of `eval --server`: derive draft lengths by load from that, in place of `tokens`.
+    # Result or run directory of `eval-server`: derive draft lengths by load from that, in place of `tokens`.
     tune: LocalPath | None = None
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
     server: ServerRecipe = ServerRecipe()  # running SGLang servers that take a datastore; then nothing is written

@@ -8,11 +8,12 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from specctl.errors import did_you_mean
 from specctl.families import online_families
-from specctl.recipe.lookahead import REASONING
 from specctl.recipe.sections import Fraction, PositiveFloat, Section
 
 Algo = Literal["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
 
+STEP_ALGOS = ("lr", "osd-lr", "online-lr")
+"""Algorithms of `specctl reason`, which drafts whole steps."""
 
 SHORT = {"opt": "optimistic", "ens": "ensemble", "opt-ens": "opt-ensemble"}
 """Short names of update rules, as in OnlineSpec: opt-hydra, ens-eagle3."""
@@ -23,11 +24,13 @@ def rule_and_family(name: str) -> tuple[Algo, str | None]:
     family = next((family for family in online_families() if name.endswith(f"-{family}")), None)
     rule = name.removesuffix(f"-{family}")
     rule = SHORT.get(rule, rule)
+    if name in STEP_ALGOS:
+        raise ValueError(f"{name} drafts whole steps: use specctl reason")
     if rule not in get_args(Algo):
         rules = [*get_args(Algo), *SHORT]
         paired = (f"{one}-{head}" for one in rules for head in online_families())
-        known = f"use {', '.join([*get_args(Algo), *REASONING])}, or one with a family, such as opt-hydra, ens-eagle3"
-        raise ValueError(f"no algo {name!r}: {did_you_mean(name, [*rules, *paired, *REASONING]) or known}")
+        known = f"use {', '.join(get_args(Algo))}, or one with a family, such as opt-hydra, ens-eagle3"
+        raise ValueError(f"no algo {name!r}: {did_you_mean(name, [*rules, *paired, *STEP_ALGOS]) or known}")
     return cast(Algo, rule), family
 
 

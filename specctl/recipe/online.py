@@ -1,4 +1,4 @@
-"""Recipe of `specctl online`."""
+"""Recipe of `specctl online`, and its common keys with `specctl learn-from-server`."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
+from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
 from specctl.families import DEFAULT, STREAM_RETRIEVAL, TEXT_DRAFTERS, mixable_families, online_families
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
-from specctl.recipe.lookahead import REASONING, LookaheadRecipe
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.recipe.server import Listen, ServerRecipe
 from specctl.recipe.stream import LearningRecipe, parse_schedule
 
 Baseline = Annotated[str, OneOf(lambda: ("vanilla", "static", *TEXT_DRAFTERS, STREAM_RETRIEVAL))]
@@ -41,49 +39,65 @@ class PoolPolicyRecipe(Section):
     reset: Literal["query", "chunk"] = "query"  # when the policy starts anew
 
 
-class PublicationRecipe(Section):
-    """With `server`: publication of the learned drafter to the running engines, and the test of each version there."""
-
-    enabled: bool = True  # false = learn, but change nothing in the engines
-    # Prompts that are sent before and after a publication, for comparison. They are the newest of the texts that
-    # learner.holdout keeps from the update, or of all texts if it keeps none. 0 = trust the learner.
-    probes: NonNegativeInt = 8
-    tokens: PositiveInt = 64  # longest answer to a probe
-    # Significance level of that comparison: at most this share of the versions that are no worse is rolled back.
-    level: Annotated[float, Field(gt=0, lt=1)] = 0.05
-    keep: PositiveInt = 3  # versions kept on disk
-    dir: LocalPath | None = None  # of the versions, readable by the engines (None = in the run directory)
-
-
-class TrafficRecipe(Section):
-    """With `server`: source of the texts. By default the prompts of the stream are sent to the server."""
-
-    listen: Listen | None = None  # HOST:PORT of a proxy to the servers
-    log: LocalPath | None = None  # file of requests with responses, one per line, read as it grows
-    follow: bool = True  # wait for more lines of the log
-    max_log_mb: PositiveFloat = 256.0  # size at which the proxy's log is rotated; one old file is kept
-
-
-class OnlineRecipe(LearningRecipe):
-    """`specctl online`: drafters that learn along a stream.
-
-    Every prompt is answered by all `baselines` and with one drafter per `algo`. With `server` it is answered by
-    engines, which draft with the drafter that a single `algo` teaches.
-    """
+class DrafterStreamRecipe(LearningRecipe):
+    """Common keys of the commands with drafters that learn along a stream, in this process or from servers."""
 
     algo: Annotated[Names, Field(min_length=1)] = ["ogd"]  # update rules, also with a family: opt-hydra, ens-eagle3
     arch: Annotated[str, OneOf(online_families)] | None = (
         None  # family of update rules without one in their name (None = the family of `init`)
     )
-    # Drafter to start from. The default is ./drafters/<domain>-<arch>, which is warmed up if it is missing.
+    # Drafter to start from. The default is ./drafters/<domain>-<arch>.
     init: LocalPath | None = None
+    learner: LearnerOptions = LearnerOptions()
+    buffer: BufferRecipe = BufferRecipe()
+
+    @field_validator("algo")
+    @classmethod
+    def _known(cls, algo: list[str]) -> list[str]:
+        for name in algo:
+            rule_and_family(name)
+        if len(set(algo)) < len(algo):
+            raise ValueError("names an algo twice")
+        return algo
+
+    def family_of(self, algo: str) -> str:
+        """Return the family of the drafter that learns by `algo`."""
+        return rule_and_family(algo)[1] or self.arch or DEFAULT
+
+    @property
+    def companion(self) -> str | None:
+        """Text drafter that drafts in one tree with every head, or None."""
+        return None
+
+    @property
+    def families(self) -> list[str]:
+        """Families of the drafters that start from `init` or a warm-up."""
+        return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
+
+    def learner_of(self, algo: str) -> LearnerRecipe:
+        """Return the update rule that `algo` names. The constants of its family are not filled in."""
+        return LearnerRecipe(**self.learner.model_dump(), algo=rule_and_family(algo)[0])
+
+    @property
+    def chunk(self) -> int:
+        """Prompts between two updates."""
+        return max(self.stream.chunk_of(family) for family in self.families or [DEFAULT])
+
+    def initial_drafter(self, family: str) -> Path:
+        """Return the directory of the drafter from which learners of a family start."""
+        return self.init or super().initial_drafter(family)
+
+
+class OnlineRecipe(DrafterStreamRecipe):
+    """`specctl online`: drafters that learn along a stream.
+
+    Every prompt is answered by all `baselines` and with one drafter per `algo`. A missing drafter is warmed up first.
+    """
+
     # Directory of specialists to choose among. Each one learns from the texts of which it drafted the most tokens.
     pool: LocalPath | None = None
     policy: PoolPolicyRecipe = PoolPolicyRecipe()
     game: GameRecipe = GameRecipe()
-    reasoning: LookaheadRecipe = LookaheadRecipe()  # for lr, osd-lr, online-lr: see `ReasonRecipe`
-    learner: LearnerOptions = LearnerOptions()
-    buffer: BufferRecipe = BufferRecipe()
     # Targets that follow each other along the stream, as in RL: ./step-100:400,./step-200:400 means 400 prompts for
     # each, and the last target stays to the end. They share vocabulary and sizes; `target` says how to load them.
     target_schedule: Names = []
@@ -100,27 +114,12 @@ class OnlineRecipe(LearningRecipe):
     baselines: list[Baseline] = ["vanilla", "static", "lookup", "retrieval"]
     batch: PositiveInt = 1  # sequences at a time
     save_outputs: bool = False
-    server: ServerRecipe = ServerRecipe()  # engines of the target, which draft with the learned drafter
-    baseline_server: ServerRecipe = ServerRecipe()  # engine with a fixed drafter, sent the same prompts
-    traffic: TrafficRecipe = TrafficRecipe()
-    publication: PublicationRecipe = PublicationRecipe()
 
     @field_validator("beside", mode="before")
     @classmethod
     def _nothing(cls, beside: Any) -> Any:
         """Read null as none, for recipes from before there was a default."""
         return "none" if beside is None else beside
-
-    @field_validator("algo")
-    @classmethod
-    def _known(cls, algo: list[str]) -> list[str]:
-        for name in algo:
-            if name in REASONING:
-                raise ValueError(f"{name} drafts steps: it needs a ReasonRecipe")
-            rule_and_family(name)
-        if len(set(algo)) < len(algo):
-            raise ValueError("names an algo twice")
-        return algo
 
     @field_validator("learner_device")
     @classmethod
@@ -145,9 +144,6 @@ class OnlineRecipe(LearningRecipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> OnlineRecipe:
-        if self.reasoning != LookaheadRecipe():
-            raise ValueError(f"reasoning is for algo {', '.join(REASONING)}, not for {', '.join(self.algo)}")
-        self._check_server()
         self._check_learner_elsewhere()
         if self.learner.combine == "probs":
             self._check_mixture()
@@ -169,35 +165,6 @@ class OnlineRecipe(LearningRecipe):
         if self.asynchronous:
             raise ValueError("target_schedule and asynchronous exclude each other: the learner keeps its target")
         self.target = self.target.model_copy(update={"name": self.target_at(0)})
-
-    def _check_server(self) -> None:
-        """Raise ValueError for options that engines do not support, and for options of engines without `server`."""
-        live = self.traffic.listen is not None or self.traffic.log is not None
-        if not self.server.urls:
-            if live or self.baseline_server.urls:
-                raise ValueError("traffic and baseline_server need a server: name it with --server")
-            return
-        if self.traffic.listen is not None and self.traffic.log is not None:
-            raise ValueError("traffic comes through the proxy (listen) or from an existing log: leave one of them out")
-        if live and self.baseline_server.urls:
-            raise ValueError("baseline_server answers the prompts of a stream, but traffic has none: leave one out")
-        here = {
-            "pool": self.pool is not None,
-            "asynchronous": self.asynchronous,
-            "target_schedule": bool(self.target_schedule),
-            "beside": self.beside not in ("auto", "none"),
-            "draft_length": self.draft_length == "auto",
-            "sampling.exact": self.sampling.exact,
-            "save_outputs": self.save_outputs,
-            "learner.combine": self.learner.combine == "probs",
-        }
-        for key, there in here.items():
-            if there:
-                raise ValueError(f"{key} is for drafting in this process, but a server drafts by itself: leave it out")
-        if len(self.algo) > 1 or len(self.seeds) > 1:
-            raise ValueError("a server drafts with a single learned drafter: name one algo and one seed")
-        if rule_and_family(self.algo[0])[0] in ("osd", "static"):
-            raise ValueError("osd needs the rejected positions, which no server reports, and static does not learn")
 
     def _check_mixture(self) -> None:
         """Raise ValueError if the learners of an ensemble cannot draft as one."""
@@ -228,39 +195,15 @@ class OnlineRecipe(LearningRecipe):
             prompts -= count
         return parts[-1][0]
 
-    def family_of(self, algo: str) -> str:
-        """Return the family of the drafter that learns by `algo`."""
-        return rule_and_family(algo)[1] or self.arch or DEFAULT
-
-    @property
-    def served(self) -> bool:
-        """Whether engines answer the prompts, and not this process."""
-        return bool(self.server.urls)
-
     @property
     def companion(self) -> str | None:
         """Text drafter that drafts in one tree with every head, or None."""
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
-        own = self.served or self.pool is not None or self.draft_length == "auto"
+        own = self.pool is not None or self.draft_length == "auto"
         return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else STREAM_RETRIEVAL
 
     @property
     def families(self) -> list[str]:
-        """Families of the drafters that start from `init` or a warm-up."""
-        if self.pool is not None:
-            return []
-        return list(dict.fromkeys(self.family_of(algo) for algo in self.algo))
-
-    def learner_of(self, algo: str) -> LearnerRecipe:
-        """Return the update rule that `algo` names. The constants of its family are not filled in."""
-        return LearnerRecipe(**self.learner.model_dump(), algo=rule_and_family(algo)[0])
-
-    @property
-    def chunk(self) -> int:
-        """Prompts between two updates."""
-        return max(self.stream.chunk_of(family) for family in self.families or [DEFAULT])
-
-    def initial_drafter(self, family: str) -> Path:
-        """Return the directory of the drafter from which learners of a family start."""
-        return self.init or super().initial_drafter(family)
+        """Families of the drafters that start from `init` or a warm-up; none with a pool."""
+        return [] if self.pool is not None else super().families

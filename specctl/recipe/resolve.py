@@ -17,10 +17,11 @@ from typing import Any, NamedTuple, get_args
 
 from pydantic import ValidationError
 
-from specctl import regular_files
+from specctl import progress, regular_files
 from specctl.errors import RecipeError, brief, did_you_mean
-from specctl.recipe import RECIPES, CommandRecipe, Section, model_for, yaml_file
+from specctl.recipe import RECIPES, CommandRecipe, Section, aliases, yaml_file
 from specctl.recipe.yaml_file import KeyPath
+from specctl.subcommands import SUBCOMMANDS
 
 ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of file names: recipes, DeepSpeed configurations, Slurm scripts
@@ -60,15 +61,22 @@ def resolve(
 ) -> CommandRecipe:
     """Return the recipe of `command` with every layer applied.
 
+    It is the recipe of another command if the settings are an earlier spelling of that command (see `aliases`).
+
     Raises RecipeError, which lists every problem as `origin: key: problem`.
     """
-    model = RECIPES[command]
     problems: list[str] = []
-    settings = list(_from_environment(model, os.environ if environ is None else environ, problems))
-    if recipe is not None:
-        settings += _from_file(command, recipe, problems)
-    settings += _from_overrides(overrides, problems)
-    settings += flags
+    from_file, file_command = ([], command) if recipe is None else _from_file(command, recipe, problems)
+    stored = [*_from_environment(command, os.environ if environ is None else environ, problems), *from_file]
+    typed = [*_from_overrides(overrides, problems), *flags]
+    asked, command = command, aliases.mode_of(command, file_command, [*stored, *typed])
+    if asked != command:
+        mode = aliases.MODES[command]
+        progress.log(f"specctl {mode.spelling} is now a command of its own: specctl {command}")
+        if file_command != command:
+            stored = [*(Setting((key,), value, key) for key, value in mode.defaults.items()), *stored]
+    settings = [*_stored_for(asked, command, stored), *_typed_for(asked, command, typed, problems)]
+    model = RECIPES[command]
 
     values: dict[KeyPath, Any] = {}
     origins: dict[KeyPath, str] = {}
@@ -78,13 +86,43 @@ def resolve(
             origins[path] = origin
     fallback = str(recipe) if recipe else command
     try:
-        tree = _tree(values)
-        resolved = model_for(command, tree).model_validate(tree)
+        resolved = model.model_validate(_tree(values))
     except ValidationError as error:
         problems += [_explain(item, origins, fallback) for item in error.errors()]
     if problems:
         raise RecipeError("\n".join(problems))
     return resolved
+
+
+def _stored_for(asked: str, command: str, settings: list[Setting]) -> list[Setting]:
+    """Return the settings of files and the environment, without keys that only related commands have.
+
+    Related are the command that was asked for, and the commands with the same earlier spelling: a recipe may be written
+    for several of them.
+    """
+    return [setting for setting in settings if aliases.owner(asked, command, setting.path) in (command, None)]
+
+
+def _typed_for(asked: str, command: str, settings: list[Setting], problems: list[str]) -> list[Setting]:
+    """Return the settings of the command line, and add a problem for each key that only a related command has.
+
+    A mode that ignored such keys still ignores them in its earlier spelling.
+    """
+    ignores = asked != command and aliases.MODES[command].ignores
+    kept, ignored = [], []
+    for setting in settings:
+        owner = aliases.owner(asked, command, setting.path)
+        if owner in (command, None):
+            kept.append(setting)
+        elif ignores:
+            ignored.append(setting.origin)
+        else:
+            at = _location(setting.origin, setting.path)
+            problems.append(f"{at}: a key of specctl {owner}, not of specctl {command}: leave it out")
+    unused = dict.fromkeys(origin for origin in ignored if origin not in {setting.origin for setting in kept})
+    if unused:
+        progress.log(f"specctl {command} does not use {', '.join(unused)}")
+    return kept
 
 
 def shipped() -> dict[str, str]:
@@ -154,9 +192,9 @@ def _is_size(value: str) -> bool:
         return False
 
 
-def _from_environment(model: type[Section], environ: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
+def _from_environment(command: str, environ: Mapping[str, str], problems: list[str]) -> Iterator[Setting]:
     """Yield the settings from environment variables. A variable that fits only another command is ignored."""
-    others = {field for other in RECIPES.values() for field in other.model_fields} - set(model.model_fields)
+    others = {field for other in RECIPES.values() for field in other.model_fields} - aliases.fields_of(command)
     for name, value in sorted(environ.items()):
         path = tuple(name.removeprefix(ENVIRONMENT).lower().split("__"))
         if name in ENV_SIZES:
@@ -170,13 +208,14 @@ def _from_environment(model: type[Section], environ: Mapping[str, str], problems
             yield Setting(path, _Text(value), name)
 
 
-def _from_file(command: str, recipe: str | Path, problems: list[str]) -> list[Setting]:
+def _from_file(command: str, recipe: str | Path, problems: list[str]) -> tuple[list[Setting], str]:
+    """Return the settings of a recipe file, and the command that it names."""
     text, label = _recipe(recipe)
     data, lines = yaml_file.load(text, label)
     meant_for = data.pop("command", command)
-    if meant_for != command:
+    if meant_for not in (command, SUBCOMMANDS[command].earlier, *aliases.modes_of(command)):
         problems.append(f"{label}:{lines[('command',)]}: command: this recipe is for {meant_for!r}, not {command!r}")
-    return list(_flatten(data, (), label, lines))
+    return list(_flatten(data, (), label, lines)), meant_for
 
 
 def _flatten(data: dict[str, Any], path: KeyPath, label: str, lines: dict[KeyPath, int]) -> Iterator[Setting]:

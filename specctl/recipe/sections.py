@@ -234,7 +234,6 @@ class CommandRecipe(Section):
             "an input on stdin": "-" in (getattr(self, "prompt", None), data and data.prompts),
             "baseline transformers": "transformers" in getattr(self, "baselines", ()),
             "log": isinstance(getattr(self, "log", None), str),  # of responses, unlike the `log` of train-drafter
-            **{key: getattr(self, key, None) for key in ("record", "replay", "train_router")},
         }
         for key, there in alone.items():
             if there:

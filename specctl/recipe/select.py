@@ -1,13 +1,15 @@
-"""Recipe of `specctl select`: pool, stream, policies with their constants, and the rules of the game."""
+"""Recipe of `specctl select`: pool, stream, policies with their constants, and the rules of the game.
+
+The commands that record a pool or replay its table use sections of it.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
-from specctl.recipe.router import RouterRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
     DataRecipe,
@@ -20,7 +22,9 @@ from specctl.recipe.sections import (
     SamplingRecipe,
     Section,
 )
-from specctl.recipe.server import Listen, ServerRecipe
+
+Yardstick = Literal["mat", "throughput"]
+ROUTER = "router"  # the policy that plays the choice of a prompt classifier, in `specctl train-router`
 
 
 class PolicyRecipe(Section):
@@ -96,7 +100,7 @@ class GameRecipe(Section):
     settled: Annotated[float, Field(gt=0, lt=1)] | None = 0.01
 
     @property
-    def yardstick(self) -> Literal["mat", "throughput"]:
+    def yardstick(self) -> Yardstick:
         """Measure of a game's best arm: throughput if the reward or the loss counts seconds, else mat."""
         seconds = {self.loss, self.reward} & {"throughput", "surplus"}
         return "throughput" if seconds else "mat"
@@ -136,40 +140,52 @@ class ArmRecipe(Section):
     plain: bool | None = None
 
 
-SERVED_KEYS = ("target", "resources", "algo", "policy", "seeds", "output_dir", "overwrite", "server", "listen")
-"""Keys with an effect when requests are routed among servers."""
+class PoolRecipe(CommandRecipe):
+    """Common keys of the commands that decode a stream of prompts with a pool of drafters.
 
-
-class SelectRecipe(CommandRecipe):
-    """`specctl select`: policies that choose a drafter of the pool every round, on one stream of prompts.
-
-    A session has `session` consecutive prompts, from one domain unless `order` says otherwise. At every `reset` a
-    policy forgets what its rounds have shown; only cgp-ucb keeps its memory of prompts.
+    A session has `session` consecutive prompts, from one domain unless `order` says otherwise.
     """
-
-    sliceable = True
 
     data: DataRecipe = DataRecipe()
     sampling: SamplingRecipe = SamplingRecipe()
     drafting: DraftingRecipe = DraftingRecipe()
-    algo: Annotated[Names, Field(min_length=1)] = ["cgp-ucb"]  # one policy, or several side by side
     pool: LocalPath | None = None  # directory of drafters (None = ./drafters, if it exists)
     drafters: list[Name] = []  # further drafters of the pool: directories, lookup or suffix
+    strict: bool = False  # refuse a pool with an unusable drafter, instead of leaving that drafter out
+    arms: ArmRecipe = ArmRecipe()
+    session: PositiveInt = 8  # prompts per session
+    # mixed: sessions of all domains, shuffled. blocks: one domain after the other. shift: every session has half of its
+    # prompts from one domain and half from a second one.
+    order: Literal["mixed", "blocks", "shift"] = "mixed"
+    split: Literal["train", "test"] = "test"
+    limit: PositiveInt | None = 40  # prompts per domain; a sample if a file has more
+    overwrite: bool = False
+
+    @model_validator(mode="after")
+    def _limit_of_the_command(self) -> Self:
+        if self.data.limit is not None:
+            raise ValueError("use `limit`, not `data.limit`")
+        return self
+
+
+class SelectRecipe(PoolRecipe):
+    """`specctl select`: policies that choose a drafter of the pool every round, on one stream of prompts.
+
+    At every `reset` a policy forgets what its rounds have shown; only cgp-ucb keeps its memory of prompts.
+    """
+
+    sliceable = True
+
+    algo: Annotated[Names, Field(min_length=1)] = ["cgp-ucb"]  # one policy, or several side by side
     # Text drafter that drafts in one tree with every head, arm or rival. This hybrid chooses its depth itself. The text
     # drafter is also one more arm. auto: on a CPU `retrieval` from all earlier texts of the stream, unless another
     # option decides how heads draft; on a GPU none, because a head with a text drafter does not run in CUDA graphs.
     beside: Annotated[str, OneOf(lambda: ("auto", "none", *TEXT_DRAFTERS, STREAM_RETRIEVAL))] = "auto"
     store_tokens: PositiveInt = 1_000_000  # size of the datastore of `retrieval`: the newest tokens, 16 bytes each
-    strict: bool = False  # refuse a pool with an unusable drafter, instead of leaving that drafter out
-    arms: ArmRecipe = ArmRecipe()
     policy: PolicyRecipe = PolicyRecipe()
     game: GameRecipe = GameRecipe()
     catch_up: CatchUpRecipe = CatchUpRecipe()
     reset: Literal["query", "session", "stream"] = "query"  # query as in the papers, the hardest case
-    session: PositiveInt = 8  # prompts per session
-    # mixed: sessions of all domains, shuffled. blocks: one domain after the other. shift: every session has half of its
-    # prompts from one domain and half from a second one.
-    order: Literal["mixed", "blocks", "shift"] = "mixed"
     # Contenders for comparison. vanilla: plain decoding. beside: the text drafter of the key `beside`. fixed: every arm
     # alone. draft-all: all drafters draft in every round, and the longest accepted draft counts. recompute: the
     # policies once more, without the savings and losses of catch_up=streaming.
@@ -180,28 +196,15 @@ class SelectRecipe(CommandRecipe):
     # because the best draft length depends on the load (BanditSpec, 6.2). Then each load (number of texts, by powers of
     # two) has a game, which learns along the stream.
     choice: Literal["text", "batch"] = "text"
-    split: Literal["train", "test"] = "test"
-    limit: PositiveInt | None = 40  # prompts per domain; a sample if a file has more
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats with other draws, live or in replays
-    record: LocalPath | None = None  # write a table of all drafters at all positions, and stop
-    replay: LocalPath | None = None  # play the policies on such a table instead of decoding
-    pool_sizes: list[PositiveInt] = []  # replay: also play with this many of the arms, on several subsets each
-    router: RouterRecipe = RouterRecipe()
-    router_dir: LocalPath | None = None  # trained router, for the policy `router` and for warm_start
-    train_router: bool = False  # first train a router, into router_dir or the run directory
-    warm_start: bool = False  # policies with full information start from the router's opinion of the prompt
-    resume: bool = False  # continue a recording (`record`)
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats with other draws
     save_outputs: bool = False
-    overwrite: bool = False
-    server: ServerRecipe = ServerRecipe()  # engines with different drafters, among which requests are routed
-    listen: Listen | None = None  # HOST:PORT of the proxy that takes the requests
 
     @property
     def companion(self) -> str | None:
         """Text drafter that drafts in one tree with every head, or None."""
         if self.beside != "auto":
             return None if self.beside == "none" else self.beside
-        own = self.record is not None or self.replay is not None or self.arms.shapes or self.arms.draft_nodes
+        own = self.arms.shapes or self.arms.draft_nodes
         return None if own or self.drafting.proposal == "sampled" or self.target.on_gpu else STREAM_RETRIEVAL
 
     @property
@@ -210,47 +213,14 @@ class SelectRecipe(CommandRecipe):
 
         As an arm it drafts alone, because heads that draft with it do not pay off everywhere.
         """
-        others = self.arms.names or self.train_router or self.router_dir  # options that fix the arms
-        return None if others else self.companion
+        return None if self.arms.names else self.companion
 
     @model_validator(mode="after")
-    def _here_or_served(self) -> SelectRecipe:
-        if not self.server.urls:
-            if self.listen is not None:
-                raise ValueError("listen takes requests for servers: name them with server")
-            return self
-        if len(self.server.urls) < 2:
-            raise ValueError("server names only one engine: name at least two to choose from")
-        if self.listen is None:
-            raise ValueError("listen is missing: set HOST:PORT of the proxy, such as 127.0.0.1:8100")
-        if len(self.algo) > 1 or len(self.seeds) > 1:
-            raise ValueError("requests are routed by one policy with one seed: name one of each")
-        for key, field in type(self).model_fields.items():
-            if key not in SERVED_KEYS and getattr(self, key) != field.default:
-                raise ValueError(
-                    f"{key} is for drafting in this process, but servers draft by themselves: leave it out"
-                )
-        return self
-
-    @model_validator(mode="after")
-    def _consistent(self) -> SelectRecipe:
-        if self.beside not in ("auto", "none"):
-            if self.record is not None or self.replay is not None:
-                raise ValueError("beside: a hybrid adapts to earlier rounds, which no table can replay: leave it out")
-            if self.arms.shapes or self.arms.draft_nodes:
-                raise ValueError("beside: a hybrid chooses its draft size itself: leave out draft_nodes and shapes")
-        if self.data.limit is not None:
-            raise ValueError("use `limit`, not `data.limit`")
-        if self.record is not None and self.replay is not None:
-            raise ValueError("record writes the table that replay reads: run one after the other")
-        if (self.warm_start or "router" in self.algo) and not (self.router_dir or self.train_router):
-            raise ValueError("there is no router: set router_dir, or train one with train_router")
+    def _consistent(self) -> Self:
+        if self.beside not in ("auto", "none") and (self.arms.shapes or self.arms.draft_nodes):
+            raise ValueError("beside: a hybrid chooses its draft size itself: leave out draft_nodes and shapes")
         if "recompute" in self.baselines and self.catch_up.name != "streaming":
             raise ValueError("the baseline recompute needs catch_up=streaming: otherwise all policies recompute")
-        if self.arms.plain and (self.warm_start or "router" in self.algo):
-            raise ValueError("arms.plain: a router knows only drafters, so plain decoding cannot be an arm")
-        if self.resume and self.record is None:
-            raise ValueError("resume continues a recording: set `record`")
         if self.choice == "batch":
             self._check_batch()
         elif self.batch > 1 and self.reset == "stream":
@@ -261,17 +231,8 @@ class SelectRecipe(CommandRecipe):
 
     def _check_batch(self) -> None:
         """Raise ValueError for options that need a choice per text, not per batch."""
-        of_texts = {
-            "record": self.record is not None,
-            "replay": self.replay is not None,
-            "warm_start": self.warm_start,
-            "train_router": self.train_router,
-            "router_dir": self.router_dir is not None,
-            "catch_up.name": self.catch_up.name == "streaming",
-        }
-        for key, there in of_texts.items():
-            if there:
-                raise ValueError(f"{key} needs a choice per text: leave it out, or choice=batch")
+        if self.catch_up.name == "streaming":
+            raise ValueError("catch_up.name needs a choice per text: leave it out, or choice=batch")
         if self.reset != "stream":
             raise ValueError(
                 "choice=batch keeps the statistics of each load along the stream: set reset=stream, and an algo that "

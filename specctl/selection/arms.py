@@ -18,7 +18,8 @@ from specctl.drafters.text.lookup import DEPTH
 from specctl.drafters.tree import TreeDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import TEXT_DRAFTERS
-from specctl.recipe import DraftingRecipe, SelectRecipe
+from specctl.recipe import DraftingRecipe, PoolRecipe, SelectRecipe
+from specctl.recipe.select import ArmRecipe
 from specctl.selection.arm import Arm, taps_of
 from specctl.selection.companion import Companion
 
@@ -26,7 +27,7 @@ PLAIN = "no draft"
 DEFAULT_POOL = Path("drafters")
 
 
-def pool_paths(recipe: SelectRecipe) -> list[str]:
+def pool_paths(recipe: PoolRecipe) -> list[str]:
     """Paths and names of the pool's drafters. If there are fewer than two, the untrained drafters join.
 
     Raises UsageError (a drafter twice), CheckpointError (no drafter in a pool other than the default one).
@@ -50,7 +51,7 @@ def _directories(named: Path | None) -> list[Path]:
 
 
 def load_pool(
-    recipe: SelectRecipe, target: Target, paths: Iterable[str], companion: Companion | None = None
+    recipe: PoolRecipe, target: Target, paths: Iterable[str], companion: Companion | None = None
 ) -> dict[str, Drafter]:
     """Load the drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
 
@@ -78,15 +79,15 @@ def load_pool(
         raise CheckpointError(
             "no drafter of the pool can be used", hint="run with --strict to see the error of the first one"
         )
-    return {name: drafters[name] for name in chosen_names(recipe, list(drafters))}
+    return {name: drafters[name] for name in chosen_names(recipe.arms, list(drafters))}
 
 
-def chosen_names(recipe: SelectRecipe, pool: list[str]) -> list[str]:
+def chosen_names(arms: ArmRecipe, pool: list[str]) -> list[str]:
     """Names of the drafters that become arms. Raises UsageError if the recipe names one that the pool lacks."""
-    missing = [name for name in recipe.arms.names if name not in pool]
+    missing = [name for name in arms.names if name not in pool]
     if missing:
         raise UsageError(f"arms.names: the pool has no {missing[0]}", hint=f"use names of {', '.join(pool)}")
-    return recipe.arms.names or pool
+    return arms.names or pool
 
 
 def named(paths: list[str]) -> dict[str, str]:

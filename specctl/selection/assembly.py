@@ -22,7 +22,7 @@ from specctl.selection.game.rules import Rules, rules_for
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Policy, seed_of
 from specctl.selection.prompt_memory import PromptMemory
-from specctl.selection.recorded.recorder import step_seconds
+from specctl.selection.step_timing import step_seconds
 
 NewPolicy = Callable[[Arms, Label], Policy]
 """Makes a fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""

@@ -27,7 +27,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.feature.drafter import FeatureDrafter
 from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.errors import SpecctlError
-from specctl.selection.recorded.trace import INNER, LEAF
+from specctl.selection.game.losses import INNER, LEAF
 
 UNFILTERED = Sampling(1.0, 0, 1.0)
 SPAN = 128  # positions of a whole text that are scored at once: their draft rows of K depths are in memory together

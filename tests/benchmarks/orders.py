@@ -12,11 +12,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from specctl.lab.recorded.hindsight import Hindsight
+from specctl.lab.recorded.replay import oracle, replay
+from specctl.lab.recorded.table_file import read_table
+from specctl.lab.recorded.trace import Table, of_arms
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.replay import oracle, replay
-from specctl.selection.recorded.table_file import read_table
-from specctl.selection.recorded.trace import Table, of_arms
 
 ORDERS = 15
 BEGINNING = 20

@@ -1,6 +1,6 @@
 """Files of prompts, perturbed: python -m tests.benchmarks.perturbed KIND STRENGTH OUT DOMAIN=FILE …
 
-OUT/DOMAIN.jsonl has the prompts of each file in their order, changed by `specctl.selection.routing.perturb`; what is
+OUT/DOMAIN.jsonl has the prompts of each file in their order, changed by `specctl.lab.routing.perturb`; what is
 foreign to a prompt are those of the other domains. `specctl select --prompts 'OUT/{domain}.jsonl'` decodes them.
 """
 
@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from specctl.recipe import Perturbation
-from specctl.selection.routing.labels import RouterExample, perturb_all
+from specctl.lab.routing.labels import RouterExample, perturb_all
+from specctl.lab.routing.options import Perturbation
 
 
 def main() -> None:

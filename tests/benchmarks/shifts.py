@@ -13,11 +13,11 @@ from pathlib import Path
 
 import numpy as np
 
+from specctl.lab.recorded.hindsight import Hindsight
+from specctl.lab.recorded.replay import oracle, replay
+from specctl.lab.recorded.table_file import read_table
+from specctl.lab.recorded.trace import Trace, of_arms
 from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.replay import oracle, replay
-from specctl.selection.recorded.table_file import read_table
-from specctl.selection.recorded.trace import Trace, of_arms
 
 PASSES = 4  # every text is in so many pairs
 

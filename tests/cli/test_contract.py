@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from specctl import errors, progress
-from specctl.cli import online_reasoning, options
+from specctl.cli import options
 from specctl.cli.failures import explain
 from specctl.cli.output import output, table
+from specctl.lab.reason import show as reason_show
 from specctl.recipe import RECIPES
 from specctl.subcommands import SUBCOMMANDS
 
@@ -166,9 +167,9 @@ def test_a_full_disk_is_named_where_the_system_names_none(specctl, library, comm
 def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatch):
     """Plan, resolved recipe, run.json, messages and tracebacks; what runs has it."""
     secret = "reasoning.judge.endpoint=http://me:HUSH@host/v1"
-    command = ["online", "--algo", "lr", "reasoning.judge.kind=model", "reasoning.judge.name=m", secret]
+    command = ["reason", "--algo", "lr", "reasoning.judge.kind=model", "reasoning.judge.name=m", secret]
     command += ["reasoning.draft=./d", "reasoning.judge.timeout_s=1"]
-    monkeypatch.setattr(online_reasoning, "check", lambda recipe: None)
+    monkeypatch.setattr(reason_show, "check", lambda recipe: None)
     monkeypatch.setattr(sys, "argv", ["specctl", *command])
     used = []
 
@@ -178,7 +179,7 @@ def test_a_password_is_nowhere_to_be_read(specctl, library, tmp_path, monkeypatc
         progress.warn(f"no answer of {used[0]}")
         raise errors.SpecctlError(f"{used[0]} is down")
 
-    library("online", works)
+    library("reason", works)
     said = [specctl(*command, "--dry-run"), specctl(*command, "--dry-run", "--json")]
     said += [specctl(*command, "--json", "-v"), specctl(*command, secret.replace("judge", "jugde"))]
     assert used == ["http://me:HUSH@host/v1"]

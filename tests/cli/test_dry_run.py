@@ -9,6 +9,8 @@ from specctl.recipe.resolve import command_of, shipped
 
 JSON = [name for name, text in shipped().items() if text.lstrip().startswith("{")]
 SCRIPTS = [name for name, text in shipped().items() if text.startswith("#!")]
+GIVEN = {"export", "import", "record", "replay", "route", "learn-from-server", "eval-server"}
+"""Commands that need an argument."""
 YAML = [name for name in shipped() if name not in JSON + SCRIPTS]
 
 
@@ -71,15 +73,15 @@ def test_every_deepspeed_configuration_parses_and_merges(specctl, name):
     assert merged["zero_optimization"]["stage"] == done.json["recipe"]["zero_stage"] == int(name[-1])
 
 
-@pytest.mark.parametrize("command", sorted(RECIPES.keys() - {"export", "import"}))
+@pytest.mark.parametrize("command", sorted(RECIPES.keys() - GIVEN))
 def test_commands_need_no_argument(specctl, command):
     """The lines of the contract work as they stand on a fresh install."""
     done = specctl(command, "--dry-run")
     assert done.code == 0, done.err
 
 
-@pytest.mark.parametrize("command", ["export", "import"])
-def test_a_converter_has_nothing_to_convert_by_default(specctl, command):
+@pytest.mark.parametrize("command", sorted(GIVEN))
+def test_a_command_on_a_file_or_a_server_has_none_by_default(specctl, command):
     done = specctl(command, "--dry-run")
     assert done.code == 2
     assert f"specctl {command}" in done.err
@@ -171,7 +173,7 @@ def test_the_plan_says_what_a_target_without_layers_cannot(specctl, tmp_path):
     )
     assert any(step.startswith("measure mat") for step in whole)
     assert not any(step.startswith("measure mat") for step in ends)
-    assert any(step.startswith("estimate mat") and "eval --server" in step for step in ends)
+    assert any(step.startswith("estimate mat") and "eval-server" in step for step in ends)
     assert any("without its layers" in step for step in ends)
 
 

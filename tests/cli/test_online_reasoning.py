@@ -1,4 +1,4 @@
-"""`specctl online --algo lr | osd-lr | online-lr` as users call it: what is refused, planned, shown and left behind."""
+"""`specctl reason` as users call it, in both spellings: what is refused, planned, shown and left behind."""
 
 import json
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
-from specctl.cli.online_reasoning import show
 from specctl.drafters import checkpoint
 from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture
+from specctl.lab.reason.show import show
 from specctl.recipe import DrafterRecipe
 from tests.measuring.streams import write_head, write_prompts
 
@@ -36,16 +36,16 @@ def start(tmp_path, target):
     ("argv", "code", "says"),
     [
         (["--algo", "onlin-lr"], 2, "did you mean online-lr?"),
-        (["--algo", "online-lr,ogd"], 2, "use separate runs"),
-        (["--algo", "lr", "--batch", "2"], 2, "batch is for token-level learning"),
-        (["--algo", "lr", "--lr", "1e-4"], 2, "set reasoning.learning"),
-        (["--algo", "lr", "--init", "lm"], 2, "name the draft LM by reasoning.draft"),
-        (["--algo", "lr", "--baselines", "vanilla"], 2, "set reasoning.baselines"),
-        (["--algo", "lr", "--async"], 2, "asynchronous is for token-level learning"),
+        (["--algo", "online-lr,ogd"], 2, "specctl online drafts tokens"),
+        (["--algo", "lr", "--batch", "2"], 2, "batch: a key of specctl online, not of specctl reason"),
+        (["--algo", "lr", "--lr", "1e-4"], 2, "learner.lr: a key of specctl online"),
+        (["--algo", "lr", "--init", "lm"], 2, "init: a key of specctl online"),
+        (["--algo", "lr", "--baselines", "vanilla"], 2, "baselines: a key of specctl online"),
+        (["--algo", "lr", "--async"], 2, "asynchronous: a key of specctl online"),
         (["--algo", "lr", "--max-new-tokens", "9"], 2, "reasoning.budget"),
-        (["--algo", "lr", "drafting.depth=3"], 2, "drafting is for token-level learning"),
+        (["--algo", "lr", "drafting.depth=3"], 2, "reasoning.drafter, which is not set"),
         (["--algo", "lr", "--temperature", "0", "reasoning.temperature=1"], 2, "but differ (0.0 or 1.0)"),
-        (["--algo", "ogd", "reasoning.depth=2"], 2, "reasoning is for algo lr, osd-lr, online-lr"),
+        (["--algo", "ogd", "reasoning.depth=2"], 2, "a key of specctl reason, not of specctl online"),
         (["--algo", "lr", "reasoning.judge.kind=model"], 2, "set judge.name"),
         (["--algo", "lr", "reasoning.depht=2"], 2, "did you mean reasoning.depth"),
         (["--algo", "lr", "reasoning.draft=./nowhere"], 4, "./nowhere"),
@@ -61,13 +61,13 @@ def test_what_is_refused(specctl, argv, code, says):
 
 def test_a_head_writes_no_steps(specctl, tmp_path, target):
     write_head(tmp_path / "head", target, "medusa")
-    done = specctl("online", "--algo", "lr", "reasoning.draft=./head", "--dry-run")
+    done = specctl("reason", "reasoning.draft=./head", "--dry-run")
     assert done.code == 4 and "head is of family medusa" in done.err
 
 
 def test_the_plan(specctl):
     """One temperature and seed for both sections; a resolved recipe can be resolved again."""
-    done = specctl("online", "--algo", "lr,online-lr", "--temperature", "0.3", "--seed", "5", "--dry-run", "--json")
+    done = specctl("reason", "--algo", "lr,online-lr", "--temperature", "0.3", "--seed", "5", "--dry-run", "--json")
     assert done.code == 0, done.err
     recipe, said = done.json["recipe"], " ".join(done.json["steps"])
     assert recipe["sampling"]["temperature"] == recipe["reasoning"]["temperature"] == 0.3
@@ -75,15 +75,19 @@ def test_the_plan(specctl):
     assert recipe["reasoning"]["allow_code_execution"] is False
     assert recipe["data"]["domain"] == ["math"] and "train a drafter of family lm" in said
     assert "in modes target, draft, lr, online-lr" in said and "after every 25 prompts online-lr learn" in said
-    Path("again.yaml").write_text(json.dumps({"command": "online", **recipe}))
-    again = specctl("online", "--recipe", "again.yaml", "--dry-run", "--json")
-    assert again.code == 0 and again.json["recipe"] == recipe, again.err
+    # Runs from before there was `reason` have resolved recipes of `online`, with keys of both.
+    for command, more in (("reason", {}), ("online", {"baselines": ["vanilla"], "buffer": {"replay": 0.0}})):
+        Path("again.yaml").write_text(json.dumps({"command": command, **recipe, **more}))
+        for asked in ("online", "reason"):
+            again = specctl(asked, "--recipe", "again.yaml", "--dry-run", "--json")
+            assert again.code == 0 and again.json["recipe"] == recipe, again.err
+            assert ("now a command of its own: specctl reason" in again.err) == (asked == "online")
 
 
 def test_it_warms_up_a_draft_lm_first(specctl, library):
     """By the path of every drafter: distil, train, and then the stream."""
     called = []
-    for name in ("distill", "train-drafter", "online"):
+    for name in ("distill", "train-drafter", "reason"):
         library(name, lambda recipe, run, name=name: called.append((name, recipe)) or (_ for _ in ()).throw(Stop))
 
     class Stop(Exception):
@@ -98,7 +102,7 @@ def test_it_warms_up_a_draft_lm_first(specctl, library):
 @pytest.mark.slow
 def test_it_learns_and_reports(specctl, start, tmp_path):
     """The command on the built-in target, its report, the run again, and what was learnt put to use."""
-    argv = ["online", "--algo", "online-lr,osd-lr", *start, *SMALL, "--output-dir", "run"]
+    argv = ["reason", "--algo", "online-lr,osd-lr", *start, *SMALL, "--output-dir", "run"]
     done = specctl(*argv, "--json")
     assert done.code == 0, done.err
     document = done.json
@@ -123,7 +127,7 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
     )
     shown = specctl("report", "run", "--csv", "--json")
     assert shown.code == 0, shown.err
-    assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == ["online-steps.png"]
+    assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == ["reason-steps.png"]
     page = Path(shown.json["report"]).read_text()
     assert "answers of the target alone" in page and "Gain of learning" in page
     write_prompts(tmp_path, ["Say hi."])

@@ -1,4 +1,4 @@
-"""`eval --server`: acceptance, times and what is gained over the same target without a drafter."""
+"""`eval-server`: acceptance, times and what is gained over the same target without a drafter."""
 
 import json
 from collections import Counter
@@ -6,13 +6,12 @@ from dataclasses import asdict
 
 import pytest
 
-from specctl.commands.eval import evaluate
-from specctl.commands.eval_served import predict_worth
+from specctl.commands.eval_server import evaluate_server, predict_worth
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation.prompts import prompt_id
 from specctl.errors import DataError
 from specctl.measuring import served_rows
-from specctl.recipe import EvalRecipe
+from specctl.recipe import EvalServerRecipe
 from specctl.runs import Run
 from tests.cli.conftest import specctl
 from tests.conftest import holding
@@ -38,9 +37,9 @@ def go(tmp_path):
         recipe = {"data": {"domain": ["sql", "math"]}, "limit": 6, "server": {"urls": [engine.locked]}, **fields}
         if baseline is not None:
             recipe["baseline_server"] = {"urls": [baseline.locked]}
-        made = EvalRecipe.model_validate(recipe)
-        run = Run.create("eval", made, tmp_path / "run")
-        result = evaluate(made, run)
+        made = EvalServerRecipe.model_validate(recipe)
+        run = Run.create("eval-server", made, tmp_path / "run")
+        result = evaluate_server(made, run)
         run.result(asdict(result))
         assert holding(run.dir, "HUSH") == [], "passwords of addresses are kept nowhere"
         assert (run.dir / "requests.jsonl").stat().st_mode & 0o077 == 0
@@ -171,24 +170,30 @@ def test_buckets_double(tokens, up_to):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"drafters": ["lookup"]}, "drafters is for drafting in this process"),
-        ({"matrix": True, "pool": "x"}, "this process"),
-        ({"resume": True, "output_dir": "x"}, "resume is for"),
-        ({"seeds": [0, 1]}, "one seed"),
-        ({"server": {}, "baseline_server": {"urls": ["http://a"]}}, "set server, too"),
+        ({"sampling": {"exact": True}}, "exact is for decoding in this process"),
+        ({"seeds": [0, 1]}, "at most 1 item"),
         ({"concurrency": []}, "at least 1"),
         ({"mats": [0.5]}, "greater than or equal to 1"),
     ],
 )
 def test_recipes_that_contradict_themselves(fields, says):
     with pytest.raises(ValueError, match=says):
-        EvalRecipe.model_validate({"server": {"urls": ["http://a"]}} | fields, strict=False)
+        EvalServerRecipe.model_validate({"server": {"urls": ["http://a"]}} | fields, strict=False)
 
 
 def test_the_command(text, tmp_path, specctl):
     with FakeEngine(text.tokenizer) as engine:
         engine.histogram = [1, 2, 1]
-        arguments = ("eval", "--server", engine.url, "--baseline-server", engine.url, "--limit", "3", "--domain", "sql")
+        arguments = (
+            "eval-server",
+            "--server",
+            engine.url,
+            "--baseline-server",
+            engine.url,
+            "--limit",
+            "3",
+            "--domain=sql",
+        )
         done = specctl(*arguments, "--concurrency", "1,2", "--mats", "2,2.75,9")
     assert done.code == 0, done.err
     assert "× baseline" in done.out and "same texts" in done.out and "transformers" not in done.out

@@ -1,4 +1,4 @@
-"""`online --server`: what is learnt from served texts is published, proven and, where it does harm, taken back."""
+"""`learn-from-server`: what is learnt from served texts is published, proven and, where it does harm, taken back."""
 
 import dataclasses
 import itertools
@@ -10,12 +10,12 @@ import httpx
 import pytest
 
 from specctl import progress
-from specctl.commands.online import online
+from specctl.commands.learn_from_server import learn_from_server
 from specctl.drafters import checkpoint
 from specctl.engines import vllm_worker
 from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, Interrupted, RecipeError, SpecctlError, UsageError
-from specctl.recipe import OnlineRecipe
+from specctl.recipe import LearnFromServerRecipe
 from specctl.runs import Run
 from tests.conftest import holding
 from tests.measuring.streams import recipe, write_head, write_prompts
@@ -58,11 +58,11 @@ def go(tmp_path, target, head):
         fields.setdefault("algo", ["ogd"])
         fields.setdefault("learner", {"holdout": 0, "rest": 0})
         fields.setdefault("server", {"urls": [engine.url]})
-        made = recipe(prompts, head, target, output_dir=tmp_path / place, **fields)
+        made = recipe(prompts, head, target, LearnFromServerRecipe, output_dir=tmp_path / place, **fields)
         if baseline is not None:
             made = made.model_copy(update={"baseline_server": made.server.model_copy(update={"urls": [baseline.url]})})
-        run = Run.create("online", made, tmp_path / place)
-        found = online(made, run, target=target)
+        run = Run.create("learn-from-server", made, tmp_path / place)
+        found = learn_from_server(made, run, target=target)
         return found, run.result(dataclasses.asdict(found))
 
     return run
@@ -236,12 +236,9 @@ def test_sglang_is_given_tensors(go, target, exported):
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"traffic": {"listen": "127.0.0.1:1"}}, "need a server"),
-        ({"baseline_server": {"urls": ["http://b:1"]}}, "need a server"),
-        ({"server": {"urls": ["http://a:1"]}, "algo": ["ogd", "optimistic"]}, "one algo"),
+        ({"server": {"urls": ["http://a:1"]}, "algo": ["ogd", "optimistic"]}, "at most 1 item"),
         ({"server": {"urls": ["http://a:1"]}, "algo": ["osd"]}, "rejected positions"),
-        ({"server": {"urls": ["http://a:1"]}, "asynchronous": True}, "asynchronous is for drafting in this process"),
-        ({"server": {"urls": ["http://a:1"]}, "pool": "p"}, "pool is for drafting in this process"),
+        ({"server": {"urls": ["http://a:1"]}, "sampling": {"exact": True}}, "sampling.exact is for drafting"),
         ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "a:1", "log": "b"}}, "leave one of them out"),
         ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "nowhere"}}, "listen"),
         (
@@ -256,7 +253,12 @@ def test_sglang_is_given_tensors(go, target, exported):
 )
 def test_what_a_server_cannot_do_is_said(fields, problem):
     with pytest.raises(ValueError, match=problem):
-        OnlineRecipe.model_validate(fields)
+        LearnFromServerRecipe.model_validate(fields)
+
+
+def test_there_is_no_server_by_default():
+    with pytest.raises(UsageError, match="no server to learn from"):
+        LearnFromServerRecipe().check_server()
 
 
 def test_another_recipe_does_not_go_on(go, engine):

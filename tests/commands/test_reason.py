@@ -14,9 +14,10 @@ from specctl import progress
 from specctl.drafters import checkpoint
 from specctl.drafters.pool import load_drafter
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
-from specctl.reasoning.lookahead import Lookahead
-from specctl.reasoning.modes import load_draft_lm
-from specctl.recipe import DraftingRecipe, ReasonRecipe, TargetRecipe
+from specctl.lab.reason.recipe import ReasonRecipe
+from specctl.lab.reasoning.lookahead import Lookahead
+from specctl.lab.reasoning.modes import load_draft_lm
+from specctl.recipe import DraftingRecipe, TargetRecipe
 from specctl.recipe.train import CheckpointRecipe
 from tests.measuring.streams import (
     QUESTIONS,

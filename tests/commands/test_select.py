@@ -13,8 +13,6 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.commands.select import select
-from specctl.commands.select_router import examples as router_examples
-from specctl.commands.select_tables import replay_table
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.models.loading import builtin_path
@@ -33,18 +31,25 @@ from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
+from specctl.lab.record.recipe import RecordRecipe
+from specctl.lab.record.run import record_pool
+from specctl.lab.recorded.hindsight import round_starts
+from specctl.lab.recorded.table_file import read_table
+from specctl.lab.replay.recipe import ReplayRecipe
+from specctl.lab.replay.run import play_table, replay_table
+from specctl.lab.train_router.recipe import TrainRouterRecipe
+from specctl.lab.train_router.run import examples as router_examples
+from specctl.lab.train_router.run import train_and_play
 from specctl.measuring import select_contenders
 from specctl.measuring.contenders import Case, measure
 from specctl.measuring.policy_rows import StreamAnswers
 from specctl.measuring.select_contenders import SelectContenders, make_sessions, prompt_batches
-from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SamplingRecipe, SelectRecipe, TargetRecipe
+from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
 from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN as PLAIN_ARM
 from specctl.selection.assembly import make_selector
-from specctl.selection.recorded.hindsight import round_starts
-from specctl.selection.recorded.table_file import read_table
 from tests.lossless.drafters import own_weights
 from tests.measuring.streams import contents, write_copy, write_head
 
@@ -71,22 +76,40 @@ def pool(target):
     }
 
 
+COMMANDS = {
+    SelectRecipe: select,
+    RecordRecipe: record_pool,
+    ReplayRecipe: play_table,
+    TrainRouterRecipe: train_and_play,
+}
+
+
 def recipe(prompts, **fields):
-    """Played by mat: tokens a second are another number in every run. Drafters draft alone."""
-    fields.setdefault("beside", "none")
-    fields.setdefault("algo", ["hedgespec"])
-    fields.setdefault("game", {"loss": "length", "depth": 2, "warmup_rounds": 2})
-    return SelectRecipe(
-        data=DataRecipe(domain=["sql"], prompts=str(prompts)),
-        sampling=SamplingRecipe(**{"max_new_tokens": 16, **fields.pop("sampling", {})}),
-        target=TargetRecipe(dtype="fp32", device="cpu"),
-        **{"session": 2, **fields},
-    )
+    """Played by mat: tokens a second are another number in every run. Drafters draft alone. `record`, `replay` and the
+    keys of a router name the command, which takes those of the other keys that it has."""
+    model = SelectRecipe
+    for key, command in (("replay", ReplayRecipe), ("record", RecordRecipe)):
+        model = command if key in fields else model
+    model = TrainRouterRecipe if {"router", "router_dir"} & fields.keys() else model
+    fields = {
+        "beside": "none",
+        "algo": ["hedgespec"],
+        "game": {"loss": "length", "depth": 2, "warmup_rounds": 2},
+        "data": DataRecipe(domain=["sql"], prompts=str(prompts)),
+        "target": TargetRecipe(dtype="fp32", device="cpu"),
+        "session": 2,
+        **fields,
+    }
+    sampling = {"max_new_tokens": 16, **fields.pop("sampling", {})}
+    if model is ReplayRecipe:
+        sampling = {"seed": sampling.get("seed", 0)}
+    return model(sampling=sampling, **{key: value for key, value in fields.items() if key in model.model_fields})
 
 
 def selected(tmp_path, made, target, pool, rounds=True):
     run = Run.create("select", made, tmp_path / "run")
-    found = select(made, run, target=target, drafters=pool)
+    options = {} if isinstance(made, ReplayRecipe) else {"target": target, "drafters": pool}
+    found = COMMANDS[type(made)](made, run, **options)
     rounds = rounds and [json.loads(line) for line in (run.dir / "rounds.jsonl").read_text().splitlines()]
     return found, run.result(dataclasses.asdict(found)), rounds
 
@@ -388,7 +411,7 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, targe
         selected(tmp_path, made.model_copy(update={"rivals": ["lookup"]}), target, pool)
     table = tmp_path / "table.parquet"
     table.write_bytes(b"PAR1")
-    taken = made.model_copy(update={"record": table, "overwrite": False})
+    taken = recipe(prompts, record=table, output_dir=tmp_path / "run")
     with pytest.raises(UsageError, match=r"table\.parquet already exists"):
         selected(tmp_path, taken, target, pool)
     with pytest.raises(CheckpointError, match=r"table\.parquet"):
@@ -630,13 +653,10 @@ def test_greedy_texts_are_judged_by_their_hits(prompts, target, pool, monkeypatc
     assert game.rules.loss == "throughput" and game.rules.estimator == estimator
 
 
-def test_what_cannot_be_beside_is_refused(prompts, tmp_path):
-    with pytest.raises(ValidationError, match="no table can replay"):
-        recipe(prompts, beside="lookup", record=tmp_path / "t.parquet")
+def test_what_cannot_be_beside_is_refused(prompts):
     with pytest.raises(ValidationError, match="leave out draft_nodes and shapes"):
         recipe(prompts, beside="lookup", arms={"draft_nodes": [2]})
     assert recipe(prompts, beside="auto").companion == "retrieval"
-    assert recipe(prompts, beside="auto", record=tmp_path / "t.parquet").companion is None
     assert recipe(prompts, beside="auto", arms={"draft_nodes": [2]}).companion is None
     assert recipe(prompts, beside="auto", drafting={"proposal": "sampled"}).companion is None
 
@@ -649,8 +669,8 @@ def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, 
     cheap = {name: pool[name] for name in ("lookup", "suffix")}
 
     def made(**more):
-        found = recipe(tmp_path / "{domain}.jsonl", **options, **more)
-        return found.model_copy(update={"data": found.data.model_copy(update={"domain": ["sql", "math"]})})
+        prompts = str(tmp_path / "{domain}.jsonl")
+        return recipe(prompts, data=DataRecipe(domain=["sql", "math"], prompts=prompts), **options, **more)
 
     table = tmp_path / "t.parquet"
     selected(tmp_path / "a", made(record=table), target, cheap, rounds=False)
@@ -738,9 +758,9 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
 def test_recipes_with_the_constants_of_the_papers(recorded, name, constants):
     """They resolve to what they promise, whatever our defaults are, and play."""
     _, table, _ = recorded
-    made = resolve("select", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
+    assert resolve("select", f"replicate/{name}").beside == "none"
+    made = resolve("replay", f"replicate/{name}", [f"replay={table}", "seeds=[0]"])
     assert made.game.model_dump().items() >= constants.items() and made.reset == "query"
-    assert made.beside == "none"
     rows = {row.algo: row for row in replay_table(made).rows if row.kind == "policy"}
     assert list(rows) == made.algo and all(row.mat >= 1 for row in rows.values())
 
@@ -839,7 +859,7 @@ class Oracle:
 def test_the_router_plays_what_it_says(tmp_path, prompts, target, pool):
     made = recipe(prompts, algo=["router", "hedgespec"], router_dir=tmp_path, warm_start=True, baselines=["fixed"])
     cases = [[Case(Prompt("ab" * 16, [{"role": "user", "content": "Hi"}], "sql", ""), [1, 5], 8)]]
-    stage = SelectContenders(made, target, cases, pool, Oracle([*pool], "lookup"))
+    stage = SelectContenders(made, target, cases, pool, Oracle([*pool], "lookup"), warm_tokens=made.router.weight)
     with open(tmp_path / "log", "w") as log:
         stage.play(log, lambda records: tmp_path)
     assert {arm for _, arm, _ in stage.plays["router"]} == {"lookup"}

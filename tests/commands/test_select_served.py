@@ -1,4 +1,4 @@
-"""`select --server`: requests find the server whose drafter is for them, whatever becomes of the others."""
+"""`route`: requests find the server whose drafter is for them, whatever becomes of the others."""
 
 import json
 import os
@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from specctl import data_prep, progress
-from specctl.commands.select_served import REQUESTS, select_served
+from specctl.commands.route import REQUESTS, route
 from specctl.decoding.target_text import load_target_text
 from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, RecipeError, UsageError
-from specctl.recipe import SelectRecipe
+from specctl.recipe import RouteRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
 from tests.cli.conftest import specctl
@@ -73,17 +73,17 @@ def stream():
 
 def recipe(place, *engines, **fields):
     urls = [getattr(one, "url", one) for one in engines]
-    return SelectRecipe(server={"urls": urls}, listen="127.0.0.1:0", output_dir=place, **fields)
+    return RouteRecipe(server={"urls": urls}, listen="127.0.0.1:0", output_dir=place, **fields)
 
 
 @contextmanager
 def routing(made, capsys):
     """The address of a proxy, and where its result will be."""
-    run, found = Run.create("select", made, made.output_dir), []
+    run, found = Run.create("route", made, made.output_dir), []
 
     def work():
         try:
-            found.append(select_served(made, run))
+            found.append(route(made, run))
         except BaseException as error:
             found.append(error)
 
@@ -216,7 +216,7 @@ def test_texts_that_no_server_can_count_go_to_the_least_busy(engines, tmp_path, 
 
 def refused(made, **how):
     with pytest.raises(CheckpointError) as caught:
-        select_served(made, Run.create("select", made, made.output_dir))
+        route(made, Run.create("route", made, made.output_dir))
     return f"{caught.value.message} | {caught.value.hint}"
 
 
@@ -246,31 +246,38 @@ def test_a_target_that_is_named_is_compared(tokenizer, engines, tmp_path):
 def test_a_server_that_is_not_there_is_named(engines, tmp_path):
     made = recipe(tmp_path, engines[0], "http://127.0.0.1:1")
     with pytest.raises(EngineError, match="no server responds at"):
-        select_served(made, Run.create("select", made, tmp_path))
+        route(made, Run.create("route", made, tmp_path))
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["listen=127.0.0.1:1"], "name them with server"),
+        (["listen=127.0.0.1:1"], "name at least two with --server"),
         (["server.urls=http://a", "listen=h:1"], "server names only one engine"),
         (["server.urls=http://a,http://b"], "listen is missing"),
         (["server.urls=http://a,http://b", "listen=here"], "listen"),
-        (["server.urls=http://a,http://b", "listen=h:1", "algo=cgp-ucb,random"], "by one policy"),
-        (["server.urls=http://a,http://b", "listen=h:1", "pool=drafters"], "pool is for drafting in this process"),
-        (["server.urls=http://a,http://b", "listen=h:1", "sampling.temperature=1"], "sampling is for drafting"),
+        (["server.urls=http://a,http://b", "listen=h:1", "algo=cgp-ucb,random"], "at most 1 item"),
+        (
+            ["server.urls=http://a,http://b", "listen=h:1", "pool=drafters"],
+            "a key of specctl select, not of specctl route",
+        ),
+        (
+            ["server.urls=http://a,http://b", "listen=h:1", "sampling.temperature=1"],
+            "a key of specctl select, not of specctl route",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(settings, words):
-    with pytest.raises(RecipeError) as caught:
-        resolve("select", None, settings)
+    """In the earlier spelling, `select --server`, as well."""
+    with pytest.raises((RecipeError, UsageError)) as caught:
+        resolve("select", None, settings).check_servers()
     assert words in str(caught.value)
 
 
 def test_a_policy_that_cannot_route_is_refused(engines, tmp_path):
     made = recipe(tmp_path, *engines, algo=["hedgespec"])
     with pytest.raises(UsageError, match="hedgespec cannot route requests"):
-        select_served(made, Run.create("select", made, tmp_path))
+        route(made, Run.create("route", made, tmp_path))
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])

@@ -18,11 +18,13 @@ from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.lm.model import base_of
 from specctl.errors import SpecctlError
+from specctl.lab.reasoning.judge import make_judge
+from specctl.lab.reasoning.modes import load_draft_lm
+from specctl.lab.reasoning.options import JudgeRecipe
+from specctl.lab.routing.options import RouterRecipe
+from specctl.lab.routing.router import Router
 from specctl.measuring.transformers_baseline import load_generator
-from specctl.reasoning.judge import make_judge
-from specctl.reasoning.modes import load_draft_lm
-from specctl.recipe import BenchRecipe, DrafterRecipe, JudgeRecipe, RouterRecipe, TargetRecipe
-from specctl.selection.routing.router import Router
+from specctl.recipe import BenchRecipe, DrafterRecipe, TargetRecipe
 from tests.toys.decoding import decode
 
 FP32 = {"device": "cpu", "dtype": "fp32"}

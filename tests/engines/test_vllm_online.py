@@ -9,14 +9,14 @@ import time
 import pytest
 
 from specctl.commands import export as exporting
-from specctl.commands.online_served import online_served
+from specctl.commands.learn_from_server import learn_from_server
 from specctl.drafters import checkpoint
 from specctl.drafters.dflash.drafter import CANDIDATES
 from specctl.engines import vllm
 from specctl.engines.client import Client
 from specctl.engines.records import EngineError, GenerationRequest
 from specctl.errors import UsageError
-from specctl.recipe import ExportRecipe, OnlineRecipe, ServerRecipe
+from specctl.recipe import ExportRecipe, LearnFromServerRecipe, ServerRecipe
 from specctl.runs import Run
 from tests.engines.test_vllm import (  # noqa: F401 (fixtures)
     HEADS,
@@ -168,7 +168,7 @@ def test_what_does_not_fit_changes_nothing(engine, heads, tmp_path, prompts):  #
 
 def test_it_learns_what_it_serves(target, engine, heads, tmp_path):
     """Chunks of another domain than the head was trained for; what the engine has at the end accepts more."""
-    recipe = OnlineRecipe.model_validate(
+    recipe = LearnFromServerRecipe.model_validate(
         {
             "target": MEASURED,
             "data": {"domain": ["math"], "limit": 80},
@@ -180,7 +180,7 @@ def test_it_learns_what_it_serves(target, engine, heads, tmp_path):
             "output_dir": tmp_path / "run",
         }
     )
-    result = online_served(recipe, Run.create("online", recipe, tmp_path / "run"), target=target)
+    result = learn_from_server(recipe, Run.create("learn-from-server", recipe, tmp_path / "run"), target=target)
     for row in result.per_chunk:
         print(json.dumps(row))
     with Client(engine) as client:

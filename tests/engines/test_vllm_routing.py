@@ -7,7 +7,7 @@ import httpx
 import pytest
 
 from specctl.commands import export as exporting
-from specctl.commands.select_served import REQUESTS
+from specctl.commands.route import REQUESTS
 from specctl.distillation.generate import distill
 from specctl.distillation.prompts import read_prompts
 from specctl.recipe import DataRecipe, DistillRecipe, ExportRecipe, SamplingRecipe, TrainRecipe

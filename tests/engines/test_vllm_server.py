@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from specctl.commands import export as exporting
-from specctl.commands.eval import evaluate
+from specctl.commands.eval_server import evaluate_server
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import GREEDY
 from specctl.distillation import store
@@ -28,7 +28,7 @@ from specctl.recipe import (
     DistillRecipe,
     DrafterRecipe,
     DraftingRecipe,
-    EvalRecipe,
+    EvalServerRecipe,
     ExportRecipe,
     FeatureRecipe,
     HeldOutRecipe,
@@ -115,7 +115,7 @@ def test_data_head_and_counts(target, tmp_path):
                 **(recipe | {"data": {"domain": ["sql"]}, "limit": 12, "concurrency": [1, 4]}),
                 **{"server": {"urls": [drafted], "wait_s": 300}, "baseline_server": there},
             }
-            found = evaluate(EvalRecipe.model_validate(measured), run_in(tmp_path / "measuring"))
+            found = evaluate_server(EvalServerRecipe.model_validate(measured), run_in(tmp_path / "measuring"))
     for row in found.servers:
         print(json.dumps(row.__dict__))
     lines = [json.loads(line) for line in (tmp_path / "measuring" / "requests.jsonl").read_text().splitlines()]

@@ -140,4 +140,4 @@ def test_heads_are_not_given_so(tmp_path, target):
     head = write_head(tmp_path / "head", target, "eagle3")
     with pytest.raises(UsageError, match="is a head") as caught:
         export(ExportRecipe(drafter=head, to="sglang", server={"urls": ["http://a"]}))
-    assert "online --server" in caught.value.hint
+    assert "learn-from-server" in caught.value.hint

@@ -19,7 +19,7 @@ from specctl.drafters.dflash.drafter import FAMILY as dflash
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.formats import registry, roundtrip, serving_commands
 from specctl.formats.head import Deployment, Head, TargetFacts
-from specctl.recipe import EvalRecipe, ExportRecipe
+from specctl.recipe import EvalServerRecipe, ExportRecipe
 from tests.drafters.variants import NORMS, VARIANTS
 from tests.formats import consumers
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
@@ -564,7 +564,7 @@ def test_a_schedule_decides_about_tokens():
 
 
 def test_from_servers_to_a_schedule(make, target, tmp_path):
-    """The document that `eval --server` writes is the one that is read; the tables are shown."""
+    """The document that `eval-server` writes is the one that is read; the tables are shown."""
     with (
         FakeEngine(target.tokenizer, seconds=0.05) as engine,
         FakeEngine(target.tokenizer, seconds=0.05) as plain,
@@ -572,7 +572,7 @@ def test_from_servers_to_a_schedule(make, target, tmp_path):
         engine.histogram = [1, 2, 1]
         sizes = {"limit": 6, "concurrency": [1, 6], "output_dir": tmp_path / "run"}
         servers = {"server": {"urls": [engine.url]}, "baseline_server": {"urls": [plain.url]}}
-        api.execute("eval", EvalRecipe.model_validate(sizes | servers))
+        api.execute("eval-server", EvalServerRecipe.model_validate(sizes | servers))
     result = export(make("eagle3", draft_vocab=64), "vllm", tmp_path / "out", tune=tmp_path / "run")
     assert result.tuning.acceptance == pytest.approx([0.75, 1 / 3]) and result.tuning.drafted == 2
     assert [fit.concurrency for fit in result.tuning.fits] == [1, 6]

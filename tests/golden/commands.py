@@ -86,6 +86,7 @@ RUNS: dict[str, tuple[Any, ...]] = {
     ),
     "select --record": ("select", "--pool", "drafters", "--record", "t.parquet", "--output-dir", "recorded", *PROMPTS),
     "select --replay": ("select", "--replay", "t.parquet", "--algo", "hedgespec,random", "--output-dir", "replayed"),
+    "replay": ("replay", "t.parquet", "--seeds", "0,1", "--output-dir", "replayed again"),
     "online": ("online", "--algo", "ens-eagle3", "--init", "drafters/sql-eagle3", "--output-dir", "online", *STREAM),
     "online --pool": (
         *("online", "--algo", "ogd", "--pool", "drafters", "--baselines", "static"),
@@ -136,7 +137,7 @@ def alone(place: Path) -> Iterator[pytest.MonkeyPatch]:
 
 
 def sweep() -> list[dict[str, Any]]:
-    """Rows of `eval --server` at two loads, as far as `export --tune` reads them."""
+    """Rows of `eval-server` at two loads, as far as `export --tune` reads them."""
     shared = {"domain": "sql", "tokens": 100, "token_s": 0.01, "request_tokens_per_s": 100.0}
     return [
         shared

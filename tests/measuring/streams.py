@@ -2,17 +2,26 @@
 
 import dataclasses
 import json
+import pkgutil
 
 import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from specctl.commands.online import online
+from specctl import api
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM
-from specctl.recipe import DataRecipe, DrafterRecipe, OnlineRecipe, SamplingRecipe, TargetRecipe, TrainRecipe
+from specctl.recipe import (
+    DataRecipe,
+    DrafterRecipe,
+    OnlineRecipe,
+    SamplingRecipe,
+    TargetRecipe,
+    TrainRecipe,
+    command_for,
+)
 from specctl.runs import Run
 from tests.toys import mtp
 
@@ -60,25 +69,28 @@ def write_prompts(place, questions=QUESTIONS):
     return path
 
 
-def recipe(prompts, init, target, **fields):
+def recipe(prompts, init, target, model=OnlineRecipe, **fields):
     """Two prompts a chunk, six tokens an answer. Learning may take as long as it does, so that equal runs are equal."""
+    if model is OnlineRecipe:
+        fields = {"beside": "none", "baselines": ["vanilla", "static", "lookup"], **fields}
     learner = {"budget": None, **fields.pop("learner", {})}
     sampling = {"max_new_tokens": 6, **fields.pop("sampling", {})}
     stream = {"chunk": 2, **fields.pop("stream", {})}
     data = {"domain": ["sql"], "prompts": str(prompts), **fields.pop("data", {})}
     found = {"arch": checkpoint.family(init), "target": TargetRecipe(name=target.name, dtype="fp32", device="cpu")}
-    return OnlineRecipe(
+    return model(
         **found
         | {"data": DataRecipe(**data), "sampling": SamplingRecipe(**sampling), "stream": stream, "init": init}
-        | {"learner": learner, "beside": "none", "baselines": ["vanilla", "static", "lookup"]}
+        | {"learner": learner}
         | fields
     )
 
 
 def learnt(place, made, target):
     """(result, document) of a run in `place`."""
-    run = Run.create("online", made, place)
-    found = online(made, run, target=target)
+    command = command_for(made)
+    run = Run.create(command, made, place)
+    found = pkgutil.resolve_name(api.FUNCTIONS[command])(made, run, target=target)
     return found, run.result(dataclasses.asdict(found))
 
 

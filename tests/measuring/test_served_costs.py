@@ -15,7 +15,7 @@ LENGTHS = range(6)
 
 
 def row(server, concurrency, token_s, *, domain="sql", shares=(), requests=None, tokens=1000, **fields):
-    """A row of `eval --server`, as far as it is read, with every request in flight all the time."""
+    """A row of `eval-server`, as far as it is read, with every request in flight all the time."""
     mat = 1 + sum(shares) if shares else None
     seconds = tokens * token_s / (requests or concurrency)
     return {
@@ -180,7 +180,7 @@ def test_a_model_that_does_not_fit_says_so(tmp_path):
         (lambda made: [one | {"token_s": None} for one in made], "no time between tokens"),
         (lambda made: made[:2], "has only one load"),
         (lambda made: [], "it has no rows"),
-        (lambda made: [{"server": "server"}], "is not a result of eval --server"),
+        (lambda made: [{"server": "server"}], "is not a result of eval-server"),
     ],
 )
 def test_sweeps_that_cannot_be_used(tmp_path, change, says):
@@ -196,7 +196,7 @@ def test_files_that_are_no_sweep(tmp_path):
     with pytest.raises(DataError, match="is not JSON"):
         served_costs.tune(tmp_path)
     (tmp_path / "result.json").write_text('{"rows": []}')
-    with pytest.raises(DataError, match="is not a result of eval --server"):
+    with pytest.raises(DataError, match="is not a result of eval-server"):
         served_costs.tune(tmp_path)
 
 

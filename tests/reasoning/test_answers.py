@@ -6,8 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from specctl.errors import UsageError
-from specctl.reasoning import answers
-from specctl.reasoning.answers import correct, equal_answers, extract, normalise, passes_tests
+from specctl.lab.reasoning import answers
+from specctl.lab.reasoning.answers import correct, equal_answers, extract, normalise, passes_tests
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import pytest
 
 from specctl.adaptation.draft_length import TRIAL_EVERY
-from specctl.reasoning.auto_depth import TRIED, AutoDepth
-from specctl.recipe import LookaheadRecipe
+from specctl.lab.reasoning.auto_depth import TRIED, AutoDepth
+from specctl.lab.reasoning.options import LookaheadRecipe
 
 
 def play(depth, rounds, kept, step_s):

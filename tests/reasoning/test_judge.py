@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from specctl.errors import CheckpointError
-from specctl.reasoning import judge as judges
-from specctl.reasoning.judge import QUESTION, ChatJudge, Judge, agreement, fold, make_judge, read_ruling
-from specctl.recipe import JudgeRecipe
+from specctl.lab.reasoning import judge as judges
+from specctl.lab.reasoning.judge import QUESTION, ChatJudge, Judge, agreement, fold, make_judge, read_ruling
+from specctl.lab.reasoning.options import JudgeRecipe
 
 PAIRS = Path(__file__).with_name("judged_pairs.json")
 

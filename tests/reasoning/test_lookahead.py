@@ -11,14 +11,14 @@ from specctl.decoding.target import Target
 from specctl.distillation.prompts import Prompt
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import DataError, Interrupted
+from specctl.lab.reasoning import lookahead
+from specctl.lab.reasoning.auto_depth import TRIED
+from specctl.lab.reasoning.judge import Judge
+from specctl.lab.reasoning.lookahead import Lookahead
+from specctl.lab.reasoning.options import LookaheadRecipe
+from specctl.lab.reasoning.step_splitter import Step
+from specctl.lab.reasoning.writer import Proposal, StepDrafter, Writer, WritingWork
 from specctl.progress import interrupts
-from specctl.reasoning import lookahead
-from specctl.reasoning.auto_depth import TRIED
-from specctl.reasoning.judge import Judge
-from specctl.reasoning.lookahead import Lookahead
-from specctl.reasoning.step_splitter import Step
-from specctl.reasoning.writer import Proposal, StepDrafter, Writer, WritingWork
-from specctl.recipe import LookaheadRecipe
 from tests.conftest import write_tiny
 
 RECIPE = LookaheadRecipe(temperature=0.0, budget=40, answer_tokens=4, step_tokens=10).resolved("builtin")

@@ -12,11 +12,12 @@ from specctl.drafters import checkpoint
 from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError, UsageError
+from specctl.lab.reasoning.judge import Judge
+from specctl.lab.reasoning.modes import DraftLM, Reasoning, load_draft_lm
+from specctl.lab.reasoning.options import LookaheadRecipe
+from specctl.lab.reasoning.rows import acceptance_difference, rows
 from specctl.measuring.measured import Measured
-from specctl.measuring.reasoning_rows import acceptance_difference, rows
-from specctl.reasoning.judge import Judge
-from specctl.reasoning.modes import DraftLM, Reasoning, load_draft_lm
-from specctl.recipe import DrafterRecipe, LookaheadRecipe
+from specctl.recipe import DrafterRecipe
 
 MODES = ["target", "draft", "lr", "osd-lr", "online-lr"]
 RECIPE = LookaheadRecipe(

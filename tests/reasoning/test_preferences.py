@@ -10,10 +10,11 @@ from transformers import LlamaForCausalLM, TrainingArguments
 
 from specctl.drafters.lm.model import architecture
 from specctl.errors import CheckpointError, Interrupted
+from specctl.lab.reasoning.lookahead import Mismatch
+from specctl.lab.reasoning.options import LookaheadRecipe
+from specctl.lab.reasoning.preferences import PreferenceLearner, pairs_dataset
 from specctl.progress import interrupts
-from specctl.reasoning.lookahead import Mismatch
-from specctl.reasoning.preferences import PreferenceLearner, pairs_dataset
-from specctl.recipe import DrafterRecipe, LookaheadRecipe
+from specctl.recipe import DrafterRecipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 BETTER, WORSE = [40, 41, 42], [50, 51, 52]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from specctl import api
-from specctl.commands.reason import Difference
 from specctl.errors import SpecctlError
+from specctl.lab.reason.run import Difference
+from specctl.lab.reasoning.journal import ReasoningChunk
+from specctl.lab.reasoning.rows import ModeRow
 from specctl.measuring.online_rows import LearnerRow
-from specctl.measuring.reasoning_journal import ReasoningChunk
-from specctl.measuring.reasoning_rows import ModeRow
 from specctl.reporting import plots
 from specctl.reporting.commands import online
 from specctl.reporting.commands.rounds import BINS, Rounds

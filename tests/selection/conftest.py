@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from specctl.selection.recorded.table_file import Recorded
-from specctl.selection.recorded.trace import Trace
+from specctl.lab.recorded.table_file import Recorded
+from specctl.lab.recorded.trace import Trace
 
 ARMS, DEPTH = ["sql", "lookup", "suffix"], 4
 

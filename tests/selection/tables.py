@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from specctl.selection.game.losses import along_drafts, beyond_the_end
-from specctl.selection.recorded.trace import INNER, Table, Trace
+from specctl.lab.recorded.trace import Table, Trace
+from specctl.selection.game.losses import INNER, along_drafts, beyond_the_end
 
 
 def trace_of(gamma, seed=0, query="q", domain="d"):

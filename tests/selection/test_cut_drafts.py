@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from specctl.errors import UsageError
+from specctl.lab.recorded.cut_drafts import shortened, with_plain
+from specctl.lab.recorded.overheads import Overheads
+from specctl.lab.recorded.trace import Table, of_arms
 from specctl.selection.arms import PLAIN
-from specctl.selection.recorded.cut_drafts import shortened, with_plain
-from specctl.selection.recorded.overheads import Overheads
-from specctl.selection.recorded.trace import Table, of_arms
 from tests.selection.conftest import ARMS, DEPTH
 
 

@@ -22,8 +22,7 @@ from specctl.drafters.tree import TreeShape
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.selection import feedback
 from specctl.selection.feedback import Scorer
-from specctl.selection.game.losses import beyond_the_end, realised_length
-from specctl.selection.recorded.trace import LEAF
+from specctl.selection.game.losses import LEAF, beyond_the_end, realised_length
 from tests.lossless.drafters import own_weights, ragged
 from tests.toys import mtp
 from tests.toys.decoding import decode

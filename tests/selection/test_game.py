@@ -6,13 +6,13 @@ from math import nan
 import numpy as np
 import pytest
 
+from specctl.lab.recorded.hindsight import token_losses
 from specctl.recipe.select import GameRecipe
 from specctl.selection.game.game import Game
+from specctl.selection.game.losses import INNER
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import overridden_options, rules_for
 from specctl.selection.policies.policy import Arms
-from specctl.selection.recorded.hindsight import token_losses
-from specctl.selection.recorded.trace import INNER
 from tests.selection.tables import trace_of
 
 N, K, T = 3, 4, 30

@@ -5,14 +5,13 @@ from dataclasses import replace as changed
 import numpy as np
 import pytest
 
+from specctl.lab.recorded.hindsight import Hindsight, token_losses
+from specctl.lab.recorded.replay import replay, rules_on
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.delay import Delay
 from specctl.selection.game.length_correction import LengthCorrection
-from specctl.selection.game.losses import extrapolated_depths, geometric_length, length_loss
+from specctl.selection.game.losses import INNER, extrapolated_depths, geometric_length, length_loss
 from specctl.selection.game.rules import rules_for
-from specctl.selection.recorded.hindsight import Hindsight, token_losses
-from specctl.selection.recorded.replay import replay, rules_on
-from specctl.selection.recorded.trace import INNER
 from tests.selection.tables import table_of, trace_of
 
 K, T = 8, 3000

@@ -5,7 +5,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from specctl.lab.recorded.recorder import Drafted
 from specctl.selection.game.losses import (
+    INNER,
+    LEAF,
     along_drafts,
     beyond_the_end,
     expected_length,
@@ -14,8 +17,6 @@ from specctl.selection.game.losses import (
     realised_length,
     with_failures,
 )
-from specctl.selection.recorded.recorder import Drafted
-from specctl.selection.recorded.trace import INNER, LEAF
 
 
 def length_by_enumeration(gamma, t):

@@ -7,13 +7,13 @@ import pytest
 
 from specctl.decoding.sampling import Sampling
 from specctl.drafters.text.lookup import Lookup
+from specctl.lab.recorded.hindsight import Hindsight
+from specctl.lab.recorded.overhead_timing import line, overheads
+from specctl.lab.recorded.overheads import Overheads
+from specctl.lab.recorded.replay import draft_all, oracle, replay
+from specctl.lab.recorded.trace import of_arms
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.arm import Arm
-from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.overhead_timing import line, overheads
-from specctl.selection.recorded.overheads import Overheads
-from specctl.selection.recorded.replay import draft_all, oracle, replay
-from specctl.selection.recorded.trace import of_arms
 from tests.selection.tables import specialists
 
 GREEDY = Sampling(0.0, 0, 1.0)

@@ -10,15 +10,15 @@ from specctl.decoding.records import DraftTree, Label
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
+from specctl.lab.recorded.cut_drafts import with_plain
+from specctl.lab.recorded.hindsight import Hindsight
+from specctl.lab.recorded.replay import replay
+from specctl.lab.recorded.trace import Table
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN, plain_arm
 from specctl.selection.assembly import make_selector
 from specctl.selection.policies import registry
-from specctl.selection.recorded.cut_drafts import with_plain
-from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.replay import replay
-from specctl.selection.recorded.trace import Table
 from tests.selection.tables import trace_of
 from tests.selection.test_rewards import ticking  # noqa: F401 - a fixture is asked for by name
 from tests.toys.decoding import decode

@@ -20,13 +20,13 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.errors import Interrupted, UsageError
+from specctl.lab.recorded import recorder as recording
+from specctl.lab.recorded.cut_drafts import PLAIN, shortened
+from specctl.lab.recorded.recorder import Drafted, Query
+from specctl.lab.recorded.table_file import read_table
 from specctl.progress import interrupts
 from specctl.recipe import DrafterRecipe
 from specctl.selection.arm import Arm
-from specctl.selection.recorded import recorder as recording
-from specctl.selection.recorded.cut_drafts import PLAIN, shortened
-from specctl.selection.recorded.recorder import Drafted, Query
-from specctl.selection.recorded.table_file import read_table
 from tests.lossless.drafters import Rotate, own_weights
 from tests.lossless.test_equality import random_eagle, random_heads
 from tests.toys.decoding import decode
@@ -43,7 +43,7 @@ def record(target, pool, *more, **options):
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch):
     """How long steps take is not what is tested."""
-    monkeypatch.setattr(recording, "REPEATS", 1)
+    monkeypatch.setattr("specctl.selection.step_timing.REPEATS", 1)
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import os
 import pytest
 
 from specctl.errors import CheckpointError, UsageError
-from specctl.selection.recorded import recording as recording
-from specctl.selection.recorded.recording import Recording, pieces
-from specctl.selection.recorded.table_file import Header, read, read_table
+from specctl.lab.recorded import recording as recording
+from specctl.lab.recorded.recording import Recording, pieces
+from specctl.lab.recorded.table_file import Header, read, read_table
 from tests.selection.conftest import ARMS, DEPTH
 from tests.selection.test_table_file import COSTS, assert_same
 

@@ -6,11 +6,8 @@ import numpy as np
 import pytest
 
 from specctl.errors import CheckpointError, DataError
-from specctl.recipe.select import GameRecipe, PolicyRecipe
-from specctl.selection.game.rules import rules_for
-from specctl.selection.policies.registry import NAMES
-from specctl.selection.recorded.hindsight import Hindsight, games, round_starts, token_losses
-from specctl.selection.recorded.regret import (
+from specctl.lab.recorded.hindsight import Hindsight, games, round_starts, token_losses
+from specctl.lab.recorded.regret import (
     bootstrap_ratio,
     late_share,
     loss_regret,
@@ -19,8 +16,11 @@ from specctl.selection.recorded.regret import (
     stopping_regret,
     summarize,
 )
-from specctl.selection.recorded.replay import draft_all, oracle, replay
-from specctl.selection.recorded.trace import Trace
+from specctl.lab.recorded.replay import draft_all, oracle, replay
+from specctl.lab.recorded.trace import Trace
+from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.game.rules import rules_for
+from specctl.selection.policies.registry import NAMES
 from tests.selection.tables import specialists, table_of
 
 GAME = GameRecipe(loss="length", depth=2, warmup_rounds=2)
@@ -170,7 +170,7 @@ class Spy:
 
 def test_a_replay_shows_a_bandit_the_overlap_of_the_drafts_of_complete_rounds(monkeypatch):
     spy = Spy("reward")
-    monkeypatch.setattr("specctl.selection.recorded.replay.build", lambda *_: spy)
+    monkeypatch.setattr("specctl.lab.recorded.replay.build", lambda *_: spy)
     trace = scripted(BY_HAND)
     trace.overlap[:] = np.random.default_rng(0).random(trace.overlap.shape)
     played("metasd-ucb", Hindsight(table_of([trace])))
@@ -191,7 +191,7 @@ def test_a_table_that_knows_no_overlaps_of_drafts_is_refused_to_who_is_shown_the
 def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeypatch):
     """Intervals leave tokens without scores when a text ends. Live decoding knows of no last text, and scores them."""
     spy = Spy("losses")
-    monkeypatch.setattr("specctl.selection.recorded.replay.build", lambda *_: spy)
+    monkeypatch.setattr("specctl.lab.recorded.replay.build", lambda *_: spy)
     table = specialists(3, 40, seed=0, N=2, K=3, bad=0.3)
     recipe = GameRecipe(
         loss="length", hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True

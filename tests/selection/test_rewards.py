@@ -14,6 +14,9 @@ from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
+from specctl.lab.recorded import recorder, replay
+from specctl.lab.recorded.hindsight import Hindsight
+from specctl.lab.recorded.recorder import Query
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection import assembly
 from specctl.selection.arm import Arm
@@ -23,9 +26,6 @@ from specctl.selection.game.rewards import Outcome, block_divergence, block_effi
 from specctl.selection.game.rules import rules_for
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms
-from specctl.selection.recorded import recorder, replay
-from specctl.selection.recorded.hindsight import Hindsight
-from specctl.selection.recorded.recorder import Query
 from tests.lossless.drafters import own_weights
 from tests.selection.test_feedback import head
 from tests.toys.decoding import decode

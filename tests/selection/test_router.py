@@ -14,10 +14,9 @@ from specctl import data_prep
 from specctl.drafters.checkpoint import digests
 from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
-from specctl.recipe import RouterRecipe
-from specctl.selection.recorded.hindsight import round_starts
-from specctl.selection.recorded.trace import Table, Trace
-from specctl.selection.routing.labels import (
+from specctl.lab.recorded.hindsight import round_starts
+from specctl.lab.recorded.trace import Table, Trace
+from specctl.lab.routing.labels import (
     RouterExample,
     label_by_domain,
     label_by_hindsight,
@@ -25,7 +24,8 @@ from specctl.selection.routing.labels import (
     split,
     train_router,
 )
-from specctl.selection.routing.router import RECORD, Router
+from specctl.lab.routing.options import RouterRecipe
+from specctl.lab.routing.router import RECORD, Router
 
 ARMS = ["sql-eagle", "math-eagle", "code-eagle"]
 DOMAINS = ["sql", "math", "code"]
@@ -112,7 +112,7 @@ def test_the_pool_may_come_in_another_order(trained, saved, target):
 def test_another_pool_is_refused(saved, target):
     with pytest.raises(CheckpointError, match="it lacks lookup; the pool lacks code-eagle") as error:
         Router.load(saved, ["sql-eagle", "math-eagle", "lookup"], target)
-    assert "--train-router" in error.value.hint
+    assert "train-router" in error.value.hint
 
 
 def test_another_target_is_refused(saved, target):

@@ -9,10 +9,11 @@ import pytest
 
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.errors import CheckpointError, UsageError
-from specctl.selection.recorded import table_file
-from specctl.selection.recorded.recording import Recording
-from specctl.selection.recorded.table_file import Header, read, read_table, write
-from specctl.selection.recorded.trace import INNER, of_arms
+from specctl.lab.recorded import table_file
+from specctl.lab.recorded.recording import Recording
+from specctl.lab.recorded.table_file import Header, read, read_table, write
+from specctl.lab.recorded.trace import of_arms
+from specctl.selection.game.losses import INNER
 from tests.selection.conftest import ARMS, DEPTH
 
 STAMP = {"target": {"name": "tiny", "revision": None}, "drafters": {"sql": "ab12", "lookup": "lookup"}, "exact": False}

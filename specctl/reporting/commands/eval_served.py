@@ -1,4 +1,4 @@
-"""Report of `eval --server`: speed and mat by requests in flight, acceptance, and the expected gain at other mats."""
+"""Report of `eval-server`: speed and mat by requests in flight, acceptance, and the expected gain at other mats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Report of `online --server`: mat per chunk compared with a fixed drafter, and the published versions."""
+"""Report of `learn-from-server`: mat per chunk compared with a fixed drafter, and the published versions."""
 
 from __future__ import annotations
 

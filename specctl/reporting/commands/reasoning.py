@@ -1,4 +1,4 @@
-"""Report of `online` with lookahead reasoning: kept steps and learning per chunk, and a comparison of the modes.
+"""Report of `reason`: kept steps and learning per chunk, and a comparison of the modes.
 
 The comparison includes how often a mode's answers agree with the answers of the target alone.
 """

@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specctl.selection.policies.policy import AnyArray, Array
-from specctl.selection.recorded.trace import INNER
+
+LEAF, INNER = 1, 2  # a committed token is among an arm's proposals: the draft ends there, or continues
 
 
 def along_drafts(values: AnyArray) -> AnyArray:

@@ -1,11 +1,11 @@
-"""Registry of the policies, by name."""
+"""Registry of the policies, by name. `router` is no entry, because `build` has no classifier of prompts."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from specctl.errors import UsageError, did_you_mean
-from specctl.recipe.select import PolicyRecipe
+from specctl.recipe.select import ROUTER, PolicyRecipe
 from specctl.selection.policies.bandits import DiscountedUcb, MetaUcb, SlidingUcb, UcbSpec
 from specctl.selection.policies.baselines import FixedArm, Random
 from specctl.selection.policies.contextual import ContextualUcb
@@ -33,7 +33,6 @@ _POLICIES: dict[str, Any] = {
     "hedgespec": NormalHedge,  # the rules of its game make it HedgeSpec
 }
 NAMES = tuple(_POLICIES)
-ROUTER = "router"  # plays the choice of a prompt classifier: made of more than numbers, so not by `build`
 
 
 def check(names: list[str]) -> None:

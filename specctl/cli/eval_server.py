@@ -1,0 +1,120 @@
+"""`specctl eval-server`: its flags, checks, plan and tables."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.eval import describe_prompts, later_turns
+from specctl.cli.options import SAMPLING, TARGET
+from specctl.cli.output import cell, table
+
+if TYPE_CHECKING:
+    from specctl.recipe import EvalServerRecipe
+
+FLAGS = (
+    *("server", "baseline_server", "concurrency", "mats", "domain", "prompts", "limit", "seeds", *TARGET),
+    *(flag for flag in SAMPLING if flag != "exact"),
+    *("output_dir", "overwrite"),
+)
+COLUMNS = {
+    "server": "server",
+    "domain": "domain",
+    "concurrency": "in flight",
+    "tokens_per_s": "tokens/s",
+    "request_tokens_per_s": "a request",
+    "first_token_s": "first token, s",
+    "token_s": "next, s",
+    "mat": "mat",
+    "speedup": "× baseline",
+    "same_texts": "same texts",
+    "requests": "of",
+}
+"""Row fields of a server, with their headings; `a request`: tokens/s of a single request."""
+LENGTHS = {
+    "server": "server",
+    "concurrency": "in flight",
+    "over": "prompts over",
+    "up_to": "up to, tokens",
+    "request_tokens_per_s": "a request",
+    "first_token_s": "first token, s",
+    "token_s": "next, s",
+    "mat": "mat",
+    "speedup": "× baseline",
+    "requests": "of",
+}
+"""Row fields of a server by prompt length, with their headings."""
+EXAMPLE = "specctl eval-server --server http://host:8001 --baseline-server http://host:8000 --concurrency 1,8,64"
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "eval-server", FLAGS, EXAMPLE)(evaluate_server)
+
+
+def evaluate_server(recipe: EvalServerRecipe, dry_run: bool) -> None:
+    """Measure the drafter of a running engine by load: mat, tokens/s, times of tokens, and speed-up.
+
+    The speed-up is over a second server without a drafter."""
+    from specctl.cli import checks
+
+    recipe.check_server()
+    checks.check_data(recipe.data)
+    if recipe.output_dir:
+        checks.check_output("eval-server", recipe.output_dir, overwrite=recipe.overwrite)
+    rendered = partial(show, measured=describe_prompts(recipe))
+    run_or_plan("eval-server", recipe, dry_run, lambda: steps(recipe), rendered, "run_dir")
+
+
+def steps(recipe: EvalServerRecipe) -> list[str]:
+    """Return the plan in words. No server is asked."""
+    addresses = [*recipe.server.urls, *recipe.baseline_server.urls]
+    return [
+        f"request responses of {recipe.target.name} from {', '.join(addresses)}; the servers are not checked",
+        f"send {describe_prompts(recipe)}, with {', '.join(map(str, recipe.concurrency))} requests in flight",
+        "count the accepted draft tokens, and time the first token and the following tokens",
+    ]
+
+
+def show(document: dict[str, Any], measured: str) -> Any:
+    """Render one row per server, domain and concurrency, then the acceptance at each draft position."""
+    from rich.console import Group
+
+    from specctl.reporting.tables import text
+
+    rows = [[row[name] for name in COLUMNS] for row in document["servers"]]
+    places = [
+        f"accepted at each draft position, {row['server']}, {row['domain']}, {row['concurrency']} in flight: "
+        + ", ".join(map(text, row["acceptance_by_position"]))
+        for row in document["servers"]
+        if row["acceptance_by_position"]
+    ]
+    failures = sum(row["failures"] for row in document["servers"])
+    lengths = [[row[name] for name in LENGTHS] for row in document["lengths"]]
+    return Group(
+        table(*COLUMNS.values(), rows=rows),
+        *([table(*LENGTHS.values(), rows=lengths)] if lengths else []),
+        *predicted_speedups(document["worth"]),
+        *map(cell, places),
+        *([f"{failures} requests failed and were retried"] if failures else []),
+        *later_turns(document, "the server's own answers"),
+        f"measured on: {cell(measured)}",
+        f"run: {cell(document['run_dir'])}",
+    )
+
+
+def predicted_speedups(loads: list[dict[str, Any]]) -> list[Any]:
+    """Render the predicted speed of other drafters at every load, and how to check it; empty without a prediction."""
+    if not loads:
+        return []
+    mats = loads[0]["mats"]
+    synthetic = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": max(mats, default=1.0)}
+    rows = [[load["concurrency"], load["mat"], load["break_even"], *load["speedups"]] for load in loads]
+    return [
+        table("in flight", "mat", "even at mat", *(f"× at mat {mat:g}" for mat in mats), rows=rows),
+        "predicted for drafters with the cost of this one; to measure a mat without a drafter, run vLLM on a GPU with",
+        f"--speculative-config {json.dumps(synthetic)}",
+    ]

@@ -1,0 +1,80 @@
+"""Training of the drafters from which a stream starts, if they are missing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from specctl import progress
+from specctl.errors import Interrupted, UsageError
+
+if TYPE_CHECKING:
+    from specctl.recipe import DistillRecipe, LearningRecipe, TrainRecipe
+
+
+def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
+    """Return the recipes that train the missing drafters from which the stream should start.
+
+    Raises UsageError if there are no prompts for a training.
+    """
+    from specctl import data_prep
+    from specctl.recipe import DataRecipe, TrainRecipe
+    from specctl.recipe.train import AutoDistillRecipe
+
+    options, trainings = recipe.warmup, []
+    for family in recipe.families:
+        place = recipe.initial_drafter(family)
+        if (place / "config.json").is_file():
+            continue
+        if options.prompts is None and recipe.first_domain not in data_prep.DOMAINS:
+            raise UsageError(
+                f"no drafter in {place}, and no prompts of {recipe.first_domain} to train one on",
+                "set --init DRAFTER, --domain NAME or warmup.prompts=FILE (other prompts than the stream's)",
+            )
+        trainings.append(
+            TrainRecipe(
+                target=recipe.target,
+                resources=recipe.resources,
+                data=DataRecipe(domain=[recipe.first_domain], prompts=options.prompts),
+                arch=family,
+                distill=AutoDistillRecipe(responses=options.responses),
+                max_minutes=options.minutes,
+                output_dir=place,
+                resume=recipe.resume,
+            )
+        )
+    return trainings
+
+
+def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> None:
+    """Distil the missing data, and train the missing drafters. Raises Interrupted, with a hint how to continue."""
+    from specctl import api
+
+    for one in first:
+        progress.log(f"no drafter in {one.output}: training one on {one.distill.responses} responses first")
+    try:
+        for missing in data.values():
+            api.execute("distill", missing)
+        for one in first:
+            api.execute("train-drafter", one)
+    except Interrupted as stop:
+        place = recipe.output_dir or "DIR"
+        raise Interrupted(
+            f"{stop.message} during the warm-up", f"continue with --resume --output-dir {place}"
+        ) from None
+
+
+def warm_up_steps(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
+    """Return the first steps of a plan in words: the target's check and the warm-up."""
+    from specctl.cli import checks
+
+    return [
+        checks.check_target(recipe.target),
+        *(f"distill {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()),
+        *(f"train a drafter of family {one.arch} on them, and write it to {one.output}" for one in first),
+    ]
+
+
+def stream_of(recipe: LearningRecipe) -> str:
+    """Describe the stream in words: prompts per domain, and their order."""
+    domains = ", ".join(f"{count} {domain}" for domain, count in recipe.stream.segments)
+    return f"{domains or 'domains ' + ', '.join(recipe.data.domain)}; {recipe.stream.kind}"

@@ -1,0 +1,202 @@
+"""`specctl learn-from-server`: a drafter that learns from the texts of running engines, and is published into them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specctl import progress
+from specctl.adaptation.online_drafter import OnlineDrafter
+from specctl.adaptation.publication import VERSIONS, Publisher
+from specctl.adaptation.served_learner import ServedLearner
+from specctl.adaptation.stream import PromptStream
+from specctl.adaptation.traffic import LogTraffic, RequestedTraffic
+from specctl.commands.export import export
+from specctl.decoding import metrics
+from specctl.decoding.target import Target, load_target
+from specctl.distillation import logs
+from specctl.distillation.prompts import Rejections
+from specctl.drafters import checkpoint
+from specctl.engines import proxy
+from specctl.engines.client import Client
+from specctl.errors import UsageError
+from specctl.measuring.measured import columns
+from specctl.measuring.records import recipe_stamp
+from specctl.measuring.resumable_run import CHUNKS, REJECTED, ResumableRun
+from specctl.measuring.served_counts import COUNTS, counts, mat_of, over_baseline
+from specctl.recipe import ExportRecipe, LearnFromServerRecipe
+from specctl.runs import Run
+
+SHOWN = ("chunk", "mat", "loss", "learn_s")
+LOG = "traffic.jsonl"
+LEARNT_DIR = "learnt"  # directory of the current drafter, in the run directory
+
+Traffic = RequestedTraffic | LogTraffic
+
+
+@dataclass(frozen=True)
+class LearnFromServerResult:
+    """The result document of `learn-from-server`.
+
+    Attributes:
+        over_baseline: mat ÷ the mat of a server that keeps its drafter, on the same prompts, over all texts; the
+            interval is over prompts.
+        over_baseline_last: the same ratio over the last chunk.
+        version: published version that the engines have.
+        drafter: directory of the learnt drafter.
+        passed_over: texts that were skipped because learning was slower than the traffic.
+        per_chunk: fields of `ServedChunk`.
+    """
+
+    algo: str
+    family: str
+    engines: list[str]
+    chunks: int
+    prompts: int
+    mat: float | None
+    mat_first: float | None
+    mat_last: float | None
+    over_baseline: float | None
+    over_baseline_interval: metrics.Interval | None
+    over_baseline_last: float | None
+    published: int
+    rolled_back: int
+    restored: int
+    version: str
+    drafter: str
+    learn_s: float
+    passed_over: int
+    rejected: int
+    per_chunk: list[dict[str, Any]]
+
+
+def learn_from_server(
+    recipe: LearnFromServerRecipe, run: Run, *, target: Target | None = None
+) -> LearnFromServerResult:
+    """Learn from the texts that a recipe's servers write, and publish updates that prove themselves there.
+
+    `target`: passed by callers that have loaded it already. It runs over the texts to compute the learner's inputs.
+
+    Raises:
+        EngineError: a server is gone, or does not take a drafter.
+        DataError, CheckpointError, UsageError: prompts or drafters cannot be used, or the run cannot be resumed.
+        Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
+        SpecctlError: updates keep doing harm, or the disk is full.
+    """
+    recipe.check_server()
+    # A copy, because its context length is cut to the engines' context length.
+    target = copy.copy(target) if target is not None else load_target(**recipe.target.loading)
+    (algo,), (seed,) = recipe.algo, recipe.seeds
+    start = recipe.initial_drafter(recipe.family_of(algo))
+    stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": {str(start): checkpoint.fingerprint(start)}}
+    journal = ResumableRun(recipe, run, stamp, VERSIONS, SHOWN, (CHUNKS, COUNTS))
+    journal.start()
+    with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # which may have no URLs
+        for one in (client, other):
+            one.check(target)
+        online_drafter = OnlineDrafter(recipe, algo, target, seed)
+        options = recipe.publication
+        publisher = Publisher(client, make_exporter(client), options.dir or run.dir / VERSIONS, options)
+        rejections = Rejections(
+            run.dir / REJECTED, recipe.data.max_rejected, hold=run.replaces_earlier, expected=logs.EXPECTED
+        )
+        with open_traffic(recipe, run, target, client, other, rejections) as traffic:
+            learner = ServedLearner(recipe, online_drafter, publisher, run.dir / LEARNT_DIR)
+            if journal.mark.stage is not None:
+                with journal.restoring():
+                    traffic.resume(journal.mark.stream or {})
+                    learner.restore(journal.mark.stage, journal.tensors)
+            journal.begin(target, rejections)
+            learner.begin(start)
+            with journal.tracking(recipe.seeds[0], traffic) as bar:
+                for chunk in traffic.chunks():
+                    row = learner.learn(chunk, journal.number, traffic.passed_over)
+                    bar.update(len(chunk), chunk=row.chunk, mat=row.mat)
+                    with journal.writing():
+                        journal.write_chunk([row])
+                        journal.append(COUNTS, [counts(text) for text in chunk])
+                    journal.advance(traffic, *learner.state())
+            journal.save()
+        engines = [f"{one.facts.engine} {one.facts.version}" for one in client.servers]
+    rows, texts = list(journal.read(CHUNKS)), list(journal.read(COUNTS))
+    return _result(recipe, engines, rows, texts, publisher.version, learner.save(start), rejections.count)
+
+
+def make_exporter(client: Client) -> Callable[[Path, Path], None]:
+    """Make the function that writes a drafter for the engine of the servers: (drafter directory, output directory).
+
+    Raises UsageError if the servers run different engines.
+    """
+    engine, *others = {server.facts.engine for server in client.servers}
+    if others:
+        raise UsageError("the servers run different engines", "name only vLLM servers, or only SGLang servers")
+
+    def write(drafter: Path, place: Path) -> None:
+        export(ExportRecipe(drafter=drafter, to=engine, output_dir=place, overwrite=True))
+
+    return write
+
+
+@contextmanager
+def open_traffic(
+    recipe: LearnFromServerRecipe, run: Run, target: Target, client: Client, other: Client, rejections: Rejections
+) -> Iterator[Traffic]:
+    """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile."""
+    options, source = recipe.target.chat_template_kwargs, recipe.traffic
+    if source.listen is None and source.log is None:
+        stream = PromptStream.of_pass(recipe, target, rejections, recipe.seeds[0])
+        yield RequestedTraffic(stream, recipe, client, other)
+        return
+    log = source.log or run.dir / LOG
+    if source.log is not None and not source.log.is_file():
+        raise UsageError(f"there is no file {source.log}", "name the file to which requests of the engines are logged")
+    following = source.follow or source.listen is not None
+    traffic = LogTraffic(log, target, options, rejections, recipe.chunk, following, recipe.data.limit)
+    if source.listen is None:
+        yield traffic
+        return
+    servers = {server.url: server.facts.engine for server in client.servers}
+    with proxy.running(source.listen, servers, log, int(source.max_log_mb * 2**20)) as address:
+        progress.log(f"requests that go to {address} are forwarded to the servers and learned from")
+        yield traffic
+
+
+def _result(
+    recipe: LearnFromServerRecipe,
+    engines: list[str],
+    rows: list[dict[str, Any]],
+    texts: list[dict[str, Any]],
+    version: str,
+    place: Path,
+    rejected: int,
+) -> LearnFromServerResult:
+    verdicts = [row["publication"]["verdict"] for row in rows if row["publication"] is not None]
+    last = rows[-1] if rows else None
+    known = [row["mat"] for row in rows if row["mat"] is not None]
+    return LearnFromServerResult(
+        algo=recipe.algo[0],
+        family=recipe.family_of(recipe.algo[0]),
+        engines=engines,
+        chunks=len(rows),
+        prompts=sum(row["prompts"] for row in rows),
+        mat=mat_of(texts),
+        mat_first=known[0] if known else None,
+        mat_last=known[-1] if known else None,
+        **columns(over_baseline=over_baseline(texts)),
+        over_baseline_last=last["mat"] / last["baseline_mat"]
+        if last and last["mat"] and last["baseline_mat"]
+        else None,
+        published=verdicts.count("published"),
+        rolled_back=verdicts.count("rolled back"),
+        restored=sum(row["restored"] for row in rows),
+        version=version,
+        drafter=str(place),
+        learn_s=sum(row["learn_s"] for row in rows),
+        passed_over=last["passed_over"] if last else 0,
+        rejected=rejected,
+        per_chunk=rows,
+    )

@@ -1,0 +1,1 @@
+"""Experiments of the papers, each with a command of its own: recorded tables, prompt routers, lookahead reasoning."""

@@ -1,0 +1,1 @@
+"""`specctl reason`: lookahead reasoning along a stream."""

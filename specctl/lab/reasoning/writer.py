@@ -1,0 +1,151 @@
+"""Models that continue a text step by step on the decoding core: the target, and the LM that drafts steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from specctl.adaptation.stream import EncodedPrompt
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.offline import decode
+from specctl.decoding.prefixes import Prefixes
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.records import Request
+from specctl.decoding.sampling import Sampling
+from specctl.decoding.target import Target
+from specctl.errors import DataError
+from specctl.lab.reasoning.options import LookaheadRecipe
+from specctl.lab.reasoning.step_splitter import Step, StepSplitter
+
+
+@dataclass
+class WritingWork:
+    """Work of a model: forwards (one per batch), their rows, and the number of texts started."""
+
+    passes: int = 0
+    rows: int = 0
+    texts: int = 0
+
+    def since(self, before: WritingWork) -> WritingWork:
+        return WritingWork(self.passes - before.passes, self.rows - before.rows, self.texts - before.texts)
+
+
+class Writer:
+    """Writes the next step of texts. It keeps recently read and written prefixes, so they are not read again.
+
+    Attributes:
+        work: total work of this writer.
+    """
+
+    def __init__(self, model: Target, recipe: LookaheadRecipe, drafter: Drafter | None = None):
+        """`recipe` must be resolved; `drafter` speculates on tokens inside the steps, and changes no text."""
+        assert recipe.delimiter is not None and recipe.repetition_penalty is not None, "resolved() fills these in"
+        self.model, self.drafter = model, drafter
+        self.sampling = Sampling(recipe.temperature, recipe.top_k, recipe.top_p, recipe.repetition_penalty)
+        self.stepper = StepSplitter(model, recipe.delimiter, recipe.step_tokens)
+        self.work = WritingWork()
+        self._lines = recipe.longest + 1
+        self.forget()
+
+    def steps(self, texts: list[list[int]], limits: list[int], seed: int) -> list[Step]:
+        """Write the next step of every text in one batch, with at most `limits` tokens each.
+
+        The seed belongs to the problem: a position draws the same random number for every writer, however often.
+        """
+        written = self._decode(texts, [min(limit, self.stepper.limit) for limit in limits], seed, self.stepper.ends)
+        return [self.stepper.first(ids) for ids in written]
+
+    def forget(self) -> None:
+        """Drop all cached prefixes."""
+        self._prefixes = Prefixes(lines=self._lines)
+        controller = Fixed.of(self.drafter)
+        self._engine = Engine(self.model, controller, EngineOptions(prefixes=self._prefixes))
+
+    def rest(self, text: list[int], limit: int, seed: int) -> list[int]:
+        """Write the rest of a text, up to its end or the limit."""
+        return self._decode([text], [limit], seed, frozenset())[0]
+
+    def _decode(self, texts: list[list[int]], limits: list[int], seed: int, ends: frozenset[int]) -> list[list[int]]:
+        ends = frozenset(id for id in ends if id < self.model.vocab_size)  # tokenizers may have more tokens
+        read = self._prefixes.read
+        found = decode(
+            self._engine,
+            [Request(text, self.sampling, limit, seed, ends) for text, limit in zip(texts, limits, strict=True)],
+        )
+        self.work.passes += 1 + max(one.target_passes for one in found)
+        self.work.rows += self._prefixes.read - read + sum(one.target_passes + one.drafted for one in found)
+        self.work.texts += len(texts)
+        return [one.output_ids for one in found]
+
+
+class Proposal(NamedTuple):
+    """Drafted step in the target's tokens, and as the draft LM wrote it."""
+
+    step: Step
+    own: Step
+
+
+class StepDrafter:
+    """LM that drafts steps for a target.
+
+    With the target's tokenizer it shares token ids. With another tokenizer, prompts and steps are exchanged as text.
+    """
+
+    def __init__(self, writer: Writer, target: Target):
+        """Raises DataError if text must be exchanged and the draft model has no chat template."""
+        self.writer, self.target = writer, target
+        self.shared = writer.model.identity["vocab_hash"] == target.identity["vocab_hash"]
+        if not self.shared and getattr(writer.model.tokenizer, "chat_template", None) is None:
+            raise DataError(
+                f"draft model {writer.model.name} has another tokenizer than target {target.name} and no chat template",
+                "use a small model of the target's family, or one with a chat template",
+            )
+
+    def text(self, arrival: EncodedPrompt, thought: list[int]) -> list[int]:
+        """Encode the prompt and the text written after it in the draft model's tokens."""
+        if self.shared:
+            return arrival.ids + thought
+        if not arrival.prompt.messages:
+            raise DataError(
+                f"{arrival.prompt.where}: a draft model with another tokenizer needs prompts with `messages`"
+            )
+        said = self.target.tokenizer.decode(thought, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.writer.model.render(arrival.prompt.messages) + self._ids(self.writer.model, said)
+
+    def propose(self, arrival: EncodedPrompt, thought: list[int], depth: int, room: int, seed: int) -> list[Proposal]:
+        """Draft up to `depth` steps of `room` tokens in total; fewer if the text or the draft model's context ends."""
+        text = self.text(arrival, thought)
+        proposals: list[Proposal] = []
+        while len(proposals) < depth and room > 0 and len(text) < self.writer.model.context_length:
+            (own,) = self.writer.steps([text], [room], seed)
+            step = self._to_target_tokens(own)
+            if len(step.ids) > room:  # in the target's tokens the step is too long
+                break
+            proposals.append(Proposal(step, own))
+            text, room = text + own.ids, room - len(step.ids)
+            if own.end == "final":
+                break
+        return proposals
+
+    def to_draft_tokens(self, step: Step) -> list[int]:
+        """Convert a step of the target to the draft model's tokens."""
+        if self.shared:
+            return step.ids
+        return self._ids(self.writer.model, step.text) + self._end(self.writer.model, step)
+
+    def _to_target_tokens(self, own: Step) -> Step:
+        if self.shared:
+            return own
+        return Step(self._ids(self.target, own.text) + self._end(self.target, own), own.text, own.end)
+
+    @staticmethod
+    def _end(model: Target, step: Step) -> list[int]:
+        if step.end != "final":
+            return []
+        return [] if model.end_id is None else [model.end_id]
+
+    @staticmethod
+    def _ids(model: Target, text: str) -> list[int]:
+        return list(model.tokenizer.encode(text, add_special_tokens=False))

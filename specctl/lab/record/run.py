@@ -1,0 +1,73 @@
+"""`specctl record`: write the table of a pool once, to replay policies on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from specctl.commands.select import PoolOnStream, load_stream
+from specctl.decoding.protocols import Drafter
+from specctl.decoding.target import Target
+from specctl.lab.record.recipe import RecordRecipe
+from specctl.lab.recorded import recorder
+from specctl.lab.recorded.recording import check_free
+from specctl.lab.replay.recipe import ReplayRecipe, SeedRecipe
+from specctl.lab.replay.run import replay_table, result_of
+from specctl.measuring.contenders import sampling_of
+from specctl.measuring.records import fingerprints
+from specctl.measuring.select_result import SelectResult
+from specctl.runs import Run
+from specctl.selection.arm import Arm
+from specctl.selection.arms import longest_draft
+
+
+def record_pool(
+    recipe: RecordRecipe, run: Run, *, target: Target | None = None, drafters: dict[str, Drafter] | None = None
+) -> SelectResult:
+    """Record a pool on a stream, and replay every drafter by itself on the new table.
+
+    `target` and `drafters`: see `load_stream`. Raises as `load_stream` and `record_table`.
+    """
+    pooled = load_stream(recipe, run, target, drafters)
+    check_free(recipe.table, resume=recipe.resume, overwrite=recipe.overwrite)
+    if not recipe.resume:  # if resumed, the recording must be compared first
+        pooled.begin(run)
+    failures = record_table(recipe, pooled)
+    pooled.begin(run)
+    seed = SeedRecipe(seed=recipe.sampling.seed)
+    alone = ReplayRecipe(replay=recipe.table, algo=["fixed"], arms=recipe.arms, session=recipe.session, sampling=seed)
+    replayed = replay_table(alone)
+    arms = [replace(row, failures=failures.get(row.algo, 0)) for row in replayed.rows if row.algo != "fixed"]
+    best = max((row for row in arms if row.kind == "arm"), key=lambda row: row.mat or 0.0)
+    result = result_of(alone, replace(replayed, rows=[best, *arms]))
+    return replace(result, mode="record", policies=arms, curves={}, rejected=pooled.rejections.count)
+
+
+def record_table(recipe: RecordRecipe, pooled: PoolOnStream) -> dict[str, int]:
+    """Record the pool on the stream into `recipe.record`; return how often each drafter raised.
+
+    Raises as `recorder.record`.
+    """
+    drafters = pooled.drafters
+    arms = [Arm(name, drafter, trained_on=pooled.kinds.get(name)) for name, drafter in drafters.items()]
+    queries = [
+        recorder.Query(
+            case.prompt.id, case.prompt.domain, case.ids, case.max_new_tokens, case.seed(recipe.sampling.seed), number
+        )
+        for number, session in enumerate(pooled.stream)
+        for case in session
+    ]
+    table = recorder.record(
+        pooled.target,
+        arms,
+        queries,
+        sampling_of(recipe.sampling),
+        max(1, *map(longest_draft, drafters.values())),
+        exact=recipe.sampling.exact,
+        path=recipe.table,
+        made_of={"drafters": fingerprints(pooled.places), "drafting": recipe.drafting.model_dump()},
+        resume=recipe.resume,
+        overwrite=recipe.overwrite,
+    )
+    # Failures before a resumption are known from the table alone, and only failures to draft.
+    raised = [sum(int((trace.drafted[n] < 0).sum()) for trace in table.traces) for n in range(len(arms))]
+    return {arm.name: max(arm.failures, known) for arm, known in zip(arms, raised, strict=True)}

@@ -1,0 +1,45 @@
+"""`specctl record`: its flags, checks and plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.options import SAMPLING, TARGET
+from specctl.cli.select import show, stream_steps, with_pool
+
+if TYPE_CHECKING:
+    from specctl.lab.record.recipe import RecordRecipe
+
+FLAGS = (
+    *("pool", "drafters", "strict", "domain", "prompts", "limit", "session", *TARGET, *SAMPLING),
+    *("output_dir", "resume", "overwrite"),
+)
+EXAMPLE = "specctl record table.parquet --pool ./drafters"
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "record", FLAGS, EXAMPLE, "record", "File of the table.", "TABLE")(record)
+
+
+def record(recipe: RecordRecipe, dry_run: bool) -> None:
+    """Record every drafter's drafts at every position of the answers, in a table for `replay`."""
+    from specctl.cli import checks
+    from specctl.lab.recorded import recording
+
+    recipe, pool = with_pool(recipe)
+    # Checked before the run directory: --overwrite would replace both.
+    recording.check_free(recipe.table, resume=recipe.resume, overwrite=recipe.overwrite)
+    if recipe.output_dir:
+        checks.check_output("record", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
+    run_or_plan("record", recipe, dry_run, lambda: steps(recipe, pool), show, "run_dir")
+
+
+def steps(recipe: RecordRecipe, pool: list[str]) -> list[str]:
+    """Return the plan of `record` in words."""
+    return [
+        *stream_steps(recipe),
+        f"record in {recipe.table} what {', '.join(pool)} would draft at every position",
+    ]

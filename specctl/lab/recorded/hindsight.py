@@ -1,0 +1,172 @@
+"""Hindsight: the rounds that every arm alone would have played on a recorded table, as yardsticks of a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specctl.errors import DataError
+from specctl.lab.recorded.trace import Table, Trace
+from specctl.recipe.select import Yardstick
+from specctl.selection.game.losses import beyond_the_end, length_loss, per_second, usable
+from specctl.selection.game.rules import Rules
+from specctl.selection.policies.policy import Array
+
+Ints = NDArray[np.int64]
+Reset = Literal["query", "session", "stream"]
+
+
+@dataclass(frozen=True)
+class PlayedGame:
+    """One game, from reset to reset.
+
+    Attributes:
+        queries: indices of its traces.
+        best: the arm that alone would have needed the fewest rounds (or seconds, see `Hindsight`) for all traces.
+        arms, committed, query: [R] of each round: the arm, the tokens, the trace.
+        weights: [R, N] probabilities with which the arm was drawn.
+        decide_us: [R] microseconds of choosing and learning.
+        scored: [R] tokens that were scored after the round.
+        dropped: number of vectors and rewards that were not finite.
+    """
+
+    queries: list[int]
+    best: int
+    arms: Ints
+    committed: Ints
+    query: Ints
+    weights: Array
+    decide_us: Array
+    scored: Ints
+    dropped: int
+
+
+def round_starts(accepted: NDArray[np.int16]) -> NDArray[np.bool_]:
+    """[N, T] whether a round of arm i begins at token t if it plays alone; a round commits accepted + 1 tokens."""
+    N, T = accepted.shape
+    begins = np.zeros((N, T), bool)
+    arms, at = np.arange(N), np.zeros(N, int)
+    while (going := at < T).any():
+        arms, at = arms[going], at[going]
+        begins[arms, at] = True
+        at = at + accepted[arms, at] + 1
+    return begins
+
+
+def games(traces: list[Trace], reset: Reset, length: int) -> list[list[int]]:
+    """Indices of the traces between two resets. A session is taken from the recording, or is a run of one domain if the
+    table does not say; it has at most `length` traces."""
+    if reset == "stream":
+        return [list(range(len(traces)))]
+    parts: list[list[int]] = []
+    for index, trace in enumerate(traces):
+        goes_on = parts and _session(trace) == _session(traces[index - 1]) and len(parts[-1]) < length
+        if reset == "session" and goes_on:
+            parts[-1].append(index)
+        else:
+            parts.append([index])
+    return parts
+
+
+def _session(trace: Trace) -> int | str:
+    return trace.domain if trace.session is None else trace.session
+
+
+def token_losses(trace: Trace, rules: Rules) -> Array:
+    """[T, N] losses of every arm at every token, in the token-level game without hybrid loss; 0 for dropped tokens.
+    Throughput losses are of whole drafts, since the table knows all depths."""
+    if rules.loss == "acceptance":
+        losses = 1 - trace.gamma[:, :, 0].T.astype(float)
+    else:
+        values = trace.gamma if rules.estimator == "product" else trace.hit
+        losses = length_loss(beyond_the_end(values[:, :, : rules.horizon].astype(float)), rules.estimator)
+    losses, told = usable(losses)
+    if rules.loss == "throughput":
+        assert rules.step is not None
+        losses = per_second(losses, rules.costs, rules.step)
+    losses[trace.drafted.T < 0] = 1  # the arm raised
+    losses[~told] = 0
+    return losses
+
+
+class Hindsight:
+    """A table, and the rounds that every arm alone would need for it; made once, for the replays of all policies.
+
+    Attributes:
+        tokens: [Q] of each trace.
+        begins: per trace [N, T], see `round_starts`.
+        rounds: [Q, N] of each arm alone.
+        cost: [N] seconds per round of each arm.
+        single_arm_cost: [Q, N] measure of each arm alone, the lower the better: its rounds (by mat), or its seconds.
+    """
+
+    def __init__(self, table: Table, by: Yardstick = "mat"):
+        """
+        Args:
+            by: the measure that decides which arm of a game is best.
+
+        Raises:
+            DataError: the table has no tokens.
+        """
+        if not any(trace.tokens for trace in table.traces):
+            raise DataError("the table has no decoded tokens to replay")
+        self.table = table
+        self.tokens: Ints = np.array([trace.tokens for trace in table.traces])
+        self.begins = [round_starts(trace.accepted) for trace in table.traces]
+        self.rounds: Ints = np.array([begins.sum(axis=1) for begins in self.begins])
+        self.cost: Array = table.draft_s + table.step_s[1:]
+        self.by = by
+        self.single_arm_cost: Array = (
+            self.rounds.astype(float) if by == "mat" else self.rounds * self.cost + self.reading
+        )
+        self._losses: dict[tuple[str, str, int], list[Array]] = {}
+
+    @cached_property
+    def draft_all_rounds(self) -> Ints:
+        """[Q] rounds if every arm drafts and the longest accepted draft is taken (draft-all)."""
+        longest = [trace.accepted.max(axis=0, keepdims=True) for trace in self.table.traces]
+        return np.array([round_starts(accepted).sum() for accepted in longest])
+
+    @property
+    def draft_all_cost(self) -> float:
+        """Seconds of a round of draft-all: all proposals, and one step with the rows of all drafts."""
+        one_row, rows = self.table.step_s[0], self.table.step_s[1:]
+        return float(self.table.draft_s.sum() + one_row + (rows - one_row).sum())
+
+    @cached_property
+    def reading(self) -> Array:
+        """[Q, N] seconds in which each arm reads the prompt; 0 if the table does not say."""
+        arms, known = len(self.table.arms), self.table.overheads
+        if known is None:
+            return np.zeros((len(self.tokens), arms))
+        return np.array([known.reading(np.full(arms, trace.prompt or 0)) for trace in self.table.traces])
+
+    def overheads(self, played: Iterable[PlayedGame], depth: int) -> tuple[Array, Array]:
+        """[Q] seconds of catching up, and of scoring `depth` draft depths, in these games; 0 if not in the table."""
+        reading, scoring = np.zeros(len(self.tokens)), np.zeros(len(self.tokens))
+        known = self.table.overheads
+        if known is None:
+            return reading, scoring
+        for part in played:
+            for query in part.queries:
+                mine = part.query == query
+                arms, committed, scored = (values[mine].tolist() for values in (part.arms, part.committed, part.scored))
+                prompt = self.table.traces[query].prompt or 0
+                reading[query], scoring[query] = known.of_text(prompt, arms, committed, scored, depth)
+        return reading, scoring
+
+    def best(self, queries: list[int]) -> int:
+        """The arm that needs the fewest rounds, or seconds, for these traces together; the lowest id in a tie."""
+        return int(self.single_arm_cost[queries].sum(axis=0).argmin())
+
+    def losses(self, query: int, rules: Rules) -> Array:
+        """[T, N] `token_losses` of a trace."""
+        key = (rules.loss, rules.estimator, rules.horizon)
+        if key not in self._losses:
+            self._losses[key] = [token_losses(trace, rules) for trace in self.table.traces]
+        return self._losses[key][query]

@@ -1,0 +1,240 @@
+"""Tables as parquet files: one query per row, its arrays flattened; names, costs and origin in the file's metadata.
+
+Everything a reader uses is under one digest. It detects a file that was cut short, altered or made by another program.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from specctl import regular_files
+from specctl.decoding.models.identity import with_weights_digest
+from specctl.decoding.prompt_features import PromptClusters
+from specctl.errors import CheckpointError
+from specctl.lab.recorded.overheads import Overheads
+from specctl.lab.recorded.trace import Table, Trace
+from specctl.runs import atomic_write, sha256
+from specctl.selection.game.losses import INNER
+
+VERSION = 5
+READABLE = (1, 2, 3, 4, 5)
+"""Versions that can be read. 1 has no sessions. 1 and 2 have overlaps along the text only, and lack leaves, prompts and
+the costs of scoring. Versions from 4 on have features of prompts; version 5 also has the kinds of prompts that arms
+were trained on."""
+AGAIN = "record it again with --overwrite"
+HEADER, DIGEST = b"specctl.table", b"specctl.sha256"
+ARRAYS: dict[str, tuple[type[np.generic], int]] = {
+    "accepted": (np.int16, 2),
+    "drafted": (np.int16, 2),
+    "gamma": (np.float32, 3),
+    "overlap": (np.float32, 3),
+    "hit": (np.uint8, 3),
+    "seconds": (np.float64, 1),
+    "nodes": (np.int64, 1),
+}
+"""Type and number of axes of each array; the axes are arms, tokens and depths."""
+SCHEMA = pa.schema(
+    [
+        ("place", pa.int64()),
+        ("query", pa.string()),
+        ("domain", pa.string()),
+        ("session", pa.int64()),
+        ("prompt", pa.int64()),
+        ("tokens", pa.int64()),
+        ("ended", pa.bool_()),
+        *((name, pa.list_(pa.from_numpy_dtype(kind))) for name, (kind, _) in ARRAYS.items()),
+        ("context", pa.list_(pa.float64())),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Facts about all rows of a file.
+
+    Attributes:
+        arms, depth: as in `Table`.
+        stamp: origin of the table: target, drafters, sampling, stream, …
+        costs: of a whole table: `draft_s`, `step_s`, `reach` and, if they were timed, the `read` and `score` of
+            `Overheads`. A piece has none.
+        version: of the file.
+        trained_on: `PromptClusters.pairs` of each arm.
+    """
+
+    arms: list[str]
+    depth: int
+    stamp: dict[str, Any]
+    costs: dict[str, list[Any]] = field(default_factory=dict)
+    version: int = VERSION
+    trained_on: list[list[tuple[list[float], float]]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A trace at its place in the stream, and the cost of each arm's drafts for it, all positions together.
+
+    Attributes:
+        seconds: [N] of proposing.
+        nodes: [N] draft tokens.
+    """
+
+    place: int
+    trace: Trace
+    seconds: NDArray[np.float64]
+    nodes: NDArray[np.int64]
+
+    def array(self, name: str) -> NDArray[Any]:
+        return getattr(self if name in ("seconds", "nodes") else self.trace, name)
+
+
+def write(path: Path, header: Header, rows: list[Recorded]) -> None:
+    """Write a table, or a piece of a table, whole or not at all."""
+    plain = {
+        "place": [row.place for row in rows],
+        "query": [row.trace.query for row in rows],
+        "domain": [row.trace.domain for row in rows],
+        "session": [row.trace.session for row in rows],
+        "prompt": [row.trace.prompt for row in rows],
+        "tokens": [row.trace.tokens for row in rows],
+        "ended": [row.trace.ended for row in rows],
+        "context": [row.trace.context for row in rows],
+    }
+    flat = {name: [row.array(name).ravel() for row in rows] for name in ARRAYS}
+    text = json.dumps(asdict(header), sort_keys=True)
+    metadata = {HEADER: text, DIGEST: _digest(text, rows)}
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table({**plain, **flat}, schema=SCHEMA.with_metadata(metadata)), sink, compression="zstd")
+    atomic_write(path, sink.getvalue().to_pybytes())
+
+
+def read(path: Path) -> tuple[Header, list[Recorded]]:
+    """Read a file that `write` has written. Raises CheckpointError if it is another kind of file, or damaged."""
+    if not path.is_file():
+        raise CheckpointError(f"table {path} does not exist", hint="record one: specctl record")
+    try:
+        regular_files.check(path)
+        with pq.ParquetFile(path) as file:
+            content = file.read()
+        metadata = content.schema.metadata or {}
+        text = metadata[HEADER].decode()
+        header = regular_files.parse_json(text)
+        version = header["version"]
+    except KeyError as error:
+        raise CheckpointError(f"{path} is not a table of specctl", hint="record one: specctl record") from error
+    except (OSError, ValueError, TypeError, AttributeError, MemoryError, pa.ArrowException) as error:
+        raise _damaged(path, str(error).splitlines()[0]) from error
+    if version not in READABLE:
+        raise CheckpointError(
+            f"{path} has table version {version}, but this specctl uses version {VERSION}", hint=AGAIN
+        )
+    try:
+        found = Header(**header)
+        rows = [_row(found, row) for row in _unpacked(content)]
+    except (KeyError, TypeError, ValueError, AttributeError, pa.ArrowException) as error:
+        raise _damaged(path, str(error)) from error
+    if _digest(text, rows) != metadata.get(DIGEST, b"").decode():
+        raise _damaged(path, "its contents have changed since it was written")
+    return found, rows if version >= 3 else [_of_old(row) for row in rows]
+
+
+def _of_old(row: Recorded) -> Recorded:
+    """Drop the fields of a row that had another meaning before version 3."""
+    trace = row.trace
+    return replace(row, trace=replace(trace, overlap=trace.overlap[..., :0], hit=trace.hit * np.uint8(INNER)))
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {why}", hint=AGAIN)
+
+
+def _unpacked(content: pa.Table) -> Iterable[dict[str, Any]]:
+    """Rows as plain values and flat numpy arrays."""
+    for name in ("session", "prompt", "context"):
+        if name not in content.column_names:
+            content = content.append_column(name, pa.nulls(content.num_rows, SCHEMA.field(name).type))
+    plain = {name: content[name].to_pylist() for name in SCHEMA.names if name not in ARRAYS}
+    flat = {name: [one.values.to_numpy(zero_copy_only=False) for one in content[name]] for name in ARRAYS}
+    columns = plain | flat
+    return ({name: column[i] for name, column in columns.items()} for i in range(content.num_rows))
+
+
+def _row(header: Header, row: dict[str, Any]) -> Recorded:
+    whole = (len(header.arms), row["tokens"], header.depth)
+    arrays: dict[str, Any] = {
+        name: np.asarray(row[name], dtype=kind).reshape(whole[:axes]) for name, (kind, axes) in ARRAYS.items()
+    }
+    seconds, nodes = arrays.pop("seconds"), arrays.pop("nodes")
+    told = {name: row[name] for name in ("query", "domain", "ended", "session", "prompt")}
+    context = None if row["context"] is None else np.asarray(row["context"])
+    trace = Trace(**told, **arrays, context=context)
+    return Recorded(row["place"], trace, seconds, nodes)
+
+
+def _digest(text: str, rows: list[Recorded]) -> str:
+    found = hashlib.sha256(text.encode())
+    for row in rows:
+        trace = row.trace
+        told = [value for value in (trace.session, trace.prompt) if value is not None]
+        found.update(repr((row.place, trace.query, trace.domain, trace.tokens, trace.ended, *told)).encode())
+        if trace.context is not None:
+            found.update(trace.context.tobytes())
+        for name, (kind, _) in ARRAYS.items():
+            found.update(np.ascontiguousarray(row.array(name), dtype=kind).tobytes())
+    return found.hexdigest()
+
+
+def table_of(header: Header, rows: list[Recorded]) -> Table:
+    """The table of a whole file, from its header and rows."""
+    costs = {name: np.array(values) for name, values in header.costs.items()}
+    overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
+    return Table(
+        arms=header.arms,
+        depth=header.depth,
+        traces=[row.trace for row in rows],
+        draft_s=costs["draft_s"],
+        step_s=costs["step_s"],
+        reach=costs.get("reach"),
+        overheads=overheads,
+        trained_on=[PromptClusters.of(pairs) for pairs in header.trained_on],
+        greedy=header.stamp.get("sampling", {}).get("temperature") == 0,
+    )
+
+
+def read_table(path: Path, stamp: Mapping[str, Any] | None = None) -> Table:
+    """Read the table in a file. `stamp`: its required origin, such as a pool's `drafters`, its `arms`, or both.
+
+    Raises CheckpointError if it cannot be read or has another origin.
+    """
+    header, rows = read(path)
+    if not header.costs:
+        raise CheckpointError(f"{path} is a piece of an unfinished table", hint="finish the recording with --resume")
+    kept = with_weights_digest({**header.stamp, "arms": header.arms, "depth": header.depth}, stamp or {})
+    differing = differences(kept, stamp or {})
+    if differing:
+        raise CheckpointError(
+            f"{path} was recorded with different settings: {'; '.join(differing)}", hint="record another table"
+        )
+    return replace(table_of(header, rows), digest=sha256(path))
+
+
+def differences(kept: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Differences of `kept` from `now`, in the parts that `now` has: `sampling.temperature was 0.0, is 1.0`."""
+    found = []
+    for key, value in json.loads(json.dumps(now)).items():
+        was = kept.get(key)
+        if isinstance(value, Mapping) and isinstance(was, Mapping):
+            missing = dict.fromkeys(was.keys() - value.keys())
+            found += differences(was, {**value, **missing}, f"{prefix}{key}.")
+        elif was != value:
+            found.append(f"{prefix}{key} was {was}, is {value}")
+    return found

@@ -1,0 +1,116 @@
+"""Recorded drafts of a whole pool at every position of an answer: enough to replay any policy on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specctl.decoding.prompt_features import PromptClusters
+from specctl.errors import CheckpointError
+from specctl.lab.recorded.overheads import Overheads
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One answer of T decoded tokens (the token of the prefill pass excluded), N arms, drafts of up to K tokens.
+
+    A draft that is made when t of the T tokens are committed predicts tokens t, t + 1, …; its first token has depth 1.
+
+    Attributes:
+        query, domain: the prompt's id and domain. Traces of a stream keep its order.
+        session: number of the session in the recorded stream (None in tables that do not say).
+        prompt: number of its tokens (None in tables that do not say).
+        accepted: [N, T] draft tokens that are accepted if arm i drafts when t tokens are committed; a round then
+            commits one more, at most T − t.
+        drafted: [N, T] depth of that draft; −1 if the arm raised.
+        gamma: [N, T, K] probability that arm i's proposal for token t at draft depth k is accepted (in the draft that
+            was made when t − k + 1 tokens were committed); 0 if there is no such draft.
+        overlap: [N, T, K] 1 − TV(p̄, q̄) at the k-th position of the draft that arm i makes when t tokens are
+            committed, along that draft and not the text, unfiltered at temperature 1 (BD); 0 after its end. K is 0 in
+            tables from before version 3, which do not have it.
+        hit: [N, T, K] whether token t is among the arm's proposals there: 0, `LEAF` (a draft ends there), `INNER`.
+        ended: whether the answer ended with an end-of-sequence token; otherwise it ended at its limit.
+        context: [D] features of the prompt (`prompt_features.features_of`, or None in tables that do not say).
+    """
+
+    query: str
+    domain: str
+    accepted: NDArray[np.int16]
+    drafted: NDArray[np.int16]
+    gamma: NDArray[np.float32]
+    overlap: NDArray[np.float32]
+    hit: NDArray[np.uint8]
+    ended: bool
+    session: int | None = None
+    prompt: int | None = None
+    context: NDArray[np.float64] | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.accepted.shape[1]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The traces of a stream, and their costs.
+
+    Attributes:
+        arms: their names, N.
+        depth: K.
+        draft_s: [N] mean seconds of one proposal.
+        step_s: [N + 1] seconds of a target step with one row, and with the rows of each arm's mean draft.
+        reach: [N] tokens of the longest draft that each arm can make (None in tables that do not say).
+        overheads: seconds of catching up and scoring (None in tables that do not say).
+        trained_on: the kinds of prompts that each arm was trained on; () in tables that do not say.
+        greedy: whether the answers were decoded at temperature 0.
+        digest: of the file that the table was read from.
+    """
+
+    arms: list[str]
+    depth: int
+    traces: list[Trace]
+    draft_s: NDArray[np.float64]
+    step_s: NDArray[np.float64]
+    reach: NDArray[np.int64] | None = None
+    overheads: Overheads | None = None
+    trained_on: Sequence[PromptClusters] = ()
+    greedy: bool = False
+    digest: str | None = None
+
+
+def of_arms(table: Table, names: Sequence[str]) -> Table:
+    """The table of these arms, in this order. K is their longest possible draft, as in live decoding; in tables that do
+    not say, the longest one that was recorded.
+
+    Raises CheckpointError if the table lacks an arm.
+    """
+    missing = [name for name in names if name not in table.arms]
+    if missing:
+        raise CheckpointError(
+            f"the table has no arm {missing[0]}, only {', '.join(table.arms)}",
+            hint=f"record a table of a pool that contains {missing[0]}, or leave it out (arms.names)",
+        )
+    arms = [table.arms.index(name) for name in names]
+    reach = np.array([max(trace.drafted[arm].max(initial=0) for trace in table.traces) for arm in arms])
+    if table.reach is not None:
+        reach = table.reach[arms]
+    depth = max(1, int(reach.max(initial=0)))
+
+    def part(trace: Trace) -> Trace:
+        deep = {name: getattr(trace, name)[arms, :, :depth] for name in ("gamma", "overlap", "hit")}
+        return replace(trace, accepted=trace.accepted[arms], drafted=trace.drafted[arms], **deep)
+
+    return replace(
+        table,
+        arms=list(names),
+        depth=depth,
+        traces=[part(trace) for trace in table.traces],
+        draft_s=table.draft_s[arms],
+        step_s=table.step_s[[0, *(1 + arm for arm in arms)]],
+        reach=None if table.reach is None else reach,
+        overheads=table.overheads and table.overheads.of_arms(arms),
+        trained_on=[table.trained_on[arm] for arm in arms] if table.trained_on else (),
+    )

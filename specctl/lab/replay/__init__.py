@@ -1,0 +1,1 @@
+"""`specctl replay`: policies on a recorded table."""

@@ -1,0 +1,43 @@
+"""`specctl replay`: its flags, checks and plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.select import presets, show
+
+if TYPE_CHECKING:
+    from specctl.lab.replay.recipe import ReplayRecipe
+
+FLAGS = ("algo", "reset", "session", "seeds", "seed", "output_dir", "overwrite")
+EXAMPLE = "specctl replay table.parquet --algo cgp-ucb,hedgespec --seeds 0,1,2"
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "replay", FLAGS, EXAMPLE, "replay", "File of the table.", "TABLE")(replay)
+
+
+def replay(recipe: ReplayRecipe, dry_run: bool) -> None:
+    """Play policies on a recorded table in seconds, beside every arm and the oracle. No model is loaded.
+
+    `specctl record` writes the table. Speeds are modelled from the costs in the table."""
+    from specctl.cli import checks
+    from specctl.selection.policies import registry
+
+    registry.check(recipe.algo)
+    if recipe.output_dir:
+        checks.check_output("replay", recipe.output_dir, overwrite=recipe.overwrite)
+    run_or_plan("replay", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
+
+
+def steps(recipe: ReplayRecipe) -> list[str]:
+    """Return the plan of `replay` in words."""
+    times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
+    return [
+        f"play on {recipe.table} with {', '.join(recipe.algo)}, reset after every {recipe.reset}{times}",
+        *presets(recipe.algo, recipe.game),
+        "for comparison: every arm, the oracle, draft-all",
+    ]

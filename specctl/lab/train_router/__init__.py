@@ -1,0 +1,1 @@
+"""`specctl train-router`: a classifier that picks a drafter from the prompt, beside the policies."""

@@ -1,0 +1,47 @@
+"""`specctl train-router`: its flags, checks and plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from specctl.cli import select
+from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.options import SAMPLING, TARGET
+
+if TYPE_CHECKING:
+    from specctl.lab.train_router.recipe import TrainRouterRecipe
+
+FLAGS = (
+    *("router_dir", "warm_start", "algo", "pool", "drafters", "strict", "beside", "domain", "prompts", "limit"),
+    *("reset", "session", "select_baselines", "rivals", "batch", "seeds", *TARGET, *SAMPLING),
+    *("save_outputs", "output_dir", "overwrite"),
+)
+EXAMPLE = "specctl train-router --algo router,hedgespec --pool ./drafters --warm-start"
+
+
+def register(app: typer.Typer) -> None:
+    recipe_command(app, "train-router", FLAGS, EXAMPLE)(train_router)
+
+
+def train_router(recipe: TrainRouterRecipe, dry_run: bool) -> None:
+    """Train a classifier that picks a drafter from the prompt, and measure it beside the policies of `select`.
+
+    It plays as the policy `router`. train_router=false uses the trained classifier in --router."""
+    from specctl.cli import checks
+
+    recipe, pool = select.checked(recipe)
+    if recipe.output_dir:
+        checks.check_output("train-router", recipe.output_dir, overwrite=recipe.overwrite)
+    run_or_plan("train-router", recipe, dry_run, lambda: steps(recipe, pool), select.show, "run_dir")
+
+
+def steps(recipe: TrainRouterRecipe, pool: list[str]) -> list[str]:
+    """Return the plan of `train-router` in words."""
+    target, *rest = select.steps(recipe, pool)
+    label = {"domain": "their domains", "hindsight": f"the best drafters in {recipe.replay}"}[recipe.router.labels]
+    router = f"load the router in {recipe.router_dir}"
+    if recipe.train_router:
+        router = f"train a router on up to {recipe.router.limit} prompts per domain, labelled by {label}"
+    return [target, router, *rest]

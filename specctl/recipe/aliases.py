@@ -1,0 +1,126 @@
+"""Earlier spellings: commands that were modes of another command.
+
+`specctl select --replay TABLE` is `specctl replay TABLE` today. The earlier command lines, recipe files and calls of
+`api` still work: `redirect` finds the command that is meant, and leaves out keys that this command does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specctl.errors import RecipeError
+from specctl.recipe import RECIPES
+from specctl.recipe.learner import STEP_ALGOS
+from specctl.recipe.sections import Section
+from specctl.recipe.select import ROUTER
+from specctl.recipe.yaml_file import KeyPath, scalar
+from specctl.subcommands import SUBCOMMANDS
+
+Values = dict[KeyPath, Any]
+
+
+@dataclass(frozen=True)
+class Mode:
+    """A command that was a mode of another one.
+
+    Attributes:
+        spelling: the earlier spelling.
+        meant: whether settings of the earlier command ask for this mode.
+        ignores: whether the mode ignored keys without an effect on it; other modes refused them.
+        defaults: values by key that the earlier spelling had as defaults, unlike the command.
+    """
+
+    spelling: str
+    meant: Callable[[Values], bool]
+    ignores: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _any(*keys: str) -> Callable[[Values], bool]:
+    """Whether one of the keys has a value other than none, false and empty."""
+    return lambda values: any(values.get(tuple(key.split("."))) for key in keys)
+
+
+def _algo(*names: str) -> Callable[[Values], bool]:
+    """Whether one of the names is among the algorithms."""
+
+    def meant(values: Values) -> bool:
+        algo = values.get(("algo",)) or []
+        given = algo.replace(" ", "").split(",") if isinstance(algo, str) else algo
+        return isinstance(given, list) and any(name in given for name in names)
+
+    return meant
+
+
+def _router(values: Values) -> bool:
+    return _any("train_router", "router_dir", "warm_start")(values) or _algo(ROUTER)(values)
+
+
+MODES = {
+    "record": Mode("select --record", _any("record"), ignores=True),
+    "train-router": Mode("select --train-router", _router, ignores=True, defaults={"train_router": False}),
+    "replay": Mode("select --replay", _any("replay"), ignores=True),
+    "route": Mode("select --server", _any("server.urls", "listen")),
+    "reason": Mode(f"online --algo {' | '.join(STEP_ALGOS)}", _algo(*STEP_ALGOS)),
+    "learn-from-server": Mode(
+        "online --server", _any("server.urls", "baseline_server.urls", "traffic.listen", "traffic.log"), ignores=True
+    ),
+    "eval-server": Mode("eval --server", _any("server.urls", "baseline_server.urls"), ignores=True),
+}
+
+
+def modes_of(command: str) -> list[str]:
+    """Return the commands that were modes of `command`."""
+    return [name for name in MODES if SUBCOMMANDS[name].earlier == command]
+
+
+def fields_of(command: str) -> set[str]:
+    """Return the top-level keys that `command` takes, with the keys of its former modes."""
+    return {key for name in [command, *modes_of(command)] for key in RECIPES[name].model_fields}
+
+
+def has_key(command: str, path: KeyPath) -> bool:
+    """Whether a key, or a key of which it is a part, belongs to the recipe of `command`."""
+    section: Any = RECIPES[command]
+    for key in path:
+        if key not in section.model_fields:
+            return False
+        section = section.model_fields[key].annotation
+        if not (isinstance(section, type) and issubclass(section, Section)):
+            return True
+    return True
+
+
+def owner(asked: str, command: str, path: KeyPath) -> str | None:
+    """Return the command that has a key: `command`, or else a related command; None for an unknown key.
+
+    `asked`: the command that was typed, which differs from `command` for an earlier spelling.
+    """
+    earlier = SUBCOMMANDS[asked].earlier or asked
+    return next((name for name in (command, asked, earlier, *modes_of(earlier)) if has_key(name, path)), None)
+
+
+def mode_of(command: str, file_command: str, settings: Iterable[Any]) -> str:
+    """Return the command that settings of `command` mean: the command, or one of its former modes.
+
+    Args:
+        file_command: command that the recipe file names.
+        settings: `specctl.recipe.resolve.Setting`s, later ones over earlier ones.
+
+    Raises RecipeError if the settings ask for a recording and a replay.
+    """
+    values = {setting.path: _parsed(setting.value) for setting in settings}
+    meant = [name for name in modes_of(command) if MODES[name].meant(values) or name == file_command]
+    if {"record", "replay"} <= {*meant}:
+        raise RecipeError("record writes the table that replay reads: run one after the other")
+    return meant[0] if meant else command
+
+
+def _parsed(value: Any) -> Any:
+    """Parse a value from the command line, which is a text."""
+    try:
+        return scalar(value, "") if isinstance(value, str) else value
+    except RecipeError:
+        return value
