@@ -102,7 +102,7 @@ def cache_of_its_own(tmp_path_factory):
     """Later runs reuse the compiled C++ step and measured costs from a cache. Tests have one, apart from the user's.
 
     All processes of a test run share it, so that one of them compiles. Costs are medians of few repeats here, and runs
-    are warmed up by one short answer of every contender: no test depends on the seconds.
+    are warmed up by answers of three tokens: no test depends on the seconds.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -112,7 +112,6 @@ def cache_of_its_own(tmp_path_factory):
         patch.setattr("specctl.drafters.hybrid.costs.WARM_UP", 1)
         patch.setattr("specctl.selection.recorded.recorder.REPEATS", 1)
         patch.setattr("specctl.decoding.timing.WARM_UP", 1)
-        patch.setattr("specctl.measuring.contenders.WARMUP_PROMPTS", 1)
         patch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 3)
         patch.setattr("specctl.reasoning.modes.WARMUP_TOKENS", 3)
         yield
