@@ -74,7 +74,7 @@ def test_two_processes_write_what_one_does(command, two, tmp_path, monkeypatch):
         ("distill", "server.urls", ["http://localhost:1"], "server works only in one process"),
         ("distill", "data.prompts", "-", "an input on stdin works only in one process"),
         ("distill", "log", "answers.jsonl", "log works only in one process"),
-        ("select", "record", "table.parquet", "record works only in one process"),
+        ("select", "record", "table.parquet", "is for generate, distill, eval, select and train-drafter"),
         ("generate", "target.device_map", "auto", "exclude each other"),
     ],
 )
