@@ -63,7 +63,7 @@ def make_selector(
         scorer,
         clock,
         overlaps=overlaps,
-        ends=ends,
+        score_ends=ends,
         memory=PromptMemory(len(arms), trained_on=[_known_kinds(arm) for arm in arms]) if reads else None,
         taps=(target.num_layers,) if reads else (),
         on_round=on_round,

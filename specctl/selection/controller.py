@@ -118,13 +118,13 @@ class Selector(Controller):
         clock: ArmClock,
         *,
         overlaps: bool,
-        ends: bool,
+        score_ends: bool,
         memory: PromptMemory | None = None,
         taps: tuple[int, ...] = (),
         on_round: Callable[[RoundLine], None] | None = None,
     ):
         self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
-        self.overlaps, self.score_ends, self.memory, self.on_round = overlaps, ends, memory, on_round
+        self.overlaps, self.score_ends, self.memory, self.on_round = overlaps, score_ends, memory, on_round
         self.accepts_late_counts, self.keeps_hidden = not overlaps, scorer is not None
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
         self.drafter_of = [drafters.index(arm.scored) for arm in arms]

@@ -311,7 +311,7 @@ def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Te
             row += (module.in_features + module.out_features) * size * passes
             if "lm_head" in name:
                 row += module.out_features * (size * (passes + 1) + 4)
-        elif "norm" in type(module).__name__.lower():
+        elif type(module).__name__.endswith("Norm"):  # of torch or of transformers
             row += 8 * passes * sum(p.numel() for p in module.parameters())
     return row * tokens * (1 if reads_features(drafter) else texts.length)
 

@@ -51,7 +51,7 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
 
     guarded = [Arm(name, drafter) for name, drafter in pool.items()]
     on_round = None if log is None else log.append
-    return Selector(guarded, new_game, scorer, ArmClock.of(len(pool)), overlaps=bd, ends=ends, on_round=on_round)
+    return Selector(guarded, new_game, scorer, ArmClock.of(len(pool)), overlaps=bd, score_ends=ends, on_round=on_round)
 
 
 def played(target, controller, prompts, keys):
