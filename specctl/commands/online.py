@@ -20,9 +20,11 @@ from specctl.measuring.online_journal import Journal
 from specctl.measuring.online_rows import DomainRow, LearnerRow, OnlineResults, SeedRow
 from specctl.measuring.records import Record, recipe_stamp, write_outputs
 from specctl.recipe import OnlineRecipe
+from specctl.recipe.learner import rule_and_family
 from specctl.recipe.stream import parse_schedule
 from specctl.runs import Run
 
+FEW_JUDGES = 10  # held-out texts that tell usual gains from chance
 TOP_FIELDS = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
     *("over_lookup_with_training", "unusable"),
@@ -77,6 +79,8 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
         Interrupted: SIGTERM or SIGUSR1; the state after the last chunk is saved.
         SpecctlError: a learner keeps failing to learn, or the disk is full.
     """
+    if note := few_judges(recipe):
+        progress.log(note)
     target = target or load_target(**recipe.target.loading)
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
@@ -91,6 +95,20 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
             write_outputs(run.dir, records, target.tokenizer)
     drafters = {name: str(journal.drafter_dir(name, recipe.seeds[0])) for name in recipe.algo}
     return _result(recipe, records, journal.rows(), drafters, journal.rejected)
+
+
+def few_judges(recipe: OnlineRecipe) -> str | None:
+    """A note if the held-out texts of a chunk are too few to tell a usual gain from chance, or None.
+
+    With SmolLM2-135M, 5 texts refused all updates after a change of domain, and 10 accepted them.
+    """
+    judges = round(recipe.learner.holdout * recipe.chunk)
+    if not 0 < judges < FEW_JUDGES or all(rule_and_family(algo)[0] == "static" for algo in recipe.algo):
+        return None
+    return (
+        f"only {judges} of {recipe.chunk} prompts judge an update, so most gains are refused as chance: use chunks of "
+        f"{round(FEW_JUDGES / recipe.learner.holdout)} prompts or more"
+    )
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:

@@ -9,11 +9,12 @@ import torch
 
 from specctl import api
 from specctl.commands.eval import evaluate
+from specctl.commands.online import few_judges
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.plain import PLAIN
 from specctl.drafters.hybrid import costs
-from specctl.recipe import DataRecipe, EvalRecipe
+from specctl.recipe import DataRecipe, EvalRecipe, OnlineRecipe
 from specctl.runs import Run
 from tests.measuring.streams import (
     QUESTIONS,
@@ -422,3 +423,21 @@ def test_the_function_of_the_api(tmp_path, prompts, tiny, copy):
     document = json.loads((tmp_path / "run/result.json").read_text())
     assert document["command"] == "online" and document["mat"] == found.mat
     assert dataclasses.asdict(found)["speedup"] is None and found.lossless.sequences == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "judges"),
+    [
+        ({"stream": {"chunk": 20}}, 5),
+        ({}, None),  # 10 of 40
+        ({"stream": {"chunk": 20}, "learner": {"holdout": 0.5}}, None),
+        ({"stream": {"chunk": 20}, "learner": {"holdout": 0}}, None),  # nothing is judged
+        ({"stream": {"chunk": 20}, "algo": ["static"], "baselines": []}, None),
+    ],
+)
+def test_too_few_judges_are_told_of(fields, judges):
+    """Five held-out texts refused updates that ten accept, and nobody could know why nothing was learnt."""
+    note = few_judges(OnlineRecipe.model_validate({"algo": ["ogd"], **fields}))
+    assert (note is None) == (judges is None)
+    if note is not None:
+        assert note.startswith(f"only {judges} of 20 prompts judge an update") and "40 prompts" in note

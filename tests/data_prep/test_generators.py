@@ -11,9 +11,9 @@ from pathlib import Path
 from random import Random
 
 import pytest
-
 from specctl.data_prep import DOMAINS, Domain, PromptsExhausted, UnknownDomain, get
 from specctl.data_prep.sql import identifier
+
 from specctl.errors import UsageError
 
 NAMES = ("sql", "code", "math", "medical", "biochem", "summarization", "chat")

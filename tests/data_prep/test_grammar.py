@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 
 import pytest
-
 from specctl.data_prep.grammar import Grammar, articles, capitalized, tidy
 
 GRAMMAR = Grammar({"fruit": ("apple", "pear", "fig"), "basket": ("{fruit} and {fruit}",)}, {"one": ("kiwi",)})

@@ -7,7 +7,6 @@ import string
 from random import Random
 
 import pytest
-
 from specctl.data_prep.code_formulas import tasks
 from specctl.data_prep.grammar import Choice, Slot, parse
 from specctl.data_prep.phrasebook import FOLDER, Phrasebook, names, phrasebook, read

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import datasets
 import pytest
-
 from specctl.data_prep import DOMAINS, get, load_public
+
 from specctl.errors import DataError
 
 # One row of each data set, with its real column names and types.
