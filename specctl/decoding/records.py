@@ -115,7 +115,7 @@ class Sequence:
             self.accepted_by_depth[depth] += depth < accepted
 
     def decoded(self, prefill_s: float, decode_s: float, replays: int, ahead: int, rounds: int) -> Decoded:
-        """The finished text with the seconds and rounds of its batch so far."""
+        """The finished text, with the seconds and the rounds that its batch has taken."""
         return Decoded(
             self.ids[: self.prompt_length],
             self.output,

@@ -176,7 +176,6 @@ class OnlineContenders:
 
     def contenders(self) -> list[Contender]:
         """All contenders: baselines, fixed drafters, learners."""
-
         sampling = self.recipe.sampling
 
         def alone(name: str, controller: Controller, on_host: bool = False) -> Contender:
