@@ -33,6 +33,7 @@ class PlainRounds:
     """Plain decoding in rounds on the device."""
 
     depth, reach = 0, 1
+    reads_text, host_seconds = False, 0.0
 
     def __init__(self) -> None:
         self.carried: list[Tensor] = []

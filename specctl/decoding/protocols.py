@@ -68,11 +68,18 @@ class DeviceDraft(Protocol):
         depth: longest path in its drafts; 0 = plain decoding.
         reach: cache slots after the committed text that its rows and the target's verification rows take.
         carried: tensors that a round changes and the next one reads.
+        reads_text: the host drafts (part of) it in `load`, from the committed text. So `load` runs before every round,
+            and no round starts before the host has read the previous one.
+        host_seconds: time that the host took to draft in the last `load`.
     """
 
     depth: int
     reach: int
     carried: list[Tensor]
+    reads_text: bool
+
+    @property
+    def host_seconds(self) -> float: ...
 
     def load(self, state: DecodeState) -> None:
         """Catch up with the committed text, and take over the memory of it from the host."""
@@ -100,11 +107,12 @@ class OnDevice(Protocol):
     """A drafter that can draft entirely on the device.
 
     Attributes:
-        fixed_shape: its drafts have one shape for any text; otherwise each round asks the host.
+        fixed_shape: its drafts have one shape for any text; otherwise the host decides in every round.
         kind: name of its kind of rounds. Graphs are refused for a kind and a batch size.
     """
 
-    fixed_shape: bool
+    @property
+    def fixed_shape(self) -> bool: ...
 
     @property
     def kind(self) -> str: ...

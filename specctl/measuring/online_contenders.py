@@ -169,10 +169,11 @@ class OnlineContenders:
         for all, always runs as fast as the device allows.
         """
         recipe = self.recipe
-        if recipe.pool is not None or recipe.companion is not None or recipe.draft_length != "fixed" or self.untrained:
+        if recipe.pool is not None or recipe.draft_length != "fixed":
             return True
         learning = [learner.drafter for learner in self.learners.values() if isinstance(learner, OnlineDrafter)]
-        return not all(isinstance(one, OnDevice) and one.fixed_shape for one in [*self.fixed.values(), *learning])
+        drafters = [*self.fixed.values(), *self.untrained.values(), *learning]
+        return not all(isinstance(one, OnDevice) and one.fixed_shape for one in drafters)
 
     def contenders(self) -> list[Contender]:
         """All contenders: baselines, fixed drafters, learners."""

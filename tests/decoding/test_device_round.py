@@ -5,6 +5,7 @@ Nothing here needs a GPU: SPECCTL_GRAPHS=eager runs the device's rounds anywhere
 
 import copy
 import gc
+import time
 import warnings
 import weakref
 from contextlib import nullcontext
@@ -27,7 +28,7 @@ from specctl.decoding.models import linear
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.plan import plan_at, plan_rows
-from specctl.decoding.records import PADDING, topology
+from specctl.decoding.records import PADDING, DraftTree, topology
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import pool
@@ -38,12 +39,17 @@ from specctl.drafters.eagle.drafter import FAMILY as eagle
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.feature import drafter as features
+from specctl.drafters.hybrid.costs import ROWS, Costs
+from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.peagle.drafter import FAMILY as peagle
 from specctl.drafters.peagle.drafter import PEagleDrafter
 from specctl.drafters.peagle.head import PEagleHead
+from specctl.drafters.text.device_rounds import union
+from specctl.drafters.text.lookup import Lookup
+from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
 from specctl.kernels import reference
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
@@ -190,12 +196,14 @@ MADE = {
     "dflash 2": lambda target: block(target, SHAPES["chain"], conv_kernel_size=2, selector_rank=8),
     "peagle chain": lambda target: parallel_eagle(target, SHAPES["chain"]),
     "peagle tree": lambda target: parallel_eagle(target, SHAPES["tree"], num_layers=2),
+    "lookup": lambda target: Lookup(),
+    "suffix": lambda target: Suffix(nodes=4),
     "lm": lambda target: small_lm(target, "deterministic"),
     "lm sampled": lambda target: small_lm(target, "sampled"),
 }
 
 
-EACH = ["plain", "eagle3 tree", "medusa tree", "hydra tree", "dflash with a Markov head", "peagle tree", "lm"]
+EACH = ["plain", "eagle3 tree", "medusa tree", "hydra tree", "dflash with a Markov head", "peagle tree", "suffix", "lm"]
 """One of every kind of rounds."""
 
 
@@ -239,6 +247,85 @@ def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots)
     host = decode(tiny, **how)
     on_device()
     assert decode(tiny, **how) == host
+
+
+@pytest.mark.parametrize("head", ["eagle3 tree", "medusa tree", "peagle tree"])
+@pytest.mark.parametrize("text", ["lookup", "suffix"])
+def test_hybrids_on_the_device(tiny, drafters, graphs_on, monkeypatch, head, text):
+    """The texts of plain decoding, in no more target steps than with either drafter alone."""
+    free = Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0)
+    together = Hybrid(drafters(head), drafters(text), free)
+    assert together.fixed_shape
+    how = dict(sampling=MIXED, slots=2)
+    plain = decode(tiny, **how)
+    graphs_on()
+    steps = {}
+    for name, drafter in {"both": together, head: drafters(head), text: drafters(text)}.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = decode(tiny, drafter=drafter, **how)
+        assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+        assert any(one.ahead for one in found)
+        steps[name] = sum(one.target_passes for one in found)
+    assert steps["both"] <= min(steps[head], steps[text])
+
+
+def paths(tokens, parents):
+    """Token paths from the root to every node of a tree."""
+    found = []
+    for token, parent in zip(tokens, parents, strict=True):
+        found.append(None if parent == PADDING else ((found[parent] if parent >= 0 else ()) + (token,)))
+    return found
+
+
+def test_union_of_trees():
+    """Every path of either tree once, parents first; random trees with few words share many paths."""
+    torch.manual_seed(0)
+
+    def tree(nodes):
+        tokens, parents = [], []
+        while len(tokens) < nodes:
+            parent, token = int(torch.randint(-1, max(len(tokens), 1), ())), int(torch.randint(0, 3, ()))
+            parent = min(parent, len(tokens) - 1)
+            if (parent, token) in zip(parents, tokens, strict=True):  # siblings have different tokens
+                tokens, parents = [*tokens, 0], [*parents, PADDING]
+            else:
+                tokens, parents = [*tokens, token], [*parents, parent]
+        for node, parent in enumerate(parents):  # no children of padding
+            if parent >= 0 and parents[parent] == PADDING:
+                parents[node] = PADDING
+        return tokens, parents
+
+    for first_nodes, second_nodes in ((1, 1), (6, 4), (12, 9), (9, 12)):
+        firsts, seconds = ([tree(nodes) for _ in range(40)] for nodes in (first_nodes, second_nodes))
+        parts = [DraftTree(*(torch.tensor(part) for part in zip(*trees, strict=True))) for trees in (firsts, seconds)]
+        levels = max(len(path) for first in firsts for path in paths(*first) if path)
+        joined = union(*parts, levels=levels)
+        for first, second, tokens, parents in zip(
+            firsts, seconds, joined.tokens.tolist(), joined.parents.tolist(), strict=True
+        ):
+            found = [path for path in paths(tokens, parents) if path]
+            assert len(found) == len(set(found))
+            assert set(found) == {path for path in paths(*first) + paths(*second) if path}
+            assert all(parent < node for node, parent in enumerate(parents))
+
+
+def test_a_round_with_a_text_draft_counts_the_drafting(tiny, drafters, on_device, monkeypatch):
+    """The host drafts while the device waits: a policy that plays for seconds must pay for both."""
+    seconds, drafted = [], []
+    propose = Suffix.propose
+
+    def slow(self, state, budget):
+        drafted.append(1)
+        time.sleep(0.01)
+        return propose(self, state, budget)
+
+    monkeypatch.setattr(Suffix, "propose", slow)
+    on_device()
+    engine = engine_for(tiny, drafters("suffix"))
+    engine.on_round = lambda state, result: seconds.append(result.seconds)
+    decode(tiny, PROMPTS[:1], sampling=GREEDY, engine=engine)
+    assert len(seconds) == len(drafted) and min(seconds) > 0.01
 
 
 @pytest.mark.parametrize("name", [*EACH, "eagle3 chain", "eagle3.1", "dflash 2", "lm sampled"])

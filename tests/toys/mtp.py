@@ -49,7 +49,7 @@ def tensors(layout, config, *, bias=False, qk_norm=False, seed=0):
 
 def _random(random, *shape):
     scale = shape[-1] ** -0.5 if len(shape) > 1 else 1.0
-    return scale * torch.randn(*shape, generator=random)
+    return scale * torch.randn(*shape, generator=random, device=random.device)
 
 
 def head(target, layout="mimo", **options):

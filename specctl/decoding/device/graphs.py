@@ -149,12 +149,15 @@ class DeviceTime:
 
 
 class Readback:
-    """Asynchronous copy of a small tensor to the host, and the time of the work from `began` to the end of the copy."""
+    """Asynchronous copy of a small tensor to the host, and the time of the work from `began` to the end of the copy.
 
-    def __init__(self, tensor: Tensor, began: DeviceTime):
+    `host_seconds`: time of the host's work before `began`, for which the device waited.
+    """
+
+    def __init__(self, tensor: Tensor, began: DeviceTime, host_seconds: float = 0.0):
         self.copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
         self.copy.copy_(tensor, non_blocking=True)
-        self.began, self.ended = began, DeviceTime(tensor.device)
+        self.began, self.ended, self.host_seconds = began, DeviceTime(tensor.device), host_seconds
 
     def tolist(self) -> list[list[int]]:
         """The tensor as a list, after waiting for the copy."""
@@ -163,5 +166,5 @@ class Readback:
 
     @property
     def seconds(self) -> float:
-        """Seconds from `began` to the end of the copy, which must have been waited for."""
-        return self.ended.since(self.began)
+        """Seconds from `began` to the end of the copy, which must have been waited for, and those of the host."""
+        return self.ended.since(self.began) + self.host_seconds

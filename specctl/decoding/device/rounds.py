@@ -3,7 +3,8 @@
 All shapes are fixed and nothing is read back, so a CUDA graph can replay a whole round (graphs.py). The host launches
 round r + 1 before it reads the tokens of round r. It therefore learns one round late that a sequence has finished, and
 in that extra round the sequence commits nothing. Sequences change slots, and drafters take turns, only while no round
-is pending.
+is pending. Drafters that copy from text (`DeviceDraft.reads_text`) draft on the host between two rounds: the device
+waits for them, but the target's step is still one graph.
 """
 
 from __future__ import annotations
@@ -144,7 +145,7 @@ class DeviceRounds:
             self.drain()
             return False
         live = len(self.state.live)
-        if not self.state.at_rest and drafter is not self.active_drafter:
+        if not self.state.at_rest and (drafter is not self.active_drafter or self.draft.reads_text):
             self._hand_back()
             if not self.state.unfinished:
                 self.drain()
@@ -214,7 +215,7 @@ class DeviceRounds:
             began = graphs.DeviceTime(state.device)
             self.round(span)
         state.rounds, state.ahead = state.rounds + 1, state.ahead + 1
-        self.pending.append(graphs.Readback(self.sequences.record, began))
+        self.pending.append(graphs.Readback(self.sequences.record, began, self.draft.host_seconds))
         state.pending = len(self.pending)
 
     def _span(self) -> int:

@@ -17,6 +17,8 @@ class ReaderRounds:
         hidden: [B, size] state that the reader carries from one round to the next.
     """
 
+    reads_text, host_seconds = False, 0.0
+
     def __init__(self, reader: FeatureReader, state: DecodeState, depth: int, reach: int):
         """`depth`: longest path of a draft; `reach`: slots after the committed text that drafting needs."""
         self.reader, self.depth, self.reach = reader, depth, max(reach, depth + 1)
@@ -39,5 +41,5 @@ class ReaderRounds:
 
     def advance(self, sequences: DeviceBatch, before: Tensor, span: int) -> None:
         """Fill the slots of the committed tokens."""
-        new = sequences.committed_slots(before, self.depth + 1)
+        new = sequences.committed_slots(before, sequences.widest)
         self.hidden.copy_(self.reader.read_at(new, self.cache, span))

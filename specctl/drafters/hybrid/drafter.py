@@ -18,16 +18,20 @@ from functools import partial
 import torch
 
 from specctl.decoding.drafter import BaseDrafter
+from specctl.decoding.protocols import DeviceDraft, OnDevice
 from specctl.decoding.records import DraftTree, Score, empty_draft
+from specctl.decoding.row_budget import node_budget
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
+from specctl.drafters.hybrid.device_rounds import HybridRounds
 from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, GateStatistics, Pending
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 
 OFFERED = 32  # maximal number of nodes that a text drafter proposes
 GOES_ON = 0.75  # assumed probability that a level's token is accepted if the previous level's was
 NEXT = 0.9  # claim assumed for a level that is not drafted yet
+DEVICE_TEXT_NODES = 14  # nodes of a device round that the text drafter gets: its head then keeps its default tree
 
 
 class Hybrid(BaseDrafter):
@@ -148,6 +152,25 @@ class Hybrid(BaseDrafter):
         """Forget the head's cache after a weight update."""
         self.head.invalidate(state)
         self.text.invalidate(state)
+
+    @property
+    def kind(self) -> str:
+        head = self.head.kind if isinstance(self.head, OnDevice) else type(self.head).__name__
+        return f"{head} with a text drafter"
+
+    @property
+    def fixed_shape(self) -> bool:
+        """Whether both drafters can draft in device rounds."""
+        return all(isinstance(part, OnDevice) and part.fixed_shape for part in (self.head, self.text))
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft | None:
+        """Device rounds in which both drafters always draft: with one shape for all rounds, there is no gate."""
+        budget = min(budget, node_budget(state, share=True))
+        nodes = max(min(DEVICE_TEXT_NODES, budget // 4), 1)
+        if not (self.fixed_shape and isinstance(self.head, OnDevice) and isinstance(self.text, OnDevice)):
+            return None
+        head, text = self.head.on_device(state, budget - nodes), self.text.on_device(state, nodes)
+        return None if head is None or text is None else HybridRounds(head, text)
 
     def score(self, state: DecodeState, spans: list[range], depths: int = 1) -> list[Score]:
         """Children that both drafters would have proposed: an upper bound, as the gate may leave some out."""

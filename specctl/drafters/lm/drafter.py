@@ -315,6 +315,8 @@ class LMRounds:
     `following` [B, V] holds the logits after the last committed token.
     """
 
+    reads_text, host_seconds = False, 0.0
+
     def __init__(self, drafter: LMDrafter, state: DecodeState, budget: int):
         self.drafter, self.depth = drafter, min(drafter.shape.depth, budget)
         self.reach = self.depth + 2
@@ -364,7 +366,7 @@ class LMRounds:
 
         Accepted tokens were already read when they were drafted. Reading them again avoids working out which ones.
         """
-        place = torch.arange(self.depth + 1, device=before.device)
+        place = torch.arange(sequences.widest, device=before.device)
         end = sequences.length - 1
         slots = torch.minimum(before.unsqueeze(1) + place, end.unsqueeze(1))
         causal = (place <= place.unsqueeze(1)).expand(sequences.batch, -1, -1)

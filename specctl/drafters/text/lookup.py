@@ -11,9 +11,11 @@ from functools import partial
 import torch
 
 from specctl.decoding.drafter import BaseDrafter
+from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import TEXT_CALIBRATION
+from specctl.drafters.text.device_rounds import TextRounds
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
@@ -35,6 +37,7 @@ class Lookup(BaseDrafter):
     """
 
     calibration = TEXT_CALIBRATION
+    fixed_shape = True  # with padding
 
     def __init__(self, depth: int | None = None):
         self.depth = depth
@@ -75,6 +78,10 @@ class Lookup(BaseDrafter):
             tokens = torch.tensor(index.expected[span.start : span.stop], dtype=torch.long, device=state.device)
             scores.append(Score(span, tokens=tokens.view(1, -1, 1), children=(1,) * self._depth(state)))
         return scores
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft:
+        nodes = min(self._depth(state), budget)
+        return TextRounds(self, state, nodes, nodes, chain=True)
 
     def _depth(self, state: DecodeState) -> int:
         return self.depth or DEPTH.get(state.device.type, max(DEPTH.values()))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import torch
 
 from specctl.decoding.drafter import BaseDrafter
+from specctl.decoding.protocols import DeviceDraft
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import STORE_CALIBRATION, TEXT_CALIBRATION
 from specctl.drafters.text.automaton import Match, SuffixAutomaton
+from specctl.drafters.text.device_rounds import TextRounds
 from specctl.drafters.text.text_tree import TextIndex, TextPosition, TextTreeShape, first_level, grow
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
@@ -34,6 +36,8 @@ MIN_PROBABILITY = (
 
 class Suffix(BaseDrafter):
     """Drafts trees from each sequence's own text, and from `corpus` if one is given."""
+
+    fixed_shape = True  # with padding
 
     def __init__(
         self,
@@ -85,6 +89,10 @@ class Suffix(BaseDrafter):
             tokens = torch.tensor(padded, device=state.device).long().view(1, len(span), width)
             scores.append(Score(span, tokens=tokens, children=(shape.children,) * min(shape.depth, shape.nodes)))
         return scores
+
+    def on_device(self, state: DecodeState, budget: int) -> DeviceDraft:
+        shape = self._shape(state)
+        return TextRounds(self, state, min(shape.nodes, budget), shape.depth, chain=shape.children == 1)
 
     def _shape(self, state: DecodeState) -> TextTreeShape:
         # Exact mode promises bitwise equality for chains only: a tree's rejected siblings sit between the rows it
