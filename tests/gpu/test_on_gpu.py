@@ -1,0 +1,154 @@
+"""Device rounds, kernels and forwards on a real GPU, which all other tests replace by an interpreter or fake tensors.
+
+python -m pytest tests/gpu                              # on a machine with a CUDA GPU: about three minutes
+SPECCTL_TEST_DEVICE=cpu python -m pytest tests/gpu      # the same code without graphs, to check the tests themselves
+"""
+
+import os
+import warnings
+
+import pytest
+import torch
+import transformers
+
+from specctl import kernels
+from specctl.commands.generate import generate
+from specctl.decoding import attention
+from specctl.decoding.device import graphs
+from specctl.decoding.device import rounds as device_round
+from specctl.decoding.models import fused
+from specctl.decoding.models.fused import LayerShape
+from specctl.decoding.models.loading import load_tokenizer, pick_device
+from specctl.decoding.plan import plan_rows
+from specctl.decoding.records import Request
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target, load_target
+from specctl.drafters.hybrid.costs import ROWS, Costs
+from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.recipe import GenerateRecipe
+from tests.decoding import test_device_round as toys
+from tests.toys.decoding import decode
+
+DEVICE = os.environ.get("SPECCTL_TEST_DEVICE", "cuda")
+ON_GPU = DEVICE != "cpu"
+FASTEST = "1" if ON_GPU else "eager"  # value of SPECCTL_GRAPHS
+MODES = ["0", "eager", "1"] if ON_GPU else ["0", "eager"]
+NEW = [80, 90, 60, 50, 100] if ON_GPU else toys.NEW
+FREE = Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0)
+
+pytestmark = [
+    pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.filterwarnings("error:.*(CUDA graphs|kernel|unfused|PyTorch|contiguous)"),  # nothing falls back
+]
+only_gpu = pytest.mark.skipif(not ON_GPU, reason="a CPU has no such kernels")
+
+
+@pytest.fixture(scope="module")
+def target(tiny_directory):
+    """A random target that says seven words only, so that random drafts are often right."""
+    found = load_target(tiny_directory("qwen3"), device=DEVICE, dtype="fp32")
+    bias = torch.full((found.vocab_size,), -1e4, device=found.device)
+    bias[toys.WORDS] = 0.0
+    bias[toys.WORDS[0]] = -5.0  # the end of a text
+    found.model.head.bias = bias
+    return found
+
+
+def made(name, target):
+    with torch.device(target.device):
+        return toys.MADE[name](target)
+
+
+def texts(target, monkeypatch, mode, **options):
+    """Texts of `toys.PROMPTS`; with graphs, most rounds must be replays."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", mode)
+    how = dict(max_new_tokens=NEW, seeds=[1, 2, 3, 4, 5], share_rows=False) | options
+    found = decode(target, toys.PROMPTS, **how)
+    if mode == "1":
+        assert found[-1].replays > 0.5 * found[-1].rounds
+    return [one.output_ids for one in found]
+
+
+@only_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        LayerShape(4096, 14336, 32, 8, 128, False),
+        LayerShape(5120, 25600, 64, 8, 128, True),
+        LayerShape(2048, 8192, 32, 8, 64, False),
+        LayerShape(3584, 18944, 28, 4, 128, False),
+    ],
+    ids=["llama-8b", "qwen3-32b", "llama-1b", "qwen2-7b"],
+)
+def test_kernels_pass_their_trials(dtype, shape):
+    device = torch.device(DEVICE, 0)
+    pick_device(DEVICE)
+    assert kernels.select_backend(device) == "triton"
+    heads = device, dtype, shape.heads, shape.kv_heads, shape.dim
+    assert attention.serves(*heads) and attention.serves_pages(*heads) and fused.tried(device, dtype, shape)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-3), (torch.bfloat16, 6e-2)])
+@pytest.mark.parametrize(
+    ("kind", "more"), [("LlamaConfig", {}), ("Qwen3Config", {"head_dim": 32}), ("Qwen2Config", {})]
+)
+def test_forward_against_transformers(kind, more, dtype, close):
+    """Prefill, one row, 8 rows and 41 rows."""
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, vocab_size=1000)
+    own = dict(num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=None, eos_token_id=3, pad_token_id=0)
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes, **own, **more)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE, dtype)
+    target = Target("random", model, load_tokenizer("builtin"), revision=None)
+    ids = torch.randint(5, 1000, (1, 200), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    with torch.inference_mode():
+        expected = model(ids).logits[0, 149:].float()
+        state = DecodeState(target, spare=63)
+        state.assign_slots([state.sequence(Request(ids[0, :150].tolist(), GREEDY, 60))])
+        logits = [target.prefill([ids[0, :150].tolist()], state.cache)[0]]
+        for base, rows in ((150, 1), (151, 8), (159, 41)):
+            plan = plan_rows([base], rows, device=target.device, dtype=dtype)
+            logits.append(target.step(ids[:, base : base + rows], state.cache, plan)[0][0])
+    error = (torch.cat(logits).float() - expected).norm() / expected.norm()
+    assert error < close
+
+
+@pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (toys.MIXED, 2)], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("name", toys.MADE)
+def test_every_drafter_commits_the_texts_of_the_host(target, monkeypatch, name, sampling, slots):
+    how = dict(drafter=made(name, target), slots=slots, sampling=sampling)
+    host, *others = [texts(target, monkeypatch, mode, **how) for mode in MODES]
+    assert all(other == host for other in others)
+
+
+@pytest.mark.parametrize("head", ["eagle3 tree", "hydra tree", "medusa tree", "dflash tree", "peagle tree"])
+@pytest.mark.parametrize("text", ["lookup", "suffix"])
+def test_hybrids_commit_the_texts_of_plain_decoding(target, monkeypatch, head, text):
+    plain = texts(target, monkeypatch, "0", sampling=toys.MIXED, slots=2)
+    hybrid = Hybrid(made(head, target), made(text, target), FREE)
+    assert texts(target, monkeypatch, FASTEST, sampling=toys.MIXED, slots=2, drafter=hybrid) == plain
+
+
+def test_texts_that_end_before_a_capture_do_not_refuse_it(target, monkeypatch):
+    """Rows without a sequence all write to one page, in an order that a GPU does not define."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", FASTEST)
+    monkeypatch.setattr(graphs, "_refused", set())
+    prompts = [[5 + i, 9, 300 + i, 12, 7] * (i + 2) for i in range(8)]
+    new = [2, 3, 2, *[100] * 5]
+    how = dict(drafter=made("eagle3 tree", target), sampling=GREEDY, max_new_tokens=new, seeds=[0] * 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = decode(target, prompts, share_rows=False, **how)
+    assert not graphs._refused
+    assert not ON_GPU or found[-1].replays
+
+
+def test_generate_uses_device_rounds(monkeypatch):
+    monkeypatch.setenv("SPECCTL_GRAPHS", FASTEST)
+    launched, launch = [], device_round.DeviceRounds._launch
+    monkeypatch.setattr(device_round.DeviceRounds, "_launch", lambda rounds: (launched.append(1), launch(rounds))[1])
+    recipe = GenerateRecipe(prompt="List the names of all students.", sampling={"max_new_tokens": 16})
+    generate(recipe, target=load_target("builtin", device=DEVICE, dtype="fp32"))
+    assert launched
