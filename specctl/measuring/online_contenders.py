@@ -21,6 +21,7 @@ from specctl.adaptation.stream_learner import Lesson, StreamLearner
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
+from specctl.decoding.device import rounds as device_rounds
 from specctl.decoding.engine import Engine
 from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.plain import PLAIN
@@ -169,6 +170,8 @@ class OnlineContenders:
         for all, always runs as fast as the device allows.
         """
         recipe = self.recipe
+        if not device_rounds.possible(self.target):
+            return True
         if recipe.pool is not None or recipe.draft_length != "fixed":
             return True
         learning = [learner.drafter for learner in self.learners.values() if isinstance(learner, OnlineDrafter)]

@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
+from specctl.decoding.device import rounds as device_rounds
 from specctl.decoding.engine import Engine
 from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.prompt_features import PromptClusters
@@ -151,6 +152,8 @@ class SelectContenders:
         for all, always runs as fast as the device allows.
         """
         recipe = self.recipe
+        if not device_rounds.possible(self.target):
+            return True
         if recipe.catch_up.name == "streaming" or (recipe.batch > 1 and recipe.choice == "text"):
             return True
         drafters = [*self.fixed.values(), *self.arms]

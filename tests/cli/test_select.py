@@ -146,7 +146,8 @@ def test_rounds_run_on_the_device_where_all_contenders_have_them(
     specctl, tmp_path, tiny_directory, monkeypatch, options
 ):
     """Two heads, chosen between by counts or scores: plain decoding, arms and policies alike; and the document says so.
-    With a text drafter among the arms, or a policy that looks at drafts, all but plain decoding have the host's."""
+    So do heads that draft with a text drafter. With a policy that looks at drafts, all but plain decoding have the
+    host's."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     for seed, family in enumerate(("eagle3", "medusa")):
         write_head(tmp_path / "pool" / family, target, family, seed)
@@ -183,11 +184,11 @@ def test_rounds_run_on_the_device_where_all_contenders_have_them(
         {row["algo"]: row["mat"] for row in found["policies"] if row["kind"] != "policy"} for found in (device, host)
     ]
     assert mats[0] == mats[1]
-    others = (
-        [["drafters=[lookup]"]]
-        if options
-        else [["drafters=[lookup]"], ["algo=[metasd-ucb]", "game.reward=bd"], ["batch=2"]]
-    )
+    joined = selected("joined", "beside=lookup")
+    assert joined["rounds_on"] == "device" and joined["lossless"]["mismatches"] == 0
+    kinds = {type(getattr(drafter, "drafter", drafter)).__name__ for drafter in ran}
+    assert {"Hybrid", "Lookup"} <= kinds
+    others = [] if options else [["algo=[metasd-ucb]", "game.reward=bd"], ["batch=2"]]
     for place, more in enumerate(others):
         found = selected(f"other {place}", *more)
         assert found["rounds_on"] == "host" and {*ran} == {PLAIN}, more

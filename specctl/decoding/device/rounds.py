@@ -32,6 +32,13 @@ from specctl.decoding.verify import finite_rows, judge, last_rows, not_finite
 Report = Callable[[DecodeState, RoundResult], None]
 
 
+def possible(target: Target) -> bool:
+    """Whether any rounds of a target can run on its device: with the lean model, on a GPU, or with
+    SPECCTL_GRAPHS=eager."""
+    mode = os.environ.get("SPECCTL_GRAPHS", "1")
+    return target.path == "lean" and (mode == "eager" or (mode != "0" and target.device.type == "cuda"))
+
+
 def device_rounds(
     target: Target,
     state: DecodeState,
