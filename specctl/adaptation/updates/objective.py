@@ -52,7 +52,7 @@ class Objective:
         Raises RecipeError if the module has no trainable parameters.
         """
         self.module, self._run, self.prepare, self._seed = module, run, prepare, seed
-        self.stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
+        self.stacks = isinstance(module, DraftHead) and not module.gradient_checkpointing
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
