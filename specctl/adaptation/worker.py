@@ -153,13 +153,13 @@ def run_worker(learner: WorkerLearner, inbox: Any, outbox: Any) -> None:
         online_drafter = OnlineDrafter(recipe, learner.algo, target, learner.seed, learner.start)
         outbox.put(Ready())
         while True:
-            heard: list[Chunk] | tuple[dict[str, Any], PackedTensors] = inbox.get()
-            if not isinstance(heard, list):  # a state to restore
-                online_drafter.restore(heard[0], heard[1].tensors())
+            message: list[Chunk] | tuple[dict[str, Any], PackedTensors] = inbox.get()
+            if not isinstance(message, list):  # a state to restore
+                online_drafter.restore(message[0], message[1].tensors())
                 continue
-            for chunk in heard:
+            for chunk in message:
                 chunk.into(online_drafter.buffer)
-            lesson = online_drafter.learn(Acceptance.of(text for chunk in heard for text in chunk.acceptance.texts))
+            lesson = online_drafter.learn(Acceptance.of(text for chunk in message for text in chunk.acceptance.texts))
             facts, state = online_drafter.state()
             outbox.put(LearnerResult(lesson, online_drafter.played().cpu(), facts, PackedTensors.of(state)))
     except Exception as error:

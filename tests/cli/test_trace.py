@@ -27,19 +27,25 @@ def entered(paths):
     module is imported does not count: an earlier test may have imported it."""
     importing = 0
 
+    def ends(frame, event, argument):
+        nonlocal importing
+        importing -= event == "return"
+
     def trace(frame, event, argument):
         nonlocal importing
         code = frame.f_code
         if code.co_name == "<module>":
-            importing += {"call": 1, "return": -1}.get(event, 0)
-        elif event == "call" and not importing and code.co_filename.startswith(f"{PACKAGE}/"):
+            importing, frame.f_trace_lines = importing + 1, False
+            return ends
+        if not importing and code.co_filename.startswith(f"{PACKAGE}/"):
             paths.add(Path(code.co_filename).relative_to(PACKAGE).as_posix())
 
-    sys.setprofile(trace)
+    before = sys.gettrace()
+    sys.settrace(trace)  # unlike a profile, it is not called for functions in C
     try:
         yield
     finally:
-        sys.setprofile(None)
+        sys.settrace(before)
 
 
 @pytest.fixture(scope="module")
