@@ -91,7 +91,8 @@ class OnlineDrafter(StreamLearner):
         return with_distributions(batch, self.trainable.target_head, self.trainable.module.squash)
 
     def _new_buffer(self) -> ReplayBuffer:
-        return new_buffer(self.recipe, self.target, getattr(self.trainable.module, "taps", ()))
+        taps = self.trainable.module.taps if isinstance(self.trainable, TrainableHead) else ()
+        return new_buffer(self.recipe, self.target, taps)
 
     def retarget(self, target: Target) -> None:
         """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
