@@ -170,7 +170,8 @@ def _execute(command: str, recipe: CommandRecipe, place: Path | None = None) -> 
     with path_in_errors(place), threads.command_threads(recipe.resources.threads), run.held():
         result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
         document = run.result(dataclasses.asdict(result))
-        artefacts.write(document, run.dir)
+        if "matrix" in document:
+            artefacts.write(document, run.dir)
     return result, document
 
 

@@ -29,7 +29,6 @@ class OnlineDefaults:
     sgd: float = 0.1  # learning rate η of SGD and of heavy-ball momentum
     optimizer: Literal["sgd", "adam"] = "adam"
     chunk: int = 40  # prompts between two updates
-    mixes: bool = False  # several drafters of the family can draft as one, by the mean of their probabilities
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Family:
             to train for `epochs`.
         unrolls_steps: whether training runs several draft steps one after the other (training-time test).
         steps, decay: defaults of the recipe keys `ttt_steps` and `ttt_decay`.
-        supports_d_pace: whether `ttt_weights` may weight draft depths by how often a draft reaches them.
         check_target: path of a function of a `TargetRecipe` that raises if the target lacks the parts from which the
             family is built, or None if the family fits any target. It checks only files on this machine.
         supports_stride: whether draft steps beyond the first may skip positions, because they have no separate weights.
@@ -67,7 +65,6 @@ class Family:
     unrolls_steps: bool = False
     steps: int = 6
     decay: float = 0.8
-    supports_d_pace: bool = False
     check_target: str | None = None
     supports_stride: bool = True
     objective: str = "soft_ce"
@@ -86,22 +83,20 @@ FAMILIES: dict[str, Family] = {
         "specctl.drafters.eagle.drafter:FAMILY",
         rates=ONE_LAYER,
         lora_modules=LAYER,  # without the fusion layer: a table replaces half of it when drafting
-        learning=OnlineDefaults(adam=3e-5, epochs=5, clip=0.5, mixes=True),
+        learning=OnlineDefaults(adam=3e-5, epochs=5, clip=0.5),
     ),
     "eagle3": Family(
         "specctl.drafters.eagle3.drafter:FAMILY",
         rates=ONE_LAYER,
         unrolls_steps=True,
-        supports_d_pace=True,
         lora_modules=("fc", *LAYER, "lm_head"),
         options=(*NORMS, "norm_output"),
-        learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5, mixes=True),
+        learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "peagle": Family(
         "specctl.drafters.peagle.drafter:FAMILY",
         rates=ONE_LAYER,
         supports_stride=False,  # the family decides itself how many positions continue to each depth
-        supports_d_pace=True,
         lora_modules=("fc", *LAYER, "lm_head"),
         options=NORMS,
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
@@ -109,7 +104,6 @@ FAMILIES: dict[str, Family] = {
     "dflash": Family(
         "specctl.drafters.dflash.drafter:FAMILY",
         rates=ONE_LAYER,
-        supports_d_pace=True,
         lora_modules=("fc", *LAYER),
         options=("block_size", "markov_rank", "confidence", "conv_kernel_size", "selector_rank"),
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
@@ -123,10 +117,9 @@ FAMILIES: dict[str, Family] = {
         steps=3,  # FastMTP's, like the decay
         decay=0.6,
         check_target="specctl.drafters.mtp.layouts:check",
-        supports_d_pace=True,
         lora_modules=("fc", *LAYER),
         options=("normed_features",),
-        learning=OnlineDefaults(adam=3e-5, epochs=2, clip=0.5, mixes=True),
+        learning=OnlineDefaults(adam=3e-5, epochs=2, clip=0.5),
     ),
     "hydra": Family(
         "specctl.drafters.hydra.drafter:FAMILY",
@@ -176,11 +169,6 @@ def trainable_families() -> list[str]:
 def online_families() -> dict[str, OnlineDefaults]:
     """Families that learn along a stream, with their settings."""
     return {name: family.learning for name, family in FAMILIES.items() if family.learning is not None}
-
-
-def mixable_families() -> list[str]:
-    """Names of the families with `OnlineDefaults.mixes`: several drafters can draft as one."""
-    return [name for name, how in online_families().items() if how.mixes]
 
 
 def listed(names: list[str]) -> str:

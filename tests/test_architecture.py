@@ -308,3 +308,47 @@ def test_no_two_classes_have_one_name():
         if isinstance(node, ast.ClassDef)
     ]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+MOST_PARAMETERS = 6
+MANY_PARAMETERS = {
+    "decoding.cache": 1,
+    "decoding.device.device_batch": 1,
+    "decoding.plan": 1,
+    "decoding.state": 1,
+    "decoding.target": 1,
+    "kernels.cpu": 2,
+    "kernels.distill": 2,
+    "kernels.reference": 3,
+    "kernels.self_check": 2,
+}
+"""Functions with more parameters, by file. A budget that may only fall."""
+
+
+def parameters(function: ast.FunctionDef) -> list[str]:
+    """The names of a function's parameters but `self` and `cls`."""
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg]
+    return [each.arg for each in every if each is not None and each.arg not in ("self", "cls")]
+
+
+def wide(source: str) -> list[str]:
+    """The functions of a file with more parameters than a caller can keep apart."""
+    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    return [function.name for function in functions if len(parameters(function)) > MOST_PARAMETERS]
+
+
+def test_functions_have_few_parameters():
+    """Triton kernels get addresses and strides one by one, so their room does not count."""
+    counted = {
+        name: wide(source) for name, source in sources().items() if not name.startswith("kernels.triton_backend.")
+    }
+    assert {
+        name: functions for name, functions in counted.items() if len(functions) > MANY_PARAMETERS.get(name, 0)
+    } == {}
+    assert {name: len(counted[name]) for name in MANY_PARAMETERS} == MANY_PARAMETERS, "lower the budget"
+
+
+def test_a_wide_function_is_seen():
+    """Negative control."""
+    assert wide("def f(a, b, c, /, d, *e, g=1, **h): ...\nclass C:\n    def m(self, a, b, c, d, e, f): ...") == ["f"]

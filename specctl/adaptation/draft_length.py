@@ -9,10 +9,10 @@ from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import DraftTree, RoundResult, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.timing import synchronise
-from specctl.drafters.tree import TreeDrafter
+from specctl.drafters.tree import Shaped, TreeDrafter
 from specctl.recipe import DraftingRecipe
 
-DEFAULT_MAX_LENGTH = 15  # K, if a drafter names none
+DEFAULT_MAX_LENGTH = 15  # K of a drafter without a shape
 DECAY = 0.98  # decay of rates and times, per round
 TRIAL_EVERY = 16  # rounds after which an unused drafter gets a trial
 
@@ -60,7 +60,7 @@ class AutoLength(Controller):
     def use(self, drafter: Drafter) -> None:
         """Draft with this drafter from now on; it has new weights, not another family."""
         self.drafter, self.taps, self._shaped = drafter, drafter.taps, {}
-        self.longest: int = getattr(getattr(drafter, "shape", None), "depth", None) or DEFAULT_MAX_LENGTH
+        self.longest = drafter.shape.depth if isinstance(drafter, Shaped) else DEFAULT_MAX_LENGTH
 
     _shaped: dict[int, Drafter]
 

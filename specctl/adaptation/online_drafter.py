@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from operator import index
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from specctl.adaptation.buffer import ReplayBuffer
-from specctl.adaptation.ranks import SINGLE_PROCESS, Group
 from specctl.adaptation.stream_learner import Lesson, StreamLearner, new_buffer
 from specctl.adaptation.time_budget import TimeBudget
-from specctl.adaptation.updates import formulas, holdout
+from specctl.adaptation.updates import holdout
 from specctl.adaptation.updates.objective import Objective, seed_of, with_distributions
 from specctl.adaptation.updates.registry import feedback, make_learner
 from specctl.adaptation.updates.watchdog import Acceptance, Watchdog
@@ -26,8 +25,6 @@ from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.drafters import checkpoint
-from specctl.drafters.feature.drafter import FeatureDrafter
-from specctl.drafters.feature.mixture import Mixture
 from specctl.families import FAMILIES, STREAM_RETRIEVAL
 from specctl.recipe import DrafterStreamRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.checkpoint import add_prefix, strip_prefix
@@ -56,21 +53,19 @@ class OnlineDrafter(StreamLearner):
         target: Target,
         seed: int,
         start: Path | None = None,
-        group: Group = SINGLE_PROCESS,
     ):
         """
         Args:
             algo: one of the names in `recipe.algo`.
             target: the model that writes the texts.
             start: directory of the drafter to start from (None = the recipe's).
-            group: processes that learn as one, from the same texts.
 
         Raises CheckpointError if `start` is no drafter of this family for this target.
         """
         self.start = start or recipe.initial_drafter(recipe.family_of(algo))
         family = recipe.family_of(algo) if start is None else checkpoint.family(start)
         self.rule: LearnerRecipe = recipe.learner_of(algo).resolved(family, target.hidden_size)
-        self.recipe, self.target, self.seed, self._group = recipe, target, seed, group
+        self.recipe, self.target, self.seed = recipe, target, seed
         self.training = TrainRecipe(
             target=recipe.target,
             arch=family,
@@ -81,9 +76,9 @@ class OnlineDrafter(StreamLearner):
         )
         self.trainable = make_trainable(self.training, target, NO_CORPUS)
         autocast(self.trainable.module, self.training)
-        self.objective = Objective(self.trainable.module, self.trainable.loss, seed, self._prepare, group)
+        self.objective = Objective(self.trainable.module, self.trainable.loss, seed, self._prepare)
         self.trainable.store = self.buffer = self._new_buffer()
-        self.learner = make_learner(self.objective, self.rule, self.objective.start(), seed)
+        self.learner = make_learner(self.objective, self.rule, self.objective.start())
         self.watchdog = Watchdog(self.rule)
         self.account = TimeBudget(self.rule.budget)
         self.chunks = 0
@@ -91,12 +86,13 @@ class OnlineDrafter(StreamLearner):
 
     def _prepare(self, batch: Any) -> Any:
         """Add the target's distributions to a batch, once for all members and draft depths."""
-        if batch is None or not isinstance(self.trainable, TrainableHead):
+        if not isinstance(self.trainable, TrainableHead):
             return batch
         return with_distributions(batch, self.trainable.target_head, self.trainable.module.squash)
 
     def _new_buffer(self) -> ReplayBuffer:
-        return new_buffer(self.recipe, self.target, getattr(self.trainable.module, "taps", ()))
+        taps = self.trainable.module.taps if isinstance(self.trainable, TrainableHead) else ()
+        return new_buffer(self.recipe, self.target, taps)
 
     def retarget(self, target: Target) -> None:
         """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
@@ -112,15 +108,12 @@ class OnlineDrafter(StreamLearner):
         self.drafter = self.play()
 
     def play(self) -> Drafter:
-        """Build a drafter from the weights that the learner plays; a mixture if it plays several."""
-        play = self.learner.play()
-        heads = [self.drafter_of(w) for w in play.vectors]
-        return heads[0] if len(heads) == 1 else Mixture(cast(list[FeatureDrafter], heads), play.weights)
+        """Build a drafter from the weights that the learner plays."""
+        return self.drafter_of(self.learner.play())
 
     def played(self) -> torch.Tensor:
-        """[P] the weights that the learner plays; the weighted mean of a mixture."""
-        play = self.learner.play()
-        return formulas.mean_of(torch.tensor(play.weights), list(play.vectors))
+        """[P] the weights that the learner plays."""
+        return self.learner.play()
 
     def drafter_of(self, w: torch.Tensor) -> Drafter:
         """Build a drafter with the weights w [P]."""
@@ -149,8 +142,7 @@ class OnlineDrafter(StreamLearner):
             return lesson
         if lesson.outcome.status != "rested":
             self.account.record_update(lesson.learn_s, vain=lesson.outcome.no_improvement)
-        # Even if no member moved, the played weights may change: the rates may be lower, or another member may be
-        # drawn.
+        # Even if no member moved, the played weights may change: Hedge weighs the members anew.
         began = time.perf_counter()
         self.drafter = self.play()
         synchronise(self.target.device)
@@ -227,21 +219,19 @@ class OnlineDrafter(StreamLearner):
     held_out: Sequence[int] = ()  # held-out texts that judged the last update; the next one learns from them
 
     def batches(self, examples: Sequence[Example]) -> list[Any]:
-        """This rank's share of the texts as input batches of the module, built once for all epochs and members. A batch
-        is None if this rank's share is empty."""
+        """Input batches of the module, built once for all epochs and members."""
         if not examples:
             return []
         tokens = batch_tokens(self.training, self.target)
         parts = batches(list(examples), tokens, seed=self.seed, epoch=self.chunks)
-        shares = [self._group.share(part) for part in parts]
-        return [self._batch(share, self.chunks + n) if share else None for n, share in enumerate(shares)]
+        return [self._batch(part, self.chunks + n) for n, part in enumerate(parts)]
 
     def _batch(self, examples: list[Example], step: int) -> Any:
         batch = self.trainable.batch(examples, step)
         return self.buffer.only_rejected(batch, examples) if feedback(self.rule.algo) == "rejected" else batch
 
     def save(self, directory: Path, info: dict[str, Any]) -> Path:
-        """Write the played weights as a drafter directory; the mean of a mixture."""
+        """Write the played weights as a drafter directory."""
         tensors = self.trainable.tensors(self.objective.state(self.played()))
         return checkpoint.save(directory, config=self.trainable.config(), tensors=tensors, info=info, overwrite=True)
 

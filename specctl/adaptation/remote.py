@@ -7,37 +7,31 @@ The decoder never waits. It hands over the texts of a chunk with their features,
 sequences. Both go through shared memory. Chunks that are answered while the learner is at work wait here; then it
 learns from all waiting chunks at once. The waiting chunks share the room of the buffer. If the learner is so slow that
 no room is left, the oldest chunks are dropped. The learner also drops the texts that its own buffer cannot hold.
-
-On several devices there is one process per device, which learns from its share of every batch (`adaptation.ranks`).
 """
 
 from __future__ import annotations
 
 import atexit
-import fcntl
 import os
 import queue
-import shutil
 import signal
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
-from specctl.adaptation import ranks, worker
+from specctl.adaptation import worker
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.ensemble import UpdateOutcome
 from specctl.adaptation.updates.watchdog import Acceptance
-from specctl.adaptation.worker import Chunk, Failed, LearnerResult, PackedTensors, Ready, State, WorkerPlacement
+from specctl.adaptation.worker import Chunk, Failed, LearnerResult, PackedTensors, Ready, State, WorkerLearner
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.errors import SpecctlError
@@ -49,28 +43,21 @@ TIMEOUT_S = 600.0  # timeout for the last chunks of a stream, and for starting t
 
 
 class AsyncOnlineDrafter(OnlineDrafter):
-    """An `OnlineDrafter` with its learner in other processes. This process has the buffer that feeds the learner, and
+    """An `OnlineDrafter` with its learner in another process. This process has the buffer that feeds the learner, and
     the drafter with its newest weights.
 
     On a CPU, the learner has half of this process' threads while it runs.
     """
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
-        """Raises RecipeError if a device is missing, SpecctlError if a worker cannot start on it."""
+        """Raises SpecctlError if the worker cannot start."""
         super().__init__(recipe, algo, target, seed, start)
-        self._devices = _devices(recipe, target)
-        ranks.check(self._devices)
         self._threads = max(1, torch.get_num_threads() // 2)
-        each = max(1, self._threads // len(self._devices))
         context = multiprocessing.get_context("spawn")
-        self._meeting, self._kept = rendezvous_directory()
-        inboxes, self._outbox = [context.Queue() for _ in self._devices], context.Queue()
-        self._inbox = inboxes[0]
-        self._processes = []
-        for rank in range(len(self._devices)):
-            place = WorkerPlacement(rank, self._devices, each, Path(self._meeting.name))
-            arguments = (place, recipe, algo, seed, start, inboxes, self._outbox)
-            self._processes.append(context.Process(target=worker.run_worker, args=arguments, daemon=True))
+        self._inbox, self._outbox = context.Queue(), context.Queue()
+        learner = WorkerLearner(recipe, algo, seed, start, _device(recipe, target), self._threads)
+        arguments = (learner, self._inbox, self._outbox)
+        self._process = context.Process(target=worker.run_worker, args=arguments, daemon=True)
         self._algo = algo
         self._last: LearnerResult | None = None
         self._unreported: list[Lesson] = []  # lessons that no chunk's row has reported yet
@@ -92,17 +79,16 @@ class AsyncOnlineDrafter(OnlineDrafter):
             raise
 
     def _start(self) -> None:
-        """Block signals before starting the workers: they inherit the mask."""
+        """Block signals before starting the worker: it inherits the mask."""
         before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.IGNORED_SIGNALS)
         try:
-            for process in self._processes:
-                process.start()
+            self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Context in which the workers run. They stop while other contenders decode, and leave them all threads."""
+        """Context in which the worker runs. It stops while other contenders decode, and leaves them all threads."""
         threads = torch.get_num_threads()
         if self.target.device.type == "cpu":
             torch.set_num_threads(self._threads)
@@ -181,18 +167,12 @@ class AsyncOnlineDrafter(OnlineDrafter):
         self.close()
 
     def close(self) -> None:
-        """Kill the workers, also in the middle of an update."""
+        """Kill the worker, also in the middle of an update."""
         atexit.unregister(self.close)
-        started = [process for process in self._processes if process.pid is not None]
-        for process in started:
-            process.kill()
-        for process in started:
-            process.join()
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
         self._inbox.cancel_join_thread()  # unsent messages have no reader any more
-        self._meeting.cleanup()
-        if self._kept is not None:
-            os.close(self._kept)
-            self._kept = None
 
     def played(self) -> Tensor:
         return super().played() if self._vector is None else self._vector
@@ -233,7 +213,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
         self._swap_s += time.perf_counter() - began
 
     def receive(self, seconds: float) -> Ready | LearnerResult | None:
-        """The next message of the workers, or None. Raises SpecctlError if a worker has failed."""
+        """The next message of the worker, or None. Raises SpecctlError if the worker has failed."""
         try:
             message = self._outbox.get(timeout=seconds) if seconds else self._outbox.get_nowait()
         except queue.Empty:
@@ -243,9 +223,6 @@ class AsyncOnlineDrafter(OnlineDrafter):
             self._check_alive()
             raise SpecctlError(f"the learner process ended while it sent a message: {error}") from error
         if isinstance(message, Failed):
-            for process in self._processes:  # when one is killed, the others fail before its exit code is known
-                process.join(1.0)
-            self._check_alive()
             raise SpecctlError(f"the learner process failed: {message.message}", hint="try it without --async")
         if isinstance(message, LearnerResult):
             self._last, self.sent = message, []
@@ -256,51 +233,20 @@ class AsyncOnlineDrafter(OnlineDrafter):
         return message
 
     def _check_alive(self) -> None:
-        """Raise SpecctlError if a worker was killed. (One that fails says so, and ends with code 0.)"""
-        for process, device in zip(self._processes, self._devices, strict=True):
-            if process.exitcode:
-                raise SpecctlError(f"the learner process on {device} ended with code {process.exitcode}")
+        """Raise SpecctlError if the worker was killed. (If it fails it says so, and ends with code 0.)"""
+        if self._process.exitcode:
+            raise SpecctlError(f"the learner process ended with code {self._process.exitcode}")
 
     def _signal(self, number: int) -> None:
-        for process in self._processes:
-            if process.is_alive() and process.pid is not None:
-                os.kill(process.pid, number)
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
 
 
-def rendezvous_directory() -> tuple[TemporaryDirectory[str], int | None]:
-    """A new directory that only this process and its workers know, and the file descriptor that holds a lock on it
-    (None on file systems without locks). Unlocked directories are left over from killed runs and removed."""
-    for left in Path(tempfile.gettempdir()).glob("specctl-learner-*"):
-        with suppress(OSError):
-            os.close(_flocked(left))
-            shutil.rmtree(left, ignore_errors=True)
-    while True:
-        place = TemporaryDirectory(prefix="specctl-learner-")
-        try:
-            return place, _flocked(Path(place.name))
-        except (FileNotFoundError, BlockingIOError):  # another process removed or locked it in between
-            continue
-        except OSError:  # a file system without flocks
-            return place, None
-
-
-def _flocked(directory: Path) -> int:
-    """Lock a directory and return its file descriptor. Raises OSError if another process holds the lock."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.stat(directory)
-    except OSError:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _devices(recipe: OnlineRecipe, target: Target) -> list[str]:
-    """The devices to learn on; by default another GPU than the target's, if there is one."""
+def _device(recipe: OnlineRecipe, target: Target) -> str:
+    """The device to learn on; by default another GPU than the target's, if there is one."""
     if recipe.learner_device != ["auto"]:
-        return recipe.learner_device
+        return recipe.learner_device[0]
     if target.device.type == "cpu":
-        return ["cpu"]
+        return "cpu"
     others = [n for n in range(torch.cuda.device_count()) if n != target.device.index]
-    return [f"cuda:{others[0] if others else target.device.index}"]
+    return f"cuda:{others[0] if others else target.device.index}"

@@ -32,7 +32,7 @@ from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
 from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN, named, plain_arm
-from specctl.selection.assembly import make_selector, plain_step, plays_for_seconds
+from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.game.rules import overridden_options
 from specctl.selection.policies import registry
@@ -112,11 +112,13 @@ class Specialists(StreamLearner):
             policy.name,
             self.recipe.game,
             lambda arms, text: registry.build(policy.name, arms, policy.options),
-            step=lambda: self._step,
-            seed=self.recipe.sampling.seed + self.seed,
-            within_query=policy.reset == "query",
-            on_round=self._note,
-            greedy=self.recipe.sampling.temperature == 0,
+            Decoding(
+                lambda: self._step,
+                self.recipe.sampling.seed + self.seed,
+                self._note,
+                within_query=policy.reset == "query",
+                greedy=self.recipe.sampling.temperature == 0,
+            ),
         )
 
     def _note(self, entry: RoundLine) -> None:

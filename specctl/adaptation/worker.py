@@ -1,12 +1,11 @@
-"""Worker process of an asynchronous learner, and the messages between it and the decoder. On several devices there is
-one worker per device: the first one talks to the decoder, and passes every message on to the others."""
+"""Worker process of an asynchronous learner, and the messages between it and the decoder."""
 
 from __future__ import annotations
 
 import ctypes
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from specctl.adaptation.buffer import ID_BYTES, BufferedText, ReplayBuffer
 from specctl.adaptation.online_drafter import OnlineDrafter
-from specctl.adaptation.ranks import SINGLE_PROCESS, Ranks
 from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.target import load_target
@@ -113,7 +111,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Ready:
-    """Message that all workers are ready."""
+    """Message that the worker is ready."""
 
 
 @dataclass(frozen=True)
@@ -134,59 +132,38 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class WorkerPlacement:
-    """Placement of a worker: its rank, the devices of all ranks, its number of threads, and the directory in which the
-    ranks meet."""
+class WorkerLearner:
+    """The learner of a worker: its recipe, and where it runs."""
 
-    rank: int
-    devices: list[str]
+    recipe: OnlineRecipe
+    algo: str
+    seed: int
+    start: Path | None
+    device: str
     threads: int
-    rendezvous: Path
 
 
-def run_worker(
-    place: WorkerPlacement,
-    recipe: OnlineRecipe,
-    algo: str,
-    seed: int,
-    start: Path | None,
-    inboxes: list[Any],
-    outbox: Any,
-) -> None:
-    """Run a worker: learn from messages until the process is killed. `inboxes` are the queues of all ranks."""
+def run_worker(learner: WorkerLearner, inbox: Any, outbox: Any) -> None:
+    """Run a worker: learn from the messages of a queue until the process is killed."""
     _die_with_parent()
     try:
-        torch.set_num_threads(place.threads)
-        group = Ranks(place.rank, place.devices, place.rendezvous) if len(place.devices) > 1 else SINGLE_PROCESS
-        loading = {"device": place.devices[place.rank], "device_map": None, "max_memory": None}
+        torch.set_num_threads(learner.threads)
+        recipe, loading = learner.recipe, {"device": learner.device, "device_map": None, "max_memory": None}
         target = load_target(**recipe.target.loading | loading, whole=recipe.buffer.reruns)
-        online_drafter = OnlineDrafter(recipe, algo, target, seed, start, group)
-        group.sum(torch.zeros(1))  # returns once all ranks are here
-        if place.rank == 0:
-            outbox.put(Ready())
-        for heard in _messages(place.rank, inboxes):
-            if not isinstance(heard, list):
-                online_drafter.restore(heard[0], heard[1].tensors())
+        online_drafter = OnlineDrafter(recipe, learner.algo, target, learner.seed, learner.start)
+        outbox.put(Ready())
+        while True:
+            message: list[Chunk] | tuple[dict[str, Any], PackedTensors] = inbox.get()
+            if not isinstance(message, list):  # a state to restore
+                online_drafter.restore(message[0], message[1].tensors())
                 continue
-            for chunk in heard:
+            for chunk in message:
                 chunk.into(online_drafter.buffer)
-            lesson = online_drafter.learn(Acceptance.of(text for chunk in heard for text in chunk.acceptance.texts))
-            if place.rank == 0:
-                facts, state = online_drafter.state()
-                outbox.put(LearnerResult(lesson, online_drafter.played().cpu(), facts, PackedTensors.of(state)))
+            lesson = online_drafter.learn(Acceptance.of(text for chunk in message for text in chunk.acceptance.texts))
+            facts, state = online_drafter.state()
+            outbox.put(LearnerResult(lesson, online_drafter.played().cpu(), facts, PackedTensors.of(state)))
     except Exception as error:
         outbox.put(Failed(f"{type(error).__name__}: {error}"))
-
-
-def _messages(rank: int, inboxes: list[Any]) -> Iterator[list[Chunk] | tuple[dict[str, Any], PackedTensors]]:
-    """Yield messages: chunks to learn from at once, or a state to restore. The first rank passes each message on, so
-    that all ranks learn from the same chunks; the features stay in shared memory."""
-    inbox, others = inboxes[rank], [] if rank else inboxes[1:]
-    while True:
-        heard = inbox.get()
-        for other in others:
-            other.put(heard)
-        yield heard
 
 
 def _die_with_parent() -> None:

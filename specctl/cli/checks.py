@@ -109,6 +109,17 @@ def check_directory(name: str, otherwise: str = "") -> None:
         raise CheckpointError(f"{name} is not a drafter: it has no config.json", hint="see specctl train-drafter")
 
 
+def check_gpu(key: str, device: str) -> None:
+    """Raise RecipeError if `device`, the value of `key`, is a GPU that this machine lacks."""
+    import torch
+
+    from specctl.errors import RecipeError
+
+    count = torch.cuda.device_count()
+    if device.startswith("cuda") and (torch.device(device).index or 0) >= count:
+        raise RecipeError(f"{key}: {device} does not exist, this machine has {count} GPU(s)")
+
+
 def pool_members(pool: Path) -> list[str]:
     """Return the drafter directories at or below `pool`. Raises UsageError, CheckpointError if there are none."""
     from specctl.drafters.pool import find_pool

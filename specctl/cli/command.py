@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -75,14 +75,20 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
     return register
 
 
+class Operand(NamedTuple):
+    """A plain argument of a command: the recipe key that it sets, its help text, and its name there if not the key."""
+
+    key: str
+    meaning: str
+    metavar: str | None = None
+
+
 def recipe_command(
     app: typer.Typer,
     name: str,
     flags: tuple[str, ...],
     example: str,
-    operand: str | None = None,
-    meaning: str = "",
-    metavar: str | None = None,
+    operand: Operand | None = None,
     earlier: tuple[str, ...] = (),
 ) -> Callable[[Callable[[Any, bool], None]], Callable[[Any, bool], None]]:
     """Register `function(recipe, dry_run)` as the subcommand that runs a recipe.
@@ -90,22 +96,20 @@ def recipe_command(
     Args:
         flags: names in `options.FLAGS`.
         example: a whole command line, for the help.
-        operand: recipe key that a plain argument sets, as in `generate "prompt"`.
-        meaning: help text of that argument.
-        metavar: name of that argument in the help, by default the key.
+        operand: the plain argument, as in `generate "prompt"`.
         earlier: further names in `options.FLAGS`, of commands that were modes of this one.
     """
 
     def register(function: Callable[[Any, bool], None]) -> Callable[[Any, bool], None]:
         def run(operands: list[str] | None, recipe: str | None, dry_run: bool, **given: Any) -> None:
-            resolved = _resolve(name, recipe, operands or [], given, operand)
+            resolved = _resolve(name, recipe, operands or [], given, operand.key if operand else None)
             RECIPE_COMMANDS[_command_for(resolved)](resolved, dry_run)  # another command for an earlier spelling
 
         run.__doc__ = function.__doc__
         RECIPE_COMMANDS[name] = function
-        keys = f"[{metavar or operand.upper()}] [KEY=VALUE]..." if operand else "[KEY=VALUE]..."
+        keys = f"[{operand.metavar or operand.key.upper()}] [KEY=VALUE]..." if operand else "[KEY=VALUE]..."
         overrides = "Overrides of recipe keys, such as target.dtype=fp32."
-        help = f"{meaning} {overrides}" if operand else overrides
+        help = f"{operand.meaning} {overrides}" if operand else overrides
         operands = Annotated[list[str] | None, typer.Argument(metavar=keys, help=help, show_default=False)]
         _set_signature(
             run,

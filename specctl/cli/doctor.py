@@ -164,7 +164,7 @@ def describe_target(name: str) -> tuple[Description | None, Finding]:
     """Describe a target from its configuration alone, with a finding on whether and how it can run."""
     from specctl.cli import checks
     from specctl.decoding.models.describe import describe
-    from specctl.decoding.models.gguf_target import is_gguf
+    from specctl.decoding.models.loading import is_gguf
     from specctl.recipe import TargetRecipe
 
     what = f"target {name}"
@@ -195,8 +195,9 @@ def describe_target(name: str) -> tuple[Description | None, Finding]:
 def weights_of(target: str) -> list[Finding]:
     """Check the weights of a target that could be described; empty if its weights are not examined."""
     from specctl.decoding.models import gguf_target
+    from specctl.decoding.models.loading import is_gguf
 
-    if gguf_target.is_gguf(target):  # the description has checked the sizes and shapes of all tensors
+    if is_gguf(target):  # the description has checked the sizes and shapes of all tensors
         parts = gguf_target.files(target)
         return [Finding("weights", "ok", f"{parts[0].name}{f' and {len(parts) - 1} more' if parts[1:] else ''}")]
     return [weights(Path(target))] if Path(target).is_dir() else []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.output import cell, fields, table
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import WEIGHTLESS_DRAFTERS
@@ -22,7 +22,7 @@ EXAMPLE = "specctl export drafters/sql-eagle3 --to vllm --check"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "export", FLAGS, EXAMPLE, "drafter", "Drafter directory.")(export)
+    recipe_command(app, "export", FLAGS, EXAMPLE, Operand("drafter", "Drafter directory."))(export)
 
 
 def export(recipe: ExportRecipe, dry_run: bool) -> None:

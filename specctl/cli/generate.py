@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from specctl import progress
-from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, fields
 from specctl.errors import DataError, UsageError
@@ -26,7 +26,7 @@ EXAMPLE = 'specctl generate "How many students are there?" --drafter drafters/sq
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "generate", FLAGS, EXAMPLE, "prompt", "Prompt to answer; - reads stdin.")(generate)
+    recipe_command(app, "generate", FLAGS, EXAMPLE, Operand("prompt", "Prompt to answer; - reads stdin."))(generate)
 
 
 def generate(recipe: GenerateRecipe, dry_run: bool) -> None:

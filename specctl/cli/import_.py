@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import DATA, TARGET
 from specctl.cli.output import fields
 from specctl.errors import CheckpointError, UsageError
@@ -20,7 +20,7 @@ EXAMPLE = "specctl import ./EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llam
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "import", FLAGS, EXAMPLE, "head", "Directory of a published head.")(import_head)
+    recipe_command(app, "import", FLAGS, EXAMPLE, Operand("head", "Directory of a published head."))(import_head)
 
 
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:

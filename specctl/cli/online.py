@@ -54,7 +54,6 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     `learn-from-server` learns from running engines, and `reason` drafts whole reasoning steps.
     """
     from specctl import api
-    from specctl.adaptation import ranks
     from specctl.cli import checks
 
     checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
@@ -65,7 +64,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
     if dry_run:
         return checks.show("online", recipe, steps(recipe, first, data))
-    ranks.check(recipe.learner_device)
+    checks.check_gpu("learner_device", recipe.learner_device[0])
     with library_output():
         warm_up(recipe, first, data)
         _, document = api.execute("online", recipe)
@@ -108,11 +107,9 @@ def with_init_family(recipe: Learning) -> Learning:
 def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
     """Return the plan of `online` in words."""
     plans = warm_up_steps(recipe, first, data)
-    where, devices = "learn", recipe.learner_device
-    if recipe.asynchronous:
-        several = f"{len(devices)} separate processes ({', '.join(devices)}) learn together"
-        where = several if len(devices) > 1 else "a separate process learns"
-        where += "" if recipe.buffer.reruns else ", without the target's layers,"
+    where = "a separate process learns" if recipe.asynchronous else "learn"
+    if recipe.asynchronous and not recipe.buffer.reruns:
+        where += ", without the target's layers,"
     return [
         *plans,
         f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "

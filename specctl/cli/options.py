@@ -179,7 +179,7 @@ FLAGS: dict[str, Flag] = {
     "asynchronous": Flag(
         ("asynchronous",), bool, "Learn in a separate process while decoding continues; such runs are not reproducible."
     ),
-    "learner_device": Flag(("learner_device",), str, "With --async: devices that share the learning: cuda:1,cuda:2."),
+    "learner_device": Flag(("learner_device",), str, "With --async: device of the learner, such as cuda:1."),
     "online_baselines": Flag(
         ("baselines",), str, "vanilla,static,lookup,retrieval (default), suffix, some of them, or none.", _none_or_names
     ),

@@ -14,7 +14,7 @@ from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.families import WEIGHTLESS_DRAFTERS
 from specctl.measuring import lossless
-from specctl.measuring.contenders import VANILLA, contenders, measure, prepare
+from specctl.measuring.contenders import VANILLA, RecordJournal, Shown, contenders, measure, prepare
 from specctl.measuring.conversations import conversation_turns
 from specctl.measuring.drafter_rows import Row, drafter_row, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
@@ -94,7 +94,7 @@ def evaluate(
     turns = [[case] for case in cases]
     run.annotate(target=target.identity)  # from here on, this run replaces an earlier one
     rejections.release()
-    records = measure(recipe, turns, competing, set(drafters) or {VANILLA}, keep, earlier)
+    records = measure(recipe, turns, competing, Shown("eval", set(drafters) or {VANILLA}), RecordJournal(keep, earlier))
     records, agreement = with_agreement(recipe, target, records, set(drafters))
     keep(records)
     if recipe.save_outputs:

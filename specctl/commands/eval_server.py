@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from specctl import progress, regular_files
 from specctl.decoding.target_text import TargetText, load_target_text
@@ -93,7 +94,8 @@ def evaluate_server(recipe: EvalServerRecipe, run: Run) -> ServedResult:
                     for name in clients:
                         base = passes.get("baseline") if name == "server" else None
                         replies = passes[name].paired_with(base)
-                        rows.append(row(name, clients[name], domain, concurrency, replies, passes[name], base))
+                        measured = figures(replies, base is not None, passes[name].drafting)
+                        rows.append(row(name, clients[name], domain, concurrency, measured, passes[name]))
                         everything.setdefault((name, concurrency), []).extend(replies)
                         for reply in replies:
                             kept = {"server": name, "concurrency": concurrency, "domain": domain}
@@ -181,23 +183,16 @@ def requests_of(recipe: EvalServerRecipe, cases: Sequence[Case]) -> list[Generat
 
 
 def row(
-    name: str,
-    client: Client,
-    domain: str,
-    concurrency: int,
-    replies: Sequence[Reply],
-    done: ServerPass,
-    base: ServerPass | None,
+    name: str, client: Client, domain: str, concurrency: int, measured: dict[str, Any], done: ServerPass
 ) -> ServedRow:
-    """Row of a pass, with its gain over a baseline's pass if there is one."""
-    told = figures(replies, base is not None, done.drafting)
+    """Row of a pass with its `figures`."""
     return ServedRow(
-        **told,
+        **measured,
         server=name,
         engine=" ".join((client.servers[0].facts.engine, client.servers[0].facts.version)),
         domain=domain,
         concurrency=concurrency,
         seconds=done.seconds,
-        tokens_per_s=told["tokens"] / done.seconds,
+        tokens_per_s=measured["tokens"] / done.seconds,
         failures=done.failures,
     )

@@ -12,13 +12,14 @@ from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Request, RoundResult
+from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import prompt_id
 from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.measuring import lossless
-from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS, sampling_of
+from specctl.measuring.contenders import VANILLA, WARMUP_TOKENS
 from specctl.measuring.records import Record, write_outputs
 from specctl.recipe import GenerateRecipe
 from specctl.runs import Run
@@ -108,7 +109,7 @@ def _decode(
     engine = Engine(target, Fixed.of(drafter), EngineOptions(exact=sampling.exact))
     for tokens in (min(sampling.max_new_tokens, WARMUP_TOKENS), sampling.max_new_tokens):
         engine.on_round = accepted = AcceptedTokens()
-        (decoded,) = decode(engine, [Request(ids, sampling_of(sampling), tokens, sampling.seed)])
+        (decoded,) = decode(engine, [Request(ids, Sampling.of(sampling), tokens, sampling.seed)])
     return decoded, accepted.flags
 
 

@@ -123,7 +123,15 @@ def learn_from_server(
             journal.save()
         engines = [f"{one.facts.engine} {one.facts.version}" for one in client.servers]
     rows, texts = list(journal.read(CHUNKS)), list(journal.read(COUNTS))
-    return _result(recipe, engines, rows, texts, publisher.version, learner.save(start), rejections.count)
+    return LearnFromServerResult(
+        algo=recipe.algo[0],
+        family=recipe.family_of(recipe.algo[0]),
+        engines=engines,
+        version=publisher.version,
+        drafter=str(learner.save(start)),
+        rejected=rejections.count,
+        **_figures(rows, texts),
+    )
 
 
 def make_exporter(client: Client) -> Callable[[Path, Path], None]:
@@ -165,22 +173,12 @@ def open_traffic(
         yield traffic
 
 
-def _result(
-    recipe: LearnFromServerRecipe,
-    engines: list[str],
-    rows: list[dict[str, Any]],
-    texts: list[dict[str, Any]],
-    version: str,
-    place: Path,
-    rejected: int,
-) -> LearnFromServerResult:
+def _figures(rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Fields of the result that follow from the rows of the chunks and from the texts."""
     verdicts = [row["publication"]["verdict"] for row in rows if row["publication"] is not None]
     last = rows[-1] if rows else None
     known = [row["mat"] for row in rows if row["mat"] is not None]
-    return LearnFromServerResult(
-        algo=recipe.algo[0],
-        family=recipe.family_of(recipe.algo[0]),
-        engines=engines,
+    return dict(
         chunks=len(rows),
         prompts=sum(row["prompts"] for row in rows),
         mat=mat_of(texts),
@@ -193,10 +191,7 @@ def _result(
         published=verdicts.count("published"),
         rolled_back=verdicts.count("rolled back"),
         restored=sum(row["restored"] for row in rows),
-        version=version,
-        drafter=str(place),
         learn_s=sum(row["learn_s"] for row in rows),
         passed_over=last["passed_over"] if last else 0,
-        rejected=rejected,
         per_chunk=rows,
     )

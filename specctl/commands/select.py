@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from specctl import progress, regular_files
-from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import Rejections, read_domains
@@ -16,14 +15,13 @@ from specctl.drafters import pool
 from specctl.measuring.contenders import VANILLA, Case, prepare
 from specctl.measuring.drafter_rows import drafter_row, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
-from specctl.measuring.policy_rows import StreamAnswers
+from specctl.measuring.policy_rows import Grouping, StreamAnswers
 from specctl.measuring.records import Record, write_outputs, write_records
-from specctl.measuring.select_contenders import SelectContenders, companion_of, make_sessions
+from specctl.measuring.select_contenders import DrafterPool, SelectContenders, companion_of, make_sessions
 from specctl.measuring.select_result import SelectResult, top_fields
 from specctl.recipe import GameRecipe, PoolRecipe, SelectRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, named, pool_paths, trained_on
-from specctl.selection.companion import Companion
 from specctl.selection.game.rules import overridden_options
 
 Pooled = TypeVar("Pooled", bound=PoolRecipe)
@@ -45,16 +43,12 @@ class PoolOnStream:
 
     Attributes:
         places: directory or name of each drafter, by its name as an arm.
-        kinds: kinds of prompts that each drafter was trained on, by name.
-        companion: the text drafter that heads draft with in one tree, or None.
     """
 
     target: Target
     stream: list[list[Case]]
-    drafters: dict[str, Drafter]
+    pool: DrafterPool
     places: dict[str, str]
-    kinds: dict[str, PromptClusters]
-    companion: Companion | None
     rejections: Rejections
 
     def begin(self, run: Run) -> None:
@@ -85,7 +79,7 @@ def load_stream(
     place_of = {name: path for path, name in named(paths).items()}
     places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
     kinds = trained_on(places, target, drafters)
-    return PoolOnStream(target, stream, drafters, places, kinds, companion, rejections)
+    return PoolOnStream(target, stream, DrafterPool(drafters, companion, kinds), places, rejections)
 
 
 def select(
@@ -99,9 +93,7 @@ def select(
     """
     log_overridden_options(recipe.algo, recipe.game)
     pooled = load_stream(recipe, run, target, drafters)
-    stage = SelectContenders(
-        recipe, pooled.target, pooled.stream, pooled.drafters, None, pooled.companion, pooled.kinds
-    )
+    stage = SelectContenders(recipe, pooled.target, pooled.stream, pooled.pool)
     pooled.begin(run)
     return play(stage, run, pooled.rejections.count)
 
@@ -146,8 +138,10 @@ def _decoded(
     by_name = {name: records_by_question(records, name) for name in names}
     stream = StreamAnswers(
         {name: [by_question[question].decoded for question in questions] for name, by_question in by_name.items()},
-        [stage.session_of[domain, id] for domain, id, _ in questions],
-        [stage.game_of(*question) for question in questions],
+        Grouping(
+            [stage.session_of[domain, id] for domain, id, _ in questions],
+            [stage.game_of(*question) for question in questions],
+        ),
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
         recipe.sampling.temperature == 0 or recipe.drafting.proposal == "deterministic",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -10,6 +11,14 @@ from torch import Tensor
 from specctl import kernels
 
 ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; shared noise between them would bias the distribution
+
+
+class SamplingFilters(Protocol):
+    """Filters in a recipe (`SamplingRecipe`)."""
+
+    temperature: float
+    top_k: int
+    top_p: float
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,11 @@ class Sampling:
     top_k: int
     top_p: float
     repetition_penalty: float = 1.0
+
+    @classmethod
+    def of(cls, recipe: SamplingFilters) -> Sampling:
+        """The filters of a recipe."""
+        return cls(recipe.temperature, recipe.top_k, recipe.top_p)
 
 
 GREEDY = Sampling(0.0, 0, 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from specctl.decoding.models import lean
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
+    Spread,
     keep_freed_memory,
     load_config,
     load_model,
@@ -29,13 +30,30 @@ from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill, prefill_shared
 from specctl.decoding.records import Request
-from specctl.decoding.target_text import TargetText
+from specctl.decoding.target_text import UNKNOWN_VERSION, ModelVersion, TargetText
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
     from specctl.decoding.models.hf import HFModel
     from specctl.decoding.models.lean import LeanModel
+
+
+class LoadedAs(NamedTuple):
+    """The state of a loaded model.
+
+    Attributes:
+        consume: the target takes over the model's weights. The model must not be used afterwards.
+        whole: the model has its layers.
+        part: the slice of the target that the model holds; the other tensor-parallel ranks hold the rest.
+    """
+
+    consume: bool = False
+    whole: bool = True
+    part: Slice = WHOLE
+
+
+WHOLE_MODEL = LoadedAs()
 
 
 class Target(TargetText):
@@ -47,9 +65,6 @@ class Target(TargetText):
         row_flops: floating-point operations of one row's products with all loaded weights. Attention is not counted; in
             a mixture, all experts are.
         squash: maps products with the vocabulary head to logits.
-
-    With `consume`, the target takes over the weights of `model`, which must not be used afterwards. `part` is the slice
-    of the target that `model` holds; the other tensor-parallel ranks hold the rest.
     """
 
     def __init__(
@@ -58,13 +73,11 @@ class Target(TargetText):
         model,
         tokenizer,
         *,
-        revision: str | None = None,
+        version: ModelVersion = UNKNOWN_VERSION,
         path: str = "auto",
-        weights: str | None = None,
-        consume: bool = False,
-        whole: bool = True,
-        part: Slice = WHOLE,
+        loaded: LoadedAs = WHOLE_MODEL,
     ):
+        consume, whole, part = loaded
         reason = lean.unsupported_reason(model.config)
         if not type(model).__module__.startswith("transformers.models."):
             reason = reason or "the model has custom code"
@@ -81,8 +94,7 @@ class Target(TargetText):
             model.generation_config,
             tokenizer,
             vocab_size=model.get_input_embeddings().weight.shape[0],
-            revision=revision,
-            weights=weights,
+            version=version,
         )
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
@@ -262,15 +274,14 @@ def load_target(
         part = Slice(processes.join_group(tensor_parallel, where), tensor_parallel)
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
-        spread = {"device_map": device_map, "max_memory": max_memory}
-        model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, **spread)
+        spread = Spread.of(device_map, max_memory)
+        model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, spread=spread)
     else:
         model = load_layerless(name, device=where, dtype=pick_dtype(dtype, where), **options)
     tokenizer = load_tokenizer(name, **options)
-    weights = weights_digest(name, revision)
-    target = Target(
-        name, model, tokenizer, revision=revision, path=path, weights=weights, consume=True, whole=whole, part=part
-    )
+    version = ModelVersion(revision, weights_digest(name, revision))
+    loaded = LoadedAs(consume=True, whole=whole, part=part)
+    target = Target(name, model, tokenizer, version=version, path=path, loaded=loaded)
     if where.type == "cuda":
         # return unused blocks left by packing to the GPU: other libraries cannot use torch's cache
         torch.cuda.empty_cache()

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from specctl.decoding.models.chat import Renderer
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.loading import load_config, load_generation_config, load_tokenizer
 from specctl.decoding.models.supported import context_limit
 from specctl.errors import ChatTemplateError, CheckpointError, DataError
+
+
+class ModelVersion(NamedTuple):
+    """The version of a model's files: a revision on the hub, and a digest of the weights."""
+
+    revision: str | None = None
+    weights: str | None = None
+
+
+UNKNOWN_VERSION = ModelVersion()
 
 
 class TargetText:
@@ -34,8 +44,7 @@ class TargetText:
         tokenizer: Any,
         *,
         vocab_size: int | None = None,
-        revision: str | None = None,
-        weights: str | None = None,
+        version: ModelVersion = UNKNOWN_VERSION,
     ):
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self._renderer: Renderer | None = None
@@ -47,12 +56,12 @@ class TargetText:
         self.end_id = end_id(generation_config, config, tokenizer)
         self.identity: dict[str, Any] = {
             "name": name,
-            "revision": revision,
+            "revision": version.revision,
             "hidden_size": self.hidden_size,
             "num_layers": self.num_layers,
             "vocab_size": self.vocab_size,
             "vocab_hash": vocab_hash(tokenizer),
-            "weights": weights,
+            "weights": version.weights,
         }
 
     def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
@@ -162,5 +171,5 @@ def load_target_text(
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     generation = load_generation_config(name, config, revision=revision)
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
-    weights = weights_digest(name, revision)
-    return TargetText(name, config, generation, tokenizer, revision=revision, weights=weights)
+    version = ModelVersion(revision, weights_digest(name, revision))
+    return TargetText(name, config, generation, tokenizer, version=version)

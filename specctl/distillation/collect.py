@@ -12,7 +12,7 @@ from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.select_prompts import LeftOut, PromptFilter
-from specctl.distillation.store import ShardWriter, check_free
+from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
@@ -43,11 +43,9 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
         ShardWriter(
             output,
             {"domain": domain, "target": target.identity, "chat_template_kwargs": layout, "log": True},
-            shard_size=recipe.shard_size,
-            format=recipe.format,
+            ShardLayout(size=recipe.shard_size, format=recipe.format, private=True),
             resume=recipe.resume,
             overwrite=recipe.overwrite,
-            private=True,
         ) as store,
         progress.track(f"read {domain}", unit="responses") as bar,
     ):

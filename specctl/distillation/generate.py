@@ -31,7 +31,7 @@ from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.select_prompts import LeftOut, prepare
-from specctl.distillation.store import ShardWriter, check_free
+from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.engines.records import GenerationRequest, Refusal
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
@@ -90,9 +90,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
         with ShardWriter(
             output,
             settings(recipe, domain, text, client),
-            writer=writer,
-            shard_size=recipe.shard_size,
-            format=recipe.format,
+            ShardLayout(writer, recipe.shard_size, recipe.format),
             resume=recipe.resume,
             overwrite=recipe.overwrite,
         ) as store:

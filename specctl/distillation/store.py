@@ -87,37 +87,54 @@ def check_free(
     return there
 
 
+@dataclass(frozen=True)
+class ShardLayout:
+    """Form of a writer's files.
+
+    Attributes:
+        writer: (i, n): this is writer i of n.
+        size: responses per shard.
+        format: jsonl or parquet.
+        private: only the owner can read the shards, and the directory if it is created: for logs of requests.
+    """
+
+    writer: Writer = (0, 1)
+    size: int = 1000
+    format: str = "jsonl"
+    private: bool = False
+
+
+ONE_WRITER = ShardLayout()
+
+
 class ShardWriter:
     """The only writer of shard i of n in a directory; a context manager that holds its lock.
 
     `done` maps the ids on disk to their response tokens: ids of this writer, and ids of earlier runs with another
     split. The other writers of this split have other prompts. `meta` is common to all responses (domain, target,
-    sampling); continuing with other values is an error. With `private`, only the owner can read the shards, and the
-    directory if it is created here: for logs of requests.
+    sampling); continuing with other values is an error.
     """
 
     def __init__(
         self,
         directory: str | Path,
         meta: dict[str, Any],
+        layout: ShardLayout = ONE_WRITER,
         *,
-        writer: Writer = (0, 1),
-        shard_size: int = 1000,
-        format: str = "jsonl",
         resume: bool = False,
         overwrite: bool = False,
-        private: bool = False,
     ):
-        self._permissions = PRIVATE if private else 0o666
-        self.dir, self.writer, self.shard_size, self.format = Path(directory), writer, shard_size, format
-        make_dir(self.dir, PRIVATE_DIRECTORY if private else 0o777)
+        self._permissions = PRIVATE if layout.private else 0o666
+        self.dir, self.writer, self.shard_size, self.format = Path(directory), layout.writer, layout.size, layout.format
+        writer = layout.writer
+        make_dir(self.dir, PRIVATE_DIRECTORY if layout.private else 0o777)
         self._lock = Lock(self.dir / f"writer-{writer[0]}of{writer[1]}.lock", hint=BUSY)
         self._path: Path | None = None  # the open shard, if any
         self._rows: list[int] = []  # response tokens of each record in the open shard
         self._file: IO[bytes] | None = None
         try:
             remove_leftovers(self.dir, shards.manifest_path(self.dir, writer).name)
-            wanted = json.loads(json.dumps({"version": 1, "format": format, **meta}, default=str))
+            wanted = json.loads(json.dumps({"version": 1, "format": layout.format, **meta}, default=str))
             self._check_existing(wanted, resume, overwrite)
             self._write_meta(wanted)
             self._open()

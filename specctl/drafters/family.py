@@ -122,7 +122,7 @@ class HeadFamily(DrafterFamily):
 
     def set_training_options(self, module: Any, recipe: TrainRecipe) -> None:
         super().set_training_options(module, recipe)
-        module.decay, module.paced = recipe.ttt_decay, recipe.uses_d_pace
+        module.decay = recipe.ttt_decay
         if FAMILIES[self.name].unrolls_steps:
             module.steps = recipe.ttt_steps
 

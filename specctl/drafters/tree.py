@@ -33,6 +33,28 @@ class ProposedTree(NamedTuple):
     probabilities: list[float]
 
 
+class DraftShape(Protocol):
+    """Shape of a drafter's drafts: `depth` is the longest path."""
+
+    @property
+    def depth(self) -> int: ...
+
+
+@runtime_checkable
+class Shaped(Protocol):
+    """Drafter with a shape of its drafts."""
+
+    @property
+    def shape(self) -> DraftShape: ...
+
+
+@runtime_checkable
+class DepthLimited(Protocol):
+    """Drafter without a shape: `depth` is its longest draft (None = the default of the device)."""
+
+    depth: int | None
+
+
 @runtime_checkable
 class CandidateDrafter(Drafter, Protocol):
     """Trained drafter that reports candidate probabilities and stops when a further level does not pay off."""

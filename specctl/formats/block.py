@@ -74,22 +74,23 @@ class Block(NamedTuple):
     selector_top_k: int = 16
 
 
-def read_block(
-    found: HeadDirectory,
-    facts: TargetFacts,
-    *,
-    taps: tuple[int, ...],
-    block_size: Any,
-    sample_from_anchor: Any,
-    mask_token_id: Any,
-    markov_rank: Any,
-    local: Mapping[str, Any],
-) -> Block:
-    """Check a configuration's values and return the block they describe.
+class BlockValues(NamedTuple):
+    """Values of a configuration for the fields of `Block`, unchecked.
 
-    `local`: mapping with the sizes of convolutions and candidate selector, if the head has them. Raises CheckpointError
-    for invalid values.
+    `local`: mapping with the sizes of convolutions and candidate selector, if the head has them.
     """
+
+    taps: tuple[int, ...]
+    block_size: Any
+    sample_from_anchor: Any
+    mask_token_id: Any
+    markov_rank: Any
+    local: Mapping[str, Any]
+
+
+def read_block(found: HeadDirectory, facts: TargetFacts, values: BlockValues) -> Block:
+    """Check a configuration's values and return the block they describe. Raises CheckpointError for invalid values."""
+    taps, block_size, sample_from_anchor, mask_token_id, markov_rank, local = values
     if list(taps) != sorted(set(taps)) or not taps or not all(0 <= tap < facts.num_layers for tap in taps):
         right = f"must be ascending layers of target {facts.name}, counted from 0 and below {facts.num_layers - 1}"
         raise found.invalid(LAYERS, [tap - 1 for tap in taps], right)

@@ -16,7 +16,17 @@ from typing import Any
 
 from specctl.errors import CheckpointError
 from specctl.formats import eagle3, llama, serving_commands
-from specctl.formats.block import DFLASH2_KEYS, EMBEDDING, LAYERS, LM_HEAD, MARKOV, MASK_FILE, read_block, read_parts
+from specctl.formats.block import (
+    DFLASH2_KEYS,
+    EMBEDDING,
+    LAYERS,
+    LM_HEAD,
+    MARKOV,
+    MASK_FILE,
+    BlockValues,
+    read_block,
+    read_parts,
+)
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
@@ -200,12 +210,14 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     block = read_block(
         found,
         facts,
-        taps=tuple(layer + 1 for layer in layers),
-        block_size=said.get("block_size", said.get("dspark_block_size")),
-        sample_from_anchor=anchor,
-        mask_token_id=mask,
-        markov_rank=said.get("markov_rank", said.get("dspark_markov_rank")) if spark else 0,
-        local=said if known[0] == DFLASH2 else {},
+        BlockValues(
+            taps=tuple(layer + 1 for layer in layers),
+            block_size=said.get("block_size", said.get("dspark_block_size")),
+            sample_from_anchor=anchor,
+            mask_token_id=mask,
+            markov_rank=said.get("markov_rank", said.get("dspark_markov_rank")) if spark else 0,
+            local=said if known[0] == DFLASH2 else {},
+        ),
     )
     for key in ("conv_kernel_size", "selector_rank") if known[0] != DFLASH2 else ():
         if said.get(key):

@@ -11,8 +11,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from specctl import regular_files
-from specctl.decoding.models.gguf_target import is_gguf
-from specctl.decoding.models.loading import builtin_path, load_config, load_errors
+from specctl.decoding.models.loading import builtin_path, is_gguf, load_config, load_errors
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
 

@@ -22,7 +22,7 @@ from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
 from specctl.formats import dflash, eagle3, llama, mtp, peagle, serving_commands
-from specctl.formats.block import read_block, read_parts
+from specctl.formats.block import BlockValues, read_block, read_parts
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
@@ -210,12 +210,14 @@ def _read_block(found: HeadDirectory, layer: dict[str, Any], facts: TargetFacts)
     block = read_block(
         found,
         facts,
-        taps=tuple(taps),
-        block_size=config.get("block_size"),
-        sample_from_anchor=bool(anchor) if anchor is None else anchor,
-        mask_token_id=config.get("mask_token_id"),
-        markov_rank=config.get("markov_rank", 0) if markov else 0,
-        local=config if kind == dflash.DFLASH2 else {},
+        BlockValues(
+            taps=tuple(taps),
+            block_size=config.get("block_size"),
+            sample_from_anchor=bool(anchor) if anchor is None else anchor,
+            mask_token_id=config.get("mask_token_id"),
+            markov_rank=config.get("markov_rank", 0) if markov else 0,
+            local=config if kind == dflash.DFLASH2 else {},
+        ),
     )
     confidence = ("enable_confidence_head", "confidence_head_with_markov")
     more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state", *confidence)

@@ -112,7 +112,7 @@ def contenders(
         for name, drafter in drafters.items()
     ]
     if PLAIN in recipe.baselines:
-        generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), assistants)
+        generator = load_generator(recipe.target, target, Sampling.of(recipe.sampling), assistants)
         competing.append(
             lambda turn, seeds: [generator.decode(c.ids, c.max_new_tokens, s) for c, s in zip(turn, seeds, strict=True)]
         )
@@ -138,7 +138,7 @@ def decode_batch(
     labels: Sequence[Label | None] | None = None,
 ) -> list[Decoded]:
     """Decode a turn as one batch. Each answer gets an equal share of the seconds."""
-    how = sampling_of(sampling)
+    how = Sampling.of(sampling)
     decoded = decode(
         engine,
         [
@@ -150,10 +150,6 @@ def decode_batch(
     return [replace(text, prefill_s=share * text.prefill_s, decode_s=share * text.decode_s) for text in decoded]
 
 
-def sampling_of(sampling: SamplingRecipe) -> Sampling:
-    return Sampling(sampling.temperature, sampling.top_k, sampling.top_p)
-
-
 def warm_up(turns: Sequence[PromptBatch], competing: Sequence[Contender]) -> None:
     """Run every contender on a few short answers before timing starts, because first calls are slow."""
     for turn, contender in itertools.product(turns[:WARMUP_PROMPTS], competing):
@@ -162,45 +158,56 @@ def warm_up(turns: Sequence[PromptBatch], competing: Sequence[Contender]) -> Non
         )
 
 
+class Shown(NamedTuple):
+    """The progress bar of a measurement: its label, and the drafters of which it shows the mat."""
+
+    label: str
+    drafters: set[str]
+
+
+class RecordJournal(NamedTuple):
+    """The records of a run.
+
+    Attributes:
+        keep: writes all records, and returns their file.
+        earlier: records of the run to resume. Turns that these answer are skipped; the remaining turns have the order
+            of contenders of an uninterrupted run.
+        resumable: whether the kept records can be resumed, so that an interrupted run hints at --resume.
+    """
+
+    keep: Callable[[Sequence[Record]], Path]
+    earlier: Sequence[Record] = ()
+    resumable: bool = True
+
+
 def measure(
     recipe: EvalRecipe | SelectRecipe,
     turns: Sequence[PromptBatch],
     competing: Sequence[Contender],
-    shown: set[str],
-    keep: Callable[[Sequence[Record]], Path],
-    earlier: Sequence[Record] = (),
-    label: str = "eval",
-    warm: bool = False,
-    resumable: bool = True,
+    shown: Shown,
+    journal: RecordJournal,
     on_answers: Callable[[Sequence[Record]], None] | None = None,
 ) -> list[Record]:
     """Return every contender's answers to every turn and seed.
 
-    The progress bar shows the mat of the drafters named in `shown`. The records go to `keep` every `KEEP_EVERY_S`
-    seconds and at the end, even if the run fails. An unfinished turn is left out, so all contenders have answered the
-    same prompts.
-
-    Args:
-        earlier: records of a run to resume. Turns that these answer are skipped; the remaining turns have the order of
-            contenders of an uninterrupted run.
-        warm: the caller has warmed up the contenders already.
-        resumable: the caller can go on from the kept records, so an interrupted run hints at --resume.
-        on_answers: called with the records of every turn.
+    The records are kept every `KEEP_EVERY_S` seconds and at the end, even if the run fails. An unfinished turn is left
+    out, so all contenders have answered the same prompts. Without `on_answers`, which is called with the records of
+    every turn, the contenders are warmed up first.
 
     Raises Interrupted, between two turns.
     """
-    records, known = list(earlier), {record.question for record in earlier}
+    records, known = list(journal.earlier), {record.question for record in journal.earlier}
     todo = [
         (number, seed, turn)
         for number, (seed, turn) in enumerate(itertools.product(recipe.seeds, turns))
         if any(case.question(seed) not in known for case in turn)
     ]
-    if todo and not warm:
+    if todo and on_answers is None:
         warm_up(turns, competing)
     kept_at = time.monotonic()
     total = sum(len(turn) for _, _, turn in todo)
     try:
-        with progress.track(label, total=total, unit="prompts") as bar:
+        with progress.track(shown.label, total=total, unit="prompts") as bar:
             for number, seed, turn in todo:
                 progress.interrupts.check()
                 answered = answer_batch(recipe.sampling, turn, seed, rotated_order(competing, number))
@@ -208,21 +215,24 @@ def measure(
                     on_answers(answered)
                 records += answered
                 bar.update(
-                    len(turn), mat=metrics.mat([record.decoded for record in records if record.drafter in shown])
+                    len(turn),
+                    mat=metrics.mat([record.decoded for record in records if record.drafter in shown.drafters]),
                 )
                 if time.monotonic() - kept_at > KEEP_EVERY_S:
-                    keep(records)
+                    journal.keep(records)
                     kept_at = time.monotonic()
     except Interrupted as stop:
         done = len({record.question for record in records})
-        place = keep(records)
+        place = journal.keep(records)
         hint = (
-            f"continue with --resume --output-dir {place.parent}" if resumable else f"finished prompts are in {place}"
+            f"continue with --resume --output-dir {place.parent}"
+            if journal.resumable
+            else f"finished prompts are in {place}"
         )
         whole = len(recipe.seeds) * sum(len(turn) for turn in turns)
         raise Interrupted(f"{stop.message} after {done} of {whole} prompts", hint=hint) from None
     finally:
-        keep(records)
+        journal.keep(records)
     return records
 
 

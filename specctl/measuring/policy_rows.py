@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, median
+from typing import NamedTuple
 
 import numpy as np
 
@@ -79,12 +80,19 @@ class ArmReward:
     std: float
 
 
+class Grouping(NamedTuple):
+    """Session number and game key of each answer."""
+
+    sessions: Sequence[int]
+    games: Sequence[str]
+
+
 class StreamAnswers:
     """Answers of all contenders to one stream.
 
     Args:
         answers: contender → its answers, to the same prompts in the same order.
-        sessions, games: session number and game key of each answer.
+        grouping: sessions and games of the answers.
         arms: contenders that play one arm throughout; empty if they were not measured.
         plain: the contender that decodes plainly, or None.
         yardstick: measure that decides the best arm of a game. Throughput is a measured time, so its best arm is in
@@ -96,14 +104,14 @@ class StreamAnswers:
     def __init__(
         self,
         answers: Mapping[str, Sequence[Decoded]],
-        sessions: Sequence[int],
-        games: Sequence[str],
+        grouping: Grouping,
         arms: Sequence[str],
         plain: str | None,
         same_text: bool,
         by: Yardstick = "mat",
     ):
-        self.answers, self.sessions, self.games, self.arms, self.plain = answers, sessions, games, arms, plain
+        self.answers, self.arms, self.plain = answers, arms, plain
+        self.sessions, self.games = grouping
         self.yardstick = by
         self._measure = metrics.mat if by == "mat" else metrics.tokens_per_s
         self.best_arm_of = self._best()

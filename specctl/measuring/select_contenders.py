@@ -6,10 +6,10 @@ import functools
 import json
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import IO, Any
+from typing import IO, NamedTuple
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
@@ -29,6 +29,8 @@ from specctl.measuring.contenders import (
     Case,
     Contender,
     PromptBatch,
+    RecordJournal,
+    Shown,
     decode_batch,
     engine_contender,
     measure,
@@ -39,7 +41,7 @@ from specctl.measuring.records import Record
 from specctl.recipe import PoolRecipe, SelectRecipe
 from specctl.selection.arm import Arm, DraftAll
 from specctl.selection.arms import make_arms, named, plain_arm
-from specctl.selection.assembly import make_batch_selector, make_selector, plain_step, plays_for_seconds
+from specctl.selection.assembly import Decoding, make_batch_selector, make_selector, plain_step, plays_for_seconds
 from specctl.selection.batched import BatchSelector
 from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
@@ -96,6 +98,33 @@ FixedContender = Arm | DraftAll
 """A contender that drafts all rounds without a policy: one drafter, or all of them together."""
 
 
+@dataclass(frozen=True)
+class DrafterPool:
+    """Drafters to choose among, by name.
+
+    Attributes:
+        companion: the text drafter that heads draft with in one tree; by default the recipe's, with an empty store.
+        kinds: kinds of prompts that each drafter was trained on.
+    """
+
+    drafters: dict[str, Drafter]
+    companion: Companion | None = None
+    kinds: Mapping[str, PromptClusters] = field(default_factory=dict)
+
+
+class RouterPrior(NamedTuple):
+    """A trained router, and the number of tokens that its opinion counts as for policies with full information.
+
+    With 0 tokens these policies start without it.
+    """
+
+    router: PromptPrior | None = None
+    tokens: int = 0
+
+
+NO_ROUTER = RouterPrior()
+
+
 class SelectContenders:
     """All contenders of one `select` run, with their policies, logs and statistics."""
 
@@ -104,31 +133,22 @@ class SelectContenders:
         recipe: SelectRecipe,
         target: Target,
         stream: list[list[Case]],
-        drafters: dict[str, Drafter],
-        router: PromptPrior | None = None,
-        companion: Companion | None = None,
-        kinds: Mapping[str, PromptClusters] | None = None,
-        warm_tokens: int = 0,
+        pool: DrafterPool,
+        prior: RouterPrior = NO_ROUTER,
     ):
-        """
-        Args:
-            companion: the text drafter that heads draft with in one tree.
-            kinds: kinds of prompts that each drafter was trained on, by name.
-            warm_tokens: number of tokens that the router's opinion counts as, for policies with full information; 0 =
-                these policies start without it.
-        """
-        self.recipe, self.target, self.stream, self.drafters, self.router = recipe, target, stream, drafters, router
-        self.warm_tokens = warm_tokens
+        self.recipe, self.target, self.stream = recipe, target, stream
+        self.drafters, (router, self.warm_tokens) = pool.drafters, prior
+        self.router = router
         if router is None and registry.ROUTER in recipe.algo:
             raise UsageError("the policy router needs a trained router", hint="see specctl train-router")
-        if router is not None and [*drafters] != router.arms:
+        if router is not None and [*pool.drafters] != router.arms:
             raise UsageError("a router chooses drafters, not their shapes or sizes", hint="leave arms.* out")
-        self.companion = companion or companion_of(recipe, target)
+        self.companion = pool.companion or companion_of(recipe, target)
         self.store_s = 0.0  # seconds spent on adding texts to the store
-        self.arms = make_arms(recipe, target, drafters, kinds or {})
+        self.arms = make_arms(recipe, target, pool.drafters, pool.kinds)
         prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
         self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be in two domains
-        self.prompts = {prompt.id: prompt_text(prompt.messages) for _, prompt in prompts}
+        self.prompts = {prompt.id: prompt for _, prompt in prompts}
         self.algo = {name: name for name in recipe.algo}  # contender → its policy
         if RECOMPUTING in recipe.baselines:
             self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
@@ -178,23 +198,18 @@ class SelectContenders:
     def _selector(self, name: str) -> Selector | BatchSelector:
         joined = self.with_plain_arm and name not in self.with_plain_arm
         arms = self._copies_of([arm for arm in self.arms if not (joined and arm.plain)])
-        options: dict[str, Any] = {
-            "recipe": self.recipe.game,
-            "new_policy": functools.partial(self._policy, self.algo[name]),
-            "step": lambda: self._step,
-            "seed": self.recipe.sampling.seed,
-            "on_round": functools.partial(self._note, name),
-        }
-        if self.recipe.choice == "batch":
-            return make_batch_selector(arms, self.algo[name], **options)
-        return make_selector(
-            self.target,
-            arms,
-            self.algo[name],
-            within_query=self.recipe.reset == "query",
-            greedy=self.recipe.sampling.temperature == 0,
-            **options,
+        recipe, policy = self.recipe, self.algo[name]
+        new_policy = functools.partial(self._policy, policy)
+        decoding = Decoding(
+            lambda: self._step,
+            recipe.sampling.seed,
+            functools.partial(self._note, name),
+            within_query=recipe.reset == "query",
+            greedy=recipe.sampling.temperature == 0 and recipe.choice != "batch",
         )
+        if recipe.choice == "batch":
+            return make_batch_selector(arms, policy, recipe.game, new_policy, decoding)
+        return make_selector(self.target, arms, policy, recipe.game, new_policy, decoding)
 
     def _policy(self, name: str, arms: Arms, text: Label) -> Policy:
         """Make a fresh policy for a game that begins with this prompt."""
@@ -210,7 +225,7 @@ class SelectContenders:
     def _routed(self, text: Label) -> Array:
         """[N] router probabilities for a prompt: how likely each arm is the right one to play."""
         assert self.router is not None
-        return self.router.probabilities([self.prompts[text.query]])[0]
+        return self.router.probabilities([prompt_text(self.prompts[text.query].messages)])[0]
 
     def _fixed_contenders(self) -> dict[str, FixedContender]:
         """Contenders without a policy: every arm by itself, the text drafter, all drafters together, and the rivals.
@@ -277,10 +292,8 @@ class SelectContenders:
                 texts = [record.decoded for record in records if record.drafter == recipe.algo[0]]
                 self.store_s += self.companion.add_to_store(texts)
 
-        shown = {recipe.algo[0]}
-        return measure(
-            recipe, asked, competing, shown, keep, label="select", warm=True, resumable=False, on_answers=remember
-        )
+        journal = RecordJournal(keep, resumable=False)
+        return measure(recipe, asked, competing, Shown("select", {recipe.algo[0]}), journal, on_answers=remember)
 
     def _warm_up_arms(self, asked: Sequence[PromptBatch], engines: Mapping[str, Engine]) -> None:
         """Let every policy's engine decode with each of its arms.

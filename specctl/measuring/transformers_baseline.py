@@ -21,7 +21,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from specctl import kernels, threads
-from specctl.decoding.models.loading import load_model
+from specctl.decoding.models.loading import Spread, load_model
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
@@ -158,8 +158,7 @@ def load_generator(
         dtype=target.dtype,
         revision=recipe.revision,
         trust_remote_code=recipe.trust_remote_code,
-        device_map=recipe.device_map,
-        max_memory=recipe.max_memory,
+        spread=Spread.of(recipe.device_map, recipe.max_memory),
     )
     return TransformersBaseline(model, target, sampling, assistants)
 

@@ -53,12 +53,8 @@ class LearnFromServerRecipe(DrafterStreamRecipe):
         live = self.traffic.listen is not None or self.traffic.log is not None
         if live and self.baseline_server.urls:
             raise ValueError("baseline_server answers the prompts of a stream, but traffic has none: leave one out")
-        for key, there in {
-            "sampling.exact": self.sampling.exact,
-            "learner.combine": self.learner.combine == "probs",
-        }.items():
-            if there:
-                raise ValueError(f"{key} is for drafting in this process, but a server drafts by itself: leave it out")
+        if self.sampling.exact:
+            raise ValueError("sampling.exact is for drafting in this process: leave it out, a server drafts by itself")
         if rule_and_family(self.algo[0])[0] in ("osd", "static"):
             raise ValueError("osd needs the rejected positions, which no server reports, and static does not learn")
         self._check_stdin()

@@ -75,7 +75,7 @@ class LearnerOptions(Section):
     measure: Literal["first", "chunk", "batch"] = "first"
     discount: Annotated[float, Field(gt=0, le=1)] = 1.0  # ensemble: factor on the learners' past losses, per chunk
     resync: NonNegativeInt = 0  # ensemble: chunks after which all learners restart from their mean; 0 = never
-    combine: Literal["weights", "probs", "sample"] = "weights"  # ensemble: average these, or draw one learner
+    combine: Literal["weights"] = "weights"  # ensemble: average these (a recipe may still name the only way)
     rollback: bool = True  # take back an update that lowers acceptance
     tolerance: Fraction = 0.1  # relative fall of the acceptance rate from which an update is suspected
     backoff: Annotated[float, Field(gt=0, le=1)] = 0.5  # factor on η after an update was taken back

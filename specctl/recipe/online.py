@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, model_validator
 
-from specctl.families import DEFAULT, STREAM_RETRIEVAL, TEXT_DRAFTERS, mixable_families, online_families
+from specctl.families import DEFAULT, STREAM_RETRIEVAL, TEXT_DRAFTERS, online_families
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
@@ -108,8 +108,7 @@ class OnlineRecipe(DrafterStreamRecipe):
     beside: Annotated[str, OneOf(lambda: ("auto", "none", *TEXT_DRAFTERS, STREAM_RETRIEVAL))] = "auto"
     draft_cost: NonNegativeFloat | None = None  # auto: cost α of a draft token in target steps (None = measured)
     asynchronous: bool = False  # learn in another process; the decoder loads its weights between sequences
-    # asynchronous: device of the learner. Several devices share every batch: cuda:1,cuda:2; cpu,cpu is two processes.
-    learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]
+    learner_device: Annotated[Names, Field(min_length=1)] = ["auto"]  # asynchronous: device of the learner, one name
     # Further contenders for every prompt: plain decoding, the drafter without learning, drafters without training.
     baselines: list[Baseline] = ["vanilla", "static", "lookup", "retrieval"]
     batch: PositiveInt = 1  # sequences at a time
@@ -124,16 +123,12 @@ class OnlineRecipe(DrafterStreamRecipe):
     @field_validator("learner_device")
     @classmethod
     def _devices(cls, devices: list[str]) -> list[str]:
-        for name in devices:
-            if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", name):
-                raise ValueError(f"{name!r} is not a device: use auto, cpu, cuda, cuda:N or several, cuda:1,cuda:2")
-        if len(devices) > 1 and set(devices) != {"cpu"}:
-            if not all(name.startswith("cuda:") for name in devices):
-                raise ValueError(
-                    f"{','.join(devices)}: several devices must be numbered GPUs, such as cuda:1,cuda:2, or all cpu"
-                )
-            if len(set(devices)) < len(devices):
-                raise ValueError(f"{','.join(devices)} names a GPU twice: each GPU takes one process")
+        if len(devices) > 1:
+            raise ValueError(
+                f"{','.join(devices)} are several devices, but a learner has one: name one, such as cuda:1"
+            )
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", devices[0]):
+            raise ValueError(f"{devices[0]!r} is not a device: use auto, cpu, cuda or cuda:N")
         return devices
 
     @field_validator("target_schedule")
@@ -145,8 +140,6 @@ class OnlineRecipe(DrafterStreamRecipe):
     @model_validator(mode="after")
     def _consistent(self) -> OnlineRecipe:
         self._check_learner_elsewhere()
-        if self.learner.combine == "probs":
-            self._check_mixture()
         if self.pool is not None:
             self._check_pool()
         self._check_stdin()
@@ -165,15 +158,6 @@ class OnlineRecipe(DrafterStreamRecipe):
         if self.asynchronous:
             raise ValueError("target_schedule and asynchronous exclude each other: the learner keeps its target")
         self.target = self.target.model_copy(update={"name": self.target_at(0)})
-
-    def _check_mixture(self) -> None:
-        """Raise ValueError if the learners of an ensemble cannot draft as one."""
-        others = [name for name in self.algo if self.family_of(name) not in mixable_families()]
-        if others or self.pool is not None or self.asynchronous:
-            raise ValueError(
-                f"learner.combine=probs is for {' and '.join(mixable_families())} without pool or asynchronous: "
-                "leave it out"
-            )
 
     def _check_pool(self) -> None:
         """Raise ValueError for options that the learning specialists of a pool do not support."""

@@ -196,7 +196,7 @@ class TrainRecipe(WriterRecipe):
     ttt_steps: PositiveInt = 6  # draft depths of the training-time test, about the depth of drafts (mtp: 3)
     ttt_stride: PositiveInt | None = None  # only every n-th position goes beyond the first step (None = per device)
     ttt_decay: Annotated[float, Field(gt=0, le=1)] = 0.8  # weight of a draft depth relative to the last (mtp: 0.6)
-    ttt_weights: Literal["decay", "d-pace"] = "decay"  # of draft depths: ttt_decay, or how often a draft reaches them
+    ttt_weights: Literal["decay"] = "decay"  # of draft depths: ttt_decay (a recipe may still name the only way)
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0  # in hydra heads; the paper has 0.2, for ten epochs at 7B
     optimizer: OptimizerRecipe = OptimizerRecipe()
     epochs: PositiveInt | None = None
@@ -274,11 +274,6 @@ class TrainRecipe(WriterRecipe):
         return self.features.mode in ("server", "cached") and family.trainable is not None and not family.is_lm
 
     @property
-    def uses_d_pace(self) -> bool:
-        """Whether draft depths are weighted by how often a draft reaches them."""
-        return self.ttt_weights == "d-pace"
-
-    @property
     def optimizer_type(self) -> str:
         """The optimizer, with `auto` resolved. LoRA uses AdamW: low-rank factors are not matrices in Muon's sense."""
         if self.optimizer.type != "auto":
@@ -338,9 +333,6 @@ class TrainRecipe(WriterRecipe):
                 owners = listed([name for name, family in FAMILIES.items() if key in family.options])
                 raise ValueError(f"drafter.{key}: an option of {owners} heads, not of {self.arch}")
         family = FAMILIES[self.arch]
-        if self.uses_d_pace and not family.supports_d_pace:
-            able = listed([name for name, other in FAMILIES.items() if other.supports_d_pace])
-            raise ValueError(f"ttt_weights=d-pace: an option of {able} heads, not of {self.arch}")
         if self.features.mode == "server" and (
             family.trainable is None or (self.resolved_objective == "ce" and family.is_lm)
         ):

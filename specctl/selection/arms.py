@@ -15,7 +15,7 @@ from specctl.drafters import checkpoint, names, pool
 from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.text.lookup import DEPTH
-from specctl.drafters.tree import TreeDrafter
+from specctl.drafters.tree import DepthLimited, Shaped, TreeDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import TEXT_DRAFTERS
 from specctl.recipe import DraftingRecipe, PoolRecipe, SelectRecipe
@@ -139,8 +139,11 @@ def longest_draft(drafter: Drafter) -> int:
     """The longest draft of a drafter, in tokens; a hybrid's is sometimes a little longer."""
     if isinstance(drafter, Hybrid):
         return max(longest_draft(drafter.head), longest_draft(drafter.text))
-    depth: int | None = getattr(getattr(drafter, "shape", drafter), "depth", 0)
-    return max(DEPTH.values()) if depth is None else depth
+    if isinstance(drafter, Shaped):
+        return drafter.shape.depth
+    if isinstance(drafter, DepthLimited):
+        return drafter.depth or max(DEPTH.values())
+    return 0
 
 
 def label(shape: DraftingRecipe) -> str:

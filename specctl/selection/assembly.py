@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from specctl import processes
@@ -14,7 +14,7 @@ from specctl.recipe import GameRecipe
 from specctl.selection.arm import Arm
 from specctl.selection.arms import longest_draft
 from specctl.selection.batched import BatchSelector
-from specctl.selection.controller import RoundLine, Selector
+from specctl.selection.controller import PolicyInputs, RoundLine, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
@@ -28,62 +28,55 @@ NewPolicy = Callable[[Arms, Label], Policy]
 """Makes a fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""
 
 
-def make_selector(
-    target: Target,
-    arms: Sequence[Arm],
-    name: str,
-    recipe: GameRecipe,
-    new_policy: NewPolicy,
-    *,
-    step: Callable[[], float],
-    seed: int,
-    within_query: bool,
-    on_round: Callable[[RoundLine], None],
-    greedy: bool = False,
-) -> Selector:
-    """Build a `Selector` for the policy `name`.
+@dataclass(frozen=True)
+class Decoding:
+    """The decoding that a selector takes part in.
 
-    Args:
+    Attributes:
         step: returns `plain_step` for the batches that are decoded; called only if tokens per second are played for.
             All selectors of a run get the same figure, as a common unit.
+        seed: of the policies' draws.
+        on_round: called with every finished round.
         within_query: whether every game is one text.
         greedy: whether the texts are decoded at temperature 0.
     """
+
+    step: Callable[[], float]
+    seed: int
+    on_round: Callable[[RoundLine], None] | None
+    within_query: bool = True
+    greedy: bool = False
+
+
+def make_selector(
+    target: Target, arms: Sequence[Arm], name: str, recipe: GameRecipe, new_policy: NewPolicy, decoding: Decoding
+) -> Selector:
+    """Build a `Selector` for the policy `name`."""
     learns = registry.learns(name)
-    rules = _rules(arms, name, recipe, step, greedy)
+    rules = _rules(arms, name, recipe, decoding)
     clock = ArmClock.of(len(arms))
     drafters = list(dict.fromkeys(arm.scored for arm in arms))
     scorer = Scorer(target, drafters, rules.depth) if learns == "losses" else None
-    ends = not within_query and rules.score_ends
-    overlaps = learns == "reward" and rules.reward == "bd"
     reads = registry.contextual(name)
-    return Selector(
-        arms,
-        partial(_game, rules, arms, new_policy, seed, clock),
+    inputs = PolicyInputs(
         scorer,
-        clock,
-        overlaps=overlaps,
-        score_ends=ends,
+        overlaps=learns == "reward" and rules.reward == "bd",
+        score_ends=not decoding.within_query and rules.score_ends,
         memory=PromptMemory(len(arms), trained_on=[_known_kinds(arm) for arm in arms]) if reads else None,
         taps=(target.num_layers,) if reads else (),
-        on_round=on_round,
+    )
+    return Selector(
+        arms, partial(_game, rules, arms, new_policy, decoding.seed, clock), clock, inputs, decoding.on_round
     )
 
 
 def make_batch_selector(
-    arms: Sequence[Arm],
-    name: str,
-    recipe: GameRecipe,
-    new_policy: NewPolicy,
-    *,
-    step: Callable[[], float],
-    seed: int,
-    on_round: Callable[[RoundLine], None],
+    arms: Sequence[Arm], name: str, recipe: GameRecipe, new_policy: NewPolicy, decoding: Decoding
 ) -> BatchSelector:
-    """Build a `BatchSelector` for the policy `name`, which must pass `check_batch`; `step` as in `make_selector`."""
-    rules = _rules(arms, name, recipe, step)
+    """Build a `BatchSelector` for the policy `name`, which must pass `check_batch`."""
+    rules = _rules(arms, name, recipe, decoding)
     # The time of a round depends on the load, so the games of different loads share no clock.
-    return BatchSelector(arms, partial(_game, rules, arms, new_policy, seed, None), on_round)
+    return BatchSelector(arms, partial(_game, rules, arms, new_policy, decoding.seed, None), decoding.on_round)
 
 
 def _known_kinds(arm: Arm) -> PromptClusters:
@@ -103,12 +96,10 @@ def _played_for(rules: Rules, name: str) -> str | None:
     return {"reward": rules.reward, "losses": rules.loss}.get(registry.learns(name))
 
 
-def _rules(
-    arms: Sequence[Arm], name: str, recipe: GameRecipe, step: Callable[[], float], greedy: bool = False
-) -> Rules:
-    rules = _rules_of(arms, name, recipe, greedy)
+def _rules(arms: Sequence[Arm], name: str, recipe: GameRecipe, decoding: Decoding) -> Rules:
+    rules = _rules_of(arms, name, recipe, decoding.greedy)
     if _played_for(rules, name) == "throughput":
-        rules = replace(rules, step=processes.broadcast_value(step()))
+        rules = replace(rules, step=processes.broadcast_value(decoding.step()))
     return rules
 
 

@@ -15,6 +15,7 @@ from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import GateStatistics
 from specctl.drafters.retrieval import drafter as retrieval
 from specctl.drafters.retrieval.datastore import GrowingDatastore
+from specctl.drafters.tree import CandidateDrafter
 from specctl.families import STREAM_RETRIEVAL
 from specctl.recipe import DraftingRecipe
 
@@ -41,7 +42,7 @@ class Companion:
 
     def with_text_drafter(self, directory: str, drafter: Drafter) -> Drafter:
         """Join the drafter of `directory` with the text drafter. A drafter that is no head comes back unchanged."""
-        return self.hybrid(directory, drafter) if self.name and hasattr(drafter, "propose_candidates") else drafter
+        return self.hybrid(directory, drafter) if self.name and isinstance(drafter, CandidateDrafter) else drafter
 
     def hybrid(self, directory: str, head: Drafter, past: GateStatistics | None = None) -> Hybrid:
         """Join a head with the text drafter. `past` is the record of the texts it has drafted before. Raises UsageError

@@ -6,6 +6,7 @@ import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -89,6 +90,24 @@ class ActiveText:
         return self.game.policy if isinstance(self.game.policy, ContextualUcb) else None
 
 
+class PolicyInputs(NamedTuple):
+    """Observations of a selector's policies, besides the counts and seconds of rounds.
+
+    Attributes:
+        scorer: scores the arms' distinct `scored` drafters, in their order (None if no scores are needed).
+        overlaps: whether rewards are block divergences, made from the drafts' overlaps with the target.
+        score_ends: whether texts of one key follow each other, so that the last tokens of a text are scored, too.
+        memory: memory of earlier prompts, for a policy that reads prompts; otherwise None.
+        taps: hidden states of the target that are kept if no arm reads any.
+    """
+
+    scorer: Scorer | None
+    overlaps: bool = False
+    score_ends: bool = False
+    memory: PromptMemory | None = None
+    taps: tuple[int, ...] = ()
+
+
 class Selector(Controller):
     """Plays one game for all texts with the same label key, which are decoded one after the other, and one game for
     each text without a key. Games share no knowledge.
@@ -101,12 +120,8 @@ class Selector(Controller):
     Args:
         arms: the choices, in the order of the policy's arms.
         new_game: makes a fresh game for its first text.
-        scorer: scores the arms' distinct `scored` drafters, in their order (None if no scores are needed).
         clock: seconds per round of each arm, which the games share.
-        overlaps: whether rewards are block divergences, made from the drafts' overlaps with the target.
-        score_ends: whether texts of one key follow each other, so that the last tokens of a text are scored, too.
-        memory: memory of earlier prompts, for a policy that reads prompts; otherwise None.
-        taps: hidden states of the target that are kept if no arm reads any.
+        inputs: what the policies observe besides counts and seconds.
         on_round: called with every finished round.
     """
 
@@ -114,21 +129,16 @@ class Selector(Controller):
         self,
         arms: Sequence[Arm],
         new_game: Callable[[Label], Game],
-        scorer: Scorer | None,
         clock: ArmClock,
-        *,
-        overlaps: bool,
-        score_ends: bool,
-        memory: PromptMemory | None = None,
-        taps: tuple[int, ...] = (),
+        inputs: PolicyInputs,
         on_round: Callable[[RoundLine], None] | None = None,
     ):
-        self.arms, self.new_game, self.scorer, self.clock = arms, new_game, scorer, clock
-        self.overlaps, self.score_ends, self.memory, self.on_round = overlaps, score_ends, memory, on_round
-        self.accepts_late_counts, self.keeps_hidden = not overlaps, scorer is not None
+        self.arms, self.new_game, self.clock, self.on_round = arms, new_game, clock, on_round
+        self.scorer, self.overlaps, self.score_ends, self.memory = inputs[:4]
+        self.accepts_late_counts, self.keeps_hidden = not inputs.overlaps, inputs.scorer is not None
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
         self.drafter_of = [drafters.index(arm.scored) for arm in arms]
-        self.taps = taps_of(arms) or taps
+        self.taps = taps_of(arms) or inputs.taps
         self.catch_up_clock = ArmClock.of(len(arms))  # seconds in which an arm reads the tokens it has missed
         self.forget()
 

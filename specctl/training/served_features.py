@@ -15,8 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from specctl.decoding.models.gguf_target import is_gguf
-from specctl.decoding.models.loading import location
+from specctl.decoding.models.loading import is_gguf, location
 from specctl.decoding.target import Target
 from specctl.engines.client import Client
 from specctl.engines.endpoints import distance

@@ -30,7 +30,7 @@ def make(start, seed=0, **options):
     """(objective, learner) on quadratic losses, by SGD at η = 0.5 unless told otherwise."""
     objective = Objective(Quadratic(start), run, seed)
     plain = {"optimizer": "sgd", "lr": 0.5, "clip": 0.0, "epochs": 1, "dropout": 0.0}
-    return objective, make_learner(objective, LearnerRecipe(**plain | options), objective.start(), seed)
+    return objective, make_learner(objective, LearnerRecipe(**plain | options), objective.start())
 
 
 def chunk(*centres, tokens=3):
@@ -47,11 +47,7 @@ def quadratic():
 def played():
     """The vector that a learner plays."""
 
-    def only(learner):
-        (vector,) = learner.play().vectors
-        return vector
-
-    return only
+    return lambda learner: learner.play()
 
 
 @pytest.fixture(name="chunk")

@@ -112,33 +112,12 @@ def test_a_diverging_member_is_left_behind(quadratic, chunk, played):
         assert learner.L.isfinite().all() == bool(resync)
 
 
-def test_combine(quadratic, chunk):
-    """`probs` gives all members with their weights; `sample` one of them, by a draw that a seed repeats."""
-    _, probs = quadratic([2.0], algo="ensemble", lr=0.25, combine="probs", epsilon=0.1)
-    probs.learn(chunk([0.0]))
-    play = probs.play()
-    assert [vector.item() for vector in play.vectors] == [1.5, 1.0, 0.0]
-    assert play.weights == pytest.approx((1 / 3,) * 3)
-    drawn = []
-    for seed in (5, 5, 6):
-        _, learner = quadratic([2.0], seed=seed, algo="ensemble", lr=0.25, combine="sample", epsilon=1e-9)
-        places = []
-        for _ in range(40):
-            learner.learn(chunk([0.0]))
-            (vector,) = learner.play().vectors
-            places.append([torch.equal(vector, member.w) for member in learner.members].index(True))
-            assert torch.equal(learner.play().vectors[0], vector), "one draw a chunk, however often it is asked for"
-        drawn.append(places)
-    assert drawn[0] == drawn[1] != drawn[2]
-    assert set(drawn[0]) == {0, 1, 2}  # misses one with probability 3 (2/3)^40 < 1e-6
-
-
 def test_opt_ensemble_without_hints_is_the_ensemble(quadratic, chunk):
     learners = [quadratic([2.0, -1.0], algo=algo, hint="none")[1] for algo in ("ensemble", "opt-ensemble")]
     for t in range(5):
         outcomes = [learner.learn(chunk([0.3 * t, 0.0])) for learner in learners]
         assert outcomes[0] == outcomes[1]
-    assert torch.equal(*(learner.play().vectors[0] for learner in learners))
+    assert torch.equal(*(learner.play() for learner in learners))
 
 
 def test_the_meta_learner_guesses_too(quadratic, chunk):

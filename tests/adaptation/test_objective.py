@@ -130,7 +130,7 @@ def test_a_stacked_ensemble_is_one_that_takes_turns(target):
         objective.stacks = stacks
         learner = make_learner(objective, options, objective.start())
         losses = [learner.learn([batch]).losses for batch in lesson.chunk]
-        found.append((torch.tensor(losses), learner.p, learner.play().vectors[0]))
+        found.append((torch.tensor(losses), learner.p, learner.play()))
     torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
     assert not torch.equal(found[0][2], objective.start())
 
@@ -169,7 +169,7 @@ def test_a_real_head_learns(target, algo):
     learner = make_learner(objective, options, objective.start())
 
     def loss():
-        return float(objective.losses(learner.play().vectors, lesson.chunk))
+        return float(objective.losses([learner.play()], lesson.chunk))
 
     before = loss()
     for _ in range(3):
@@ -182,13 +182,13 @@ def test_resuming_in_the_middle_is_bit_for_bit(target):
     from safetensors.torch import load, save
 
     lesson = Lesson(target, "hydra", dropout=0.1)
-    options = LearnerRecipe(algo="opt-ensemble", members=2, combine="sample", optimizer="adam").resolved("hydra", 256)
+    options = LearnerRecipe(algo="opt-ensemble", members=2, optimizer="adam").resolved("hydra", 256)
     objective = Objective(lesson.head, lesson.run, seed=3)
-    whole, resumed = (make_learner(objective, options, objective.start(), seed=3) for _ in range(2))
+    whole, resumed = (make_learner(objective, options, objective.start()) for _ in range(2))
     whole.learn(lesson.chunk[:1])
     resumed.restore(load(save(whole.state())))
     for learner in (whole, resumed):
         learner.learn(lesson.chunk[1:])
     theirs = whole.state()
     assert all(torch.equal(value, theirs[name]) for name, value in resumed.state().items())
-    assert torch.equal(whole.play().vectors[0], resumed.play().vectors[0])
+    assert torch.equal(whole.play(), resumed.play())

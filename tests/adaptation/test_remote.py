@@ -1,4 +1,4 @@
-"""A learner on several devices: real processes, which learn, stop and end together."""
+"""A learner in another process, which learns, stops and ends with the decoder."""
 
 import os
 import queue
@@ -80,19 +80,6 @@ class Silent:
         return False
 
 
-def test_meeting_places_of_killed_runs_are_removed(tmp_path, monkeypatch):
-    """Not that of a run which is at work, and nothing else."""
-    monkeypatch.setattr(remote.tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "specctl-learner-dead" / "ranks").mkdir(parents=True)
-    (tmp_path / "other").mkdir()
-    place, kept = remote.rendezvous_directory()
-    another, its = remote.rendezvous_directory()
-    assert {path.name for path in tmp_path.iterdir()} == {"other", Path(place.name).name, Path(another.name).name}
-    for found, fd in ((place, kept), (another, its)):
-        found.cleanup()
-        os.close(fd)
-
-
 def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, capsys):
     """What waits for it and the texts of the chunk that is being answered share buffer.max_mb: the oldest go, told of
     once and counted in every row, also after a resumption; what it learns from at the moment stays."""
@@ -136,13 +123,13 @@ def stopped(pid):
 
 
 @pytest.mark.slow
-def test_two_processes(tmp_path, tiny, monkeypatch):
-    """They go on from the state of one and learn what it does, stopped over and over in the midst of their sums; all
-    stand still while others have their turn, and those all threads: halved for good, every learner and every repeat of
-    the stream would halve them again; a signal ends the wait for them; and when one dies, the decoder hears of it and
-    nobody is left behind."""
+def test_the_worker_process(tmp_path, tiny, monkeypatch):
+    """The worker continues from the state of a learner in this process, and learns the same, although it is stopped
+    again and again. While others decode it stands still and leaves them all threads: halved for good, every learner and
+    every repeat of the stream would halve them again. A signal ends the wait for it, and the decoder notices its death
+    and leaves no process."""
     head = write_head(tmp_path / "eagle3", tiny, "eagle3")
-    fields = {"asynchronous": True, "learner_device": "cpu,cpu", "learner": {"rest": 0}}
+    fields = {"asynchronous": True, "learner": {"rest": 0}}
     made = recipe("unread.jsonl", head, tiny, algo=["ensemble"], **fields)
     here = OnlineDrafter(made, "ensemble", tiny, 0)
     asked = (QUESTIONS, QUESTIONS, ["Why?"], QUESTIONS)
@@ -176,9 +163,8 @@ def test_two_processes(tmp_path, tiny, monkeypatch):
     with pytest.raises(Interrupted):
         there.finish()
     interrupts.reset()
-    os.kill(pids[0], signal.SIGCONT)
-    os.kill(pids[1], signal.SIGKILL)
-    with pytest.raises(SpecctlError, match="cpu ended with code -9"):
+    os.kill(pids[0], signal.SIGKILL)
+    with pytest.raises(SpecctlError, match="the learner process ended with code -9"):
         wait_for(there)
     there.close()
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids) and not os.path.exists(there._meeting.name)
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)

@@ -69,14 +69,14 @@ def test_short_of_time_nothing_is_learnt(quadratic, chunk):
     """Not even where acceptance falls, which without an update before is nobody's fault."""
     objective, learner = quadratic([8.0], algo="ogd")
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=0))
-    played = learner.play().vectors[0]
+    played = learner.play()
 
     def status(accepted, short):
         acceptance = Acceptance.of([(accepted, 100)] * 3)
         return dog.learn(learner, objective, chunk([0.0]), acceptance, no_time=short)[1].status
 
     assert [status(80, True), status(20, True)] == ["rested", "rested"]
-    assert torch.equal(learner.play().vectors[0], played)
+    assert torch.equal(learner.play(), played)
     assert status(20, False) == "updated"
 
 
@@ -85,8 +85,8 @@ def test_short_of_time_an_update_that_did_harm_is_still_taken_back(quadratic, ch
     objective, learner = quadratic([0.0], algo="ogd", lr=0.4)
     dog = Watchdog(LearnerRecipe(algo="ogd", rest=0))
     good, bad = (Acceptance.of([(accepted, 100)] * 3) for accepted in (80, 20))
-    before = learner.play().vectors[0]
+    before = learner.play()
     assert dog.learn(learner, objective, chunk([9.0]), good)[1].status == "updated"
-    assert not torch.equal(learner.play().vectors[0], before)
+    assert not torch.equal(learner.play(), before)
     ruling, outcome = dog.learn(learner, objective, chunk([-9.0]), bad, no_time=True)
-    assert (ruling, outcome.status) == ("rollback", "rested") and torch.equal(learner.play().vectors[0], before)
+    assert (ruling, outcome.status) == ("rollback", "rested") and torch.equal(learner.play(), before)

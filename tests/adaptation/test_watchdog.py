@@ -69,7 +69,7 @@ def steps(quadratic, chunk, rounds, **options):
     found = []
     for centre, acceptance in rounds:
         ruling, outcome = dog.learn(learner, objective, chunk([centre]), acceptance)
-        found.append((ruling, outcome.status, learner.play().vectors[0].item()))
+        found.append((ruling, outcome.status, learner.play().item()))
     return found
 
 
@@ -151,10 +151,10 @@ def test_a_rate_that_is_far_too_large_recovers(quadratic, chunk, lr):
     dog = Watchdog(LearnerRecipe(backoff=0.1))
     rulings = set()
     for _ in range(40):
-        w = learner.play().vectors[0].item()
+        w = learner.play().item()
         ruling, outcome = dog.learn(learner, objective, chunk([0.0]), GOOD if abs(w) <= 8 else BAD)
         rulings |= {ruling, outcome.status}
-    assert abs(learner.play().vectors[0].item()) < 1
+    assert abs(learner.play().item()) < 1
     assert "rollback" in rulings and ("refused" in rulings or lr < 1e30)
 
 
@@ -174,7 +174,7 @@ def test_state(quadratic, chunk):
 
 def test_ensembles_and_static(quadratic, chunk):
     """An ensemble goes back as a whole, weights of its members included; the static drafter is never ruled on."""
-    objective, learner = quadratic([8.0], algo="ensemble", lr=5.0, combine="probs")
+    objective, learner = quadratic([8.0], algo="ensemble", lr=5.0)
     dog = Watchdog(LearnerRecipe(backoff=0.01))
     dog.learn(learner, objective, chunk([0.0]), GOOD)
     before = learner.state()

@@ -29,12 +29,12 @@ class Visited:
         learn, visited = Ensemble.learn, self
 
         def watched(learner, chunk, held=()):
-            (vector,) = learner.play().vectors
+            vector = learner.play()
             chunk = list(chunk)
             visited.chunks.append(chunk)
             visited.weights.append(vector.clone())
             outcome = learn(learner, chunk, held)
-            visited.objective, visited.last = learner._objective, learner.play().vectors[0].clone()
+            visited.objective, visited.last = learner._objective, learner.play().clone()
             return outcome
 
         Ensemble.learn = watched

@@ -247,11 +247,23 @@ def test_turns_are_kept_over_an_interruption(tmp_path, prompts, target):
     decoded = decode(target, [[5, 6]], sampling=GREEDY, max_new_tokens=2, seeds=[0])[0]
     turns = [[contenders.Case(contenders.Prompt(f"{n:032x}", [], "sql", ""), [1], 1)] for n in range(4)]
     found, asked = [contender(name) for name in "abc"], []
-    records = contenders.measure(recipe(prompts), turns, found, set(), keep=lambda records: tmp_path)
+    records = contenders.measure(
+        recipe(prompts),
+        turns,
+        found,
+        contenders.Shown("eval", set()),
+        contenders.RecordJournal(lambda records: tmp_path),
+    )
     for done in (3, 2):
         asked.clear()
         earlier = [record for record in records if record.id in {case.prompt.id for (case,) in turns[:done]}]
-        contenders.measure(recipe(prompts), turns, found, set(), keep=lambda records: tmp_path, earlier=earlier)
+        contenders.measure(
+            recipe(prompts),
+            turns,
+            found,
+            contenders.Shown("eval", set()),
+            contenders.RecordJournal(lambda records: tmp_path, earlier),
+        )
         assert "".join(asked) == "abcabc" + "".join(["abc", "bca", "cab", "abc"][done:])
 
 
@@ -383,7 +395,13 @@ def test_order_rotates(tmp_path, prompts, target):
 
     made = recipe(prompts)
     turns = [[contenders.Case(contenders.Prompt("ab" * 16, [], "sql", ""), [1], 1)]] * 3
-    contenders.measure(made, turns, [contender(name) for name in "abc"], set(), keep=lambda records: tmp_path)
+    contenders.measure(
+        made,
+        turns,
+        [contender(name) for name in "abc"],
+        contenders.Shown("eval", set()),
+        contenders.RecordJournal(lambda records: tmp_path),
+    )
     assert "".join(asked) == "abcabc" + "abc" + "bca" + "cab"
 
 

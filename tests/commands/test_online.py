@@ -334,12 +334,10 @@ def test_rivals_that_nobody_has_to_train(tmp_path, prompts, tiny, copy):
 STEADY = {"stop_below": 0.0, "keep_above": 0.0}
 
 
-@pytest.mark.parametrize(
-    "slower", [{}, {"drafting": {}}, {"draft_length": "auto"}, {"algo": ["ensemble"], "learner": {"combine": "probs"}}]
-)
+@pytest.mark.parametrize("slower", [{}, {"drafting": {}}, {"draft_length": "auto"}])
 def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, monkeypatch, slower):
     """Where those of one are the host's (a text drafter among the baselines, drafts that end early, lengths that are
-    chosen, a mixture), all others are, too: they would else win by running ahead on a device. Plain decoding is what
+    chosen), all others are, too: they would else win by running ahead on a device. Plain decoding is what
     all are measured against, as fast as it can be; and `eval` lets everybody."""
     rounds, run = [], device_round.DeviceRounds.round
     monkeypatch.setattr(

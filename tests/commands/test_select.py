@@ -42,14 +42,20 @@ from specctl.lab.train_router.run import examples as router_examples
 from specctl.lab.train_router.run import train_and_play
 from specctl.measuring import select_contenders
 from specctl.measuring.contenders import Case, measure
-from specctl.measuring.policy_rows import StreamAnswers
-from specctl.measuring.select_contenders import SelectContenders, make_sessions, prompt_batches
+from specctl.measuring.policy_rows import Grouping, StreamAnswers
+from specctl.measuring.select_contenders import (
+    DrafterPool,
+    RouterPrior,
+    SelectContenders,
+    make_sessions,
+    prompt_batches,
+)
 from specctl.recipe import DataRecipe, DraftingRecipe, GameRecipe, SelectRecipe, TargetRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
 from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN as PLAIN_ARM
-from specctl.selection.assembly import make_selector
+from specctl.selection.assembly import Decoding, make_selector
 from tests.lossless.drafters import own_weights
 from tests.measuring.streams import contents, write_copy, write_head
 
@@ -633,7 +639,7 @@ def test_a_hybrid_is_judged_by_its_head(target, pool, monkeypatch):
 
     def built(arms, game):
         options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=lambda line: None)
-        return make_selector(target, arms, "hedgespec", game, lambda *_: None, **options)
+        return make_selector(target, arms, "hedgespec", game, lambda *_: None, Decoding(**options))
 
     assert built(arms, game).scorer.drafters == [head]
     rules = []
@@ -649,7 +655,7 @@ def test_greedy_texts_are_judged_by_their_hits(prompts, target, pool, monkeypatc
     """Products of γ, a softmax at temperature 1, would promise far too few tokens for the seconds of a head."""
     monkeypatch.setattr("specctl.selection.assembly.step_seconds", lambda target, rows, batch: [1.0])
     made = recipe(prompts, game={}, sampling={"temperature": temperature}, baselines=[])
-    game = SelectContenders(made, target, [], pool).selectors["hedgespec"].new_game(Label("q"))
+    game = SelectContenders(made, target, [], DrafterPool(pool)).selectors["hedgespec"].new_game(Label("q"))
     assert game.rules.loss == "throughput" and game.rules.estimator == estimator
 
 
@@ -788,7 +794,7 @@ def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
         return Decoded([1], [2] * 41, "length", passes, 40 - passes, 0, 0, [], [], 0.0, seconds)
 
     answers = {"long": [answer(10, 5.0)] * 2, "short": [answer(20, 2.0)] * 2}
-    stream = StreamAnswers(answers, [0, 1], ["a", "b"], ["long", "short"], None, True, by)
+    stream = StreamAnswers(answers, Grouping([0, 1], ["a", "b"]), ["long", "short"], None, True, by)
     assert stream.best_arm_of == {"a": best, "b": best} and stream.oracle_mat == (4 if by == "mat" else 2)
     assert stream.share_of_best("long").value == pytest.approx(share)
     assert GameRecipe(loss="throughput" if best == "short" else "length").yardstick == by
@@ -805,8 +811,7 @@ def test_repeats_make_no_interval_narrower():
     found = [
         StreamAnswers(
             {name: times * own for name, own in once.items()},
-            times * [0, 0, 1, 2],
-            [f"{repeat} {n}" for repeat in range(times) for n in range(4)],
+            Grouping(times * [0, 0, 1, 2], [f"{repeat} {n}" for repeat in range(times) for n in range(4)]),
             ["arm"],
             None,
             True,
@@ -859,7 +864,9 @@ class Oracle:
 def test_the_router_plays_what_it_says(tmp_path, prompts, target, pool):
     made = recipe(prompts, algo=["router", "hedgespec"], router_dir=tmp_path, warm_start=True, baselines=["fixed"])
     cases = [[Case(Prompt("ab" * 16, [{"role": "user", "content": "Hi"}], "sql", ""), [1, 5], 8)]]
-    stage = SelectContenders(made, target, cases, pool, Oracle([*pool], "lookup"), warm_tokens=made.router.weight)
+    stage = SelectContenders(
+        made, target, cases, DrafterPool(pool), RouterPrior(Oracle([*pool], "lookup"), made.router.weight)
+    )
     with open(tmp_path / "log", "w") as log:
         stage.play(log, lambda records: tmp_path)
     assert {arm for _, arm, _ in stage.plays["router"]} == {"lookup"}

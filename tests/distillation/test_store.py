@@ -16,7 +16,7 @@ import pytest
 
 from specctl import lock
 from specctl.distillation import shards, store
-from specctl.distillation.store import ShardWriter
+from specctl.distillation.store import ShardLayout, ShardWriter
 from specctl.errors import DataError, SpecctlError, UsageError
 
 META = {"domain": "sql", "target": {"name": "builtin", "hidden_size": 256}, "sampling": {"seed": 0}}
@@ -42,9 +42,13 @@ def row(i: int) -> shards.Record:
 ROWS = [row(i) for i in range(40)]
 
 
+def written_as(resume=False, overwrite=False, shard_size=6, **layout):
+    return {"layout": ShardLayout(size=shard_size, **layout), "resume": resume, "overwrite": overwrite}
+
+
 def fill(directory, rows=ROWS, batch=4, **options) -> None:
     """What `distill` does: skip what is done, append batch by batch, complete."""
-    with ShardWriter(directory, META, **{"shard_size": 6, **options}) as writer:
+    with ShardWriter(directory, META, **written_as(**options)) as writer:
         pending = [row for row in rows if row["id"] not in writer.done]
         for start in range(0, len(pending), batch):
             writer.append(pending[start : start + batch])
@@ -52,7 +56,7 @@ def fill(directory, rows=ROWS, batch=4, **options) -> None:
 
 
 def leave_open(directory, rows=ROWS[:10], **options) -> None:
-    with ShardWriter(directory, META, **{"shard_size": 6, **options}) as writer:
+    with ShardWriter(directory, META, **written_as(**options)) as writer:
         writer.append(rows)
 
 
@@ -239,7 +243,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
     assert "target.hidden_size was 256 and is 512 now" in caught.value.message
     assert "extra was null and is 1 now" in caught.value.message
     with pytest.raises(DataError, match="format"):
-        ShardWriter(tmp_path, META, format="parquet", resume=True)
+        ShardWriter(tmp_path, META, ShardLayout(format="parquet"), resume=True)
     fill(tmp_path, resume=True)  # the refusals left no lock and no damage
     assert by_id(tmp_path) == ROWS
     with ShardWriter(tmp_path, other, overwrite=True):
@@ -277,7 +281,7 @@ def test_overwriting_beside_other_jobs_needs_their_settings(tmp_path):
         fill(tmp_path, writer=writer)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(DataError, match=r"sampling\.seed was 0 and is 1 now"):
-        ShardWriter(tmp_path, META | {"sampling": {"seed": 1}}, writer=(0, 2), overwrite=True)
+        ShardWriter(tmp_path, META | {"sampling": {"seed": 1}}, ShardLayout((0, 2)), overwrite=True)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
@@ -295,7 +299,7 @@ def test_two_writers_exactly_one_proceeds(tmp_path):
     assert ready.wait(20)
     for writer in [(0, 1), (0, 2)]:  # the same shard, and one of a split that overlaps with it
         with pytest.raises(UsageError, match=f"being written by process {first.pid} on {socket.gethostname()}"):
-            ShardWriter(tmp_path, META, writer=writer, resume=True)
+            ShardWriter(tmp_path, META, ShardLayout(writer), resume=True)
     leave.set()
     first.join()
     assert first.exitcode == 0

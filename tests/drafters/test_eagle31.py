@@ -9,7 +9,6 @@ from specctl.decoding.target import load_target
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
 from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
-from specctl.drafters.feature.mixture import Mixture
 from specctl.drafters.feature.stacked import Stacked, scoring_groups
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError
@@ -108,20 +107,6 @@ def test_lossless_in_ragged_batches(target, head, ragged):
     """Some texts are longer than the window, and some grow beyond it. A norm by itself has a test of its drafts."""
     drafter, (texts, fixed, plain) = Eagle3Drafter(head, target, TreeShape(4, 3, 9, 2, 0.0)), ragged
     assert plain == [one.output_ids for one in decode(target, texts, seeds=[0] * 3, drafter=drafter, **fixed)]
-
-
-def test_a_mixture_of_one_is_the_head(target, head, long_prompt):
-    """Its states are those that the heads feed back, each behind its own norm."""
-    shape, fixed = TreeShape(4, 2, 6, 2, 0.0), dict(sampling=GREEDY, max_new_tokens=12, seeds=[0])
-    found = []
-    for drafter in (Eagle3Drafter(head, target, shape), Mixture([Eagle3Drafter(head, target, shape)] * 1, [1.0])):
-        drafts = []
-        decode(
-            target, [long_prompt], drafter=drafter, **fixed,
-            on_round=lambda state, draft, verdict, drafts=drafts: drafts.append(draft.tokens.tolist()),
-        )  # fmt: skip
-        found.append(drafts)
-    assert found[0] and found[0] == found[1]
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-4), ("bf16", 0.2)])

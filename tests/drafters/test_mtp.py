@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
-from specctl.drafters.feature.mixture import Mixture
 from specctl.drafters.mtp import drafter as mtp
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.drafter import MtpDrafter
@@ -218,20 +217,6 @@ def test_a_text_that_begins_with_its_draft(native):
     drafter, fixed = MtpDrafter(head, target, CHAIN), dict(sampling=GREEDY, max_new_tokens=12, seeds=[0])
     plain = decode(target, [[7]], **fixed)[0].output_ids
     assert decode(target, [[7]], drafter=drafter, **fixed)[0].output_ids == plain
-
-
-def test_a_mixture_of_one_is_the_head(native, prompts):
-    _, target, head = native
-    shape, fixed = TreeShape(4, 2, 6, 2, 0.0), dict(sampling=GREEDY, max_new_tokens=8, seeds=[0])
-    found = []
-    for drafter in (MtpDrafter(head, target, shape), Mixture([MtpDrafter(head, target, shape)], [1.0])):
-        drafts = []
-        decode(
-            target, [prompts[0]], drafter=drafter, **fixed,
-            on_round=lambda state, draft, verdict, drafts=drafts: drafts.append(draft.tokens.tolist()),
-        )  # fmt: skip
-        found.append(drafts)
-    assert found[0] and found[0] == found[1]
 
 
 def test_checkpointed_layers_have_the_same_gradients(native, examples):

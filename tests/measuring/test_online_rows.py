@@ -8,7 +8,7 @@ from specctl.decoding.records import Decoded
 from specctl.measuring.contenders import VANILLA
 from specctl.measuring.drafter_rows import drafter_row
 from specctl.measuring.online_rows import OnlineResults
-from specctl.measuring.policy_rows import StreamAnswers
+from specctl.measuring.policy_rows import Grouping, StreamAnswers
 from specctl.measuring.records import Record
 from specctl.recipe import OnlineRecipe
 
@@ -70,7 +70,7 @@ def test_rows_of_every_table_say_when_a_speed_cannot_be(plain_s, reason):
     plain = replace(plain, decoded=replace(plain.decoded, target_passes=40, decode_s=plain_s))
     own, base = [drafted.decoded], [plain.decoded]
     recipe = OnlineRecipe(algo=["ogd"], baselines=["vanilla"])
-    stream = StreamAnswers({"ogd": own, VANILLA: base}, [0], ["g"], [], VANILLA, same_text=True)
+    stream = StreamAnswers({"ogd": own, VANILLA: base}, Grouping([0], ["g"]), [], VANILLA, same_text=True)
     found = [
         OnlineResults(recipe, [drafted, plain], [Cost(0, 0)]).row("ogd"),
         drafter_row("ogd", "sql", [drafted, plain]),

@@ -64,7 +64,7 @@ def make(tmp_path_factory, tiny, copy):
         options = dict(
             algo=ALGO,
             baselines=[],
-            learner={"combine": "sample", "lr": 1e-3, "holdout": 0.5},
+            learner={"lr": 1e-3, "holdout": 0.5},
             buffer={"replay": 0.5},
             stream={"shuffle": True},
             checkpoint=CheckpointRecipe(every=2, keep=2),
@@ -277,7 +277,7 @@ def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
     place = shutil.copytree(whole()[0], tmp_path / "run")
     before = contents(place)
     with pytest.raises(UsageError, match=r"learner\.lr was 0\.001, is 0\.01"):
-        again(place, make(learner={"combine": "sample", "lr": 1e-2, "holdout": 0.5}), tiny)
+        again(place, make(learner={"lr": 1e-2, "holdout": 0.5}), tiny)
     with pytest.raises(UsageError, match="algo was"):
         again(place, make(algo=["ogd"]), tiny)
     other = write_copy(tmp_path / "lm", tiny, tiny.name, 0.02)
@@ -508,4 +508,4 @@ def test_killed_runs_resume(tmp_path, make, tiny):
     assert launch(tmp_path / "run", made, "--resume").wait(300) == 0, (tmp_path / "log").read_text()[-2000:]
     learnt(tmp_path / "alone", made, tiny)
     same_runs(tmp_path / "run", tmp_path / "alone", [name + seed for name in ALGO for seed in ("", "-seed1")])
-    assert len(answers(tmp_path / "run")) == 2 * 3 * len(QUESTIONS)
+    assert len(answers(tmp_path / "run")) == 2 * len([*TWICE["baselines"], *ALGO]) * len(QUESTIONS)

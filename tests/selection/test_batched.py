@@ -9,7 +9,7 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.errors import UsageError
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.arm import Arm
-from specctl.selection.assembly import make_batch_selector
+from specctl.selection.assembly import Decoding, make_batch_selector
 from specctl.selection.batched import load_bucket
 from specctl.selection.game.rules import check_batch
 from specctl.selection.policies import registry
@@ -29,9 +29,7 @@ def built(arms, algo, log, reward="throughput", **options):
         algo,
         GameRecipe(reward=reward),
         lambda own, label: registry.build(algo, own, policy),
-        step=lambda: 0.01,
-        seed=0,
-        on_round=log.append,
+        Decoding(step=lambda: 0.01, seed=0, on_round=log.append),
     )
 
 

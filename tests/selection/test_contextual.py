@@ -1,6 +1,7 @@
 """CGP-UCB: rewards are expected by likeness of prompts, with as much confidence as the rounds bear."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -321,7 +322,10 @@ def test_a_text_is_played_for_its_own_rate():
         clock.record(0, 1.9, 3.8)
         clock.record(1, 1.05, 2.1)
     game = Game(
-        registry.build("cgp-ucb", arms, PolicyRecipe()), rules_for("cgp-ucb", GameRecipe(), 8, step=1.0), arms, clock
+        registry.build("cgp-ucb", arms, PolicyRecipe()),
+        replace(rules_for("cgp-ucb", GameRecipe(), 8), step=1.0),
+        arms,
+        clock,
     )
     expected = [0.5 + (Y - 2 * s) / 18 for Y, s in ((6, 1.9), (3.6, 1.05))]
     game.policy.begin_text(Belief(expected, [1e-3] * 2, 0.005, 0.005, 0.005))

@@ -12,8 +12,8 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.arm import Arm, taps_of
-from specctl.selection.assembly import make_selector
-from specctl.selection.controller import Selector
+from specctl.selection.assembly import Decoding, make_selector
+from specctl.selection.controller import PolicyInputs, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
@@ -51,7 +51,7 @@ def selector(target, pool, algo, game=GAME, ends=False, log=None, seed=0, **opti
 
     guarded = [Arm(name, drafter) for name, drafter in pool.items()]
     on_round = None if log is None else log.append
-    return Selector(guarded, new_game, scorer, ArmClock.of(len(pool)), overlaps=bd, score_ends=ends, on_round=on_round)
+    return Selector(guarded, new_game, ArmClock.of(len(pool)), PolicyInputs(scorer, bd, ends), on_round)
 
 
 def played(target, controller, prompts, keys):
@@ -182,12 +182,12 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
         return registry.build("hedgespec", own, PolicyRecipe())
 
     recipe = GameRecipe(loss="length", depth=None, hybrid_rounds=0, warmup_rounds=2)
-    controller = make_selector(target, arms, "hedgespec", recipe, new_policy, **options)
+    controller = make_selector(target, arms, "hedgespec", recipe, new_policy, Decoding(**options))
     played(target, controller, (prompts * 4)[:texts], [f"{n}" for n in range(texts)])
     ended = [line.learnt for line in log if line.learnt][:-texts]
     cut = [one > whole + 0.1 for one, whole in ended]
     assert len(cut) > 1 and (any(cut) if texts == 1 else not any(cut))
-    cut = make_selector(target, arms[:1], "ucbspec", GameRecipe(), new_policy, **options)
+    cut = make_selector(target, arms[:1], "ucbspec", GameRecipe(), new_policy, Decoding(**options))
     label = Label("q")
     assert (controller.new_game(label).rules.depth, cut.new_game(label).rules.depth) == (DEPTH, 1)
 
@@ -198,7 +198,7 @@ def test_hybrids_are_not_known_for_what_their_heads_were_trained_on(target, pool
     beside = Arm("head", Suffix(), scored=pool["good"], trained_on=told), alone[1]
     options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=None)
     for arms, known in ((alone, True), (beside, False)):
-        memory = make_selector(target, arms, "cgp-ucb", GameRecipe(), lambda *_: None, **options).memory
+        memory = make_selector(target, arms, "cgp-ucb", GameRecipe(), lambda *_: None, Decoding(**options)).memory
         assert (memory.belief(np.ones(4)) is not None) == known
 
 

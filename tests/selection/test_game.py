@@ -46,21 +46,11 @@ class Spy:
 
 
 def spied(learns="losses", scale="unit", costs=(), step=None, **options):
+    given = {"loss": "length", "depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None, "settled": None}
     spy = Spy(learns, scale)
     return Game(
         spy,
-        rules_for(
-            "hedgespec",
-            GameRecipe(
-                **{
-                    **{"loss": "length", "depth": None, "batch_growth": 1.0, "score_ends": True, "drift": None},
-                    **{"settled": None, **options},
-                }
-            ),
-            K,
-            costs,
-            step,
-        ),
+        replace(rules_for("hedgespec", GameRecipe(**{**given, **options}), K), costs=costs, step=step),
         ARMS,
     ), spy
 
@@ -400,7 +390,9 @@ def test_the_loss_of_throughput_is_by_measured_seconds():
     fed = np.array([one for one in spy.told if not isinstance(one, str)])
     wanted_of = 1 - (1 - wanted[[0, 1, 0, 1, *range(2, 7), *range(7), *range(7, 12)]]) * rates
     assert fed == pytest.approx(wanted_of)
-    rules = rules_for("hedgespec", GameRecipe(depth=None, loss="throughput"), K, (1.0, 2.0, 4.0), 0.5)
+    rules = replace(
+        rules_for("hedgespec", GameRecipe(depth=None, loss="throughput"), K), costs=(1.0, 2.0, 4.0), step=0.5
+    )
     assert token_losses(text, rules) == pytest.approx(1 - (1 - wanted) * relative), "a yardstick knows all costs"
 
 

@@ -22,7 +22,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.drafters.text.lookup import Lookup
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.arm import Arm
-from specctl.selection.assembly import make_batch_selector, make_selector
+from specctl.selection.assembly import Decoding, make_batch_selector, make_selector
 from specctl.selection.batched import BatchSelector
 from specctl.selection.controller import Selector
 from specctl.selection.feedback import Scorer, table
@@ -58,8 +58,8 @@ def selector(target, arms, algo, log=None, reward="be", together=False, **option
     how = dict(step=lambda: 0.01, seed=0, on_round=log.append)
     new_policy = lambda own, text: registry.build(algo, own, PolicyRecipe(**options))  # noqa: E731
     if together:
-        return make_batch_selector(arms, algo, GameRecipe(reward=reward), new_policy, **how)
-    return make_selector(target, arms, algo, GameRecipe(reward=reward), new_policy, within_query=True, **how)
+        return make_batch_selector(arms, algo, GameRecipe(reward=reward), new_policy, Decoding(**how))
+    return make_selector(target, arms, algo, GameRecipe(reward=reward), new_policy, Decoding(within_query=True, **how))
 
 
 def played(target, controller, count=5, **more):
@@ -320,7 +320,7 @@ def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, alg
     new_policy = lambda own, text: registry.build(algo, own, PolicyRecipe())  # noqa: E731
     rules = GameRecipe(loss="length", depth=2, score_ends=True, warmup_rounds=2, batch_rounds=3, batch_growth=1.0)
     how = dict(step=lambda: 0.01, seed=0, on_round=log.append)
-    controller = make_selector(tiny, arms, algo, rules, new_policy, within_query=False, **how)
+    controller = make_selector(tiny, arms, algo, rules, new_policy, Decoding(within_query=False, **how))
     score, scorer = Scorer.score, controller.scorer
 
     def noted(self, state, counts):

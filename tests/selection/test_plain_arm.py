@@ -17,7 +17,7 @@ from specctl.lab.recorded.trace import Table
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN, plain_arm
-from specctl.selection.assembly import make_selector
+from specctl.selection.assembly import Decoding, make_selector
 from specctl.selection.policies import registry
 from tests.selection.tables import trace_of
 from tests.selection.test_rewards import ticking  # noqa: F401 - a fixture is asked for by name
@@ -139,10 +139,7 @@ def selected(target, drafters, prompts, algo, sampling=GREEDY, batch=1):
         algo,
         GameRecipe(),
         lambda own, text: registry.build(algo, own, PolicyRecipe()),
-        step=lambda: STEP,
-        seed=0,
-        within_query=True,
-        on_round=log.append,
+        Decoding(step=lambda: STEP, seed=0, within_query=True, on_round=log.append),
     )
     answers = []
     for start in range(0, len(prompts), batch):

@@ -36,8 +36,9 @@ DEPTH = 6
 ROOMS = (14, 11)  # the first answer ends by itself
 
 
-def record(target, pool, *more, **options):
-    return recording.record(target, [Arm(name, drafter) for name, drafter in pool.items()], *more, **options)
+def record(target, pool, queries, sampling, depth, **file):
+    arms, decoding = [Arm(name, drafter) for name, drafter in pool.items()], recording.TableDecoding(sampling)
+    return recording.record(target, arms, queries, decoding, depth, recording.TableFile(**file))
 
 
 @pytest.fixture(autouse=True)
@@ -236,7 +237,7 @@ class Sometimes(Lookup):
 def test_a_drafter_that_raises_is_recorded_as_it_is_decoded(target, pool, queries, table, fails, capsys):
     """A round without a draft, or a text without scores; counted, said once, and nobody else's business."""
     arms = [Arm("lookup", pool["lookup"]), Arm("broken", Sometimes(fails))]
-    found = recording.record(target, arms, queries, GREEDY, DEPTH)
+    found = recording.record(target, arms, queries, recording.TableDecoding(GREEDY), DEPTH)
     lookup = table.arms.index("lookup")
     T = sum(trace.tokens for trace in found.traces)
     for trace, other in zip(found.traces, table.traces, strict=True):

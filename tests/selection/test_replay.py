@@ -16,7 +16,7 @@ from specctl.lab.recorded.regret import (
     stopping_regret,
     summarize,
 )
-from specctl.lab.recorded.replay import draft_all, oracle, replay
+from specctl.lab.recorded.replay import Resets, draft_all, oracle, replay
 from specctl.lab.recorded.trace import Trace
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.selection.game.rules import rules_for
@@ -27,7 +27,7 @@ GAME = GameRecipe(loss="length", depth=2, warmup_rounds=2)
 
 
 def played(name, hindsight, seed=0, reset="query", session=1, **options):
-    return replay(name, hindsight, PolicyRecipe(**options), GAME, reset, session, seed)
+    return replay(name, hindsight, PolicyRecipe(**options), GAME, Resets(reset, session), seed)
 
 
 def scripted(accepted, domain="d", K=3):
@@ -197,7 +197,7 @@ def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeyp
         loss="length", hybrid_rounds=0, warmup_rounds=0, batch_rounds=100, tokens_per_update=1, score_ends=True
     )
     recipe = recipe.model_copy(update={"drift": None})
-    replay("hedgespec", Hindsight(table), PolicyRecipe(), recipe, "stream")
+    replay("hedgespec", Hindsight(table), PolicyRecipe(), recipe, Resets("stream"))
     rules = rules_for("hedgespec", recipe, 3)
     wanted = np.concatenate([token_losses(trace, rules) for trace in table.traces])
     assert np.array(spy.told) == pytest.approx(wanted)
@@ -218,7 +218,9 @@ def test_a_change_of_domain_is_noticed_within_a_game():
     """A stream that is never reset changes its domain every 180 tokens; without the test scorings only grow apart."""
     stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3))
     mat = {
-        drift: summarize([replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), "stream")], stream).mat
+        drift: summarize(
+            [replay("hedgespec", stream, PolicyRecipe(), GameRecipe(drift=drift), Resets("stream"))], stream
+        ).mat
         for drift in (None, GAME.drift)
     }
     assert mat[GAME.drift] > mat[None] + 1

@@ -156,7 +156,7 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
     }
     queries = [Query(f"q{n}", "d", ids, NEW, 0) for n, ids in enumerate(prompts[:2])]
     arms = [Arm(name, drafter) for name, drafter in pool.items()]
-    table = recorder.record(target, arms, queries, GREEDY, DEPTH)
+    table = recorder.record(target, arms, queries, recorder.TableDecoding(GREEDY), DEPTH)
     assert table.greedy
     missed = [(trace.overlap[:, :, 1:] > 0) & (trace.accepted[..., None] == 0) for trace in table.traces]
     assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps behind rejected tokens"
@@ -169,18 +169,14 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
     for name, options in kinds:
         recipe = GameRecipe(score_ends=True, **options)
         theirs, mine = (games_of(monkeypatch, module) for module in (replay, assembly))
-        replay.replay(name, hindsight, PolicyRecipe(), recipe, "stream")
+        replay.replay(name, hindsight, PolicyRecipe(), recipe, replay.Resets("stream"))
         controller = assembly.make_selector(
             target,
             [Arm(arm, drafter) for arm, drafter in pool.items()],
             name,
             recipe,
             lambda arms, text, name=name: registry.build(name, arms, PolicyRecipe()),
-            step=lambda: STEP,
-            seed=0,
-            within_query=False,
-            on_round=lambda line: None,
-            greedy=True,
+            assembly.Decoding(step=lambda: STEP, seed=0, within_query=False, on_round=lambda line: None, greedy=True),
         )
         for query in queries:
             options = dict(sampling=GREEDY, max_new_tokens=NEW, seeds=[0], taps=controller.taps)
@@ -225,10 +221,7 @@ def test_a_drafter_that_always_raises_is_left(target, prompts, name):
         name,
         GameRecipe(),
         lambda arms, text: registry.build(name, arms, PolicyRecipe()),
-        step=lambda: STEP,
-        seed=1,
-        within_query=False,
-        on_round=lambda line: played.append(line.arm),
+        assembly.Decoding(step=lambda: STEP, seed=1, within_query=False, on_round=lambda line: played.append(line.arm)),
     )
     for n, ids in enumerate(prompts):
         options = dict(sampling=GREEDY, max_new_tokens=40, seeds=[0], taps=(), labels=[Label(f"q{n}", "d", "all")])
@@ -266,7 +259,12 @@ def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, promp
     options = dict(step=lambda: STEP, seed=0, within_query=True)
     rounds = []
     controller = assembly.make_selector(
-        target, arms, "metasd-ucb", recipe, lambda own, text: policies[text.key], on_round=rounds.append, **options
+        target,
+        arms,
+        "metasd-ucb",
+        recipe,
+        lambda own, text: policies[text.key],
+        assembly.Decoding(on_round=rounds.append, **options),
     )
     asked = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0] * 3, taps=(), labels=[Label(q, "d", q) for q in policies])
     decode(target, prompts, controller=controller, **asked)
@@ -297,10 +295,7 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
         "random",
         GameRecipe(loss="throughput"),
         lambda own, text: registry.build("random", own, PolicyRecipe()),
-        step=lambda: STEP,
-        seed=3,
-        within_query=True,
-        on_round=lambda line: None,
+        assembly.Decoding(step=lambda: STEP, seed=3, within_query=True, on_round=lambda line: None),
     )
     seen = []
     new_game = controller.new_game

@@ -12,20 +12,12 @@ from torch import Tensor
 from specctl.adaptation.updates import formulas, holdout
 from specctl.adaptation.updates.ensemble_member import EnsembleMember, InnerLoop, inner_loop
 from specctl.adaptation.updates.holdout import STAY, Point
-from specctl.adaptation.updates.objective import Objective, seed_of
+from specctl.adaptation.updates.objective import Objective
 from specctl.errors import CheckpointError
 from specctl.recipe.learner import LearnerRecipe
 from specctl.training.checkpoint import add_prefix, strip_prefix
 
 COLLAPSED = 0.99  # weight of one member above which the others have no influence
-
-
-@dataclass(frozen=True)
-class EnsemblePlay:
-    """Weights to decode with: the draft distributions of `vectors` ([P] each), mixed by `weights`, which sum to 1."""
-
-    weights: tuple[float, ...]
-    vectors: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -79,10 +71,9 @@ class Ensemble:
         members: list[EnsembleMember],
         options: LearnerRecipe,
         hint: formulas.Hint,
-        seed: int,
     ):
         self.members = members
-        self._objective, self._options, self._hint, self._seed = objective, options, hint, seed
+        self._objective, self._options, self._hint = objective, options, hint
         self._t = self._draw = self._judged = 0  # chunks; batches drawn; chunks with finite losses
         self.L = torch.zeros(len(members), dtype=torch.float64)
         self._guess = torch.zeros_like(self.L)
@@ -97,17 +88,9 @@ class Ensemble:
         """η of every member."""
         return tuple(member.eta for member in self.members)
 
-    def play(self) -> EnsemblePlay:
-        """The weights for the next chunk, by `combine`: the members' mean, one member drawn at random, or all members
-        with their shares."""
-        p, vectors, combine = self.p, [member.w for member in self.members], self._options.combine
-        if combine == "weights":
-            return EnsemblePlay((1.0,), (formulas.mean_of(p, vectors),))
-        if combine == "sample":
-            generator = torch.Generator().manual_seed(seed_of(self._seed, self._t))
-            return EnsemblePlay((1.0,), (vectors[int(torch.multinomial(p, 1, generator=generator))],))
-        shares = [(share, vector) for share, vector in zip(p.tolist(), vectors, strict=True) if share > 0]
-        return EnsemblePlay(*zip(*shares, strict=True))
+    def play(self) -> Tensor:
+        """[P] the weights for the next chunk: the members' mean."""
+        return formulas.mean_of(self.p, [member.w for member in self.members])
 
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
         """Learn from a chunk that was decoded with `play()`: batches, which are iterated once per epoch.

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.functional import linear
 
-from specctl.adaptation.ranks import SINGLE_PROCESS, Group
 from specctl.drafters.feature.head import DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
@@ -44,20 +43,16 @@ class Objective:
         run: Run,
         seed: int = 0,
         prepare: Prepare = lambda batch: batch,
-        group: Group = SINGLE_PROCESS,
     ):
         """
         Args:
             seed: of dropout and noise.
             prepare: applied to every batch, once for all learners: `with_distributions`.
-            group: processes that each have a share of every batch; a batch is None if the share is empty. Sums are over
-                all processes. Dropout masks are drawn per share, so they differ from the masks of the whole batch.
 
         Raises RecipeError if the module has no trainable parameters.
         """
-        self.module, self._run, self.prepare, self._group = module, run, prepare, group
-        self._seed = seed_of(seed, group.rank) if group.rank else seed
-        self.stacks = isinstance(module, DraftHead) and not getattr(module, "gradient_checkpointing", False)
+        self.module, self._run, self.prepare, self._seed = module, run, prepare, seed
+        self.stacks = isinstance(module, DraftHead) and not module.gradient_checkpointing
         self._shapes = {name: p.shape for name, p in module.named_parameters() if p.requires_grad}
         if not self._shapes:
             raise RecipeError(
@@ -95,9 +90,6 @@ class Objective:
 
         `draw` numbers the dropout masks. They depend only on `draw` and the seed, so a resumed run draws the same.
         """
-        if batch is None:
-            nothing = w.new_zeros(2, *w.shape[:-1])
-            return self._over_group(nothing[0], nothing[1], torch.zeros_like(w))
         leaves = {name: part.requires_grad_() for name, part in self.parameters(w.detach()).items()}
         devices = [w.device] if w.device.type == "cuda" else []
         self.module.train()
@@ -106,11 +98,7 @@ class Objective:
             total, weight = self._sums(leaves, batch, stacked=w.ndim > 1)
             parts = torch.autograd.grad(total.sum(), list(leaves.values()), allow_unused=True, materialize_grads=True)
         gradient = torch.cat([part.flatten(w.ndim - 1) for part in parts], -1)
-        return self._over_group(total.detach(), weight.detach(), gradient)
-
-    def _over_group(self, total: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight = weight.to(total).contiguous()  # vmap expands a weight that all members share
-        return self._group.sum(total), self._group.sum(weight), self._group.sum(gradient)
+        return total.detach(), weight.detach().to(total), gradient
 
     @torch.no_grad()
     def losses(self, vectors: Sequence[Tensor], chunk: Iterable[Any]) -> Tensor:
@@ -120,11 +108,8 @@ class Objective:
         stacked = len(vectors) > 1 and self.stacks
         several = [self.parameters(w) for w in ([torch.stack(tuple(vectors))] if stacked else vectors)]
         for batch in map(self.prepare, chunk):
-            if batch is None:
-                continue
             parts = [torch.stack(self._sums(parameters, batch, stacked)).double() for parameters in several]
             sums += torch.stack(parts, -1).view_as(sums).cpu()
-        sums = self._group.sum(sums)
         return sums[0] / sums[1]
 
     def _sums(self, parameters: dict[str, Tensor], batch: Any, stacked: bool) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from specctl.adaptation.updates.ensemble import Ensemble, EnsemblePlay, UpdateOutcome
+from specctl.adaptation.updates.ensemble import Ensemble, UpdateOutcome
 from specctl.adaptation.updates.ensemble_member import EnsembleMember
 from specctl.adaptation.updates.objective import Objective
 from specctl.recipe.learner import Algo, LearnerRecipe
@@ -21,8 +21,8 @@ class Learner(Protocol):
         """η of every member."""
         ...
 
-    def play(self) -> EnsemblePlay:
-        """The weights that the next chunk is decoded with."""
+    def play(self) -> Tensor:
+        """[P] the weights that the next chunk is decoded with."""
         ...
 
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
@@ -52,10 +52,10 @@ class Static:
     rates: tuple[float, ...] = ()
 
     def __init__(self, start: Tensor):
-        self._play = EnsemblePlay((1.0,), (start,))
+        self._start = start
 
-    def play(self) -> EnsemblePlay:
-        return self._play
+    def play(self) -> Tensor:
+        return self._start
 
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
         return UpdateOutcome("static")
@@ -70,12 +70,10 @@ class Static:
         pass
 
 
-def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor, seed: int = 0) -> Learner:
+def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor) -> Learner:
     """Build the learner `options.algo`, starting from the weights `start` [P].
 
-    Args:
-        options: a recipe with the family's constants filled in (`resolved`).
-        seed: of the draws of `combine: sample`.
+    `options` has the family's constants filled in (`resolved`).
     """
     algo = options.algo
     if algo == "static":
@@ -86,7 +84,7 @@ def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor, se
     eta = options.lr * (1 - options.momentum) if algo == "momentum" and options.matched else options.lr
     rates = [eta * options.spacing**place for place in range(options.members if several else 1)]
     members = [EnsembleMember(start, options, rate, optimizer, hint) for rate in rates]
-    return Ensemble(objective, members, options, hint, seed)
+    return Ensemble(objective, members, options, hint)
 
 
 def feedback(algo: Algo) -> Literal["all", "rejected"]:

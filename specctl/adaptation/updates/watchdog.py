@@ -218,7 +218,5 @@ def _compared(
     learner.restore(kept)
     old = learner.play()
     learner.restore(now)
-    losses = objective.losses([*old.vectors, *new.vectors], chunk)
-    shares = torch.tensor([*old.weights, *new.weights], dtype=losses.dtype)
-    before, after = (shares * losses).split([len(old.vectors), len(new.vectors)])
-    return float(before.sum()), float(after.sum())
+    before, after = objective.losses([old, new], chunk).tolist()
+    return before, after

@@ -22,8 +22,7 @@ from typing import Any, NoReturn
 
 from jinja2 import TemplateError
 
-from specctl.decoding.models.gguf_target import is_gguf
-from specctl.decoding.models.loading import builtin_path
+from specctl.decoding.models.loading import builtin_path, is_gguf
 from specctl.errors import ChatTemplateError, CheckpointError
 from specctl.progress import interrupts
 

@@ -10,6 +10,7 @@ from specctl.decoding.models import gguf_target, lean, tensors
 from specctl.decoding.models.loading import (
     DTYPES,
     first_line,
+    is_gguf,
     load_config,
     load_generation_config,
     load_tokenizer,
@@ -93,7 +94,7 @@ def describe(name: str, label: str | None = None) -> Description:
     except CheckpointError:
         tokenizer = None
     generation = load_generation_config(name, config)
-    stored = gguf_target.stored_as(name) if gguf_target.is_gguf(name) else getattr(config, "dtype", None)
+    stored = gguf_target.stored_as(name) if is_gguf(name) else getattr(config, "dtype", None)
     trained, limit = getattr(text, "max_position_embeddings", None), context_limit(text)
     return Description(
         target=label or name,

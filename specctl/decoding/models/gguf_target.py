@@ -48,11 +48,6 @@ HEAD_NORMS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_nor
 ROWS = 2**22  # values that are dequantized together
 
 
-def is_gguf(name: str) -> bool:
-    """Whether a target's name is the name of a GGUF file. The file need not exist."""
-    return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
-
-
 def directory(name: str) -> Path:
     """Directory in the cache with config.json, tokenizer and chat template of a GGUF file. It is created if missing.
 

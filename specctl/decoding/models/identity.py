@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_target
-from specctl.decoding.models.loading import model_directory
+from specctl.decoding.models.loading import is_gguf, model_directory
 from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
 
@@ -27,7 +27,7 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
     if the files cannot be read.
     """
     try:
-        if gguf_target.is_gguf(name):
+        if is_gguf(name):
             files = gguf_target.files(name)
         else:
             directory = model_directory(name, revision)

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -154,10 +154,15 @@ def first_line(error: BaseException) -> str:
     return ": ".join(kind + said)[:LONGEST_LINE]
 
 
+def is_gguf(name: str) -> bool:
+    """Whether a target's name is the name of a GGUF file. The file need not exist."""
+    return name.lower().endswith(".gguf") and not os.path.isdir(os.path.expanduser(name))
+
+
 def is_hub_id(name: str) -> bool:
     """Whether a target's name is looked up on the Hugging Face hub: not `builtin`, and no path, local directory or GGUF
     file."""
-    local = name.startswith((".", "/", "~")) or os.path.isdir(name) or gguf_target.is_gguf(name)
+    local = name.startswith((".", "/", "~")) or os.path.isdir(name) or is_gguf(name)
     return name != "builtin" and not local
 
 
@@ -193,7 +198,7 @@ def location(name: str) -> str:
     """
     if name == "builtin":
         return str(builtin_path())
-    if gguf_target.is_gguf(name):
+    if is_gguf(name):
         return str(gguf_target.directory(name))
     if name.startswith((".", "/", "~")) and not os.path.isdir(os.path.expanduser(name)):
         raise CheckpointError(
@@ -222,6 +227,18 @@ def model_directory(name: str, revision: str | None) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+class Spread(NamedTuple):
+    """How `accelerate` spreads a model over the GPUs of this process, and the upper limit per GPU, such as 60GiB."""
+
+    device_map: str
+    max_memory: str | None = None
+
+    @classmethod
+    def of(cls, device_map: str | None, max_memory: str | None) -> Spread | None:
+        """The spread, or None without a device map."""
+        return None if device_map is None else cls(device_map, max_memory)
+
+
 def load_model(
     name: str,
     *,
@@ -229,10 +246,9 @@ def load_model(
     dtype: torch.dtype,
     revision=None,
     trust_remote_code=False,
-    device_map: str | None = None,
-    max_memory: str | None = None,
+    spread: Spread | None = None,
 ):
-    """Load the plain `transformers` model of a target, in evaluation mode, on `device` or spread by `device_map`.
+    """Load the plain `transformers` model of a target, in evaluation mode, on `device` or spread over several.
 
     For a GPU, the weights go straight from memory-mapped files to the device. Eight processes on a node then share the
     pages of the files and hold no copies in CPU memory.
@@ -249,14 +265,14 @@ def load_model(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            **_placement(device, device_map, max_memory),
+            **_placement(device, spread),
             **tensors.REPORT,
         )
         model, info = loaded
         tensors.check_loaded(f"target {name}", model, info)
-        if device_map is None:
+        if spread is None:
             model.to(device)
-        if gguf_target.is_gguf(name):
+        if is_gguf(name):
             model.generation_config = load_generation_config(name, config)
     places = set(map(str, getattr(model, "hf_device_map", {}).values()))
     if len(places) > 1 and places & {"cpu", "disk"}:
@@ -273,7 +289,7 @@ def from_pretrained_of(name: str, config: Any, dtype: torch.dtype) -> Callable[.
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    if not gguf_target.is_gguf(name):
+    if not is_gguf(name):
         return partial(AutoModelForCausalLM.from_pretrained, location(name))
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return partial(model.from_pretrained, None, config=config, state_dict=gguf_target.weights(name, dtype))
@@ -328,21 +344,21 @@ def load_generation_config(name: str, config: Any, *, revision: str | None = Non
         ) from error
 
 
-def _placement(device: torch.device, device_map: str | None, max_memory: str | None) -> dict[str, Any]:
+def _placement(device: torch.device, spread: Spread | None) -> dict[str, Any]:
     """Placement arguments for `from_pretrained`. A device map uses only this process' GPUs, up to their free memory or
-    `max_memory`."""
+    the limit of `spread`."""
     if find_spec("accelerate") is None:
-        if device_map is None:
+        if spread is None:
             return {}
         raise UsageError("target.device_map needs the package accelerate", "pip install accelerate")
     if device.type == "cpu":
-        return {"device_map": device_map}
-    if device_map is None:
+        return {"device_map": spread and spread.device_map}
+    if spread is None:
         return {"device_map": {"": device}}
     gpus = own_gpus(torch.cuda.device_count(), os.environ)
     return {
-        "device_map": device_map,
-        "max_memory": {gpu: max_memory or torch.cuda.mem_get_info(gpu)[0] for gpu in gpus},
+        "device_map": spread.device_map,
+        "max_memory": {gpu: spread.max_memory or torch.cuda.mem_get_info(gpu)[0] for gpu in gpus},
     }
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from specctl import regular_files
 from specctl.decoding.models import gguf_target, tensors
-from specctl.decoding.models.loading import is_hub_id, load_errors, load_generation_config, model_directory
+from specctl.decoding.models.loading import is_gguf, is_hub_id, load_errors, load_generation_config, model_directory
 from specctl.errors import CheckpointError
 
 CUT = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.(weight|bias)$")
@@ -91,7 +91,7 @@ def _tensors(name: str, revision: str | None, dtype: torch.dtype) -> dict[str, A
     from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
-    if gguf_target.is_gguf(name):
+    if is_gguf(name):
         return dict(gguf_target.weights(name, dtype))
     if is_hub_id(name):
         snapshot_download(name, revision=revision, allow_patterns=["*.json", "*.safetensors"])

@@ -291,7 +291,7 @@ class Losses(NamedTuple):
 class DraftHead(nn.Module):
     """Base class of heads on target features.
 
-    Training with `objective` covers `steps` draft depths, weighted by `decay`^depth or, if `paced`, by `dpace_weights`.
+    Training with `objective` covers `steps` draft depths, weighted by `decay`^depth.
 
     Attributes:
         supports_checkpointing: `gradient_checkpointing` may be set, to keep less memory for the backward pass.
@@ -313,7 +313,6 @@ class DraftHead(nn.Module):
         super().__init__()
         self.config = config
         self.steps, self.decay, self.objective = 1, 1.0, "soft_ce"
-        self.paced = False  # depths are weighted by `dpace_weights`, not by `decay`
         self.squash = Squash()  # squash of the target's logits
         self.watch: Watch | None = None  # callback on the draft logits of every batch
         ids = torch.arange(config.draft_vocab_size) if draft_ids is None else draft_ids
@@ -406,16 +405,8 @@ class DraftHead(nn.Module):
         if self.watch is not None:
             self.watch(product, row, step)
         at, valid = row + step, batch.valid_steps[row] > step
-        known = self.t2d[batch.labels]
-        valid = valid & (known if self.objective == "ce" else batch.in_draft_vocab)[at]
-        if self.paced:
-            with torch.no_grad():
-                labels = Teacher(torch.searchsorted(self.draft_ids, batch.labels))
-                _, cross_entropy = linear_distill(*product, labels, at, (valid & known[at]).float(), "ce")
-            right = torch.where(known[at], torch.exp(-cross_entropy), 0.0)
-            share = valid * dpace_weights(right, row, step, valid)
-        else:
-            share = valid * self.decay ** step.float()
+        valid = valid & (self.t2d[batch.labels] if self.objective == "ce" else batch.in_draft_vocab)[at]
+        share = valid * self.decay ** step.float()
         total, losses = linear_distill(*product, teacher, at, share, self.objective)
         return Losses(total, losses, valid, share)
 
@@ -428,26 +419,6 @@ class DraftHead(nn.Module):
         pairs = zip(found.each.split(sizes), found.valid.split(sizes), strict=True)
         steps = torch.stack([torch.stack((loss.sum(), valid.sum().to(loss.dtype))) for loss, valid in pairs])
         return found.total, found.weight.sum(), steps
-
-
-DPACE_ALPHA = 0.5
-"""α of D-PACE: the larger it is, the less a wrong token lowers the weights of the depths after it."""
-
-
-def dpace_weights(right: Tensor, row: Tensor, step: Tensor, valid: Tensor) -> Tensor:
-    """Weight of each draft depth by how often a draft reaches it (D-PACE): w_k = Σ_{j ≥ k} Π_{i ≤ j} ((1 − α) q_i + α).
-
-    Args:
-        right: [n] probability q that the drafter gives to the text's token.
-        row, step: [n] the draft that a loss belongs to, and its depth, counted from 0.
-        valid: [n] losses that count; a draft ends before its first loss that does not count.
-
-    Returns:
-        [n] weights.
-    """
-    reached = torch.zeros(int(step.max()) + 1, int(row.max()) + 1, dtype=right.dtype, device=right.device)
-    reached[step, row] = ((1 - DPACE_ALPHA) * right + DPACE_ALPHA) * valid
-    return reached.cumprod(0).flip(0).cumsum(0).flip(0)[step, row]
 
 
 def copy_vocabulary_head(linear: nn.Linear, ids: Tensor, target: Target) -> None:

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,13 @@ class FeatureMemory:
 
     def renew(self, b: int) -> None:
         self.cached[b], self.cache.skipped[b] = 0, range(0)
+
+
+class RowRange(NamedTuple):
+    """Rows of each sequence of a batch: `rows` rows from `first[b]` on."""
+
+    first: list[int]
+    rows: int = 1
 
 
 class FeatureReader(HeadWeights, ABC):
@@ -270,7 +277,7 @@ class FeatureLayer(FeatureReader):
             return self._computed(step, tokens, features, cache, plan, last)
         residual, pairs, query = self._project(tokens.reshape(-1), features, table())
         cache.write(0, pairs, plan)
-        return self._leave(*self._attended(0, residual, query, cache, plan, last))
+        return self._leave(*self._attended(0, residual, query, cache, plan, None if last is None else RowRange(last)))
 
     def _step(self, cache: KVCache, plan: Plan) -> NativeStep | None:
         """Return the layer as a C++ step (`decoding/models/native.py`), or None if that cannot run this plan."""
@@ -313,16 +320,16 @@ class FeatureLayer(FeatureReader):
         query: Tensor,
         cache: KVCache,
         plan: Plan,
-        last: list[int] | None = None,
-        tail: int = 1,
+        only: RowRange | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Attend to the cache of layer `place`. Returns the residual stream and the attention output.
 
-        With `last`, only `tail` rows of each sequence, from last[b] on, are computed.
+        With `only`, the other rows are not computed.
         """
         batch = len(plan.positions)
         rows = len(query) // batch
-        if last is not None:
+        if only is not None:
+            last, tail = only
             if rows > tail:
                 kept = torch.tensor([b * rows + row + i for b, row in enumerate(last) for i in range(tail)])
                 query, residual = query[kept.to(query.device)], residual[kept.to(query.device)]

@@ -230,15 +230,16 @@ def _read(q: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor
 
 
 def _read_backward(
-    q: Tensor, key: Tensor, value: Tensor, grad: Tensor, delta: Tensor, lse: Tensor, layout: Layout
+    inputs: tuple[Tensor, Tensor, Tensor], grad: Tensor, delta: Tensor, lse: Tensor, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of scaled queries, keys and values.
+    """Gradients of the `inputs`: scaled queries, keys and values.
 
     Args:
         grad: [N, Hkv, G, D] gradient of the result.
         delta: [N, Hkv, G] δ, the row sums of `grad` ∘ `out`.
         lse: [N, Hkv, G] m, the normaliser of the merged attention.
     """
+    q, key, value = inputs
     if _by_kernel(q):
         return kernels.span_attention_backward(q, key, value, grad, delta, lse, *layout.spans)
     dq = torch.empty_like(q)
@@ -290,7 +291,7 @@ class _Merged(torch.autograd.Function):
         q, key, value, own, out, lse = ctx.saved_tensors
         grad = grads[0].view_as(q)
         delta = torch.linalg.vecdot(grad.float(), out)  # rowsum(dO ∘ out)
-        dq, dk, dv = _read_backward(q, key, value, grad, delta, lse, ctx.layout)
+        dq, dk, dv = _read_backward((q, key, value), grad, delta, lse, ctx.layout)
         down = None
         if own.shape[0]:
             own_keys, own_values = own.unsqueeze(3).chunk(2)
@@ -334,7 +335,7 @@ class _Blocks(torch.autograd.Function):
         count, (_, kv_heads, groups, dim) = own.shape[1], q.shape
         grad = grads[0].reshape(q.shape)
         delta = torch.linalg.vecdot(grad.float(), out)
-        dq, dk, dv = _read_backward(q, key, value, grad, delta, lse, ctx.layout)
+        dq, dk, dv = _read_backward((q, key, value), grad, delta, lse, ctx.layout)
         own_keys, own_values = _of_blocks(own)
         folded, folded_grad = _by_blocks(q, count), _by_blocks(grad, count)
         scores = torch.matmul(folded.float(), own_keys.float().mT)

@@ -19,7 +19,7 @@ from specctl.decoding.target import Target
 from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.fusion import FusedInput, fusion_shape
 from specctl.drafters.feature.head import DraftHead, mask_token
-from specctl.drafters.feature.layer import FeatureMemory, last_slots, select_taps
+from specctl.drafters.feature.layer import FeatureMemory, RowRange, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter, block_mask, hidden_context
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
 from specctl.drafters.peagle.layer import UpperPass
@@ -117,7 +117,8 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
                 pairs, query = self.upper[place - 1].project(x, table)
             cache.write(place, pairs, plan)
             top = place + 1 == self.layers
-            x = leave(*self._attended(place, x, query, cache, plan, last if top else None, self.depths))
+            only = RowRange(last, self.depths) if top and last is not None else None
+            x = leave(*self._attended(place, x, query, cache, plan, only))
         return x
 
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:

@@ -91,7 +91,7 @@ def reason(recipe: ReasonRecipe, run: Run, *, target: Target | None = None) -> R
     journal = ReasoningJournal(recipe, run, stamp)
     journal.start()
     for seed, stream in journal.remaining_passes(target):
-        _pass(recipe, seed, target, draft, judge, journal, stream)
+        _pass(seed, target, draft, judge, journal, stream)
     journal.begin(target)  # in case every pass was finished already
     return _result(recipe, journal)
 
@@ -111,7 +111,6 @@ def _directory(name: str) -> Path | None:
 
 
 def _pass(
-    recipe: ReasonRecipe,
     seed: int,
     target: Target,
     draft: DraftLM,
@@ -120,6 +119,7 @@ def _pass(
     stream: PromptStream,
 ) -> None:
     """Run one pass over the stream, and save the learnt draft LMs after it."""
+    recipe = journal.recipe
     options = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
     inside = pool.load_drafter(options.drafter, target, recipe.drafting) if options.drafter else None
     reasoning = Reasoning(target, draft, options, recipe.modes, judge=judge, drafter=inside)

@@ -80,6 +80,8 @@ def chunk_rows(record: ChunkRecord, seed: int, judged: Mapping[str, dict[str, in
 class ReasoningJournal(ResumableRun):
     """States of a lookahead-reasoning run, with its chunks, traces and pairs."""
 
+    recipe: ReasonRecipe
+
     def __init__(self, recipe: ReasonRecipe, run: Run, stamp: Stamp):
         super().__init__(recipe, run, stamp, PAIRS, SHOWN, (CHUNKS, TRACES))
         self._longest = recipe.reasoning.learning.max_length

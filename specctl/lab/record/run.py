@@ -6,13 +6,13 @@ from dataclasses import replace
 
 from specctl.commands.select import PoolOnStream, load_stream
 from specctl.decoding.protocols import Drafter
+from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.lab.record.recipe import RecordRecipe
 from specctl.lab.recorded import recorder
 from specctl.lab.recorded.recording import check_free
 from specctl.lab.replay.recipe import ReplayRecipe, SeedRecipe
 from specctl.lab.replay.run import replay_table, result_of
-from specctl.measuring.contenders import sampling_of
 from specctl.measuring.records import fingerprints
 from specctl.measuring.select_result import SelectResult
 from specctl.runs import Run
@@ -47,8 +47,8 @@ def record_table(recipe: RecordRecipe, pooled: PoolOnStream) -> dict[str, int]:
 
     Raises as `recorder.record`.
     """
-    drafters = pooled.drafters
-    arms = [Arm(name, drafter, trained_on=pooled.kinds.get(name)) for name, drafter in drafters.items()]
+    drafters, kinds = pooled.pool.drafters, pooled.pool.kinds
+    arms = [Arm(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
     queries = [
         recorder.Query(
             case.prompt.id, case.prompt.domain, case.ids, case.max_new_tokens, case.seed(recipe.sampling.seed), number
@@ -60,13 +60,14 @@ def record_table(recipe: RecordRecipe, pooled: PoolOnStream) -> dict[str, int]:
         pooled.target,
         arms,
         queries,
-        sampling_of(recipe.sampling),
+        recorder.TableDecoding(Sampling.of(recipe.sampling), recipe.sampling.exact),
         max(1, *map(longest_draft, drafters.values())),
-        exact=recipe.sampling.exact,
-        path=recipe.table,
-        made_of={"drafters": fingerprints(pooled.places), "drafting": recipe.drafting.model_dump()},
-        resume=recipe.resume,
-        overwrite=recipe.overwrite,
+        recorder.TableFile(
+            recipe.table,
+            made_of={"drafters": fingerprints(pooled.places), "drafting": recipe.drafting.model_dump()},
+            resume=recipe.resume,
+            overwrite=recipe.overwrite,
+        ),
     )
     # Failures before a resumption are known from the table alone, and only failures to draft.
     raised = [sum(int((trace.drafted[n] < 0).sum()) for trace in table.traces) for n in range(len(arms))]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.select import show, stream_steps, with_pool
 
@@ -21,7 +21,7 @@ EXAMPLE = "specctl record table.parquet --pool ./drafters"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "record", FLAGS, EXAMPLE, "record", "File of the table.", "TABLE")(record)
+    recipe_command(app, "record", FLAGS, EXAMPLE, Operand("record", "File of the table.", "TABLE"))(record)
 
 
 def record(recipe: RecordRecipe, dry_run: bool) -> None:

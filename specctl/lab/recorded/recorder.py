@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -125,18 +125,40 @@ class RecordingDrafter:
         return arm.made
 
 
+class TableDecoding(NamedTuple):
+    """The decoding of a table's texts; `exact` fixes the shapes, as in `EngineOptions`."""
+
+    sampling: Sampling
+    exact: bool = False
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """The file that keeps a table.
+
+    Attributes:
+        path: the file (None = the table is not kept). A recording that was cut short leaves pieces next to it, which
+            `resume` takes up.
+        made_of: other things that the table depends on, such as drafters' digests and the origin of the prompts. A
+            recording with another `made_of` is not resumed.
+    """
+
+    path: Path | None = None
+    made_of: Mapping[str, Any] = field(default_factory=dict)
+    resume: bool = False
+    overwrite: bool = False
+
+
+NOT_KEPT = TableFile()
+
+
 def record(
     target: Target,
     arms: Sequence[Arm],
     queries: Sequence[Query],
-    sampling: Sampling,
+    decoding: TableDecoding,
     depth: int,
-    *,
-    exact: bool = False,
-    path: Path | None = None,
-    made_of: Mapping[str, Any] | None = None,
-    resume: bool = False,
-    overwrite: bool = False,
+    file: TableFile = NOT_KEPT,
 ) -> Table:
     """Record the table of some drafters on a stream of queries.
 
@@ -146,11 +168,6 @@ def record(
 
     Args:
         depth: K, at least the depth of every draft; the reach of an arm is cut to K.
-        exact: fixed shapes, as in `decode`.
-        path: where the table is kept (None = nowhere). A recording that was cut short leaves pieces next to this path,
-            which `resume` takes up.
-        made_of: other things that the table depends on, such as drafters' digests and the origin of the prompts. A
-            recording with another `made_of` is not resumed.
 
     Raises:
         UsageError: sampled or too deep drafts, or a file that must be kept or was recorded with other settings.
@@ -161,42 +178,42 @@ def record(
     stamp = {
         "target": target.identity,
         "dtype": str(target.dtype),
-        "sampling": asdict(sampling),
-        "exact": exact,
+        "sampling": asdict(decoding.sampling),
+        "exact": decoding.exact,
         "stream": hashlib.sha256(asked.encode()).hexdigest(),
-        **(made_of or {}),
+        **file.made_of,
     }
-    if path is not None and resume and path.exists():
-        return read_table(path, {**stamp, "arms": [arm.name for arm in arms], "depth": depth})
+    if file.path is not None and file.resume and file.path.exists():
+        return read_table(file.path, {**stamp, "arms": [arm.name for arm in arms], "depth": depth})
     header = Header([arm.name for arm in arms], depth, stamp, trained_on=[arm.trained_on.pairs for arm in arms])
     scorer = feedback.Scorer(target, [arm.drafter for arm in arms], depth)
     with (
-        Recording(path, header, resume=resume, overwrite=overwrite) as recording,
+        Recording(file.path, header, resume=file.resume, overwrite=file.overwrite) as recording,
         progress.track("record", total=len(queries) - recording.next, unit="queries") as bar,
     ):
         for place in range(recording.next, len(queries)):
             progress.interrupts.check()
-            row = _recorded(scorer, arms, queries[place], sampling, exact, place)
+            row = _recorded(scorer, arms, queries[place], decoding, place)
             if row is not None:
                 recording.add(row)
             bar.update()
         for arm, failures in zip(arms, scorer.failures, strict=True):
             arm.failures += failures
-        return recording.finish(_costs(target, arms, queries, recording.rows, sampling, depth))
+        return recording.finish(_costs(target, arms, queries, recording.rows, decoding.sampling, depth))
 
 
 def _recorded(
-    scorer: feedback.Scorer, arms: Sequence[Arm], query: Query, sampling: Sampling, exact: bool, place: int
+    scorer: feedback.Scorer, arms: Sequence[Arm], query: Query, decoding: TableDecoding, place: int
 ) -> Recorded | None:
     """The trace of one answer, or None if nothing was decoded."""
     witness = RecordingDrafter(scorer.target, arms, scorer.depth)
-    engine = Engine(scorer.target, Fixed(witness, witness.taps), EngineOptions(exact=exact))
-    (answer,) = decode(engine, [Request(query.ids, sampling, query.room, query.seed)])
+    engine = Engine(scorer.target, Fixed(witness, witness.taps), EngineOptions(exact=decoding.exact))
+    (answer,) = decode(engine, [Request(query.ids, decoding.sampling, query.room, query.seed)])
     if not answer.decoded_tokens:
         return None
     text = answer.output_ids[1:]
     accepted = [[draft.accepted(text[t:]) for t, draft in enumerate(drafts)] for drafts in witness.drafts]
-    known = feedback.table(scorer, query.ids, answer.output_ids, sampling, seed=query.seed)
+    known = feedback.table(scorer, query.ids, answer.output_ids, decoding.sampling, seed=query.seed)
     overlap = np.zeros(known.gamma.shape, np.float32)
     for arm, drafts in enumerate(witness.drafts):
         for t, draft in enumerate(drafts):

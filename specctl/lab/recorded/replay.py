@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -43,19 +44,25 @@ class Replay:
     played: list[PlayedGame]
 
 
+class Resets(NamedTuple):
+    """The moments at which a policy starts anew; `session` is the most traces in a session (at: session)."""
+
+    at: Reset = "query"
+    session: int = 1
+
+
+EVERY_QUERY = Resets()
+
+
 def replay(
     name: str,
     hindsight: Hindsight,
     policy: PolicyRecipe,
     game: GameRecipe,
-    reset: Reset = "query",
-    session: int = 1,
+    resets: Resets = EVERY_QUERY,
     seed: int = 0,
 ) -> Replay:
     """Play a policy on every trace, with a fresh one at every reset.
-
-    Args:
-        session: most traces in a session (reset: session).
 
     Raises:
         UsageError: no policy has that name.
@@ -63,14 +70,14 @@ def replay(
     """
     table = hindsight.table
     rules = rules_on(table, name, game)
-    parts = games(table.traces, reset, session)
+    parts = games(table.traces, resets.at, resets.session)
     plain = table.arms.index(PLAIN) if PLAIN in table.arms else None
     clock, played = ArmClock.of(len(table.arms)), []
     memory = PromptMemory(len(table.arms), trained_on=table.trained_on) if contextual(name) else None
     for queries in parts:
         arms = Arms(len(table.arms), rules.depth, seed_of(seed, table.traces[queries[0]].query), plain)
         made = Game(build(name, arms, policy), rules, arms, clock)
-        played.append(_play(made, hindsight, queries, reset != "query" and rules.score_ends, memory))
+        played.append(_play(made, hindsight, queries, resets.at != "query" and rules.score_ends, memory))
     return _measured(name, hindsight, parts, played, rules.depth)
 
 
@@ -81,7 +88,8 @@ def rules_on(table: Table, name: str, recipe: GameRecipe) -> Rules:
     """
     costs = (table.draft_s + table.step_s[1:]).tolist()
     reach = () if table.reach is None else tuple(table.reach.tolist())
-    rules = rules_for(name, recipe, table.depth, tuple(costs), float(table.step_s[0]), reach, table.greedy)
+    rules = rules_for(name, recipe, table.depth, reach, table.greedy)
+    rules = replace(rules, costs=tuple(costs), step=float(table.step_s[0]))
     if learns(name) == "reward" and rules.reward == "bd" and not all(t.overlap.shape[2] for t in table.traces):
         raise CheckpointError(
             f"the table lacks the overlaps that {name} needs: before version 3 it has overlaps along the text, "

@@ -16,7 +16,7 @@ from specctl.lab.recorded import hindsight, regret
 from specctl.lab.recorded.cut_drafts import shortened, with_plain
 from specctl.lab.recorded.hindsight import Hindsight
 from specctl.lab.recorded.regret import Summary
-from specctl.lab.recorded.replay import Replay, draft_all, oracle, replay, rules_on
+from specctl.lab.recorded.replay import Replay, Resets, draft_all, oracle, replay, rules_on
 from specctl.lab.recorded.table_file import read_table
 from specctl.lab.recorded.trace import Table, of_arms
 from specctl.lab.replay.recipe import ReplayRecipe
@@ -134,7 +134,7 @@ def _replays(
     """Replay a policy once per seed; the seeds are the same as in live decoding."""
     policy = recipe.policy.model_copy(update=options)
     return [
-        replay(name, yardstick, policy, recipe.game, recipe.reset, recipe.session, recipe.sampling.seed + seed)
+        replay(name, yardstick, policy, recipe.game, Resets(recipe.reset, recipe.session), recipe.sampling.seed + seed)
         for seed in seeds or recipe.seeds
     ]
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from specctl.cli.command import recipe_command, run_or_plan
+from specctl.cli.command import Operand, recipe_command, run_or_plan
 from specctl.cli.select import presets, show
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ EXAMPLE = "specctl replay table.parquet --algo cgp-ucb,hedgespec --seeds 0,1,2"
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "replay", FLAGS, EXAMPLE, "replay", "File of the table.", "TABLE")(replay)
+    recipe_command(app, "replay", FLAGS, EXAMPLE, Operand("replay", "File of the table.", "TABLE"))(replay)
 
 
 def replay(recipe: ReplayRecipe, dry_run: bool) -> None:

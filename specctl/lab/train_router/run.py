@@ -21,7 +21,7 @@ from specctl.lab.routing.labels import (
 )
 from specctl.lab.routing.router import Router, check_free
 from specctl.lab.train_router.recipe import TrainRouterRecipe
-from specctl.measuring.select_contenders import SelectContenders
+from specctl.measuring.select_contenders import RouterPrior, SelectContenders
 from specctl.measuring.select_result import SelectResult
 from specctl.recipe import DataRecipe
 from specctl.runs import Run
@@ -41,16 +41,8 @@ def train_and_play(
     unlabelled = Rejections(run.dir / "router-rejected.jsonl", recipe.data.max_rejected, hold=run.replaces_earlier)
     pooled = load_stream(recipe, run, target, drafters)
     router, report = router_of(recipe, run, pooled.target, pooled.places, unlabelled)
-    stage = SelectContenders(
-        recipe,
-        pooled.target,
-        pooled.stream,
-        pooled.drafters,
-        router,
-        pooled.companion,
-        pooled.kinds,
-        warm_tokens=recipe.router.weight if recipe.warm_start else 0,
-    )
+    prior = RouterPrior(router, recipe.router.weight if recipe.warm_start else 0)
+    stage = SelectContenders(recipe, pooled.target, pooled.stream, pooled.pool, prior)
     pooled.begin(run)
     unlabelled.release()
     if report is not None:

@@ -15,11 +15,11 @@ from specctl.decoding.plain import NoDraft
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
 from specctl.decoding.row_budget import MAX_NODES
+from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
-from specctl.measuring.contenders import sampling_of
 from specctl.progress import Progress
 from specctl.recipe import BenchRecipe, TrainRecipe
 
@@ -73,7 +73,7 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
     generator = torch.Generator().manual_seed(recipe.data.seed)
     context = min(recipe.context, target.context_length - NEW_TOKENS)
     prompt = torch.randint(5, target.vocab_size, (context,), generator=generator).tolist()
-    request = Request(prompt, sampling_of(recipe.sampling), NEW_TOKENS, recipe.data.seed)
+    request = Request(prompt, Sampling.of(recipe.sampling), NEW_TOKENS, recipe.data.seed)
     state = DecodeState(target, taps=drafter.taps, spare=MAX_NODES)
     state.assign_slots([state.sequence(request)])
     rounds = device_rounds(target, state, drafter, lambda *_: MAX_NODES - 1, lambda *_: None)

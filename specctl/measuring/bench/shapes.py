@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specctl.decoding.models.loading import load_tokenizer, pick_device, pick_dtype
-from specctl.decoding.target import Target
+from specctl.decoding.target import LoadedAs, Target
 from specctl.errors import UsageError
 from specctl.recipe import BenchRecipe
 from specctl.training.target_outline import Outline
@@ -66,7 +66,7 @@ def load(recipe: BenchRecipe, name: str, device: torch.device) -> tuple[Target, 
     finally:
         torch.set_default_dtype(before)
     twice = "steps" in recipe.parts
-    target = Target(name, model, load_tokenizer("builtin"), revision=None, consume=not twice)
+    target = Target(name, model, load_tokenizer("builtin"), loaded=LoadedAs(consume=not twice))
     return target, model if twice else None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -16,10 +17,11 @@ from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Request
+from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters import names, pool
-from specctl.measuring.contenders import VANILLA, Case, sampling_of
+from specctl.measuring.contenders import VANILLA, Case
 from specctl.measuring.transformers_baseline import PLAIN, TransformersBaseline, load_generator
 from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
@@ -135,7 +137,7 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
     """Time plain decoding, `transformers`, and every drafter at every draft length, in all batch sizes."""
     named: list[tuple[str, int | None, Contender]] = [(VANILLA, None, partial(_ours, recipe, target, None, {}))]
     if recipe.shape is None:
-        generator = load_generator(recipe.target, target, sampling_of(recipe.sampling), {})
+        generator = load_generator(recipe.target, target, Sampling.of(recipe.sampling), {})
         named.append((PLAIN, None, partial(_theirs, generator)))
     for name in recipe.drafters:
         for length in (None, *recipe.draft_lengths):
@@ -153,27 +155,27 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
             plain = found[0, batch].rate if place > 0 else None
             alone = found[place, 1].rate if (place, 1) in found else None
             theirs = found[1, batch].rate if recipe.shape is None and place != 1 else None
-            rows.append(_row(name, length, batch, found[place, batch], plain=plain, alone=alone, theirs=theirs))
+            rows.append(_row(name, length, batch, found[place, batch], ReferenceRates(plain, alone, theirs)))
     return rows
 
 
-def _row(
-    drafter: str,
-    length: int | None,
-    batch: int,
-    timed: Timed,
-    *,
-    plain: float | None,
-    alone: float | None,
-    theirs: float | None,
-) -> DecodingRow:
-    """Row of one contender at one batch size, compared with other rates in tokens per second (None: not measured).
+class ReferenceRates(NamedTuple):
+    """Rates in tokens per second that a contender is compared with (None: not measured).
 
-    Args:
-        plain: rate of plain decoding at the same batch size.
-        alone: rate of the same contender at batch size 1.
-        theirs: rate of `transformers` at the same batch size.
+    Attributes:
+        plain: plain decoding at the same batch size.
+        alone: the same contender at batch size 1.
+        theirs: `transformers` at the same batch size.
     """
+
+    plain: float | None
+    alone: float | None
+    theirs: float | None
+
+
+def _row(drafter: str, length: int | None, batch: int, timed: Timed, references: ReferenceRates) -> DecodingRow:
+    """Row of one contender at one batch size."""
+    plain, alone, theirs = references
     rate, tokens = timed.rate, timed.tokens
     mat = tokens / max(1, sum(one.target_passes for one in timed.texts))
     speedup = None if plain is None else rate / plain
@@ -222,7 +224,7 @@ def _ours(
     contender's engine for each batch size."""
     if batch not in engines:
         engines[batch] = Engine(target, Fixed.of(drafter), EngineOptions(slots=batch))
-    sampling = sampling_of(recipe.sampling)
+    sampling = Sampling.of(recipe.sampling)
     yield decode(engines[batch], [Request(case.ids, sampling, case.max_new_tokens, case.seed(0)) for case in cases])
 
 

@@ -72,15 +72,7 @@ class Rules:
         return self.longest if self.loss == "throughput" else self.depth
 
 
-def rules_for(
-    name: str,
-    recipe: GameRecipe,
-    depth: int,
-    costs: tuple[float, ...] = (),
-    step: float | None = None,
-    reach: tuple[int, ...] = (),
-    greedy: bool = False,
-) -> Rules:
+def rules_for(name: str, recipe: GameRecipe, depth: int, reach: tuple[int, ...] = (), greedy: bool = False) -> Rules:
     """The rules of a recipe for the policy `name`. All policies play the same game, for comparison, except for the
     options in `preset_options`. `depth`: length of the pool's longest draft.
 
@@ -94,7 +86,7 @@ def rules_for(
         depth = min(longest or depth, depth)
         if greedy and options["loss"] == "throughput" and depth < pool and "estimator" not in recipe.model_fields_set:
             options["estimator"] = "realised"
-    return Rules(depth=depth, longest=pool, reach=reach, costs=costs, step=step, **options)
+    return Rules(depth=depth, longest=pool, reach=reach, **options)
 
 
 def preset_options(name: str, recipe: GameRecipe) -> dict[str, Any]:

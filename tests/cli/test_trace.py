@@ -1,0 +1,95 @@
+"""The files of the package that a command enters, counted by a trace: a reader may have to open each of them.
+
+A file counts if one of its functions runs after the imports. Budgets may only fall.
+"""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from specctl.decoding.state import DecodeState
+from tests.measuring.streams import write_head
+
+PACKAGE = Path(__file__).resolve().parents[2] / "specctl"
+BUDGET = {"generate": 76, "select": 92, "export": 37}
+
+
+class FirstRound(BaseException):
+    """Raised at the commit of the first round."""
+
+
+@contextmanager
+def entered(paths):
+    """Within it, `paths` collects the files, below the package, of functions that are called. Code that runs while a
+    module is imported does not count: an earlier test may have imported it."""
+    importing = 0
+
+    def ends(frame, event, argument):
+        nonlocal importing
+        importing -= event == "return"
+
+    def trace(frame, event, argument):
+        nonlocal importing
+        code = frame.f_code
+        if code.co_name == "<module>":
+            importing, frame.f_trace_lines = importing + 1, False
+            return ends
+        if not importing and code.co_filename.startswith(f"{PACKAGE}/"):
+            paths.add(Path(code.co_filename).relative_to(PACKAGE).as_posix())
+
+    before = sys.gettrace()
+    sys.settrace(trace)  # unlike a profile, it is not called for functions in C
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory, target):
+    """Two EAGLE-3 heads of the built-in target."""
+    place = tmp_path_factory.mktemp("heads")
+    for seed in range(2):
+        write_head(place / f"head{seed}", target, "eagle3", seed)
+    return place
+
+
+def argv(command, pool):
+    """A command line on the built-in target, and whether it ends at its first round."""
+    match command:
+        case "generate":
+            return ["generate", "Count to three.", "--drafter", str(pool / "head0"), "--max-new-tokens", "4"]
+        case "export":
+            return ["export", str(pool / "head0"), "--to", "vllm", "--output-dir", "out"]
+        case "select":
+            Path("prompts.jsonl").write_text(json.dumps({"prompt": "Count to three."}) + "\n")
+            asked = ["--prompts", "prompts.jsonl", "--max-new-tokens", "4", "--beside", "none"]
+            return ["select", "--algo", "hedgespec", "--pool", str(pool), "baselines=[]", *asked]
+
+
+@pytest.mark.parametrize("command", BUDGET)
+def test_a_command_enters_few_files(specctl, pool, monkeypatch, command):
+    """`select` is followed until its first round."""
+    paths, line = set(), argv(command, pool)
+    if command == "select":
+        monkeypatch.setattr(DecodeState, "commit", lambda *_: (_ for _ in ()).throw(FirstRound))
+    try:
+        with entered(paths):
+            done = specctl(*line)
+        assert done.code == 0, done.err
+    except FirstRound:
+        pass
+    assert len(paths) <= BUDGET[command], sorted(paths)
+
+
+def test_a_file_is_seen():
+    """Negative control."""
+    from specctl.errors import did_you_mean
+
+    paths = set()
+    with entered(paths):
+        did_you_mean("slect", ["select"])
+    assert paths == {"errors.py"}
