@@ -105,8 +105,7 @@ class Client:
         target.context_length = min([target.context_length, *(limit for limit in limits if limit)])
         if self.in_flight < self.recipe.concurrency:
             progress.log(
-                f"the servers write {self.in_flight} texts at once, one per slot (llama-server --parallel); further "
-                "requests wait"
+                f"texts at a time: {self.in_flight}, one per slot of llama-server (--parallel); further requests wait"
             )
         self.compare(target)
 

@@ -135,7 +135,7 @@ def test_a_server_without_its_properties(engine, page):
 def test_hidden_states_and_new_drafters_are_refused(engine, text, tmp_path):
     spec = HiddenStatesSpec("m", None, (3,), 8)
     with Client(recipe(engine)) as client:
-        with pytest.raises(EngineError, match="llama.cpp, which cannot return hidden states") as error:
+        with pytest.raises(EngineError, match=r"llama\.cpp, which cannot return hidden states") as error:
             client.check_states(spec)
         assert "vLLM" in error.value.hint
         with pytest.raises(UsageError, match="cannot replace its drafter"):
