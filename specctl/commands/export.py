@@ -11,7 +11,7 @@ from specctl.commands.export_result import RECORD, ExportResult, check_free, rec
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
 from specctl.errors import DataError, UsageError
-from specctl.formats import head_directory, registry, replaced_tensors, roundtrip, serving_commands
+from specctl.formats import gguf_writer, head_directory, registry, replaced_tensors, roundtrip, serving_commands
 from specctl.formats.head import Deployment, Files, Head, TargetFacts
 from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe
@@ -67,7 +67,9 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
             )
         difference = None
         if recipe.check:
-            difference = roundtrip.check(head, form.read(head_directory.read(draft), facts), recipe.tokens)
+            difference = roundtrip.check(
+                files.held or head, form.read(head_directory.read(draft), facts), recipe.tokens
+            )
     return ExportResult(
         drafter=str(recipe.drafter),
         family=head.family,
@@ -103,6 +105,8 @@ def _write(files: Files, directory: Path, facts: TargetFacts, trust_remote_code:
     if files.base is not None:
         return replaced_tensors.write(files.base, directory, files.tensors, files.config)
     tensors = checkpoint.untied_cpu_copies(files.tensors)
+    if files.weights.endswith(".gguf"):
+        return gguf_writer.write(directory / files.weights, files.config, tensors)
     if files.weights.endswith(".safetensors"):
         checkpoint.write_tensors(directory / files.weights, tensors, {"format": "pt"})  # transformers requires it
     else:

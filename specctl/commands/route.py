@@ -12,8 +12,9 @@ from typing import Literal
 
 from specctl import progress
 from specctl.decoding.target_text import load_target_text
-from specctl.engines import proxy
+from specctl.engines import llamacpp, proxy
 from specctl.engines.client import Client
+from specctl.errors import UsageError
 from specctl.recipe.route import RouteRecipe
 from specctl.redaction import without_passwords
 from specctl.runs import Run
@@ -94,6 +95,12 @@ def route(recipe: RouteRecipe, run: Run) -> RouteResult:
         client.compare_servers()
         if "target" in recipe.model_fields_set:
             client.compare(load_target_text(**recipe.target.described))
+        for one in client.servers:
+            if one.facts.engine == llamacpp.NAME:
+                raise UsageError(
+                    f"{one.url} is {one.facts.engine}, and route reads the draft counters of vLLM and SGLang only",
+                    "specctl eval-server measures the drafters of llama-server",
+                )
         engines = {one.url: f"{one.facts.engine} {one.facts.version}" for one in client.servers}
         kinds = {one.url: one.facts.engine for one in client.servers}
         run.target = client.servers[0].model

@@ -103,7 +103,17 @@ class Client:
         """
         limits = [server.facts.context_length for server in self.servers]
         target.context_length = min([target.context_length, *(limit for limit in limits if limit)])
+        if self.in_flight < self.recipe.concurrency:
+            progress.log(
+                f"texts at a time: {self.in_flight}, one per slot of llama-server (--parallel); further requests wait"
+            )
         self.compare(target)
+
+    @property
+    def in_flight(self) -> int:
+        """Requests in flight: `recipe.concurrency`, but no more than the servers have slots, if all have a number."""
+        slots = [server.facts.slots for server in self.servers]
+        return min(self.recipe.concurrency, sum(filter(None, slots))) if all(slots) else self.recipe.concurrency
 
     def compare(self, target: TargetText) -> None:
         """Check that the servers serve `target`: they use its tokenizer, and all have equal weights.
@@ -162,12 +172,12 @@ class Client:
         """Yield (position of the request, answer) in order of arrival. Ends early after a signal.
 
         Args:
-            limit: requests in flight (None = `recipe.concurrency`).
+            limit: requests in flight (None = `in_flight`). Those beyond a server's slots wait in its queue.
             timed: stream the answers, to measure the time to the first token.
 
         Raises EngineError if a request has failed once more than `recipe.retries` allows.
         """
-        limit = limit or self.recipe.concurrency
+        limit = limit or self.in_flight
         yield from self._all(asks, lambda ask: self._complete(ask, timed), limit, LOOKAHEAD * limit)
 
     def states(self, texts: Sequence[list[int]], wanted: HiddenStatesSpec) -> Iterator[tuple[int, Tensor | Refusal]]:
@@ -187,11 +197,11 @@ class Client:
                 "the servers are different engines, which return different hidden states", "use servers of one engine"
             )
         for server in self.servers:
-            if len(wanted.ids) > 1 and server.dialect.capture_command(wanted) is None:
+            if server.dialect.capture_command(wanted) is None:
                 raise EngineError(
-                    f"{server.url} is {server.facts.engine}, which returns hidden states of the last layer or of other "
-                    f"layers, but this drafter needs {list(wanted.ids)}",
-                    "use vLLM for it; eagle, hydra, medusa and lm need only the states of the last layer",
+                    f"{server.url} is {server.facts.engine}, which cannot return hidden states {list(wanted.ids)} "
+                    "of one text",
+                    "use vLLM for it; SGLang has the last layer's, enough for eagle, hydra, medusa and lm",
                 )
             if server.dialect.has_prefix_cache(self._run_question(endpoints.metrics(self._pools.http, server)) or ""):
                 raise EngineError(
@@ -281,7 +291,7 @@ class Client:
         return [one.version for one in self.loaded()]
 
     def _place(self, server: Endpoint) -> publication.PublicationServer:
-        publisher = registry.PUBLISHERS[server.facts.engine]
+        publisher = registry.publisher(server.facts.engine, server.url)
         return publication.PublicationServer(
             server.url, publisher, partial(self._admin_call, server), server.published_directories
         )
@@ -317,15 +327,18 @@ class Client:
             ) from error
 
     async def _complete(self, ask: GenerationRequest, timed: bool) -> GenerationResult | Refusal:
-        async def exchange(server: Endpoint) -> tuple[httpx.Response, GenerationResult | None]:
+        async def exchange(server: Endpoint) -> tuple[httpx.Response, GenerationResult | Refusal | None]:
             started = time.perf_counter()
             response, content, first = await self._send(server, ask, timed)
             if response.status_code != 200:
                 return response, None
             answer = self._read(server, content, ask)
+            if isinstance(answer, Refusal):
+                return response, answer
             seconds, first_s = time.perf_counter() - started, first and first - started
             return response, replace(answer, seconds=seconds, first_s=first_s)
 
+        answer: GenerationResult | Refusal
         answer, tries = await self._with_retries(exchange)
         return answer if isinstance(answer, Refusal) else replace(answer, tries=tries)
 
@@ -415,8 +428,10 @@ class Client:
                         first = time.perf_counter()
         return response, server.dialect.join_stream(pieces), first
 
-    def _read(self, server: Endpoint, content: Any, ask: GenerationRequest) -> GenerationResult:
+    def _read(self, server: Endpoint, content: Any, ask: GenerationRequest) -> GenerationResult | Refusal:
         answer = server.dialect.parse_answer(content, ask)
+        if isinstance(answer, Refusal):
+            return answer
         ids, stop = answer.output_ids, answer.stop
         if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
             raise MalformedResponse("its token ids are not a list of non-negative integers")

@@ -64,8 +64,7 @@ async def connect(http: httpx.AsyncClient, url: str, recipe: ServerRecipe) -> En
 
 async def probe_token_ids(http: httpx.AsyncClient, server: Endpoint) -> list[int] | None:
     """Token ids of the probe, or None if the server does not tokenize."""
-    body = {"model": server.model, "prompt": PROBE, "add_special_tokens": False}
-    response = await http.post(f"{server.url}/tokenize", json=body)
+    response = await http.post(f"{server.url}/tokenize", json=server.dialect.tokenize_request(PROBE, server.model))
     if response.status_code != 200:
         return None
     found = parse_json(response)
@@ -73,7 +72,7 @@ async def probe_token_ids(http: httpx.AsyncClient, server: Endpoint) -> list[int
 
 
 async def logprobs(http: httpx.AsyncClient, server: Endpoint, probe: list[int]) -> list[float]:
-    """Log probabilities of the probe's tokens except the first; empty if the server gives none."""
+    """Log probabilities that the server computes for the probe; empty if it gives none."""
     response = await http.post(
         server.url + server.dialect.GENERATE, json=server.dialect.logprobs_request(probe, server.model)
     )

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 import re
 
+from specctl.engines.records import DraftCounters
+
 _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)(?:\s+\d+)?$")
+_PLACE = re.compile(r"[0-9]{1,3}")  # position of a token in a draft
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 
@@ -33,3 +36,25 @@ def total(page: str, name: str) -> float | None:
     """The sum of a metric's samples, or None if it has no samples."""
     values = [value for _, value in samples(page, name)]
     return sum(values) if values else None
+
+
+def draft_counters(page: str, prefix: str) -> DraftCounters | None:
+    """Sum of the draft counters of all engines that share the port, or None if they do not draft.
+
+    vLLM and llama.cpp use the same names behind a `prefix`.
+    """
+    prefix += "spec_decode_num_"
+    rounds = total(page, f"{prefix}drafts_total")
+    if rounds is None:
+        return None
+    places: dict[int, float] = {}
+    for labels, value in samples(page, f"{prefix}accepted_tokens_per_pos_total"):
+        if _PLACE.fullmatch(labels.get("position", "")):
+            place = int(labels["position"])
+            places[place] = places.get(place, 0) + value
+    return DraftCounters(
+        rounds=int(rounds),
+        drafted=int(total(page, f"{prefix}draft_tokens_total") or 0),
+        accepted=int(total(page, f"{prefix}accepted_tokens_total") or 0),
+        accepted_at=[int(places.get(place, 0)) for place in range(max(places, default=-1) + 1)],
+    )

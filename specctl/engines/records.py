@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from specctl.engines.drafter_layout import DrafterLayout
 from specctl.errors import SpecctlError
@@ -50,7 +50,8 @@ class GenerationRequest:
     seed: int = 0
 
 
-def _is_count(value: Any) -> bool:
+def is_count(value: Any) -> TypeGuard[int]:
+    """Whether a value from an engine is a credible counter. JSON may hold NaN and numbers of 400 digits."""
     return type(value) is int and 0 <= value < MAX_COUNTER
 
 
@@ -76,7 +77,7 @@ class DraftCounters:
         Returns None if the values are not counts. The engine wrote them, and JSON may hold NaN and numbers of 400
         digits.
         """
-        if not isinstance(histogram, list) or not all(_is_count(count) for count in (*histogram, drafted)):
+        if not isinstance(histogram, list) or not all(is_count(count) for count in (*histogram, drafted)):
             return None
         at = [sum(histogram[k + 1 :]) for k in range(len(histogram) - 1)]
         return cls(sum(histogram), drafted, sum(at), at)
@@ -168,14 +169,16 @@ class EndpointFacts:
     """A server's description of itself.
 
     Attributes:
-        engine: "vllm" or "sglang".
+        engine: "vllm", "sglang" or "llama.cpp".
         context_length: longest text in tokens, or None if the server does not say.
+        slots: texts that it continues at once while others wait; None = no fixed number.
     """
 
     engine: str
     version: str
     models: list[str]
     context_length: int | None
+    slots: int | None = None
 
 
 class Dialect(Protocol):
@@ -191,7 +194,7 @@ class Dialect(Protocol):
     def request_body(self, ask: GenerationRequest, model: str) -> dict[str, Any]:
         """Body of a request to continue a text."""
 
-    def parse_answer(self, document: Any, ask: GenerationRequest) -> GenerationResult:
+    def parse_answer(self, document: Any, ask: GenerationRequest) -> GenerationResult | Refusal:
         """Parse the answer in a response. Raises MalformedResponse."""
 
     def with_streaming(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -203,11 +206,14 @@ class Dialect(Protocol):
     def join_stream(self, pieces: list[Any]) -> Any:
         """Join the pieces of a stream into one response. Raises MalformedResponse."""
 
+    def tokenize_request(self, text: str, model: str) -> dict[str, Any]:
+        """Body of a request for the token ids of a text."""
+
     def logprobs_request(self, ids: list[int], model: str) -> dict[str, Any]:
-        """Body of a request for the log probabilities of a prompt's own tokens."""
+        """Body of a request for the log probabilities of a prompt's own tokens, or of the tokens behind it."""
 
     def parse_logprobs(self, document: Any) -> list[float]:
-        """Log probabilities of a prompt's tokens except the first, from the response to `logprobs_request`. Raises
+        """Log probabilities that tell models apart, from the response to `logprobs_request`. Raises
         MalformedResponse."""
 
     def parse_draft_counters(self, metrics: str) -> DraftCounters | None:

@@ -6,12 +6,24 @@ from typing import Any, cast
 
 import httpx
 
-from specctl.engines import sglang, vllm
+from specctl.engines import llamacpp, sglang, vllm
 from specctl.engines.records import Dialect, EndpointFacts, EngineError, WeightUpdateDialect
+from specctl.errors import UsageError
 
-DIALECTS: dict[str, Dialect] = {one.NAME: cast(Dialect, one) for one in (vllm, sglang)}
+DIALECTS: dict[str, Dialect] = {one.NAME: cast(Dialect, one) for one in (vllm, sglang, llamacpp)}
 PUBLISHERS: dict[str, WeightUpdateDialect] = {one.NAME: cast(WeightUpdateDialect, one) for one in (vllm, sglang)}
 SAYS_VERSION = {"vllm": ("/version",), "sglang": ("/server_info", "/get_server_info")}
+GIVE_URL = "give the URL of vLLM, SGLang or llama-server, such as http://host:8000"
+
+
+def publisher(engine: str, url: str) -> WeightUpdateDialect:
+    """The calls that replace the drafter of a server. Raises UsageError if its engine has none."""
+    if engine not in PUBLISHERS:
+        raise UsageError(
+            f"{url} is {engine}, which cannot replace its drafter while it runs",
+            "use vLLM or SGLang; for llama.cpp, export the new drafter and restart the server",
+        )
+    return PUBLISHERS[engine]
 
 
 async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> EndpointFacts:
@@ -21,18 +33,15 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
     """
     served = await _json(http, f"{url}/v1/models")
     if isinstance(served, httpx.Response):
-        raise EngineError(
-            f"{url} is not the URL of an engine: {_words(served)}",
-            "give the URL of vLLM or SGLang, such as http://host:8000",
-        )
+        raise EngineError(f"{url} is not the URL of an engine: {_words(served)}", GIVE_URL)
     try:
         models = [entry["id"] for entry in served["data"] if not entry.get("parent")]
         adapters = [entry["id"] for entry in served["data"] if entry.get("parent")]
         longest = served["data"][0].get("max_model_len")
     except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise EngineError(
-            f"{url}/v1/models lists no models", "give the URL of vLLM or SGLang, such as http://host:8000"
-        ) from error
+        raise EngineError(f"{url}/v1/models lists no models", GIVE_URL) from error
+    if engine == llamacpp.NAME or (engine == "auto" and served["data"][0].get("owned_by") == llamacpp.OWNER):
+        return llamacpp.facts(await _json(http, url + llamacpp.PROPERTIES), url, models + adapters)
     for name, paths in SAYS_VERSION.items():
         for path in paths if engine in ("auto", name) else ():
             about = await _json(http, url + path)
@@ -41,8 +50,8 @@ async def facts(http: httpx.AsyncClient, url: str, engine: str = "auto") -> Endp
     if engine != "auto":
         return EndpointFacts(engine, "unknown", models + adapters, longest)
     raise EngineError(
-        f"{url} serves {', '.join(models)}, but is neither vLLM nor SGLang",
-        "set server.engine=vllm (or sglang) to treat it as one",
+        f"{url} serves {', '.join(models)}, but is neither vLLM nor SGLang nor llama-server",
+        "set server.engine=vllm (or sglang, llama.cpp) to treat it as one",
     )
 
 

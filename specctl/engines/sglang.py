@@ -111,6 +111,11 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
     return None
 
 
+def tokenize_request(text: str, model: str) -> dict[str, Any]:
+    """Body of a request for the token ids of a text."""
+    return {"model": model, "prompt": text, "add_special_tokens": False}
+
+
 def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
     """Body of a request for the log probabilities of a prompt's own tokens."""
     return {

@@ -6,7 +6,6 @@ Draft weights are replaced through the worker extension in `vllm_worker.py`.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -33,7 +32,6 @@ STOPS = {"stop": "eos", "length": "length"}
 STORAGE = '"$(mktemp -d -p /dev/shm)"'
 """A directory in memory that the shell creates. Any local user could create a fixed name first."""
 RPC = "/collective_rpc"
-PLACE = re.compile(r"[0-9]{1,3}")  # position of a token in a draft
 EXTENSION = "specctl.engines.vllm_worker.DrafterSwap"
 SENDS_WEIGHTS = False
 LOADED_CALLS = (AdminCall(RPC, {"method": "drafter_loaded"}),)
@@ -105,21 +103,12 @@ def join_stream(pieces: list[Any]) -> Any:
 
 def parse_draft_counters(page: str) -> DraftCounters | None:
     """Sum of the draft counters of all engines that share the port, or None if they do not draft."""
-    prefix = "vllm:spec_decode_num_"
-    rounds = metrics.total(page, f"{prefix}drafts_total")
-    if rounds is None:
-        return None
-    places: dict[int, float] = {}
-    for labels, value in metrics.samples(page, f"{prefix}accepted_tokens_per_pos_total"):
-        if PLACE.fullmatch(labels.get("position", "")):
-            place = int(labels["position"])
-            places[place] = places.get(place, 0) + value
-    return DraftCounters(
-        rounds=int(rounds),
-        drafted=int(metrics.total(page, f"{prefix}draft_tokens_total") or 0),
-        accepted=int(metrics.total(page, f"{prefix}accepted_tokens_total") or 0),
-        accepted_at=[int(places.get(place, 0)) for place in range(max(places, default=-1) + 1)],
-    )
+    return metrics.draft_counters(page, "vllm:")
+
+
+def tokenize_request(text: str, model: str) -> dict[str, Any]:
+    """Body of a request for the token ids of a text."""
+    return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
 def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from specctl import regular_files
+from specctl.decoding.models import gguf_target
 from specctl.decoding.models.loading import builtin_path, is_gguf, load_config, load_errors
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
@@ -46,8 +48,9 @@ class Head:
 class Files:
     """A directory to be written: config.json, one file of weights, an optional tokenizer, and further files by name.
 
-    With `base`, the directory is a copy of that model's directory. Then `tensors` replace its tensors of the same
-    names, and `config` replaces some keys.
+    If `weights` is a GGUF file, `config` is its metadata and there is no config.json. With `base`, the directory is a
+    copy of that model's directory. Then `tensors` replace its tensors of the same names, and `config` replaces some
+    keys. `held` is the head with the values in the files, if they are rounded.
     """
 
     config: dict[str, Any]
@@ -56,6 +59,7 @@ class Files:
     tokenizer: bool = False
     pickles: dict[str, dict[str, Any]] = field(default_factory=dict)
     base: Path | None = None
+    held: Head | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,8 @@ class TargetFacts:
         """
         if self.embedding is not None:
             return self.embedding
+        if is_gguf(self.name):
+            return gguf_target.weights(self.name, torch.float32)["model.embed_tokens.weight"][:]
         from transformers.utils import cached_file
 
         def place(name: str) -> str | None:

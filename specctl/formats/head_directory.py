@@ -15,16 +15,20 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from specctl import regular_files
+from specctl.decoding.models import gguf_file, gguf_target
 from specctl.drafters.mtp import layouts
 from specctl.errors import CheckpointError, UsageError, brief
 
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt")
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "*_lm_head.pt", "*.gguf")
 """File names of weights, in order of preference. A pickle is opened only if there is nothing better."""
 
 
 @dataclass(frozen=True)
 class HeadDirectory:
-    """The contents of a directory. `file` is the first file of weights, for messages."""
+    """The contents of a directory. `file` is the first file of weights, for messages.
+
+    `config` is config.json, or the metadata of a GGUF file.
+    """
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
@@ -32,7 +36,7 @@ class HeadDirectory:
 
     @property
     def config_file(self) -> Path:
-        return self.file.parent / "config.json"
+        return self.file if self.file.suffix == ".gguf" else self.file.parent / "config.json"
 
     def with_tensors(self, tensors: dict[str, Tensor]) -> HeadDirectory:
         return replace(self, tensors=tensors)
@@ -60,8 +64,10 @@ def read(directory: str | Path) -> HeadDirectory:
             f"give a local directory; download from the hub with: huggingface-cli download {directory} --local-dir DIR"
         )
         raise UsageError(f"no head directory {directory}", hint=hint)
-    config = _config(root / "config.json")
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
+    if files and files[0].suffix == ".gguf":
+        return _gguf(files[0])
+    config = _config(root / "config.json")
     if not files:
         raise CheckpointError(f"no weights in {root}", hint=f"expected {', '.join(WEIGHTS)}")
     wanted = _of_layer if layouts.kind_of(name for file in files for name in _names(file)) else None
@@ -69,10 +75,25 @@ def read(directory: str | Path) -> HeadDirectory:
     for file in files:
         tensors |= _tensors(file, wanted)
     tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    for name, tensor in tensors.items():
+    return _finite(HeadDirectory(config, tensors, files[0]))
+
+
+def _gguf(file: Path) -> HeadDirectory:
+    """The metadata and dequantized tensors of a GGUF file."""
+    contents = gguf_file.read(file)
+    kinds = {
+        name: torch.int64 if one.kind == gguf_file.I64 else torch.float32 for name, one in contents.tensors.items()
+    }
+    tensors = {name: gguf_target.dequantised(one, kinds[name]) for name, one in contents.tensors.items()}
+    return _finite(HeadDirectory(contents.metadata, tensors, file))
+
+
+def _finite(found: HeadDirectory) -> HeadDirectory:
+    """`found`. Raises CheckpointError if a tensor contains values that are not finite."""
+    for name, tensor in found.tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise CheckpointError(f"{files[0]}: {name} contains values that are not finite", hint="download it again")
-    return HeadDirectory(config, tensors, files[0])
+            raise CheckpointError(f"{found.file}: {name} contains values that are not finite", hint="download it again")
+    return found
 
 
 def _of_layer(name: str) -> bool:

@@ -58,6 +58,7 @@ class FormatModule(Protocol):
 
 
 FORMATS: dict[str, Format] = {
+    "llama.cpp": Format("specctl.formats.llamacpp", ("eagle3", "dflash"), ("llama.cpp",)),
     "speculators": Format("specctl.formats.speculators", ("eagle3", "peagle", "dflash", "mtp"), ("speculators",)),
     "mtp": Format("specctl.formats.mtp", ("mtp",), ("vllm", "sglang")),
     "dflash": Format("specctl.formats.dflash", ("dflash",), ("vllm", "sglang")),
@@ -69,7 +70,7 @@ FORMATS: dict[str, Format] = {
     "hf": Format("specctl.formats.hf", ("lm",), ("vllm", "sglang", "hf")),
 }
 """Formats in the order in which a directory is offered to them."""
-ENGINES = ("vllm", "sglang", "speculators", "hf")  # the most common export targets
+ENGINES = ("vllm", "sglang", "llama.cpp", "speculators", "hf")  # the most common export targets
 
 
 def readers() -> list[str]:

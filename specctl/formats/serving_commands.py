@@ -97,7 +97,7 @@ def refuse_schedule(to: str, family: str) -> None:
     """Raise UsageError if engine `to` cannot change the length of this family's drafts with the load."""
     if to not in VERSIONS:
         raise UsageError(
-            f"draft lengths that depend on the load need an engine, and {to} is not one",
+            f"draft lengths that depend on the load need an engine that supports them, and {to} does not",
             f"use --to {' or '.join(VERSIONS)}",
         )
     if to == "sglang" and family not in ("eagle", "eagle3"):

@@ -102,7 +102,8 @@ def figures(replies: Sequence[Reply], baseline: bool, engine_counters: DraftCoun
     own = [reply.answer.drafting for reply in replies if reply.answer.drafting is not None]
     drafting, interval = engine_counters, None
     if len(own) == len(replies):
-        drafting = DraftCounters.total(own)
+        if not (drafting and drafting.accepted_at) or any(one.accepted_at for one in own):
+            drafting = DraftCounters.total(own)
         written = [one.rounds + one.accepted for one in own]
         names = [reply.conversation for reply in replies]
         interval = metrics.bootstrap(

@@ -46,10 +46,10 @@ Listen = Annotated[str, AfterValidator(_host_and_port)]
 
 
 class ServerRecipe(Section):
-    """vLLM or SGLang servers of the target. The API key is read from the environment and never stored."""
+    """vLLM, SGLang or llama.cpp servers of the target. The API key is read from the environment and never stored."""
 
     urls: Annotated[Names, BeforeValidator(_addresses)] = []
-    engine: Literal["auto", "vllm", "sglang"] = "auto"
+    engine: Literal["auto", "vllm", "sglang", "llama.cpp"] = "auto"
     model: Name | None = None  # name of the model on the server (None = the first in its list)
     concurrency: PositiveInt = 64  # requests in flight, over all addresses
     retries: NonNegativeInt = 8  # per request, after failures that may be temporary

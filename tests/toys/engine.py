@@ -1,5 +1,5 @@
-"""A server that answers by the schemas of vLLM or SGLang, and fails as servers do. It writes what a hash of the request
-says, so whoever was asked last, and how often, shows nowhere but in `asked`."""
+"""A server that answers by the schemas of vLLM, SGLang or llama.cpp, and fails as servers do. It writes what a hash of
+the request says, so whoever was asked last, and how often, shows nowhere but in `asked`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FakeEngine:
         self.asked: Counter = Counter()
         self.keys: list[str | None] = []
         self.number = self.there = self.most = 0
-        self.shift, self.context, self.pages = 0.0, 512, {}
+        self.shift, self.context, self.slots, self.pages = 0.0, 512, 64, {}
         self.histogram: list[int] = []
         self.blank, self.end = " ", "\n"  # in the events of streams
         self.scraped = None
@@ -85,6 +85,8 @@ class FakeEngine:
         return f"data:{self.blank}{data}{2 * self.end}".encode()
 
     def models(self):
+        if self.engine == "llama.cpp":
+            return {"object": "list", "data": [{"id": self.model, "object": "model", "owned_by": "llamacpp"}]}
         return {"object": "list", "data": [{"id": self.model, "max_model_len": self.context}]}
 
     def generated(self, body):
@@ -101,6 +103,8 @@ class FakeEngine:
             return (
                 {"choices": [choice]} | usage | ({"metrics": {"speculative_decoding": said}} if self.histogram else {})
             )
+        if self.engine == "llama.cpp":
+            return self.completion(body)
         ids, sampling = body["input_ids"], body["sampling_params"]
         if body.get("return_logprob"):
             rows = [[-token / 1000 + self.shift, token, None] for token in ids]
@@ -113,6 +117,32 @@ class FakeEngine:
             about |= {"spec_correct_drafts_histogram": self.histogram, "spec_verify_ct": rounds}
             about |= {"spec_num_proposed_drafts": 3 * rounds}
         return {"output_ids": out, "meta_info": about, "text": "…"}
+
+    def completion(self, body):
+        """llama-server's `/completion`, as it was recorded; keys that nobody reads are left out."""
+        ids = body["prompt"]
+        if "n_probs" in body:
+            likely = [{"id": token, "token": "…", "logprob": -token / 1000 + self.shift} for token in ids]
+            return {"tokens": [], "completion_probabilities": [{"id": ids[0], "top_logprobs": likely}]}
+        assert body["return_tokens"] and body["samplers"] == ["temperature", "top_k", "top_p"]
+        limit = min(body["n_predict"], self.context - len(ids))
+        out, stop = self.text(ids, limit, body["temperature"], body["seed"])
+        accepted = sum(k * count for k, count in enumerate(self.histogram))
+        timings = {"cache_n": 0, "prompt_n": len(ids), "predicted_n": len(out)}
+        if self.histogram:
+            timings["predicted_n"] = 1 + sum(self.histogram) + accepted
+            timings |= {"draft_n": 3 * sum(self.histogram), "draft_n_accepted": accepted}
+        return {
+            "index": 0,
+            "content": "…",
+            "tokens": out,
+            "stop": True,
+            "stop_type": {"stop": "eos", "length": "limit"}[stop],
+            "truncated": stop == "length" and limit < body["n_predict"],
+            "tokens_predicted": len(out),
+            "tokens_evaluated": len(ids),
+            "timings": timings,
+        }
 
 
 class Workers:
@@ -288,7 +318,11 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         engine = self.engine
         version = {"vllm": "/version", "sglang": "/server_info"}.get(engine.engine, "/info")
-        pages = {"/v1/models": engine.models(), version: {"version": "0.32.0"}} | engine.pages
+        pages = {"/v1/models": engine.models(), version: {"version": "0.32.0"}}
+        if engine.engine == "llama.cpp":
+            told = {"n_ctx": engine.context, "params": {}}
+            pages["/props"] = {"default_generation_settings": told, "total_slots": engine.slots, "build_info": "b11549"}
+        pages |= engine.pages
         if isinstance(engine.admin, Session):
             pages |= {version: engine.admin.info, "/model_info": {"weight_version": engine.admin.version}}
         if isinstance(engine.admin, Corpora):
@@ -315,11 +349,12 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/tokenize" and engine.page is not None:
             return self.send(200, engine.page, "text/html")
         if self.path == "/tokenize":
-            return self.send(200, {"tokens": engine.tokenizer.encode(body["prompt"], add_special_tokens=False)})
-        if self.path != ("/v1/completions" if engine.engine == "vllm" else "/generate"):
+            words = body["content" if engine.engine == "llama.cpp" else "prompt"]
+            return self.send(200, {"tokens": engine.tokenizer.encode(words, add_special_tokens=False)})
+        if self.path != {"vllm": "/v1/completions", "llama.cpp": "/completion"}.get(engine.engine, "/generate"):
             return self.send(404, {"detail": "Not Found"})
         answer = engine.generated(body)
-        if "prompt_logprobs" in body or body.get("return_logprob"):
+        if {"prompt_logprobs", "return_logprob", "n_probs"} & body.keys():
             return self.send(200, answer)
         with engine.lock:
             engine.asked[tuple(body.get("prompt") or body["input_ids"])] += 1
@@ -368,7 +403,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(401, {"error": "Unauthorized"})
         else:
             choice = answer["choices"][0] if "choices" in answer else answer
-            ids = "token_ids" if "choices" in answer else "output_ids"
+            ids = next(name for name in ("token_ids", "output_ids", "tokens") if name in choice)
             if fault == "slow":
                 time.sleep(SLOW_S)
             elif fault == "short":
@@ -377,6 +412,8 @@ class _Handler(BaseHTTPRequestHandler):
                 choice[ids] = [10**6] * len(choice[ids])
             elif fault == "cut" and "choices" in answer:
                 choice["prompt_token_ids"] = choice["prompt_token_ids"][1:]
+            elif fault == "cut" and ids == "tokens":
+                answer["tokens_evaluated"] -= 1
             elif fault == "cut":
                 answer["meta_info"]["prompt_tokens"] -= 1
             if stream:
@@ -391,7 +428,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.close_connection = True
         choice = answer["choices"][0] if "choices" in answer else None
-        ids = choice["token_ids"] if choice else answer["output_ids"]
+        plain = "tokens" in answer
+        ids = choice["token_ids"] if choice else answer["tokens" if plain else "output_ids"]
         ends = range(2, len(ids) + 2, 2)
         for end in ends:
             last = end >= len(ids)
@@ -399,6 +437,8 @@ class _Handler(BaseHTTPRequestHandler):
                 given = {"prompt_token_ids": choice["prompt_token_ids"] if end == 2 else None}
                 given |= {"token_ids": ids[end - 2 : end], "finish_reason": choice["finish_reason"] if last else None}
                 piece = {"choices": [given | {"text": "a\u2028b\x85"}]}  # which no line ends with, for JSON
+            elif plain:
+                piece = {"index": 0, "content": "…", "tokens": ids[end - 2 : end], "stop": False}
             else:
                 about = answer["meta_info"] | ({} if last else {"finish_reason": None})
                 piece = {"output_ids": ids[:end], "meta_info": about | {"completion_tokens": len(ids[:end])}}
@@ -410,4 +450,6 @@ class _Handler(BaseHTTPRequestHandler):
         if choice:
             usage = {"choices": []} | {key: answer[key] for key in ("usage", "metrics") if key in answer}
             self.wfile.write(self.engine.event(json.dumps(usage)))
+        if plain:
+            return self.wfile.write(self.engine.event(json.dumps(answer | {"content": "", "tokens": []})))
         self.wfile.write(self.engine.event("[DONE]"))

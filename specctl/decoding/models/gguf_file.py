@@ -28,6 +28,7 @@ MOST_PARTS = 1000
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 ALIGNMENT = 32  # alignment of the tensors, if the metadata name no other
+I64 = 27  # type of a draft vocabulary in a head's file; models have no tensors of integers
 PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 REDOWNLOAD_HINT = "copy the file again"
 
@@ -242,9 +243,9 @@ def block_of(path: Path, name: str, kind: int) -> tuple[int, int]:
 
     CheckpointError, with the name of the tensor, if the `gguf` package does not know the type or cannot dequantize it.
     """
-    found = _blocks().get(kind, f"type {kind}")
+    found = (1, 8) if kind == I64 else _blocks().get(kind, f"type {kind}")
     if isinstance(found, tuple):
-        return found[1:]
+        return found[-2], found[-1]
     raise CheckpointError(
         f"GGUF file {path}: tensor {name:.60} has quantization {found}, which the gguf package cannot dequantize",
         f"use another quantization: {', '.join(kind_names())}",

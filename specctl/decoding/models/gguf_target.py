@@ -344,9 +344,12 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
 
 
 def dequantised(stored: StoredTensor, dtype: torch.dtype) -> Tensor:
-    """Dequantize a tensor in fp32 and round it to `dtype`."""
+    """Dequantize a tensor in fp32 and round it to `dtype`. Integers are converted directly."""
     from gguf import GGMLQuantizationType, dequantize
 
+    if stored.kind == gguf_file.I64:
+        whole = np.fromfile(stored.file, "<i8", stored.size // 8, offset=stored.start)
+        return torch.from_numpy(whole).view(stored.shape).to(dtype)
     kind = GGMLQuantizationType(stored.kind)
     width = stored.size // math.prod(stored.shape[:-1])
     data = np.memmap(stored.file, np.uint8, "r", stored.start, (stored.size // width, width))
@@ -365,7 +368,7 @@ def stored_as(name: str) -> str:
     for tensor in tensors:
         sizes[tensor.kind] = sizes.get(tensor.kind, 0) + tensor.size
     ordered = sorted(sizes, key=lambda kind: -sizes[kind])
-    return ", ".join(gguf_file.kind_names({kind})[0] for kind in ordered)
+    return ", ".join((gguf_file.kind_names({kind}) or ["I64"])[0] for kind in ordered)
 
 
 def files(name: str) -> list[Path]:

@@ -1,0 +1,37 @@
+"""Writer of GGUF files: metadata and tensors of a draft head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+ARCHITECTURE = "general.architecture"
+
+
+def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write a file. Tensors are of bf16, fp32 or int64; integers of the metadata become uint32."""
+    from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+
+    writer = GGUFWriter(path, metadata[ARCHITECTURE])
+    for key, value in metadata.items():
+        if isinstance(value, np.ndarray):
+            kind = GGUFValueType[value.dtype.name.upper()]
+            writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)
+        elif type(value) is int and value >= 0:
+            writer.add_uint32(key, value)
+        elif key != ARCHITECTURE:
+            writer.add_key_value(key, value, GGUFValueType.get_type(value))
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.bfloat16:  # numpy has no such type: bytes
+            writer.add_tensor(name, tensor.contiguous().view(torch.uint8).numpy(), raw_dtype=GGMLQuantizationType.BF16)
+        else:
+            writer.add_tensor(name, tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()

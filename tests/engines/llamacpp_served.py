@@ -1,0 +1,40 @@
+"""Run by the interpreter of an environment with xllamacpp: llama.cpp's HTTP server on loopback.
+
+argv: the target's file, and with a drafter its file, llama.cpp's name of the method, and the drafted tokens. The first
+line of the output is the server's address; the server ends with its input.
+"""
+
+import os
+import sys
+
+import xllamacpp
+
+METHOD = "COMMON_SPECULATIVE_TYPE_"
+
+
+def main() -> None:
+    target, *drafter = sys.argv[1:]
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # llama.cpp prints to stdout
+    params = xllamacpp.CommonParams()
+    params.model.path = target
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
+    params.n_ctx, params.n_parallel, params.cache_ram_mib = 1024, 1, 0
+    params.endpoint_metrics = True
+    whole = xllamacpp.ggml_type.GGML_TYPE_F32  # the default, fp16, decides between near tokens
+    params.cache_type_k = params.cache_type_v = whole
+    params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    if drafter:
+        file, method, tokens = drafter
+        kind = METHOD + method.upper().replace("-", "_")
+        params.speculative.types = [getattr(xllamacpp.common_speculative_type, kind)]
+        draft = params.speculative.draft
+        draft.mparams.path, draft.n_max = file, int(tokens)
+        draft.cache_type_k = draft.cache_type_v = whole
+        draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
+    server = xllamacpp.Server(params)
+    print(server.listening_address, file=said, flush=True)
+    sys.stdin.read()
+
+
+main()

@@ -1,0 +1,152 @@
+"""llama-server's dialect. `tests/engines/test_client.py` has what it shares with the other engines."""
+
+import math
+
+import pytest
+
+from specctl.commands import route as routing
+from specctl.decoding.target_text import load_target_text
+from specctl.engines import llamacpp
+from specctl.engines.client import Client
+from specctl.engines.records import (
+    DraftCounters,
+    EngineError,
+    GenerationRequest,
+    GenerationResult,
+    HiddenStatesSpec,
+    MalformedResponse,
+    Refusal,
+)
+from specctl.errors import UsageError
+from specctl.recipe import ServerRecipe
+from specctl.recipe.route import RouteRecipe
+from specctl.runs import Run
+from tests.toys.engine import FakeEngine
+
+ASK = GenerationRequest([5, 6, 7], 8)
+PAGE = """
+# TYPE llamacpp:spec_decode_num_draft_tokens_total counter
+llamacpp:spec_decode_num_draft_tokens_total 75
+llamacpp:spec_decode_num_accepted_tokens_total 7
+llamacpp:spec_decode_num_drafts_total 25
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="0"} 6
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="1"} 1
+llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 0
+"""
+"""Recorded from a server with a drafter, after one text."""
+
+
+def document(**more):
+    """An answer as a server gave it, shortened."""
+    timings = {"cache_n": 0, "prompt_n": 12, "predicted_n": 33, "draft_n": 75, "draft_n_accepted": 7}
+    plain = {"content": "ab", "tokens": [8, 9], "stop_type": "eos", "truncated": False, "tokens_evaluated": 3}
+    return plain | {"timings": timings} | more
+
+
+@pytest.fixture(scope="module")
+def text():
+    return load_target_text("builtin")
+
+
+@pytest.fixture
+def engine(text):
+    with FakeEngine(text.tokenizer, "llama.cpp") as server:
+        yield server
+
+
+def recipe(engine, **options):
+    return ServerRecipe(urls=[engine.url], retries=0, **options)
+
+
+def test_counters_of_a_text_and_of_the_server():
+    """33 tokens are one of the prompt, 25 of rounds, and 7 accepted ones: both sources say the same."""
+    said = llamacpp.own_drafting(document())
+    assert said == DraftCounters(25, 75, 7) and said.mat == 1 + 7 / 25
+    page = llamacpp.parse_draft_counters(PAGE)
+    assert page == DraftCounters(25, 75, 7, [6, 1, 0])
+    assert llamacpp.parse_draft_counters(PAGE.replace(" 25", " 0")) is None, "no drafter"
+
+
+@pytest.mark.parametrize("drafted", [None, 0, -1, math.nan, 10**400, "75", True])
+def test_counters_that_are_none(drafted):
+    timings = document()["timings"] | {"draft_n": drafted}
+    assert llamacpp.own_drafting(document(timings=timings)) is None
+    assert llamacpp.own_drafting(document(timings=drafted)) is None
+
+
+def test_samplers_of_its_own_are_off_and_nothing_comes_from_a_cache():
+    body = llamacpp.request_body(GenerationRequest([5], 9, 0.7, 40, 0.9, seed=2**32 - 1), "m")
+    assert body["samplers"] == ["temperature", "top_k", "top_p"] and body["cache_prompt"] is False
+    assert (body["n_predict"], body["temperature"], body["top_k"], body["top_p"]) == (9, 0.7, 40, 0.9)
+    assert body["seed"] == 0, "its largest number asks for a random seed"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tokens_evaluated": 2}, "2 prompt tokens, but 3"),
+        ({"stop_type": "word"}, "'word'"),
+        ({"stop_type": "none"}, "'none'"),
+    ],
+)
+def test_answers_that_are_none(change, says):
+    with pytest.raises(MalformedResponse, match=says):
+        llamacpp.parse_answer(document(**change), ASK)
+    with pytest.raises(MalformedResponse, match="no tokens"):
+        llamacpp.parse_answer({"content": "text of an older server"}, ASK)
+
+
+def test_a_full_slot_is_a_refusal_and_not_a_short_text():
+    cut = llamacpp.parse_answer(document(stop_type="limit", truncated=True), ASK)
+    assert isinstance(cut, Refusal) and "after 2 of 8" in cut.reason and "--ctx-size" in cut.reason
+    ended = llamacpp.parse_answer(document(truncated=True), ASK)
+    assert isinstance(ended, GenerationResult) and ended.stop == "eos", "the end of the text came first"
+
+
+def test_a_text_beyond_the_context_is_refused_once(engine, text):
+    engine.context = 5
+    with Client(recipe(engine)) as client:
+        answers = dict(client.answers([GenerationRequest([1, 2, 3, 4], 300)]))
+    assert isinstance(answers[0], Refusal) and sum(engine.asked.values()) == 1
+
+
+def test_no_more_requests_than_slots(engine, text, capsys):
+    engine.slots, engine.seconds = 2, 0.02
+    asks = [GenerationRequest([n + 5], 4) for n in range(12)]
+    with Client(recipe(engine, concurrency=8)) as client:
+        client.check(text)
+        assert len(dict(client.answers(asks))) == 12 and engine.most == 2
+        assert len(dict(client.answers(asks, limit=6))) == 12 and engine.most > 2, "eval-server names its load"
+    assert "--parallel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "page",
+    [{}, {"total_slots": 1}, {"total_slots": "1", "default_generation_settings": {"n_ctx": 4}}, [], "<html>"],
+    ids=str,
+)
+def test_a_server_without_its_properties(engine, page):
+    engine.pages = {"/props": page}
+    with pytest.raises(EngineError, match="/props does not tell") as error, Client(recipe(engine)):
+        pass
+    assert "SPECCTL_API_KEY" in error.value.hint
+
+
+def test_hidden_states_and_new_drafters_are_refused(engine, text, tmp_path):
+    spec = HiddenStatesSpec("m", None, (3,), 8)
+    with Client(recipe(engine)) as client:
+        with pytest.raises(EngineError, match=r"llama\.cpp, which cannot return hidden states") as error:
+            client.check_states(spec)
+        assert "vLLM" in error.value.hint
+        with pytest.raises(UsageError, match="cannot replace its drafter"):
+            client.loaded()
+        with pytest.raises(UsageError, match="does not accept corpora"):
+            client.publish_corpus("c", None)
+
+
+def test_route_does_not_read_its_counters(engine, text, tmp_path):
+    both = FakeEngine(text.tokenizer, "llama.cpp")
+    with both, pytest.raises(UsageError, match="route reads the draft counters of vLLM and SGLang"):
+        routing.route(
+            RouteRecipe(server=ServerRecipe(urls=[engine.url, both.url]), listen="127.0.0.1:0"), Run(tmp_path)
+        )
