@@ -13,7 +13,7 @@ from specctl.cli.output import cell, table
 if TYPE_CHECKING:
     from specctl.recipe import ServeRecipe
 
-FLAGS = ("drafters", "pool", "strict", "choose", "listen", *TARGET, "output_dir", "overwrite")
+FLAGS = ("drafters", "pool", "strict", "choose", "server", "listen", *TARGET, "output_dir", "overwrite")
 EXAMPLE = "specctl serve --target MODEL --drafter drafters/sql-eagle3+lookup --listen 127.0.0.1:8000"
 COLUMNS = {
     "drafter": "drafter",
@@ -30,12 +30,17 @@ def register(app: typer.Typer) -> None:
 
 
 def serve(recipe: ServeRecipe, dry_run: bool) -> None:
-    """Serve the target in OpenAI's protocol, with a drafter, or with a pool from which a policy chooses for each text.
+    """Serve a target in OpenAI's protocol, with a drafter, or with a pool from which a policy chooses for each text.
+
+    With --server, running engines answer, and the policy chooses one of them for each text.
 
     / shows what it does, /metrics is for Prometheus. A signal ends it."""
     from specctl.cli import checks
+    from specctl.selection import dispatch
     from specctl.selection.policies import registry
 
+    if recipe.server.urls:
+        dispatch.check([recipe.choose])
     registry.check([recipe.choose])
     checks.check_drafters(recipe.drafters)
     if recipe.output_dir:
@@ -47,6 +52,10 @@ def steps(recipe: ServeRecipe) -> list[str]:
     """Return the plan in words."""
     from specctl.cli import checks
 
+    if recipe.server.urls:
+        urls = ", ".join(recipe.server.urls)
+        how = f", each by the server that {recipe.choose} chooses" if len(recipe.server.urls) > 1 else ""
+        return [f"check that {urls} serve the same model", f"answer requests at {recipe.listen}{how}"]
     drafts = f"draft with {recipe.drafters[0]}" if recipe.drafters else "decode without a drafter"
     if recipe.chooses:
         from specctl.selection.arms import pool_paths

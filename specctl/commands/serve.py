@@ -20,7 +20,9 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
+from specctl.decoding.target_text import load_target_text
 from specctl.drafters import names, pool
+from specctl.engines.client import Client
 from specctl.errors import SpecctlError, UsageError
 from specctl.gateway import server
 from specctl.gateway.app import make_app
@@ -29,9 +31,12 @@ from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import OwnEngine
+from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
+from specctl.selection import dispatch
 from specctl.selection.arms import load_pool, named, pool_paths, trained_on
+from specctl.selection.dispatch import Dispatcher
 
 PLAIN = "no draft"
 WARM_TOKENS = 8
@@ -40,10 +45,10 @@ LOOPBACK = ("127.", "[::1]", "localhost")
 
 @dataclass(frozen=True)
 class ServedDrafter:
-    """Work of one drafter.
+    """Work of one drafter, or of one server, which then has its address in the place of the name.
 
     Attributes:
-        texts: texts of which it drafted most rounds.
+        texts: texts of which it drafted most rounds, or that the server wrote.
         mat: mean tokens per pass of the target, or None without a round.
     """
 
@@ -77,6 +82,8 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         CheckpointError: target or drafters cannot be used.
         SpecctlError: the engine has failed.
     """
+    if recipe.server.urls:
+        return serve_engines(recipe, run)
     key = api_key(recipe)
     with server.listening(recipe.listen) as (place, address):
         target = target or load_target(**recipe.target.loading)
@@ -99,6 +106,8 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         failures: list[BaseException] = []
 
         def watch(http: uvicorn.Server) -> None:
+            server.stop_after(server.until_stopped)(http)
+
             def died(error: BaseException) -> None:
                 failures.append(error)
                 backend.died()
@@ -116,6 +125,34 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         thread.stop()
         if failures:
             raise SpecctlError(f"the engine has failed: {where(failures[0])}", "start it again") from failures[0]
+    return result_of(recipe, meter, time.monotonic() - began)
+
+
+def serve_engines(recipe: ServeRecipe, run: Run) -> ServeResult:
+    """Serve by running engines. Raises EngineError, CheckpointError, UsageError as `route` does."""
+    key = api_key(recipe)
+    chooses = len(recipe.server.urls) > 1
+    if chooses:
+        dispatch.check([recipe.choose])
+    with Client(recipe.server) as client:
+        client.compare_servers()
+        if "target" in recipe.model_fields_set:
+            client.compare(load_target_text(**recipe.target.described))
+        kinds = {one.url: one.facts.engine for one in client.servers}
+        run.target = recipe.model or client.servers[0].model
+    with server.listening(recipe.listen) as (place, address):
+        run.annotate()
+        meter = Meter(str(run.target))
+        chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, 0, lambda text: None) if chooses else None
+        # Clients' keys are for this gateway if it has one, otherwise for the engines.
+        onward = None if key is None else os.environ.get(recipe.server.api_key_env, "")
+        backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward)
+        how = f", choosing by {recipe.choose}" if chooses else ""
+        progress.log(f"serving {run.target} at {address} by {', '.join(kinds)}{how}; Ctrl-C ends it")
+        began = time.monotonic()
+        with suppress(KeyboardInterrupt):  # the normal end
+            server.run(engines_app(backend, recipe.limits, key), place, server.stop_after(server.until_stopped))
+        progress.interrupts.reset()
     return result_of(recipe, meter, time.monotonic() - began)
 
 
@@ -173,5 +210,5 @@ def result_of(recipe: ServeRecipe, meter: Meter, seconds: float) -> ServeResult:
         for name, one in meter.drafters.items()
     ]
     rounds, tokens = sum(row.rounds for row in rows), sum(row.tokens for row in rows)
-    choose = recipe.choose if recipe.chooses else None
+    choose = recipe.choose if recipe.chooses or len(recipe.server.urls) > 1 else None
     return ServeResult(meter.model, choose, tokens, tokens / rounds if rounds else None, seconds, rows)

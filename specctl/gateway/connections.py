@@ -21,7 +21,7 @@ BACKLOG = 64  # connections that are accepted in one turn of the event loop, bef
 def most_connections(limits: LimitsRecipe) -> int:
     """Number of connections that may be open. The process's limit of open files is raised as far as the system allows.
 
-    Without free files the event loop could accept nobody, and would log that without end.
+    Without free files the event loop can accept no connection, and logs that without end.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):

@@ -99,7 +99,7 @@ class AnswerFormat:
         return (self._head + json.dumps(choice, separators=(",", ":")) + "]}\n\n").encode()
 
     def usage(self, usage: Usage, stats: list[Decoded]) -> bytes:
-        """The last piece of a stream whose client asks for the numbers of tokens."""
+        """The last piece of a stream, for a client that asks for the numbers of tokens."""
         about: dict[str, Any] = {"usage": usage.document}
         if metrics := draft_metrics(stats):
             about["metrics"] = metrics

@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
@@ -23,12 +23,10 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, TextsRequest
-from specctl.gateway.sse import DONE, EventResponse, event, gone
+from specctl.gateway.sse import DONE, EventResponse, event, unless_gone
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BUSY_S = 1  # seconds after which a client that was refused may try again
-
-Result = TypeVar("Result")
 
 
 class OwnEngine:
@@ -87,13 +85,17 @@ class OwnEngine:
         if asked.stream:
             events = self._events(asked, generations, channel, form, usage)
             try:
-                first = await self._unless_gone(request, anext(events))
+                first = await unless_gone(request.receive, _first(events))
             except BaseException:
                 self._cancel(generations)
                 raise
-            return EventResponse(_chained(first, events), functools.partial(self._cancel, generations))
+
+            async def close() -> None:
+                self._cancel(generations)
+
+            return EventResponse(_chained(first, events), close)
         try:
-            choices = await self._unless_gone(request, self._finished(generations, channel, usage))
+            choices = await unless_gone(request.receive, self._finished(generations, channel, usage))
         finally:
             self._cancel(generations)
         return JSONResponse(form.whole(choices, usage))
@@ -254,24 +256,12 @@ class OwnEngine:
             yield form.usage(usage, stats)
         yield DONE
 
-    async def _unless_gone(self, request: HttpRequest, work: Any) -> Any:
-        """The result of `work`, which is cancelled if the client leaves. Raises ApiError (499) then."""
-        working = asyncio.ensure_future(work)
-        leaving = asyncio.ensure_future(gone(request.receive))
-        try:
-            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            if working.done():
-                return working.result()
-            raise ApiError("the client has left", 499)
-        finally:
-            for task in (working, leaving):
-                task.cancel()
-            for task in (working, leaving):
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
-
     def _text_of_token(self, token: int) -> str:
         return str(self.target.tokenizer.decode([token]))
+
+
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
 
 
 async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

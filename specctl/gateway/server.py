@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
+from specctl import progress
 from specctl.errors import UsageError
 from specctl.gateway.connections import BACKLOG, ConnectionTable
 from specctl.gateway.limits import Guard
 
+POLL_S = 0.1  # longest delay of a signal
 QUEUE = 2048  # connections that the system holds until they are accepted
 
 
@@ -70,3 +74,22 @@ def run(app: Guard, place: socket.socket, watch: Callable[[uvicorn.Server], None
     server = make_server(app)
     watch(server)
     server.run([place])
+
+
+def stop_after(wait: Callable[[], object]) -> Callable[[uvicorn.Server], None]:
+    """Function for `server.run` that ends the server once `wait`, called in a thread, has returned."""
+
+    def watch(http: uvicorn.Server) -> None:
+        def work() -> None:
+            wait()
+            http.should_exit = True
+
+        threading.Thread(target=work, daemon=True).start()
+
+    return watch
+
+
+def until_stopped() -> None:
+    """Wait for a signal that `progress.interrupts` remembers."""
+    while not progress.interrupts.requested():
+        time.sleep(POLL_S)

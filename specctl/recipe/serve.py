@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from specctl.recipe.sections import CommandRecipe, DraftingRecipe, LocalPath, Name, PositiveFloat, Section
 from specctl.recipe.select import ArmRecipe, GameRecipe, PolicyRecipe
-from specctl.recipe.server import Listen
+from specctl.recipe.server import Listen, ServerRecipe
 
 
 class LimitsRecipe(Section):
@@ -30,7 +30,10 @@ class LimitsRecipe(Section):
 
 
 class ServeRecipe(CommandRecipe):
-    """`specctl serve`: OpenAI's protocol, with a drafter or with a pool of drafters to choose from."""
+    """`specctl serve`: OpenAI's protocol, from the target's own engine or from running engines.
+
+    There is one drafter, or a policy chooses: for every text a drafter of a pool, or an engine.
+    """
 
     drafting: DraftingRecipe = DraftingRecipe()
     pool: LocalPath | None = None  # directory of drafters to choose from
@@ -40,6 +43,7 @@ class ServeRecipe(CommandRecipe):
     choose: Name = "cgp-ucb"  # the policy that chooses a drafter for every text, if there are several
     policy: PolicyRecipe = PolicyRecipe()
     game: GameRecipe = GameRecipe()
+    server: ServerRecipe = ServerRecipe()  # running engines of the target, instead of an engine in this process
     listen: Listen = "127.0.0.1:8000"
     model: Name | None = None  # name that clients ask for (None = the target's)
     slots: PositiveInt = 32  # texts that are decoded at a time
@@ -55,7 +59,9 @@ class ServeRecipe(CommandRecipe):
         return self.pool is not None or len(self.drafters) > 1
 
     @model_validator(mode="after")
-    def _one_rule_of_verification(self) -> Self:
+    def _consistent(self) -> Self:
         if self.chooses and self.drafting.proposal == "sampled":
             raise ValueError("sampled and deterministic proposals are verified by different rules: serve one drafter")
+        if self.server.urls and (self.drafters or self.pool):
+            raise ValueError("server: the engines draft themselves: leave out drafters and pool, or server")
         return self
