@@ -27,7 +27,8 @@ def listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
     """
     host, _, port = listen.rpartition(":")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as place:
+    # With the protocol named: asyncio sends small packets at once on such sockets alone; others wait 40 ms for each.
+    with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             place.bind((host.strip("[]"), int(port)))

@@ -249,6 +249,14 @@ def test_many_headers_do_not_stop_the_others(capfd):
         assert httpx.get(address + "/health").status_code == 200
 
 
+def test_small_packets_are_sent_at_once():
+    """A response of two packets took 47 ms, because the second one waited for the client's acknowledgement."""
+    with listening("127.0.0.1:0") as (place, address), raw(address):
+        accepted, _ = place.accept()
+        with accepted:
+            assert accepted.proto == socket.IPPROTO_TCP, "asyncio looks at this, and sets TCP_NODELAY"
+
+
 def test_an_address_in_use_is_refused_in_words():
     with (
         listening("127.0.0.1:0") as (_, address),
