@@ -177,6 +177,7 @@ class EngineThread:
                 self._deliver()
         except BaseException as error:
             self.on_death(error)
+            self._fail_all(error)
             raise
         finally:
             self._threads.close()
@@ -306,6 +307,17 @@ class EngineThread:
     def _fail(self, generation: Generation, error: Exception) -> None:
         self.meter.finished("error")
         self._parts.append((generation, TextPart(generation.index, "", error=error)))
+
+    def _fail_all(self, error: BaseException) -> None:
+        """End all texts, because this thread ends: their clients would wait for nothing."""
+        while not self._commands.empty():
+            command, generation = self._commands.get()
+            if command == "add" and generation is not None:
+                self._active[-1 - len(self._active)] = generation
+        self._parts.clear()
+        for generation in self._active.values():
+            self._fail(generation, RuntimeError(where(error)))
+        self._deliver()
 
     def _deliver(self) -> None:
         """Hand the parts of this step to the event loops, with one call for each loop."""

@@ -280,8 +280,7 @@ def test_the_thread_that_dies_is_noticed(make_gateway, monkeypatch):
         async with gateway.client() as http:
             asking = asyncio.ensure_future(http.post(CHAT, json=chat()))
             await asyncio.to_thread(heard.wait, 20)
-            asking.cancel()
-            return await http.get("/health"), await http.post(CHAT, json=chat())
+            return await asking, await http.get("/health"), await http.post(CHAT, json=chat())
 
-    health, refused = asyncio.run(work())
-    assert health.status_code == refused.status_code == 503
+    failed, health, refused = asyncio.run(work())
+    assert failed.status_code == 500 and health.status_code == refused.status_code == 503
