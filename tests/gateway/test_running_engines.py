@@ -151,6 +151,18 @@ def test_a_stream_comes_piece_by_piece_as_it_would(engine, address, log, usage):
     assert row["response"]["choices"][0]["token_ids"] == [5, 6, 7, 8] and row["response"]["metrics"]
 
 
+def test_a_client_library_that_was_written_elsewhere(address):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+    ask = {"model": "toy", "messages": [{"role": "user", "content": "x"}]}
+    assert client.chat.completions.create(**ask).choices[0].message.content == "".join(WORDS)
+    pieces = client.chat.completions.create(**ask, stream=True)
+    assert "".join(piece.choices[0].delta.content for piece in pieces) == "".join(WORDS)
+    assert [model.id for model in client.models.list()] == ["toy"]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="toy", messages=[])
+
+
 def test_refusals_and_other_pages_pass_through_and_are_not_kept(address, log):
     before = len(lines(log))
     assert httpx.post(f"{address}/v1/chat/completions", json=chat(messages=[])).status_code == 400
