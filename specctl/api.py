@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from specctl.commands.online import OnlineResult
     from specctl.commands.report import ReportResult
     from specctl.commands.route import RouteResult
+    from specctl.commands.serve import ServeResult
     from specctl.distillation.result import DistillResult
     from specctl.measuring.select_result import SelectResult
     from specctl.training.outcome import TrainResult
@@ -107,6 +108,11 @@ def train_router(recipe: CommandRecipe | str | Path | None = None, **overrides: 
 def route(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> RouteResult:
     """Route requests among servers with different drafters, until a signal arrives."""
     return execute("route", _recipe("route", recipe, overrides))[0]
+
+
+def serve(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServeResult:
+    """Answer requests in OpenAI's protocol, until a signal arrives."""
+    return execute("serve", _recipe("serve", recipe, overrides))[0]
 
 
 def online(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> OnlineResult:

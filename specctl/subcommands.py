@@ -69,6 +69,9 @@ SUBCOMMANDS = {
     "route": Subcommand(
         "cli.route", "recipe.route:RouteRecipe", "commands.route:route", (), "selection", earlier="select"
     ),
+    "serve": Subcommand(
+        "cli.serve", "recipe.serve:ServeRecipe", "commands.serve:serve", ("slots", *DECODING[1:]), None
+    ),
     "eval": Subcommand("cli.eval", "recipe.eval:EvalRecipe", "commands.eval:evaluate", DECODING, "evaluation"),
     "eval-server": Subcommand(
         "cli.eval_server",

@@ -32,6 +32,7 @@ MIDDLE = [
     "training",
     "selection",
     "adaptation",
+    "gateway",
     "measuring",
     "reporting",
     "commands",
@@ -204,6 +205,7 @@ LIBRARIES = {"load_file", "safe_open", "ParquetFile", "read_table", "read_schema
 """They open whatever is there, so that it is to be looked at before."""
 OUR_OWN = {"chat._size", "costs._machine", "doctor._cpu_flags", "lock._machine", "native._compiled", "native.version"}
 OUR_OWN |= {
+    "app.front_page",
     "guide.text",
     "phrasebook.read",
     "resolve.shipped",

@@ -19,7 +19,7 @@ from typer.main import get_command
 from specctl.cli import guide
 from specctl.cli.main import app
 from specctl.errors import UsageError
-from specctl.recipe.resolve import ENV_SIZES, ENV_SWITCHES, resolve
+from specctl.recipe.resolve import ENV_SECRETS, ENV_SIZES, ENV_SWITCHES, resolve
 from specctl.subcommands import SUBCOMMANDS
 from tests.cli.conftest import specctl
 from tests.test_maps import sources
@@ -208,7 +208,7 @@ def unknown(text: str) -> list[str]:
         wrong += [flag for flag in FLAG.findall(span) if flag not in flags() | ENGINES]
         for variable in VARIABLE.findall(span):
             name = variable.removeprefix("SPECCTL_").lower().replace("__", ".")
-            if variable not in (*ENV_SWITCHES, *ENV_SIZES, "SPECCTL_API_KEY", "SPECCTL_") and name not in keys():
+            if variable not in (*ENV_SWITCHES, *ENV_SIZES, *ENV_SECRETS, "SPECCTL_") and name not in keys():
                 wrong.append(variable)
     return wrong
 

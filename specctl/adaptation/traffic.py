@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -134,6 +134,7 @@ class LogTraffic:
         limit: texts in all, passed over or not (None = until a signal).
         passed_over: number of texts that there was no time to learn from.
         stdin, total: as in `PromptStream`.
+        check: called while it waits; raises SpecctlError if the writer of the log has ended.
     """
 
     path: Path
@@ -145,6 +146,7 @@ class LogTraffic:
     limit: int | None = None
     passed_over: int = 0
     stdin: bool = False
+    check: Callable[[], None] = lambda: None
     _count: int = 0
     _place: LogPosition = field(default_factory=LogPosition)
 
@@ -184,6 +186,7 @@ class LogTraffic:
                         raise DataError(f"no texts in {self.path}", f"expected {logs.EXPECTED}")
                     return
                 else:
+                    self.check()
                     time.sleep(POLL_S)
                 progress.interrupts.check()
         finally:

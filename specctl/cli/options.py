@@ -114,7 +114,7 @@ FLAGS: dict[str, Flag] = {
     "listen": Flag(
         ("traffic.listen", "listen"),
         str,
-        "Address of a proxy: learn-from-server learns from its requests, route routes them.",
+        "Address for requests: serve answers them, learn-from-server learns from them, route routes them.",
         metavar="HOST:PORT",
     ),
     "features_from": Flag(
@@ -158,6 +158,7 @@ FLAGS: dict[str, Flag] = {
     "algo": Flag(
         ("algo",), str, "Policy, or several separated by commas: cgp-ucb (default), hedgespec, ucbspec, metasd-ucb, …"
     ),
+    "choose": Flag(("choose",), str, "Policy that chooses among several drafters: cgp-ucb (default), …"),
     "learner": Flag(
         ("algo",), str, "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
     ),

@@ -11,6 +11,7 @@ from specctl.cli.command import command
 from specctl.cli.output import cell, output, table
 from specctl.errors import UsageError
 
+GRAFANA = "Dashboard of Grafana, for the metrics of serve"
 Name = Annotated[str, typer.Argument(help="A name from `specctl recipes ls`, or a file.")]
 
 
@@ -68,7 +69,7 @@ def validate(name: Name) -> None:
 def _about(text: str) -> str:
     """Return the purpose of a recipe, from its first comment after the interpreter of a script. JSON has none."""
     if text.startswith("{"):
-        return "DeepSpeed, for train-drafter: deepspeed=NAME"
+        return GRAFANA if '"panels"' in text else "DeepSpeed, for train-drafter: deepspeed=NAME"
     first = next(line for line in text.lstrip().splitlines() if not line.startswith("#!"))
     return first.lstrip("# ") if first.startswith("#") else ""
 

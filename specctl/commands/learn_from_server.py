@@ -21,9 +21,9 @@ from specctl.decoding.target import Target, load_target
 from specctl.distillation import logs
 from specctl.distillation.prompts import Rejections
 from specctl.drafters import checkpoint
-from specctl.engines import proxy
 from specctl.engines.client import Client
 from specctl.errors import UsageError
+from specctl.gateway import proxy_process
 from specctl.measuring.measured import columns
 from specctl.measuring.records import recipe_stamp
 from specctl.measuring.resumable_run import CHUNKS, REJECTED, ResumableRun
@@ -168,7 +168,8 @@ def open_traffic(
         yield traffic
         return
     servers = {server.url: server.facts.engine for server in client.servers}
-    with proxy.running(source.listen, servers, log, int(source.max_log_mb * 2**20)) as address:
+    with proxy_process.running(source.listen, servers, log, int(source.max_log_mb * 2**20)) as (address, check):
+        traffic.check = check
         progress.log(f"requests that go to {address} are forwarded to the servers and learned from")
         yield traffic
 

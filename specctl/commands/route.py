@@ -12,10 +12,12 @@ from typing import Literal
 
 from specctl import progress
 from specctl.decoding.target_text import load_target_text
-from specctl.engines import llamacpp, proxy
 from specctl.engines.client import Client
-from specctl.errors import UsageError
+from specctl.gateway import server, traffic_log
+from specctl.gateway.metrics import Meter
+from specctl.gateway.running_engines import RunningEngines, engines_app, engines_of
 from specctl.recipe.route import RouteRecipe
+from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import without_passwords
 from specctl.runs import Run
 from specctl.selection import dispatch
@@ -25,7 +27,6 @@ REQUESTS = "requests.jsonl"
 """File with one line per text: time, server, tokens and passes, but no words of the text."""
 MAX_LOG_BYTES = 2**26  # limit of that file; at the limit it is rotated, with one old file kept
 MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
-POLL_S = 0.1  # longest delay of a signal
 
 
 @dataclass(frozen=True)
@@ -95,22 +96,16 @@ def route(recipe: RouteRecipe, run: Run) -> RouteResult:
         client.compare_servers()
         if "target" in recipe.model_fields_set:
             client.compare(load_target_text(**recipe.target.described))
-        for one in client.servers:
-            if one.facts.engine == llamacpp.NAME:
-                raise UsageError(
-                    f"{one.url} is {one.facts.engine}, and route reads the draft counters of vLLM and SGLang only",
-                    "specctl eval-server measures the drafters of llama-server",
-                )
         engines = {one.url: f"{one.facts.engine} {one.facts.version}" for one in client.servers}
-        kinds = {one.url: one.facts.engine for one in client.servers}
+        kinds = engines_of(client)
         run.target = client.servers[0].model
     assert recipe.listen is not None
     total, by_server = PassTotals(), {url: PassTotals() for url in kinds}
     decisions: deque[float] = deque(maxlen=MEDIAN_WINDOW)
-    with proxy.listening(recipe.listen) as (place, address):
+    with server.listening(recipe.listen) as (place, address):
         run.annotate()
         (run.dir / REQUESTS).unlink(missing_ok=True)
-        log = proxy.opened(run.dir / REQUESTS, MAX_LOG_BYTES)
+        log = traffic_log.opened(run.dir / REQUESTS, MAX_LOG_BYTES)
         with progress.track(f"requests to {address}", unit="requests") as bar:
 
             def note(one: RoutedText) -> None:
@@ -121,11 +116,11 @@ def route(recipe: RouteRecipe, run: Run) -> RouteResult:
                 bar.update(1)
 
             dispatcher = Dispatcher([*kinds], recipe.algo[0], recipe.policy, recipe.seeds[0], note)
-            through = proxy.Proxy(kinds, None, dispatcher)
+            through = RunningEngines(kinds, Meter(run.target), dispatch=dispatcher)
             progress.log(f"requests that go to {address} are routed among {', '.join(kinds)}; Ctrl-C ends the run")
             started = time.monotonic()
             with suppress(KeyboardInterrupt):  # the normal end of such a run
-                proxy.serve(place, through, until_stopped)
+                server.run(engines_app(through, LimitsRecipe()), place, server.stop_after(server.until_stopped))
             progress.interrupts.reset()
             seconds = time.monotonic() - started
     return RouteResult(
@@ -148,9 +143,3 @@ def route(recipe: RouteRecipe, run: Run) -> RouteResult:
             for url, own in by_server.items()
         ],
     )
-
-
-def until_stopped() -> None:
-    """Wait for a signal."""
-    while not progress.interrupts.requested():
-        time.sleep(POLL_S)

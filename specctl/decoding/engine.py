@@ -16,7 +16,7 @@ from specctl.decoding.device.kept_batches import KeptBatches
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.engine_options import DEFAULT_OPTIONS, EngineOptions
 from specctl.decoding.host_runner import HostRunner
-from specctl.decoding.protocols import Controller, OnRound, Proposer
+from specctl.decoding.protocols import Controller, OnPrefill, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, RoundResult, Sequence
 from specctl.decoding.row_budget import MAX_NODES, budget_for
 from specctl.decoding.state import DecodeState
@@ -39,6 +39,9 @@ class Engine:
     Args:
         controller: chooses the drafter of every round (default: plain decoding).
         on_round: called after the controller has observed a round.
+
+    Attributes:
+        on_prefill: called after first tokens are drawn, with their slots and logits, or None.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Engine:
         on_round: OnRound | None = None,
     ):
         self.target, self.options, self.on_round = target, options, on_round
+        self.on_prefill: OnPrefill | None = None
         self.controller = controller or Fixed.of(None)
         self.waiting: dict[int, Sequence] = {}
         self.texts: dict[int, Sequence] = {}  # sequences that have a slot, or an end that no event has reported yet
@@ -122,7 +126,9 @@ class Engine:
         events."""
         self.clock.start()
         if slots := self._admit():
-            first_tokens.prefill(self.target, self.state, slots, self._shares, self.options.prefixes)
+            logits = first_tokens.prefill(self.target, self.state, slots, self._shares, self.options.prefixes)
+            if self.on_prefill is not None:
+                self.on_prefill(self.state, slots, logits)
             self._clear_up()
             self.clock.prefilled()
         else:

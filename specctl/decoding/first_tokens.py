@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from specctl import threads
 from specctl.decoding.prefixes import Prefixes
@@ -11,8 +12,9 @@ from specctl.decoding.target import Target
 from specctl.decoding.verify import nonfinite_rows
 
 
-def prefill(target: Target, state: DecodeState, slots: list[int], share: bool, prefixes: Prefixes | None) -> None:
+def prefill(target: Target, state: DecodeState, slots: list[int], share: bool, prefixes: Prefixes | None) -> Tensor:
     """Run the prompts in `slots` and commit the first token of each. A sequence is failed if its logits are not finite.
+    Returns the logits [n, V] at the ends of the prompts.
 
     `share`: the prompts share the pages of common prefixes. `prefixes`: cached texts of earlier calls.
     """
@@ -27,10 +29,11 @@ def prefill(target: Target, state: DecodeState, slots: list[int], share: bool, p
     failed = nonfinite_rows(target, logits)
     positions = torch.tensor([[len(prompt)] for prompt in prompts])
     draws = state.draws.select(slots)
-    logits = draws.penalise(logits.unsqueeze(1), prompts, [[] for _ in prompts], positions[:, :0])
-    first = draws.draw(logits, positions)
+    penalised = draws.penalise(logits.unsqueeze(1), prompts, [[] for _ in prompts], positions[:, :0])
+    first = draws.draw(penalised, positions)
     state.begin(slots, [row[0] for row in first.tolist()], tapped)
     for place, error in failed.items():
         row = state.rows[slots[place]]
         del row.ids[row.prompt_length :]  # drop the token: it was sampled from logits that are not finite
         row.fail(error)
+    return logits

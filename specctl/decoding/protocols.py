@@ -13,6 +13,7 @@ from specctl.decoding.records import DraftTree, RoundResult, Score, Sequence
 from specctl.decoding.state import DecodeState
 
 OnRound = Callable[[DecodeState, RoundResult], None]
+OnPrefill = Callable[[DecodeState, list[int], Tensor], None]
 
 
 class Proposer(Protocol):

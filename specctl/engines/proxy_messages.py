@@ -23,27 +23,9 @@ ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
 
 LINE = re.compile(rb"\r\n|\n|\r")
 END = re.compile(rb"((?:\r\n|\n|\r(?!\n|\Z)){2})")  # a CR at the end of the received bytes may be half of a CRLF
+LONGEST_EVENT = 16 * 2**20  # bytes
+LONGEST_TEXT = 2**24  # tokens of one text; a larger number is not believed
 DATA, BYTE_ORDER_MARK = b"data:", b"\xef\xbb\xbf"
-
-CLIENT_PATHS = (
-    "/v1/",
-    "/generate",
-    "/health",
-    "/ping",
-    "/version",
-    "/metrics",
-    "/tokenize",
-    "/detokenize",
-    "/get_model_info",
-)
-"""Beginnings of the paths that clients may request. All other paths change a server, or stop it."""
-
-
-def is_open(path: str) -> bool:
-    """Whether clients may request a path. Refuses `.`, `..` and escapes: they lead elsewhere than they begin."""
-    if {".", ".."} & {*path.replace("\\", "/").split("/")} or "%" in path:
-        return False
-    return any(path.startswith(one) if one.endswith("/") else path == one for one in CLIENT_PATHS)
 
 
 def is_recordable(engine: str, path: str, body: Any) -> bool:
@@ -90,7 +72,7 @@ def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts |
         return None
     about = said.get("meta_info" if engine == "sglang" else "usage")
     tokens = about.get("completion_tokens") if isinstance(about, dict) else None
-    if not isinstance(about, dict) or type(tokens) is not int or tokens < 1:
+    if not isinstance(about, dict) or type(tokens) is not int or not 1 <= tokens <= LONGEST_TEXT:
         return None
     return TextCounts(tokens, sglang.own_drafting(about) if engine == "sglang" else vllm.own_drafting(said))
 
@@ -120,15 +102,23 @@ def without_added_fields(document: Any, added: frozenset[str]) -> Any | None:
 async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     """Split a stream into its events (server-sent events, HTML Standard §9.2), each with the empty line that ends it.
 
-    Lines end with CR, LF or CRLF only: JSON may contain other characters that Unicode counts as line ends.
+    Lines end with CR, LF or CRLF only: JSON may contain other characters that Unicode counts as line ends. More than
+    `LONGEST_EVENT` bytes without an end are passed on as one event.
     """
-    rest = b""
+    rest, start = bytearray(), 0
     async for part in parts:
-        *whole, rest = END.split(rest + part)
-        for event, end in zip(whole[::2], whole[1::2], strict=True):
-            yield event + end
+        rest += part
+        done = 0
+        while (found := END.search(rest, start)) is not None:
+            yield bytes(rest[done : found.end()])
+            done = start = found.end()
+        del rest[:done]
+        if len(rest) > LONGEST_EVENT:
+            yield bytes(rest)
+            rest.clear()
+        start = max(0, len(rest) - 3)  # an end has up to four bytes
     if rest:
-        yield rest
+        yield bytes(rest)
 
 
 def data_of(event: bytes) -> bytes:
@@ -141,7 +131,7 @@ def piece_of(event: bytes) -> Any:
     """The JSON in an event, or None if it has no valid JSON."""
     try:
         return json.loads(data_of(event))
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
 
 
@@ -154,7 +144,7 @@ def restored_event(event: bytes, piece: Any, added: frozenset[str]) -> bytes:
     if shown is None:
         return b""
     others = [line + b"\n" for line in LINE.split(event) if line and not line.startswith(DATA)]
-    return b"".join(others) + f"data: {json.dumps(shown, ensure_ascii=False)}\n\n".encode()
+    return b"".join(others) + f"data: {json.dumps(shown)}\n\n".encode()  # in ASCII: it may hold lone surrogates
 
 
 def joined(pieces: Sequence[Any]) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from specctl.recipe.sections import (
     WriterRecipe,
 )
 from specctl.recipe.select import GameRecipe, PolicyRecipe, PoolRecipe, SelectRecipe
+from specctl.recipe.serve import LimitsRecipe, ServeRecipe
 from specctl.recipe.server import ServerRecipe
 from specctl.recipe.stream import LearningRecipe, StreamRecipe
 from specctl.recipe.train import (
@@ -72,6 +73,7 @@ __all__ = [
     "LearnerOptions",
     "LearnerRecipe",
     "LearningRecipe",
+    "LimitsRecipe",
     "LoraRecipe",
     "OnlineRecipe",
     "OptimizerRecipe",
@@ -83,6 +85,7 @@ __all__ = [
     "SamplingRecipe",
     "Section",
     "SelectRecipe",
+    "ServeRecipe",
     "ServerRecipe",
     "StreamRecipe",
     "TargetRecipe",

@@ -38,6 +38,8 @@ ENV_SWITCHES = {
 """Environment variables that are not recipe keys, with their values; kernel dispatch and decoding loop read them."""
 ENV_SIZES = ("SPECCTL_KV_GIB",)
 """Further such variables, with a number of GiB as their value."""
+ENV_SECRETS = ("SPECCTL_API_KEY", "SPECCTL_SERVE_KEY")
+"""Keys of servers. They are read where they are sent or compared, and stored nowhere."""
 
 
 class Setting(NamedTuple):
@@ -197,6 +199,8 @@ def _from_environment(command: str, environ: Mapping[str, str], problems: list[s
     others = {field for other in RECIPES.values() for field in other.model_fields} - aliases.fields_of(command)
     for name, value in sorted(environ.items()):
         path = tuple(name.removeprefix(ENVIRONMENT).lower().split("__"))
+        if name in ENV_SECRETS:
+            continue
         if name in ENV_SIZES:
             if value and not _is_size(value):
                 problems.append(f"{name}: must be a number of GiB above 0 (got {brief(repr(value))})")

@@ -18,7 +18,7 @@ from specctl.drafters.text.lookup import DEPTH
 from specctl.drafters.tree import DepthLimited, Shaped, TreeDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import TEXT_DRAFTERS
-from specctl.recipe import DraftingRecipe, PoolRecipe, SelectRecipe
+from specctl.recipe import DraftingRecipe, PoolRecipe, SelectRecipe, ServeRecipe
 from specctl.recipe.select import ArmRecipe
 from specctl.selection.arm import Arm, taps_of
 from specctl.selection.companion import Companion
@@ -27,7 +27,7 @@ PLAIN = "no draft"
 DEFAULT_POOL = Path("drafters")
 
 
-def pool_paths(recipe: PoolRecipe) -> list[str]:
+def pool_paths(recipe: PoolRecipe | ServeRecipe) -> list[str]:
     """Paths and names of the pool's drafters. If there are fewer than two, the untrained drafters join.
 
     Raises UsageError (a drafter twice), CheckpointError (no drafter in a pool other than the default one).
@@ -51,7 +51,7 @@ def _directories(named: Path | None) -> list[Path]:
 
 
 def load_pool(
-    recipe: PoolRecipe, target: Target, paths: Iterable[str], companion: Companion | None = None
+    recipe: PoolRecipe | ServeRecipe, target: Target, paths: Iterable[str], companion: Companion | None = None
 ) -> dict[str, Drafter]:
     """Load the drafters by name. One that cannot be used is left out with a warning; with `strict` it is an error.
 

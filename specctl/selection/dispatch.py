@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from specctl import progress
-from specctl.engines.proxy import ServerChoice
 from specctl.engines.proxy_messages import TextCounts
 from specctl.engines.records import DraftCounters
+from specctl.engines.server_choice import ServerChoice
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies import registry
@@ -108,7 +108,8 @@ class Dispatcher:
 
     def learn(self, choice: ServerChoice, url: str, counts: TextCounts) -> None:
         """Learn from a text. A server that does not report its accepted tokens counts as if it had accepted none."""
-        assert isinstance(choice, PromptChoice)
+        if not isinstance(choice, PromptChoice):  # the choice had failed
+            return
         if counts.drafting is None and url not in self._silent:
             self._silent.add(url)
             progress.warn(

@@ -182,8 +182,8 @@ def test_what_a_server_does_not_answer_others_do(engines, tmp_path, capsys, faul
 
 
 def test_a_server_that_died_is_used_again_once_it_is_back(engines, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("specctl.engines.proxy.FIRST_REST_S", 0.0)
-    monkeypatch.setattr("specctl.engines.proxy.LONGEST_REST_S", 0.0)
+    monkeypatch.setattr("specctl.gateway.running_engines.FIRST_REST_S", 0.0)
+    monkeypatch.setattr("specctl.gateway.running_engines.LONGEST_REST_S", 0.0)
     sql, math = engines
     with routing(recipe(tmp_path, sql, math), capsys) as (address, found):
         for _ in range(10):

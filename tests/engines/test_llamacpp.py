@@ -146,7 +146,7 @@ def test_hidden_states_and_new_drafters_are_refused(engine, text, tmp_path):
 
 def test_route_does_not_read_its_counters(engine, text, tmp_path):
     both = FakeEngine(text.tokenizer, "llama.cpp")
-    with both, pytest.raises(UsageError, match="route reads the draft counters of vLLM and SGLang"):
+    with both, pytest.raises(UsageError, match="passed on to vLLM and SGLang only"):
         routing.route(
             RouteRecipe(server=ServerRecipe(urls=[engine.url, both.url]), listen="127.0.0.1:0"), Run(tmp_path)
         )

@@ -57,22 +57,6 @@ def test_requests_of_one_text_are_kept(engine, path, body, kept):
     assert proxy_messages.is_recordable(engine, path, body) is kept
 
 
-def test_clients_may_ask_for_texts_and_not_for_changes():
-    for path in ("/v1/models", "/v1/chat/completions", "/health", "/metrics", "/tokenize", "/generate"):
-        assert proxy_messages.is_open(path)
-    for path in (
-        "/collective_rpc",
-        "/pause",
-        "/update_weights",
-        "/shutdown",
-        "/health/../pause",
-        "/v1",
-        "/",
-        "/v1/../pause",
-    ):
-        assert not proxy_messages.is_open(path)
-
-
 def test_events_end_at_empty_lines_alone():
     """JSON may hold U+2028 and U+0085 as they are, which Unicode takes for ends of lines."""
     wanted = [b'data: {"text": "a\xe2\x80\xa8b\xc2\x85c"}\n\n', b": ping\n\n", b"data: [DONE]\n\n", b"rest"]

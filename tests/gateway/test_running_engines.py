@@ -18,8 +18,11 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, StreamingResponse
 from starlette.routing import Route
 
-from specctl.engines import proxy
 from specctl.errors import UsageError
+from specctl.gateway import proxy_process, running_engines, traffic_log
+from specctl.gateway.metrics import Meter
+from specctl.gateway.running_engines import RunningEngines
+from specctl.gateway.sse import EventResponse
 
 WORDS = ["SEL", "ECT", " a\u2028b\x85", " é"]
 
@@ -68,6 +71,14 @@ class Engine:
 
 
 @contextmanager
+def running(*options):
+    """The address of a gateway in a process of its own."""
+    with proxy_process.running(*options) as (address, check):
+        yield address
+        check()
+
+
+@contextmanager
 def served(engine):
     routes = [
         Route("/v1/chat/completions", engine.chat, methods=["POST"]),
@@ -99,7 +110,7 @@ def log(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def address(engine, log):
-    with served(engine) as url, proxy.running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
+    with served(engine) as url, running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             http.get(f"{address}/v1/models")
         yield address
@@ -140,6 +151,18 @@ def test_a_stream_comes_piece_by_piece_as_it_would(engine, address, log, usage):
     assert row["response"]["choices"][0]["token_ids"] == [5, 6, 7, 8] and row["response"]["metrics"]
 
 
+def test_a_client_library_that_was_written_elsewhere(address):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+    ask = {"model": "toy", "messages": [{"role": "user", "content": "x"}]}
+    assert client.chat.completions.create(**ask).choices[0].message.content == "".join(WORDS)
+    pieces = client.chat.completions.create(**ask, stream=True)
+    assert "".join(piece.choices[0].delta.content for piece in pieces) == "".join(WORDS)
+    assert [model.id for model in client.models.list()] == ["toy"]
+    with pytest.raises(openai.BadRequestError):
+        client.chat.completions.create(model="toy", messages=[])
+
+
 def test_refusals_and_other_pages_pass_through_and_are_not_kept(address, log):
     before = len(lines(log))
     assert httpx.post(f"{address}/v1/chat/completions", json=chat(messages=[])).status_code == 400
@@ -158,7 +181,7 @@ def test_nothing_that_changes_an_engine_gets_through(address):
 def test_a_client_that_leaves_ends_the_work(tmp_path):
     engine = Engine(pause=0.2)
     log = tmp_path / "log"
-    with served(engine) as url, proxy.running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
+    with served(engine) as url, running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             with http.stream("POST", f"{address}/v1/chat/completions", json=chat(stream=True)) as answer:
                 next(answer.iter_raw())
@@ -173,7 +196,7 @@ def test_requests_are_finished_when_it_ends(tmp_path):
     engine = Engine(pause=0.3)
     got = []
     with served(engine) as url:
-        with proxy.running("127.0.0.1:0", {url: "vllm"}, tmp_path / "log", 2**20) as address:
+        with running("127.0.0.1:0", {url: "vllm"}, tmp_path / "log", 2**20) as address:
 
             def ask():
                 with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
@@ -191,7 +214,7 @@ def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
     one, other = Engine(pause=0.2), Engine(pause=0.2)
     with served(one) as url, served(other) as second:
         servers = {url: "vllm", second: "vllm", "http://127.0.0.1:1": "vllm"}
-        with proxy.running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
+        with running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
             with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
                 http.get(f"{address}/v1/models")
             codes = []
@@ -205,18 +228,18 @@ def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
 
 
 def test_no_engine_and_no_place(tmp_path):
-    with proxy.running("127.0.0.1:0", {"http://127.0.0.1:1": "vllm"}, tmp_path / "log", 2**20) as address:
+    with running("127.0.0.1:0", {"http://127.0.0.1:1": "vllm"}, tmp_path / "log", 2**20) as address:
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             assert http.get(f"{address}/v1/models").status_code == 502
         with (
             pytest.raises(UsageError, match="cannot listen on"),
-            proxy.running(address.removeprefix("http://"), {}, tmp_path / "b", 1),
+            running(address.removeprefix("http://"), {}, tmp_path / "b", 1),
         ):
             pass
 
 
 def test_a_log_that_begins_anew_is_private_too(tmp_path):
-    log = proxy.opened(tmp_path / "log", 100)
+    log = traffic_log.opened(tmp_path / "log", 100)
     for number in range(10):
         log.info(json.dumps({"number": number, "text": "x" * 30}))
     files = sorted(tmp_path.iterdir())
@@ -227,13 +250,13 @@ def test_a_log_that_begins_anew_is_private_too(tmp_path):
 def test_a_log_is_private_whatever_was_there(tmp_path, pipe):
     (tmp_path / "log").write_text("")
     (tmp_path / "log").chmod(0o644)
-    proxy.close(proxy.opened(tmp_path / "log", 100))
+    traffic_log.close(traffic_log.opened(tmp_path / "log", 100))
     assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
     (tmp_path / "link").symlink_to(tmp_path / "victim")
     for path, words in ((tmp_path / "link", "a symbolic link"), (pipe(tmp_path / "pipe"), "a named pipe")):
         with pytest.raises(OSError, match=words):
-            proxy.opened(path, 100)
-        with pytest.raises(OSError, match=words), proxy.running("127.0.0.1:0", {}, path, 100):
+            traffic_log.opened(path, 100)
+        with pytest.raises(OSError, match=words), running("127.0.0.1:0", {}, path, 100):
             pass
     assert not (tmp_path / "victim").exists()
 
@@ -243,7 +266,7 @@ def test_a_log_of_another_user_is_not_written(tmp_path, monkeypatch):
     (tmp_path / "log").write_text("")
     monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(PermissionError, match="file of another user"):
-        proxy.opened(tmp_path / "log", 100)
+        traffic_log.opened(tmp_path / "log", 100)
 
 
 class Full(io.StringIO):
@@ -259,7 +282,7 @@ class Full(io.StringIO):
 
 def test_a_full_disk_is_told_of_once_and_without_words(tmp_path, capfd):
     """Logging's own way is to print the record, which is what a client has written."""
-    log = proxy.opened(tmp_path / "log", 2**20)
+    log = traffic_log.opened(tmp_path / "log", 2**20)
     (handler,) = log.handlers
     handler.stream.close()
     handler.stream = Full()
@@ -282,7 +305,7 @@ class Torn(Full):
 
 
 def test_half_a_line_on_a_full_disk_spoils_no_later_line(tmp_path):
-    log = proxy.opened(tmp_path / "log", 2**20)
+    log = traffic_log.opened(tmp_path / "log", 2**20)
     (handler,) = log.handlers
     handler.stream.close()
     handler.stream = Torn()
@@ -295,20 +318,20 @@ def test_half_a_line_on_a_full_disk_spoils_no_later_line(tmp_path):
 def test_addresses_are_no_arguments_of_the_process(tmp_path):
     """All users can read these, and an address may hold a password."""
     servers = {"http://me:HUSH@127.0.0.1:1": "vllm"}
-    with proxy.running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
+    with running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
         with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
             assert http.get(f"{address}/v1/models").status_code == 502, "it has its settings"
         commands = [one.cmdline() for one in psutil.Process().children(recursive=True)]
-    assert any("specctl.engines.proxy" in one for one in commands) and "HUSH" not in str(commands)
+    assert any("specctl.gateway.proxy_process" in one for one in commands) and "HUSH" not in str(commands)
 
 
 def test_a_server_that_fails_is_asked_last_for_a_while(tmp_path):
     """Where its address leads nowhere every request would wait for it first."""
     now, rest = time.monotonic(), None
     for seconds in (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0):
-        rest = proxy.Backoff.after(rest)
+        rest = running_engines.Backoff.after(rest)
         assert rest.seconds == seconds and rest.until >= now + seconds
-    through = proxy.Proxy({"http://a": "vllm", "http://b": "vllm"}, None)
+    through = RunningEngines({"http://a": "vllm", "http://b": "vllm"}, Meter("toy"))
     through._failed("http://a")
     assert sorted(["http://a", "http://b"], key=through._resting) == ["http://b", "http://a"]
     assert through.failures == {"http://a": 1, "http://b": 0}
@@ -331,7 +354,7 @@ def test_a_client_that_leaves_before_its_stream_begins_is_noticed(version):
     async def send(message):
         raise OSError("gone")
 
-    relay = proxy.StreamRelay(events(), 200, {}, done)
+    relay = EventResponse(events(), done)
     scope = {"type": "http", "asgi": {"version": "3.0", "spec_version": version}}
     with contextlib.suppress(Exception):
         asyncio.run(relay(scope, receive, send))

@@ -1,0 +1,84 @@
+"""The gateway as an ASGI application: its paths and methods, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from specctl.gateway.backend import Backend
+from specctl.gateway.limits import Guard
+from specctl.gateway.openai_errors import ApiError
+from specctl.recipe.serve import LimitsRecipe
+
+PAGE = Path(__file__).resolve().parent.parent / "assets/serve.html"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+TEXT_PATHS = ("/v1/chat/completions", "/v1/completions")
+MODEL_PATHS = ("/v1/models", "/v1/models/{name:path}")
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def make_app(
+    backend: Backend,
+    limits: LimitsRecipe,
+    key: str | None = None,
+    *,
+    text_paths: Sequence[str] = TEXT_PATHS,
+    other_paths: Sequence[str] = MODEL_PATHS,
+) -> Guard:
+    """Make the application.
+
+    Args:
+        key: API key that clients must send, or None.
+        text_paths: paths with texts as answers (POST).
+        other_paths: paths that the back end answers besides (GET).
+    """
+    page = front_page()
+
+    async def texts(request: Request) -> Response:
+        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if kind != "application/json":  # a page of another site can send all other types without asking
+            raise ApiError("send the header 'Content-Type: application/json'", 415)
+        return await backend.texts(request, await request.body())
+
+    async def metrics(request: Request) -> Response:
+        return Response(backend.meter.page(), media_type=METRICS_TYPE)
+
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"}) if backend.healthy() else JSONResponse({"status": "failed"}, 503)
+
+    async def front(request: Request) -> Response:
+        return HTMLResponse(page, headers={"content-security-policy": POLICY, "x-content-type-options": "nosniff"})
+
+    routes = [Route(path, texts, methods=["POST"]) for path in text_paths]
+    routes += [Route(path, backend.other, methods=["GET"]) for path in other_paths]
+    routes += [Route("/metrics", metrics), Route("/health", health), Route("/", front)]
+    handlers = {ApiError: _api_error, HTTPException: _http_error}
+    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    app.router.redirect_slashes = False
+    return Guard(app, limits, backend.meter, key)
+
+
+def front_page() -> str:
+    """The page that shows the metrics."""
+    return PAGE.read_text(encoding="utf-8")
+
+
+async def _api_error(request: Request, error: ApiError) -> Response:
+    return error.response
+
+
+async def _http_error(request: Request, error: HTTPException) -> Response:
+    path = request.url.path[:200]
+    if error.status_code == 405:
+        response: Response = ApiError(f"{request.method[:20]} is not allowed on {path}", 405).response
+        response.headers.update(error.headers or {})
+        return response
+    return ApiError(f"there is no {path}" if error.status_code == 404 else error.detail, error.status_code).response

@@ -1,0 +1,124 @@
+"""Controller of the gateway's engine: one drafter, or a policy that chooses among a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+
+from specctl import progress
+from specctl.decoding.plain import PLAIN
+from specctl.decoding.prompt_features import PromptClusters
+from specctl.decoding.protocols import Controller, Drafter, Proposer
+from specctl.decoding.records import Label, RoundResult, Sequence
+from specctl.decoding.state import DecodeState
+from specctl.decoding.target import Target
+from specctl.gateway.faults import where
+from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.selection.arm import Arm
+from specctl.selection.arms import plain_arm
+from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
+from specctl.selection.controller import RoundLine, Selector, Tally
+from specctl.selection.policies import registry
+from specctl.selection.policies.policy import Arms, Policy
+
+OnDrafterRound = Callable[[str, str, int, int, int], None]
+"""Called with the query, the drafter's name, and the numbers of committed and accepted tokens and of draft depths."""
+TALLY_ROUNDS = 10_000  # rounds after which the selector's lists of timings begin again
+
+
+class GuardedController(Controller):
+    """A selector that costs its opinion if it raises: the round is decoded without a draft, and it starts anew.
+
+    Attributes:
+        failures: number of times that the selector raised.
+    """
+
+    def __init__(self, selector: Selector):
+        self.selector = selector
+        self.on_failure: Callable[[], None] = lambda: None
+        self.taps, self.keeps_hidden = selector.taps, selector.keeps_hidden
+        self.accepts_late_counts = False  # rounds run on the host: the texts of a batch have different drafters
+        self.failures = self._rounds = 0
+        self._texts: list[Sequence] = []
+        self._played_plain = False
+
+    def report_to(self, note: OnDrafterRound, on_failure: Callable[[], None]) -> None:
+        """Call `note` with every finished round, and `on_failure` when the selector raises."""
+
+        def on_round(line: RoundLine) -> None:
+            note(line.query, line.arm, line.committed, line.accepted, line.drafted)
+
+        self.selector.on_round, self.on_failure = on_round, on_failure
+
+    def begin(self, text: Sequence) -> None:
+        self._texts.append(text)
+        self._guarded(partial(self.selector.begin, text))
+
+    def end(self, text: Sequence) -> None:
+        if text in self._texts:
+            self._texts.remove(text)
+            self._guarded(partial(self.selector.end, text))
+
+    def choose(self, state: DecodeState) -> Proposer | None:
+        try:
+            self._played_plain = False
+            return self.selector.choose(state)
+        except Exception as error:
+            self._start_anew(error)
+            self._played_plain = True
+            return PLAIN
+
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        if not self._played_plain:
+            self._guarded(partial(self.selector.observe, state, result))
+        self._rounds += 1
+        if self._rounds % TALLY_ROUNDS == 0:
+            self.selector.tally = Tally()
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._start_anew(error)
+
+    def _start_anew(self, error: Exception) -> None:
+        """Let the selector forget everything, and begin the texts of the batch again."""
+        self.failures += 1
+        self.on_failure()
+        if self.failures == 1:
+            progress.warn(f"the policy that chooses drafters failed, and starts anew: {where(error)}")
+        self.selector.forget()
+        for text in self._texts:
+            with suppress(Exception):  # a text that cannot begin is decoded plainly, and tried again in every round
+                self.selector.begin(text)
+
+
+def controller_for(
+    target: Target,
+    drafters: Mapping[str, Drafter],
+    kinds: Mapping[str, PromptClusters],
+    name: str,
+    policy: PolicyRecipe,
+    game: GameRecipe,
+) -> GuardedController:
+    """Controller that plays the policy `name` for every text, with the drafters as arms.
+
+    `kinds`: kinds of prompts that drafters were trained on. Raises UsageError for a policy that cannot play.
+    """
+    arms = [Arm(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
+    if plays_for_seconds(arms, name, game):
+        arms = [plain_arm(), *arms]
+
+    def new_policy(seeded: Arms, text: Label) -> Policy:
+        return registry.build(name, seeded, policy)
+
+    selector = make_selector(
+        target,
+        arms,
+        name,
+        game,
+        new_policy,
+        Decoding(lambda: plain_step(target, 1), seed=0, on_round=None),
+    )
+    return GuardedController(selector)

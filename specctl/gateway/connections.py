@@ -1,0 +1,127 @@
+"""Connections of the HTTP server: limits on their number, on idle time and on slow headers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+from contextlib import suppress
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from specctl.gateway.metrics import Meter
+from specctl.recipe.serve import LimitsRecipe
+
+MOST_CONNECTIONS = 16384
+SPARE_FILES = 192  # files that remain for engines, templates, logs, and connections being accepted
+BACKLOG = 64  # connections that are accepted in one turn of the event loop, before the limit can act
+
+
+def most_connections(limits: LimitsRecipe) -> int:
+    """Number of connections that may be open. The process's limit of open files is raised as far as the system allows.
+
+    Without free files the event loop can accept no connection, and logs that without end.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    held = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 128
+    free = MOST_CONNECTIONS if soft == resource.RLIM_INFINITY else soft - held - SPARE_FILES
+    return max(16, min(limits.connections or MOST_CONNECTIONS, free))
+
+
+class ConnectionTable:
+    """The open connections of a server: one beyond the limit closes the connection that has been idle longest.
+
+    Attributes:
+        idle: connections without a request in flight, the oldest first.
+    """
+
+    def __init__(self, limits: LimitsRecipe, meter: Meter):
+        self.limits, self.meter = limits, meter
+        self.most = most_connections(limits)
+        self.idle: dict[Connection, None] = {}
+        self.open = 0
+
+    def opened(self, connection: Connection) -> bool:
+        """Note a new connection. Returns False if it must be closed, because all others are in use."""
+        self.open += 1
+        self.meter.connections.set(self.open)
+        if self.open > self.most:
+            self.meter.refused("connections")
+            if not self.idle:
+                return False
+            oldest = next(iter(self.idle))
+            del self.idle[oldest]
+            oldest.transport.abort()
+        self.idle[connection] = None
+        return True
+
+    def closed(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self.open -= 1
+        self.meter.connections.set(self.open)
+        self.idle.pop(connection, None)
+
+    def protocol(self, *args: Any, **options: Any) -> Connection:
+        """Make the protocol of a new connection, as uvicorn's `http_protocol_class`."""
+        return Connection(self, *args, **options)
+
+
+class Connection(H11Protocol):
+    """A connection that is closed if the headers of a request take too long."""
+
+    def __init__(self, table: ConnectionTable, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.table = table
+        self._header_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.table.opened(self):
+            self._await_headers()
+        else:
+            transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._between_requests:
+            if self._header_timer is None:
+                self._await_headers()
+        else:
+            self._stop_timer()
+            self.table.idle.pop(self, None)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._between_requests and not self.transport.is_closing():
+            self.table.idle[self] = None
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+        self._unset_keepalive_if_required()
+        self.table.closed(self)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing to say: the request is answered as if it asked for no upgrade."""
+
+    @property
+    def _between_requests(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete
+
+    def _await_headers(self) -> None:
+        self._header_timer = self.loop.call_later(self.table.limits.header_s, self._too_slow)
+
+    def _too_slow(self) -> None:
+        self._header_timer = None
+        if self._between_requests:
+            self.table.meter.refused("header_s")
+            self.transport.abort()
+
+    def _stop_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None

@@ -1,0 +1,174 @@
+"""Counters of the gateway, as a page of metrics. They have vLLM's names where vLLM has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
+FIRST_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+WHOLE_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
+
+disable_created_metrics()  # one sample per counter that nothing reads
+
+
+@dataclass
+class DrafterCounts:
+    """Sums over the rounds of one drafter.
+
+    Attributes:
+        texts: texts of which it drafted most rounds.
+        drafted: sum of the depths of its drafts.
+        accepted_at: number of rounds that accepted the token at each depth.
+    """
+
+    texts: int = 0
+    rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    accepted_at: list[int] = field(default_factory=list)
+
+    def add(self, committed: int, accepted: int, depth: int) -> None:
+        """Count one round of one text."""
+        self.rounds += 1
+        self.tokens += committed
+        self.drafted += depth
+        self.accepted += accepted
+        if accepted > len(self.accepted_at):
+            self.accepted_at += [0] * (accepted - len(self.accepted_at))
+        for place in range(accepted):
+            self.accepted_at[place] += 1
+
+    def add_text(self, rounds: int, tokens: int, drafted: int, accepted: int, accepted_at: list[int]) -> None:
+        """Count all rounds of one text."""
+        self.texts += 1
+        self.rounds += rounds
+        self.tokens += tokens
+        self.drafted += drafted
+        self.accepted += accepted
+        self.accepted_at += [0] * (len(accepted_at) - len(self.accepted_at))
+        for place, count in enumerate(accepted_at):
+            self.accepted_at[place] += count
+
+    @property
+    def mat(self) -> float | None:
+        """Mean tokens per pass of the target, or None before the first round."""
+        return self.tokens / self.rounds if self.rounds else None
+
+
+class Meter:
+    """Everything that the gateway counts. One thread writes each counter; any thread may read them.
+
+    Attributes:
+        drafters: counts by name of the drafter, or by address of the server.
+    """
+
+    def __init__(self, model: str):
+        self.model = model
+        self.drafters: dict[str, DrafterCounts] = {}
+        self.registry = CollectorRegistry()
+        self.registry.register(_DrafterCollector(self))
+        label = ("model_name",)
+        self._finished = self._counter("vllm:request_success", "Finished texts.", "finished_reason")
+        self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.").labels(model)
+        self.tokens = self._counter("vllm:generation_tokens", "Generated tokens.").labels(model)
+        self.first_s = self._histogram("vllm:time_to_first_token_seconds", "To the first token.", FIRST_SECONDS)
+        self.between_s = self._histogram("vllm:inter_token_latency_seconds", "Between two parts.", TOKEN_SECONDS)
+        self.whole_s = self._histogram("vllm:e2e_request_latency_seconds", "To the end of a text.", WHOLE_SECONDS)
+        self._running = Gauge("vllm:num_requests_running", "Texts being decoded.", label, registry=self.registry)
+        self._waiting = Gauge("vllm:num_requests_waiting", "Texts that wait.", label, registry=self.registry)
+        self._answers = Counter(
+            "specctl:http_responses", "Responses by status.", ("path", "status"), registry=self.registry
+        )
+        self._refused = Counter("specctl:refused", "Requests refused by a limit.", ("limit",), registry=self.registry)
+        self.in_flight = Gauge("specctl:http_requests_in_flight", "Requests in flight.", registry=self.registry)
+        self.connections = Gauge("specctl:connections", "Open connections.", registry=self.registry)
+        self.faults = Counter("specctl:faults", "Errors of the gateway's own parts.", ("part",), registry=self.registry)
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(name, help, ("model_name", *labels), registry=self.registry)
+
+    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(name, help, ("model_name",), buckets=buckets, registry=self.registry)
+        return made.labels(self.model)
+
+    def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Read the number of texts in the batch, and of waiting ones, whenever the page is made."""
+        self._running.labels(self.model).set_function(running)
+        self._waiting.labels(self.model).set_function(waiting)
+
+    def drafter(self, name: str) -> DrafterCounts:
+        """The counts of a drafter."""
+        if name not in self.drafters:
+            self.drafters[name] = DrafterCounts()
+        return self.drafters[name]
+
+    def finished(self, reason: str) -> None:
+        """Count a text that ended."""
+        self._finished.labels(self.model, reason).inc()
+
+    def answered(self, path: str, status: int) -> None:
+        """Count a response."""
+        self._answers.labels(path, str(status)).inc()
+
+    def refused(self, limit: str) -> None:
+        """Count a request that a limit refused."""
+        self._refused.labels(limit).inc()
+
+    def fault(self, part: str) -> None:
+        """Count an error of a part of the gateway."""
+        self.faults.labels(part).inc()
+
+    def page(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class _DrafterCollector(Collector):
+    """Metrics made of `Meter.drafters` when they are read."""
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+
+    def collect(self) -> Iterator[Metric]:
+        counts, model = dict(self.meter.drafters), self.meter.model
+        total = DrafterCounts()
+        for one in counts.values():
+            total.add_text(one.rounds, one.tokens, one.drafted, one.accepted, one.accepted_at)
+        sums = {
+            "drafts": (total.rounds, "Verified drafts."),
+            "draft_tokens": (total.drafted, "Depths of drafts."),
+            "accepted_tokens": (total.accepted, "Accepted draft tokens."),
+        }
+        for name, (value, help) in sums.items():
+            made = CounterMetricFamily(f"vllm:spec_decode_num_{name}", help, labels=("model_name",))
+            made.add_metric((model,), value)
+            yield made
+        places = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "By position.", labels=("model_name", "position")
+        )
+        for place, value in enumerate(total.accepted_at):
+            places.add_metric((model, str(place)), value)
+        yield places
+        for name, help in (
+            ("texts", "Texts that a drafter drafted, or a server wrote."),
+            ("rounds", "Passes of the target by drafter or server."),
+            ("tokens", "Committed tokens by drafter or server."),
+            ("accepted", "Accepted draft tokens by drafter or server."),
+        ):
+            made = CounterMetricFamily(f"specctl:drafter_{name}", help, labels=("drafter",))
+            for drafter, one in counts.items():
+                made.add_metric((drafter,), getattr(one, name))
+            yield made

@@ -1,0 +1,150 @@
+"""Answers of OpenAI's API: whole documents, and the pieces of streams."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from specctl.decoding.records import Decoded
+from specctl.gateway.engine_thread import TextPart
+from specctl.gateway.logprobs import TokenLogprob
+
+TokenText = Callable[[int], str]
+
+
+@dataclass
+class Usage:
+    """Numbers of tokens of a request."""
+
+    prompt: int
+    completion: int = 0
+
+    @property
+    def document(self) -> dict[str, int]:
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.completion,
+            "total_tokens": self.prompt + self.completion,
+        }
+
+
+@dataclass
+class PartialAnswer:
+    """One answer while its parts arrive."""
+
+    text: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish: str | None = None
+    stats: Decoded | None = None
+
+    def add(self, part: TextPart) -> None:
+        """Append a part."""
+        self.text.append(part.text)
+        self.logprobs += part.logprobs or []
+        self.finish = part.finish or self.finish
+        self.stats = part.stats or self.stats
+
+
+class AnswerFormat:
+    """Documents of one request, either a chat or a completion."""
+
+    def __init__(self, chat: bool, model: str, token_text: TokenText, wants_logprobs: bool):
+        self.chat, self.model, self.token_text, self.wants_logprobs = chat, model, token_text, wants_logprobs
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self._head = f'data: {{"id":"{self.id}","object":"{self._kind(True)}","created":{self.created},"model":'
+        self._head += json.dumps(model) + ',"choices":['
+
+    def _kind(self, stream: bool) -> str:
+        if self.chat:
+            return "chat.completion.chunk" if stream else "chat.completion"
+        return "text_completion"
+
+    def whole(self, choices: list[PartialAnswer], usage: Usage) -> dict[str, Any]:
+        """The document of a finished request."""
+        made = []
+        for index, choice in enumerate(choices):
+            text = "".join(choice.text)
+            one: dict[str, Any] = {"index": index, "finish_reason": choice.finish, "logprobs": None}
+            one |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            if self.wants_logprobs:
+                one["logprobs"] = self._logprobs(choice.logprobs, 0)
+            made.append(one)
+        about = {"id": self.id, "object": self._kind(False), "created": self.created, "model": self.model}
+        metrics = draft_metrics([choice.stats for choice in choices if choice.stats is not None])
+        return about | {"choices": made, "usage": usage.document} | ({"metrics": metrics} if metrics else {})
+
+    def first(self, index: int) -> bytes:
+        """The first piece of a chat's answer, which names the role."""
+        choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        return self._piece(choice)
+
+    def piece(self, part: TextPart, offset: int) -> bytes:
+        """The piece of a stream with a part of a text; `offset`: number of characters before it."""
+        if not self.wants_logprobs and part.finish is None:  # most pieces: made without building a document
+            text = json.dumps(part.text)
+            delta = f'"delta":{{"content":{text}}}' if self.chat else f'"text":{text}'
+            body = f'{{"index":{part.index},{delta},"logprobs":null,"finish_reason":null}}]}}\n\n'
+            return (self._head + body).encode()
+        choice: dict[str, Any] = {"index": part.index}
+        choice |= {"delta": {"content": part.text} if part.text else {}} if self.chat else {"text": part.text}
+        choice |= {"logprobs": self._logprobs(part.logprobs or [], offset) if self.wants_logprobs else None}
+        return self._piece(choice | {"finish_reason": part.finish})
+
+    def _piece(self, choice: dict[str, Any]) -> bytes:
+        return (self._head + json.dumps(choice, separators=(",", ":")) + "]}\n\n").encode()
+
+    def usage(self, usage: Usage, stats: list[Decoded]) -> bytes:
+        """The last piece of a stream, for a client that asks for the numbers of tokens."""
+        about: dict[str, Any] = {"usage": usage.document}
+        if metrics := draft_metrics(stats):
+            about["metrics"] = metrics
+        return (self._head + "]," + json.dumps(about, separators=(",", ":"))[1:] + "\n\n").encode()
+
+    def _logprobs(self, found: list[TokenLogprob], offset: int) -> dict[str, Any]:
+        return self._chat_logprobs(found) if self.chat else self._completion_logprobs(found, offset)
+
+    def _chat_logprobs(self, found: list[TokenLogprob]) -> dict[str, Any]:
+        def shown(token: int, logprob: float) -> dict[str, Any]:
+            text = self.token_text(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        return {
+            "content": [
+                shown(one.token, one.logprob) | {"top_logprobs": [shown(*other) for other in one.top]} for one in found
+            ],
+            "refusal": None,
+        }
+
+    def _completion_logprobs(self, found: list[TokenLogprob], offset: int) -> dict[str, Any]:
+        tokens = [self.token_text(one.token) for one in found]
+        offsets = list(_offsets(tokens, offset))
+        tops = [{self.token_text(token): logprob for token, logprob in one.top} for one in found]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [one.logprob for one in found],
+            "top_logprobs": tops if any(tops) else None,
+            "text_offset": offsets,
+        }
+
+
+def _offsets(tokens: list[str], start: int) -> Iterator[int]:
+    for token in tokens:
+        yield start
+        start += len(token)
+
+
+def draft_metrics(stats: list[Decoded]) -> dict[str, Any] | None:
+    """Draft counters of a request in vLLM's form: how many rounds accepted 0, 1, … draft tokens."""
+    rounds = sum(one.target_passes for one in stats)
+    if not rounds or not any(one.drafted for one in stats):
+        return None
+    depth = max(len(one.accepted_by_depth) for one in stats)
+    at = [sum(one.accepted_by_depth[d] for one in stats if d < len(one.accepted_by_depth)) for d in range(depth)]
+    histogram = [more - fewer for more, fewer in zip([rounds, *at], [*at, 0], strict=True)]
+    drafted = sum(one.drafted for one in stats)
+    return {"speculative_decoding": {"acceptance_histogram": histogram, "num_draft_tokens": drafted}}

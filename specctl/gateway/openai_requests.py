@@ -1,0 +1,239 @@
+"""Requests of OpenAI's API for texts: their fields, limits and defaults."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any, Literal, Self, TypeVar, cast
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import from_json
+
+from specctl.decoding.sampling import Sampling
+from specctl.gateway.openai_errors import ApiError, of_validation
+
+MOST_ANSWERS = 64  # texts of one request
+MOST_STOPS = 16
+COLDEST = 1e-3  # a lower temperature is greedy: its logits would overflow
+MOST_SEED = 2**63
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "logit_bias": (None, {}),
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "reasoning_effort": (None,),
+    "web_search_options": (None,),
+    "verbosity": (None,),
+    "min_p": (None, 0),
+    "min_tokens": (None, 0),
+    "ignore_eos": (None, False),
+    "use_beam_search": (None, False),
+    "echo": (None, False),
+    "suffix": (None, ""),
+    "skip_special_tokens": (None, True),
+}
+"""Fields of OpenAI and vLLM that this engine does not serve, with the values that ask for nothing."""
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """Options of a stream: `include_usage` adds a last event with the numbers of tokens."""
+
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class TextsRequest(_Body):
+    """Fields that both kinds of requests share."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=2**31)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    seed: Annotated[int, Field(ge=-MOST_SEED, lt=MOST_SEED)] | None = None
+    stop: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)] | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # Fields without an effect on the text.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    parallel_tool_calls: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_neutral_fields(cls, document: Any) -> Any:
+        """Leave out fields that ask for nothing. Raises ApiError if one asks for more than the engine serves."""
+        if not isinstance(document, dict):
+            return document
+        for name in NEUTRAL.keys() & document.keys():
+            value = document[name]
+            if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
+                raise ApiError(f"'{name}' is not supported: leave it out", param=name, code="unsupported_parameter")
+        return {name: value for name, value in document.items() if name not in NEUTRAL}
+
+    @model_validator(mode="after")
+    def _stream_options_of_streams(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise ApiError("'stream_options' is only allowed with 'stream'", param="stream_options")
+        return self
+
+    @property
+    def sampling(self) -> Sampling:
+        """How tokens are drawn. Without values it is OpenAI's default: temperature 1 without filters."""
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return Sampling(
+            temperature if temperature >= COLDEST else 0.0,
+            max(self.top_k or 0, 0),
+            1.0 if self.top_p is None else max(self.top_p, 1e-6),
+            1.0 if self.repetition_penalty is None else self.repetition_penalty,
+        )
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
+
+    @property
+    def answers(self) -> int:
+        """Number of answers to each prompt."""
+        return self.n or 1
+
+    @property
+    def counts_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def first_seed(self) -> int:
+        """Seed of the first answer; the others have the following ones. Without one it is drawn."""
+        return secrets.randbits(62) if self.seed is None else self.seed % MOST_SEED
+
+    @property
+    def limit(self) -> int | None:
+        """Most new tokens, or None for the rest of the context."""
+        return self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        """Number of likely tokens to report with every token, or None."""
+        return None
+
+
+class TextContent(_Body):
+    """A part of a message."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """A message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextContent] | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+    tool_call_id: str | None = None
+
+    def rendered(self) -> dict[str, str]:
+        """The message as chat templates read it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        thinking = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
+        return {"role": role, "content": text, **thinking}
+
+
+class ChatRequest(TextsRequest):
+    """Body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _alternatives_of_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("'top_logprobs' is only allowed with 'logprobs'", param="top_logprobs")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class CompletionRequest(TextsRequest):
+    """Body of /v1/completions."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    best_of: int | None = None
+    return_token_ids: bool | None = None
+
+    @model_validator(mode="after")
+    def _all_answers(self) -> Self:
+        if self.best_of not in (None, self.answers):
+            raise ApiError("'best_of' is not supported: leave it out", param="best_of", code="unsupported_parameter")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts: texts, or lists of ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(cast(list[str | list[int]], self.prompt))
+
+    @property
+    def limit(self) -> int:
+        return self.max_tokens or 16  # OpenAI's default
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+
+Parsed = TypeVar("Parsed", bound=TextsRequest)
+
+
+def parse(kind: type[Parsed], body: bytes) -> Parsed:
+    """Parse the body of a request. Raises ApiError."""
+    try:
+        document = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        reason = str(error).partition(" at line")[0]
+        raise ApiError(f"the body is not valid JSON: {reason}", code="invalid_json") from None
+    if not isinstance(document, dict):
+        raise ApiError("the body must be a JSON object", code="invalid_json")
+    try:
+        return kind.model_validate(document)
+    except ValidationError as error:
+        raise of_validation(error) from None

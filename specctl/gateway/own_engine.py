@@ -1,0 +1,286 @@
+"""Back end with an engine in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any, NoReturn
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+
+from specctl.decoding.records import Label, Request
+from specctl.decoding.target_text import TargetText
+from specctl.errors import DataError
+from specctl.gateway import openai_requests
+from specctl.gateway.engine_thread import Channel, EngineThread, Generation
+from specctl.gateway.metrics import Meter
+from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
+from specctl.gateway.openai_errors import ApiError
+from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, TextsRequest
+from specctl.gateway.sse import DONE, EventResponse, event, unless_gone
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+BUSY_S = 1  # seconds after which a client that was refused may try again
+
+
+class OwnEngine:
+    """Answers requests with the engine of an `EngineThread`.
+
+    Args:
+        target: as the engine's target, or its text side.
+        names: names under which clients may ask for the model; the first is shown.
+        most_waiting: number of texts that may wait for a place in the batch.
+        most_tokens: most new tokens of an answer, or None for the rest of the context.
+        has_logprobs: whether all rounds run on the host, where log probabilities are known.
+        template_kwargs: arguments of the chat template.
+    """
+
+    def __init__(
+        self,
+        thread: EngineThread,
+        target: TargetText,
+        names: list[str],
+        *,
+        most_waiting: int,
+        most_tokens: int | None = None,
+        has_logprobs: bool = True,
+        template_kwargs: dict[str, Any] | None = None,
+    ):
+        self.thread, self.target, self.names = thread, target, names
+        self.meter: Meter = thread.meter
+        self.most_waiting, self.most_tokens, self.has_logprobs = most_waiting, most_tokens, has_logprobs
+        self.template_kwargs = template_kwargs or {}
+        self.created = int(time.time())
+        self._alive = True
+        # Tokenizing a long prompt takes seconds, in which other requests must go on.
+        self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._longest_token = max(map(len, target.tokenizer.get_vocab()), default=1)
+        self._token_text = functools.lru_cache(65536)(self._text_of_token)
+        self._queries = itertools.count()
+
+    def warm_up(self) -> None:
+        """Start the process of the chat template, before there are other threads."""
+        with suppress(DataError):  # a base model has no chat template
+            self.target.render([{"role": "user", "content": "Hi"}], **self.template_kwargs)
+
+    async def texts(self, request: HttpRequest, body: bytes) -> Response:
+        chat = request.url.path == CHAT
+        asked: TextsRequest = openai_requests.parse(ChatRequest if chat else CompletionRequest, body)
+        self._check_model(asked)
+        prompts = await self._prompts(asked)
+        self._check_room(len(prompts) * asked.answers)
+        channel = Channel()
+        generations = self._generations(asked, prompts, channel)
+        usage = Usage(sum(map(len, prompts)))
+        self.meter.prompt_tokens.inc(usage.prompt)
+        form = AnswerFormat(chat, self.names[0], self._token_text, asked.alternatives is not None)
+        for generation in generations:
+            self.thread.submit(generation)
+        if asked.stream:
+            events = self._events(asked, generations, channel, form, usage)
+            try:
+                first = await unless_gone(request.receive, _first(events))
+            except BaseException:
+                self._cancel(generations)
+                raise
+
+            async def close() -> None:
+                self._cancel(generations)
+
+            return EventResponse(_chained(first, events), close)
+        try:
+            choices = await unless_gone(request.receive, self._finished(generations, channel, usage))
+        finally:
+            self._cancel(generations)
+        return JSONResponse(form.whole(choices, usage))
+
+    async def other(self, request: HttpRequest) -> Response:
+        name = request.path_params.get("name")
+        if name is None and request.url.path != "/v1/models":
+            raise ApiError(f"there is no {request.url.path}", 404)
+        models = [self._model(one) for one in self.names]
+        if name is None:
+            return JSONResponse({"object": "list", "data": models})
+        if name not in self.names:
+            raise self._unknown_model()
+        return JSONResponse(self._model(name))
+
+    def healthy(self) -> bool:
+        return self._alive
+
+    def died(self) -> None:
+        """From now on refuse all requests: the engine's thread has ended."""
+        self._alive = False
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": self.names[0], "engine": "specctl"}
+
+    async def close(self) -> None:
+        self.thread.stop()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
+
+    def _model(self, name: str) -> dict[str, Any]:
+        about = {"id": name, "object": "model", "created": self.created, "owned_by": "specctl"}
+        return about | {"max_model_len": self.target.context_length}
+
+    def _check_model(self, asked: TextsRequest) -> None:
+        if not self._alive:
+            raise ApiError("the engine has failed", 503)
+        if asked.model is not None and asked.model not in self.names:
+            raise self._unknown_model()
+        if asked.alternatives is not None and not self.has_logprobs:
+            raise ApiError("'logprobs' is not supported on this device", param="logprobs", code="unsupported_parameter")
+
+    def _unknown_model(self) -> ApiError:
+        known = " or ".join(self.names)
+        return ApiError(f"the model does not exist: use {known}", 404, param="model", code="model_not_found")
+
+    def _check_room(self, texts: int) -> None:
+        """Refuse texts that would wait behind too many others."""
+        slots = self.thread.engine.options.slots or 0
+        if len(self.thread.open) + texts > slots + self.most_waiting:
+            self.meter.refused("waiting texts")
+            raise ApiError("too many texts are waiting: try again later", 429, code="busy", retry_s=BUSY_S)
+
+    async def _prompts(self, asked: TextsRequest) -> list[list[int]]:
+        """The prompts as ids. Raises ApiError for one that does not fit."""
+        loop = asyncio.get_running_loop()
+        try:
+            if isinstance(asked, ChatRequest):
+                return [await loop.run_in_executor(self._tokenizing, self._rendered, asked)]
+            assert isinstance(asked, CompletionRequest)
+            if not asked.prompts or len(asked.prompts) * asked.answers > openai_requests.MOST_ANSWERS:
+                raise ApiError(f"1 to {openai_requests.MOST_ANSWERS} texts can be asked for at once", param="prompt")
+            return await loop.run_in_executor(self._tokenizing, self._encoded, asked)
+        except ApiError:
+            raise
+        except DataError as error:
+            raise ApiError(error.message, param="messages") from None
+
+    def _rendered(self, asked: ChatRequest) -> list[int]:
+        messages = [message.rendered() for message in asked.messages]
+        self._check_characters(sum(len(message["content"]) for message in messages), "messages")
+        options = self.template_kwargs | (asked.chat_template_kwargs or {})
+        if bad := {"tokenize", "return_dict", "return_tensors", "chat_template", "tools", "documents"} & options.keys():
+            raise ApiError(f"chat_template_kwargs: {min(bad)!r} is not allowed", param="chat_template_kwargs")
+        return self._checked(self.target.render(messages, **options), "messages")
+
+    def _encoded(self, asked: CompletionRequest) -> list[list[int]]:
+        made = []
+        for prompt in asked.prompts:
+            if isinstance(prompt, str):
+                self._check_characters(len(prompt), "prompt")
+                prompt = [int(token) for token in self.target.tokenizer.encode(prompt)]
+            made.append(self._checked(prompt, "prompt"))
+        return made
+
+    def _check_characters(self, count: int, param: str) -> None:
+        """Refuse a text that cannot fit even if all its tokens are the longest ones: reading it takes long."""
+        if count > self.target.context_length * self._longest_token:
+            self._too_long(f"{count} characters", param)
+
+    def _checked(self, ids: list[int], param: str) -> list[int]:
+        if not ids:
+            raise ApiError("the prompt is empty", param=param)
+        if len(ids) >= self.target.context_length:
+            self._too_long(f"{len(ids)} tokens", param)
+        if max(ids) >= self.target.vocab_size:
+            raise ApiError(f"token ids must be below {self.target.vocab_size}", param=param)
+        return ids
+
+    def _too_long(self, size: str, param: str) -> NoReturn:
+        longest = self.target.context_length
+        message = f"the prompt has {size}; this model's context has {longest} tokens, answer included"
+        raise ApiError(message, param=param, code="context_length_exceeded")
+
+    def _generations(self, asked: TextsRequest, prompts: list[list[int]], channel: Channel) -> list[Generation]:
+        seed, made = asked.first_seed(), []
+        for place, ids in enumerate(prompts):
+            room = self.target.context_length - len(ids)
+            limit = min(asked.limit or room, self.most_tokens or room, room)
+            for number in range(asked.answers):
+                label = Label(str(next(self._queries)))
+                request = Request(ids, asked.sampling, limit, (seed + number) % 2**63, label=label)
+                index = place * asked.answers + number
+                made.append(Generation(request, channel, index, asked.stops, asked.alternatives))
+        return made
+
+    def _cancel(self, generations: list[Generation]) -> None:
+        for generation in generations:
+            self.thread.cancel(generation)
+
+    async def _finished(self, generations: list[Generation], channel: Channel, usage: Usage) -> list[PartialAnswer]:
+        """Wait for all answers. Raises ApiError if one fails."""
+        choices = [PartialAnswer() for _ in generations]
+        while any(choice.finish is None for choice in choices):
+            for part in await channel.take():
+                _check(part.error)
+                choices[part.index].add(part)
+                usage.completion += part.tokens
+        return choices
+
+    async def _events(
+        self, asked: TextsRequest, generations: list[Generation], channel: Channel, form: AnswerFormat, usage: Usage
+    ) -> AsyncIterator[bytes]:
+        """The events of a stream. Parts that have come meanwhile are sent together."""
+        unfinished, offsets, stats = len(generations), [0] * len(generations), []
+        begun: set[int] = set()
+        while unfinished:
+            made = []
+            for part in await channel.take():
+                if part.error is not None and not begun:
+                    _check(part.error)
+                if part.error is not None:
+                    made.append(_error_event(part.error))
+                    unfinished = 0
+                    break
+                if form.chat and part.index not in begun:
+                    made.append(form.first(part.index))
+                begun.add(part.index)
+                usage.completion += part.tokens
+                if part.text or part.logprobs or part.last:
+                    made.append(form.piece(part, offsets[part.index]))
+                offsets[part.index] += len(part.text)
+                if part.last:
+                    unfinished -= 1
+                    stats += [part.stats] if part.stats is not None else []
+            if made:
+                yield b"".join(made)
+        if asked.counts_usage:
+            yield form.usage(usage, stats)
+        yield DONE
+
+    def _text_of_token(self, token: int) -> str:
+        return str(self.target.tokenizer.decode([token]))
+
+
+async def _first(events: AsyncIterator[bytes]) -> bytes:
+    return await anext(events)
+
+
+async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for part in rest:
+        yield part
+
+
+def _check(error: Exception | None) -> None:
+    """Raise the error of a text as an ApiError."""
+    if isinstance(error, DataError):
+        raise ApiError(error.message)
+    if error is not None:
+        raise ApiError("the engine failed on this request", 500)
+
+
+def _error_event(error: Exception) -> bytes:
+    try:
+        _check(error)
+    except ApiError as known:
+        return event(known.document)
+    raise AssertionError("a text without an error")

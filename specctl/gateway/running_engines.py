@@ -1,0 +1,360 @@
+"""Back end of running engines: requests are passed on to vLLM or SGLang servers of one target.
+
+Requests and answers pass unchanged, with one exception: a request for one text also asks for token ids and draft
+counters, which are removed from the answer again (`proxy_messages`). Every complete answer becomes a line of the log:
+{"began": seconds since 1970, "request": {…}, "response": {…}}. `specctl distill --from-log` reads these lines too. A
+`Dispatch` learns from the same answers which server should write such texts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+from starlette.requests import Request
+from starlette.responses import Response
+
+from specctl import progress
+from specctl.engines import llamacpp, proxy_messages
+from specctl.engines.client import Client
+from specctl.engines.http_pools import HttpPools
+from specctl.engines.server_choice import Dispatch, LeastBusy, ServerChoice
+from specctl.errors import UsageError
+from specctl.gateway.app import TEXT_PATHS, make_app
+from specctl.gateway.faults import where
+from specctl.gateway.limits import Guard
+from specctl.gateway.metrics import Meter
+from specctl.gateway.openai_errors import ApiError
+from specctl.gateway.sse import EventResponse, unless_gone
+from specctl.recipe.serve import LimitsRecipe
+from specctl.redaction import redacted
+
+CONNECT_S = 10.0
+CONNECTIONS = 256  # to the engines, approximately
+LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
+MOST_ENGINES = 2  # engines that may see one request: a prompt on which engines fail must not stop all of them
+ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info")
+POSTED_PATHS = (*TEXT_PATHS, "/generate", "/tokenize", "/detokenize")
+HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authorization"}
+HOP_BY_HOP |= {b"proxy-connection", b"proxy-authenticate"}
+REBUILT_HEADERS = {b"host", b"content-length", b"accept-encoding", b"expect"}
+RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
+REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
+FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+
+def engines_of(client: Client) -> dict[str, str]:
+    """Engine of every server, by address. Raises UsageError for an engine without draft counters in its answers."""
+    for server in client.servers:
+        if server.facts.engine == llamacpp.NAME:
+            raise UsageError(
+                f"{server.url} is {llamacpp.NAME}, and requests are passed on to vLLM and SGLang only",
+                "specctl eval-server measures the drafters of llama-server",
+            )
+    return {server.url: server.facts.engine for server in client.servers}
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """Back-off of a server that failed: other servers are tried first for `seconds`, until the time `until`.
+
+    Each failure in a row doubles the seconds, up to a limit.
+    """
+
+    seconds: float
+    until: float
+
+    @classmethod
+    def after(cls, earlier: Backoff | None) -> Self:
+        seconds = min(2 * earlier.seconds, LONGEST_REST_S) if earlier else FIRST_REST_S
+        return cls(seconds, time.monotonic() + seconds)
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    """A request on its way to a server.
+
+    Attributes:
+        text: the parsed body, if the request is for one text and its answer can be recorded; otherwise None.
+    """
+
+    request: Request
+    content: bytes
+    text: dict[str, Any] | None
+    choice: ServerChoice
+    began: float
+
+
+class RunningEngines:
+    """Passes requests on to servers. A server that fails is tried last for a while, and another answers its requests.
+
+    Attributes:
+        log: gets a line for each text that was answered completely, or None.
+        dispatch: orders the servers for requests for one text. All other requests go to the least busy server.
+        failures: number of requests that each server failed to answer.
+        key: API key for the engines, in the place of the client's, or None to pass that on.
+    """
+
+    def __init__(
+        self,
+        servers: dict[str, str],
+        meter: Meter,
+        log: logging.Logger | None = None,
+        dispatch: Dispatch | None = None,
+        key: str | None = None,
+    ):
+        """`servers`: engine ("vllm" or "sglang") by address."""
+        self.servers, self.meter, self.log, self.dispatch, self.key = servers, meter, log, dispatch, key
+        self.names = {url: redacted(url) for url in servers}
+        self.in_flight = dict.fromkeys(servers, 0)
+        self.failures = dict.fromkeys(servers, 0)
+        self._rests: dict[str, Backoff] = {}  # servers that have failed recently
+        self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
+        self._warned: set[str] = set()
+        checked = any(url.startswith("https:") for url in servers)
+        timeout = httpx.Timeout(None, connect=CONNECT_S)
+        self.pools = HttpPools(CONNECTIONS, verify=checked, timeout=timeout, follow_redirects=False)
+        meter.watch(lambda: sum(self.in_flight.values()), lambda: 0)
+
+    async def texts(self, request: Request, body: bytes) -> Response:
+        """Return an engine's answer. Raises ApiError (502) if no engine answers."""
+        document = _json(body)
+        kinds, path = set(self.servers.values()), request.url.path
+        text = document if any(proxy_messages.is_recordable(one, path, document) for one in kinds) else None
+        return await self._forward(ForwardedRequest(request, body, text, self._choice(text), time.time()))
+
+    async def other(self, request: Request) -> Response:
+        """Pass on a GET request."""
+        name = request.path_params.get("name", "")
+        if "%" in request.scope.get("raw_path", b"").decode("latin-1") or {".", ".."} & {*name.split("/")}:
+            raise ApiError(f"there is no {request.url.path[:200]}", 404)  # it could lead elsewhere than it begins
+        return await self._forward(ForwardedRequest(request, b"", None, self._choice(None), time.time()))
+
+    def healthy(self) -> bool:
+        return True
+
+    def describe(self) -> dict[str, Any]:
+        return {"model": self.meter.model, "engine": ", ".join(self.names.values())}
+
+    async def close(self) -> None:
+        await self.pools.aclose()
+
+    def _choice(self, text: dict[str, Any] | None) -> ServerChoice:
+        """The order of the servers. A dispatch that raises costs its opinion alone."""
+        if text is not None and self.dispatch is not None:
+            try:
+                return self.dispatch.choose(text, self.in_flight)
+            except Exception as error:  # it computes with numbers that engines have sent
+                self._fault("choosing a server", error)
+        return LeastBusy().choose({}, self.in_flight)
+
+    def _fault(self, part: str, error: Exception) -> None:
+        self.meter.fault(part)
+        if part not in self._warned:
+            self._warned.add(part)
+            progress.warn(f"{part} failed: {where(error)}; later failures are counted in /metrics alone")
+
+    async def _forward(self, passage: ForwardedRequest) -> Response:
+        """The answer of the first server that gives one."""
+        answer: Response | None = None
+        seen = 0
+        for url in sorted(passage.choice.order, key=self._resting):
+            if seen == MOST_ENGINES:
+                break
+            self.in_flight[url] += 1
+            kept = False
+            try:
+                answer = await unless_gone(passage.request.receive, self._forward_to(url, passage))
+                kept = isinstance(answer, EventResponse)  # it counts as in flight until its end
+                failed, rests = answer.status_code in RETRY_STATUSES, answer.status_code in REST_STATUSES
+                seen += 1
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                failed = rests = True
+            except httpx.TransportError as error:
+                seen += 1
+                message = f"the engine closed the connection: {type(error).__name__}"
+                answer, failed, rests = ApiError(message, 502).response, True, True
+            finally:
+                self.in_flight[url] -= not kept
+            if not failed:
+                self._rests.pop(url, None)
+                self._refusals[url] = 0
+                return answer  # type: ignore[return-value]
+            if kept:
+                assert answer is not None
+                return answer
+            self._failed(url, rests)
+        return answer or ApiError("no engine responds", 502).response
+
+    def _failed(self, url: str, rests: bool = True) -> None:
+        self.failures[url] += 1
+        self._refusals[url] += 1
+        if rests or self._refusals[url] > 1:
+            self._rests[url] = Backoff.after(self._rests.get(url))
+
+    def _resting(self, url: str) -> bool:
+        rest = self._rests.get(url)
+        return rest is not None and rest.until > time.monotonic()
+
+    async def _forward_to(self, url: str, passage: ForwardedRequest) -> Response:
+        """The answer of one engine. Raises httpx.TransportError."""
+        request, engine, content = passage.request, self.servers[url], passage.content
+        path = request.scope.get("raw_path", request.url.path.encode()).decode("ascii")
+        added: frozenset[str] = frozenset()
+        kept = passage.text is not None and proxy_messages.is_recordable(engine, request.url.path, passage.text)
+        if kept and passage.text is not None:
+            asked, added = proxy_messages.with_counters(engine, passage.text, ids=self.log is not None)
+            content, added = _rewritten(asked, content, added)
+        query = f"?{request.url.query}" if request.url.query else ""
+        headers = self._onward(request.headers.raw)
+        answer = await self.pools.http.send(
+            httpx.Request(request.method, url + path + query, headers=headers, content=content), stream=True
+        )
+        try:
+            return await self._answer(url, answer, added, passage, kept)
+        except BaseException:
+            await answer.aclose()
+            raise
+
+    async def _answer(
+        self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest, kept: bool
+    ) -> Response:
+        shown, status = _passed_on(answer.headers.raw), answer.status_code
+        if not 200 <= status <= 599:
+            raise httpx.RemoteProtocolError(f"status {status}")
+        encoded = answer.headers.get("content-encoding", "identity") != "identity"  # although identity was asked for
+        kept = kept and status == 200 and not encoded
+        if "text/event-stream" in answer.headers.get("content-type", ""):
+
+            async def done() -> None:
+                self.in_flight[url] -= 1
+                await answer.aclose()
+
+            events = self._streamed(url, answer, added, passage if kept else None)
+            streaming = EventResponse(events, done, {})
+            streaming.status_code, streaming.raw_headers = status, shown
+            return streaming
+        parts, size = [], 0
+        async for part in answer.aiter_raw():
+            parts.append(part)
+            size += len(part)
+            if size > LONGEST_ANSWER:
+                raise httpx.RemoteProtocolError("an answer is too long")
+        await answer.aclose()
+        content = b"".join(parts)
+        document = _json(content) if kept else None
+        if isinstance(document, dict):
+            self._record(passage, url, document, document)
+            if added:
+                content, _ = _rewritten(proxy_messages.without_added_fields(document, added), content, added)
+        response = Response(content, status)
+        response.raw_headers = [*shown, (b"content-length", str(len(content)).encode())]
+        return response
+
+    async def _streamed(
+        self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest | None
+    ) -> AsyncIterator[bytes]:
+        """The events of a stream, one at a time. If the client leaves, the engine's work ends too."""
+        pieces: list[Any] = []
+        said: dict[str, Any] = {}
+        began = False
+        try:
+            if passage is None:
+                async for part in answer.aiter_raw():
+                    yield part
+                return
+            async for event in proxy_messages.events(answer.aiter_raw()):
+                piece = proxy_messages.piece_of(event)
+                if piece is not None:
+                    said |= proxy_messages.counters(piece)
+                    if self.log is not None:
+                        pieces.append(piece)
+                if shown := proxy_messages.restored_event(event, piece, added):
+                    if not began:
+                        began = True
+                        self.meter.first_s.observe(time.time() - passage.began)
+                    yield shown
+        except httpx.TransportError:  # the client has a part already, so no other server can continue
+            self._failed(url)
+            raise ApiError("the engine closed the connection", 502) from None
+        self._rests.pop(url, None)
+        self._record(passage, url, pieces, said)
+
+    def _onward(self, given: RawHeaders) -> RawHeaders:
+        """Headers for an engine: the client's, without headers of the connection."""
+        headers = [pair for pair in _passed_on(given) if pair[0] not in REBUILT_HEADERS]
+        if self.key is not None:
+            headers = [pair for pair in headers if pair[0] != b"authorization"]
+            headers += [(b"authorization", b"Bearer " + self.key.encode())] if self.key else []
+        return [*headers, (b"accept-encoding", b"identity")]
+
+    def _record(
+        self, passage: ForwardedRequest, url: str, wrote: dict[str, Any] | list[Any], said: Mapping[str, Any]
+    ) -> None:
+        """Log an answer or the pieces of a stream. Report the draft counters, `said`, to the dispatch."""
+        ended = time.time()
+        if self.log is not None:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                response = wrote if isinstance(wrote, dict) else proxy_messages.joined(wrote)
+                row = {"began": passage.began, "request": passage.text, "ended": ended, "response": response}
+                self.log.info(json.dumps(row))
+        try:
+            counts = proxy_messages.text_counts(self.servers[url], passage.request.url.path, said)
+            if counts is None:
+                return
+            drafting = counts.drafting
+            accepted = drafting.accepted if drafting is not None else 0
+            self.meter.drafter(self.names[url]).add_text(
+                max(counts.tokens - accepted, 1),
+                counts.tokens,
+                drafting.drafted if drafting is not None else 0,
+                accepted,
+                drafting.accepted_at if drafting is not None else [],
+            )
+            self.meter.tokens.inc(counts.tokens)
+            self.meter.whole_s.observe(ended - passage.began)
+            if self.dispatch is not None:
+                self.dispatch.learn(passage.choice, url, counts)
+        except Exception as error:  # it computes with numbers that engines have sent
+            self._fault("learning from an answer", error)
+
+
+def engines_app(backend: RunningEngines, limits: LimitsRecipe, key: str | None = None) -> Guard:
+    """The application of running engines, with their paths by name. `key`: API key that clients must send."""
+    return make_app(backend, limits, key, text_paths=POSTED_PATHS, other_paths=ENGINE_PATHS)
+
+
+def _passed_on(headers: RawHeaders) -> RawHeaders:
+    """Headers without the ones for a single connection, which the header Connection may also name."""
+    named = {
+        part.strip().lower() for name, value in headers if name.lower() == b"connection" for part in value.split(b",")
+    }
+    dropped = HOP_BY_HOP | named | {b"content-length"}
+    return [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
+
+
+def _rewritten(document: Any, content: bytes, added: frozenset[str]) -> tuple[bytes, frozenset[str]]:
+    """The bytes of a changed document, and the fields to take out of its answer: none, and the old bytes, if JSON
+    cannot express it (1e999 is infinity)."""
+    if not added:
+        return content, added
+    try:
+        return json.dumps(document, allow_nan=False).encode(), added
+    except (ValueError, RecursionError):
+        return content, frozenset()
+
+
+def _json(content: bytes) -> Any:
+    """A body parsed as JSON, or None if it is not JSON."""
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,67 @@
+"""Recipe of `specctl serve`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Self
+
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from specctl.recipe.sections import CommandRecipe, DraftingRecipe, LocalPath, Name, PositiveFloat, Section
+from specctl.recipe.select import ArmRecipe, GameRecipe, PolicyRecipe
+from specctl.recipe.server import Listen, ServerRecipe
+
+
+class LimitsRecipe(Section):
+    """Limits that protect a gateway from its clients."""
+
+    headers: PositiveInt = 100  # of a request
+    header_bytes: PositiveInt = 32 * 2**10
+    body_bytes: PositiveInt = 8 * 2**20
+    all_body_bytes: PositiveInt = 256 * 2**20  # bodies of all requests in flight
+    header_s: PositiveFloat = 10.0  # from the first byte of a request, or from the connection, to the last header
+    body_s: PositiveFloat = 30.0  # to read a body
+    idle_s: PositiveFloat = 60.0  # between two requests of a connection
+    request_s: PositiveFloat = 600.0  # for a whole request, streams included
+    requests: PositiveInt = 1024  # in flight
+    # Open connections (None = as many as the limit of open files allows, at most 16384). One more closes the idle
+    # connection that was opened first.
+    connections: PositiveInt | None = None
+    stop_s: PositiveFloat = 30.0  # for requests in flight when a signal ends the gateway
+
+
+class ServeRecipe(CommandRecipe):
+    """`specctl serve`: OpenAI's protocol, from the target's own engine or from running engines.
+
+    There is one drafter, or a policy chooses: for every text a drafter of a pool, or an engine.
+    """
+
+    drafting: DraftingRecipe = DraftingRecipe()
+    pool: LocalPath | None = None  # directory of drafters to choose from
+    drafters: list[Name] = []  # one drafter for all texts, or further drafters to choose from; none = plain decoding
+    strict: bool = False  # refuse a pool with an unusable drafter, instead of leaving that drafter out
+    arms: ArmRecipe = ArmRecipe()
+    choose: Name = "cgp-ucb"  # the policy that chooses a drafter for every text, if there are several
+    policy: PolicyRecipe = PolicyRecipe()
+    game: GameRecipe = GameRecipe()
+    server: ServerRecipe = ServerRecipe()  # running engines of the target, instead of an engine in this process
+    listen: Listen = "127.0.0.1:8000"
+    model: Name | None = None  # name that clients ask for (None = the target's)
+    slots: PositiveInt = 32  # texts that are decoded at a time
+    waiting: NonNegativeInt = 256  # texts that may wait for a place among them; others are refused with status 429
+    max_new_tokens: PositiveInt | None = None  # most new tokens of an answer (None = the rest of the context)
+    limits: LimitsRecipe = LimitsRecipe()
+    key_env: Annotated[str, Field(pattern=r"^\w+$")] = "SPECCTL_SERVE_KEY"  # environment variable with clients' key
+    overwrite: bool = False
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a policy chooses the drafter of every text."""
+        return self.pool is not None or len(self.drafters) > 1
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.chooses and self.drafting.proposal == "sampled":
+            raise ValueError("sampled and deterministic proposals are verified by different rules: serve one drafter")
+        if self.server.urls and (self.drafters or self.pool):
+            raise ValueError("server: the engines draft themselves: leave out drafters and pool, or server")
+        return self

@@ -1,0 +1,160 @@
+"""Speed of `specctl serve` beside the bare engine, in one process: the texts and the batches are the same.
+
+    python -m tests.benchmarks.serve --target models/SmolLM2-135M-Instruct.Q4_1.gguf --drafter drafters/sql-eagle3
+
+Both decode in turns, and the order alternates: the machine may be busy. Offline is `decode` of the same requests. A
+client in a process of its own streams from the gateway. Every request with one token more is timed, too: its cost
+beyond a bare prefill is the gateway's own cost. On a busy machine, the ratio of CPU seconds of this process says more
+than the ratio of wall time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+
+from specctl import data_prep, threads
+from specctl.commands.serve import load_drafters, make_thread, warm_up
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.offline import decode
+from specctl.decoding.records import Request
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.gateway.app import make_app
+from specctl.gateway.metrics import Meter
+from specctl.gateway.own_engine import OwnEngine
+from specctl.recipe import ServeRecipe
+from tests.gateway.conftest import served
+
+CLIENT = """
+import asyncio, json, sys, time
+import httpx
+
+async def ask(http, url, body):
+    began, first, size = time.perf_counter(), None, 0
+    async with http.stream("POST", url, json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        async for part in response.aiter_bytes():
+            first = first or time.perf_counter()
+            size += len(part)
+    return first - began, time.perf_counter() - began
+
+async def main():
+    async with httpx.AsyncClient(timeout=None) as http:
+        for line in sys.stdin:
+            url, bodies = json.loads(line)
+            began = time.perf_counter()
+            times = await asyncio.gather(*[ask(http, url, body) for body in bodies])
+            print(json.dumps([time.perf_counter() - began, times]), flush=True)
+
+asyncio.run(main())
+"""
+
+
+class Client:
+    """A client in a process of its own."""
+
+    def __init__(self, address: str):
+        self.url = f"{address}/v1/chat/completions"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def ask(self, bodies) -> tuple[float, list[list[float]]]:
+        """Seconds of all bodies at once, and of each (first byte, whole)."""
+        self.process.stdin.write(json.dumps([self.url, bodies]) + "\n")
+        self.process.stdin.flush()
+        return tuple(json.loads(self.process.stdout.readline()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", default="builtin")
+    parser.add_argument("--drafter", default=None)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--streams", type=int, nargs="*", default=[1, 8])
+    parser.add_argument("--repeats", type=int, default=9)
+    options = parser.parse_args()
+    target = load_target(options.target, device="cpu")
+    recipe = ServeRecipe(drafters=[options.drafter] if options.drafter else [])
+    drafters, places = load_drafters(recipe, target)
+    warm_up(target, drafters)
+    drafter = next(iter(drafters.values()), None)
+    thread = make_thread(recipe, target, drafters, places, Meter("bench"))
+    backend = OwnEngine(thread, target, ["bench"], most_waiting=256)
+    backend.warm_up()
+    thread.start()
+    prompts = list(data_prep.get("sql").generate(max(options.streams), 0, "test"))
+    with threads.command_threads(None), served(make_app(backend, recipe.limits)) as address:
+        client = Client(address)
+        for streams in options.streams:
+            show(compare(target, drafter, client, prompts[:streams], options))
+        show(own_cost(target, client, prompts[0], options.repeats * 5))
+    thread.stop()
+
+
+def compare(target, drafter, client: Client, prompts: list[str], options) -> dict:
+    """Tokens per second of the gateway, relative to the bare engine, over alternating repeats."""
+    ids = [target.render([{"role": "user", "content": prompt}]) for prompt in prompts]
+    engine = Engine(target, Fixed.of(drafter), EngineOptions(slots=32))
+    bodies = [chat(prompt, options.tokens) for prompt in prompts]
+    tokens = sum(len(one.output_ids) for one in offline(engine, ids, options.tokens))
+    client.ask(bodies)
+    seconds = {"offline": [], "serve": []}
+    computed = {"offline": 0.0, "serve": 0.0}
+    for repeat in range(options.repeats):
+        for name in ("offline", "serve") if repeat % 2 else ("serve", "offline"):
+            began, cpu = time.perf_counter(), time.process_time()
+            if name == "offline":
+                offline(engine, ids, options.tokens)
+                seconds[name].append(time.perf_counter() - began)
+            else:
+                seconds[name].append(client.ask(bodies)[0])
+            computed[name] += time.process_time() - cpu
+    pairs = [a / b for a, b in zip(seconds["offline"], seconds["serve"], strict=True)]
+    best = min(seconds["offline"]) / min(seconds["serve"])
+    speeds = {name: round(tokens / median(times), 1) for name, times in seconds.items()}
+    ratio = round(median(pairs), 3)
+    return {
+        "streams": len(prompts),
+        "tokens": tokens,
+        "tokens_per_s": speeds,
+        "ratio": ratio,
+        "ratio_of_best": round(best, 3),
+        "ratio_of_cpu": round(computed["offline"] / computed["serve"], 3),
+    }
+
+
+def own_cost(target, client: Client, prompt: str, repeats: int) -> dict:
+    """Milliseconds of a request for one token beyond the bare prefill with its chat template."""
+    engine, bare, served_s = Engine(target), [], []
+    messages = [{"role": "user", "content": prompt}]
+    for _ in range(repeats):
+        began = time.perf_counter()
+        decode(engine, [Request(target.render(messages), GREEDY, 1)])
+        bare.append(time.perf_counter() - began)
+        served_s.append(client.ask([chat(prompt, 1)])[0])
+    return {"own_cost_ms": round(1000 * (median(served_s) - median(bare)), 2), "bare_ms": round(1000 * median(bare), 2)}
+
+
+def show(row: dict) -> None:
+    print(json.dumps(row), flush=True)
+
+
+def offline(engine: Engine, ids: list[list[int]], tokens: int):
+    return decode(engine, [Request(one, GREEDY, tokens) for one in ids])
+
+
+def chat(prompt: str, tokens: int) -> dict:
+    messages = [{"role": "user", "content": prompt}]
+    return {"messages": messages, "max_tokens": tokens, "temperature": 0, "stream": True}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+"""`specctl serve` as users start it: a process that answers, finishes its work on a signal, and tells what it did."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+from specctl import progress
+from specctl.commands.serve import api_key, model_name, serve
+from specctl.decoding.target_text import load_target_text
+from specctl.errors import UsageError
+from specctl.recipe import ServeRecipe
+from specctl.runs import Run
+from tests.cli.conftest import specctl
+from tests.toys.engine import FakeEngine
+
+__all__ = ["specctl"]
+
+
+def test_the_plan(specctl):
+    done = specctl("serve", "--drafter", "lookup", "--drafter", "suffix", "--dry-run", "--listen", "127.0.0.1:0")
+    assert done.code == 0 and "choose among lookup, suffix for every text, by cgp-ucb" in done.out
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (("--choose", "nothing"), "no policy 'nothing'"),
+        (("--drafter", "nowhere"), "no drafter nowhere"),
+        (("--listen", "8000"), "must be HOST:PORT"),
+        (("slots=0",), "slots"),
+        (("--drafter", "lookup", "--drafter", "suffix", "drafting.proposal=sampled"), "serve one drafter"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_in_one_line(specctl, argv, words):
+    done = specctl("serve", *argv)
+    assert done.code == 2 and words in done.err and "Traceback" not in done.err
+
+
+def test_the_key_is_read_from_the_environment(monkeypatch, capfd):
+    monkeypatch.setenv("SPECCTL_SERVE_KEY", "hush")
+    assert api_key(ServeRecipe()) == "hush"
+    monkeypatch.setenv("SPECCTL_SERVE_KEY", " ")
+    with pytest.raises(UsageError, match="is empty"):
+        api_key(ServeRecipe())
+    monkeypatch.delenv("SPECCTL_SERVE_KEY")
+    assert api_key(ServeRecipe()) is None and "anybody" not in capfd.readouterr().err
+    assert api_key(ServeRecipe(listen="0.0.0.0:8000")) is None and "anybody" in capfd.readouterr().err
+
+
+def test_a_model_has_a_name_without_its_directory(tmp_path):
+    (tmp_path / "m.gguf").write_text("")
+    assert model_name(str(tmp_path / "m.gguf")) == "m.gguf" and model_name("org/model") == "org/model"
+
+
+def test_running_engines_stand_behind_the_same_address(tmp_path, capsys):
+    tokenizer = load_target_text("builtin").tokenizer
+    found = []
+    with FakeEngine(tokenizer) as one, FakeEngine(tokenizer) as other:
+        made = ServeRecipe(server={"urls": [one.url, other.url]}, listen="127.0.0.1:0", output_dir=tmp_path)
+        thread = threading.Thread(target=lambda: found.append(serve(made, Run.create("serve", made, tmp_path))))
+        thread.start()
+        said = ""
+        while " at http" not in said:
+            assert thread.is_alive(), said
+            time.sleep(0.02)
+            said += capsys.readouterr().err
+        address = said.partition(" at ")[2].partition(" ")[0]
+        body = {"model": "toy", "prompt": [1, 2, 3], "max_tokens": 30}
+        with httpx.Client(transport=httpx.HTTPTransport(retries=20), timeout=20) as http:
+            assert [http.post(address + "/v1/completions", json=body).status_code for _ in range(6)] == [200] * 6
+            assert http.post(address + "/pause", json={}).status_code == 404
+            assert "text/html" in http.get(address).headers["content-type"]
+        progress.interrupts.handle(signal.SIGTERM)
+        thread.join(20)
+        progress.interrupts.reset()
+    assert found[0].model == "toy" and found[0].choose == "cgp-ucb" and one.asked and other.asked
+
+
+def test_a_signal_finishes_the_work_and_ends_with_0(tmp_path):
+    """A stream that has begun, and a text that has not, are whole when the process has ended."""
+    command = [sys.executable, "-m", "specctl", "serve", "--drafter", "lookup", "--listen", "127.0.0.1:0", "--json"]
+    environ = os.environ | {"SPECCTL_SERVE_KEY": "hush"}
+    process = subprocess.Popen(
+        [*command, "--device", "cpu", "--output-dir", "run"],
+        **{"cwd": tmp_path, "env": environ, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+    )
+    said, got = "", {}
+    while " at http" not in said:
+        line = process.stderr.readline()
+        assert line, said
+        said += line
+    address = said.partition(" at ")[2].partition(",")[0]
+    headers = {"authorization": "Bearer hush"}
+    body = {"messages": [{"role": "user", "content": "Tell a story"}], "max_tokens": 400, "temperature": 2, "n": 6}
+
+    def ask(name, **fields):
+        got[name] = httpx.post(address + "/v1/chat/completions", json=body | fields, headers=headers, timeout=60).text
+
+    threads = [threading.Thread(target=ask, args=("stream",), kwargs={"stream": True})]
+    threads += [threading.Thread(target=ask, args=("whole",))]
+    for thread in threads:
+        thread.start()
+    # The two, and the request that asks.
+    while b"in_flight 3.0" not in httpx.get(address + "/metrics", headers=headers).content:
+        time.sleep(0.01)
+        assert len(got) < 2, "both ended before the signal"
+    process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(60)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert got["stream"].endswith("data: [DONE]\n\n") and json.loads(got["whole"])["choices"][0]["finish_reason"]
+    document = json.loads(out)
+    assert document["command"] == "serve" and document["drafters"][0]["texts"] == 12
+    assert "story" not in err + out and "hush" not in err + out

@@ -1,0 +1,97 @@
+"""A gateway in this process: its application for an ASGI client, and the application on a real socket."""
+
+import asyncio
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
+from specctl.drafters import pool
+from specctl.gateway import server
+from specctl.gateway.app import make_app
+from specctl.gateway.engine_thread import EngineThread
+from specctl.gateway.metrics import Meter
+from specctl.gateway.own_engine import OwnEngine
+from specctl.recipe import DraftingRecipe, LimitsRecipe
+
+PATIENCE_S = 60
+
+
+class Gateway:
+    """The application of an engine of its own, and a client that needs no socket."""
+
+    def __init__(self, engine, drafter, limits, key, waiting):
+        self.meter = Meter("toy")
+        self.thread = EngineThread(engine, self.meter, drafter)
+        self.backend = OwnEngine(self.thread, engine.target, ["toy"], most_waiting=waiting)
+        self.backend.warm_up()
+        self.thread.start()
+        self.app = make_app(self.backend, limits, key)
+
+    def client(self):
+        return httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://toy")
+
+    def ask(self, path, *bodies, **options):
+        """Responses to all bodies, which are sent at once."""
+
+        async def work():
+            async with self.client() as http:
+                return await asyncio.gather(*[http.post(path, json=body, **options) for body in bodies])
+
+        return asyncio.run(work())
+
+    def metric(self, name, **labels):
+        return self.meter.registry.get_sample_value(name, labels)
+
+
+@pytest.fixture(scope="session")
+def lookup(target):
+    return pool.load_drafter("lookup", target, DraftingRecipe())
+
+
+@pytest.fixture
+def make_gateway(target):
+    """`make_gateway(controller)` → Gateway; its thread ends with the test."""
+    made = []
+
+    def make(controller=None, drafter="plain", slots=8, limits=None, key=None, waiting=256):
+        engine = Engine(target, controller or Fixed.of(None), EngineOptions(slots=slots))
+        made.append(Gateway(engine, drafter, limits or LimitsRecipe(), key, waiting))
+        return made[-1]
+
+    yield make
+    for gateway in made:
+        gateway.thread.stop()
+
+
+@contextmanager
+def served(app):
+    """The address of an application on a socket of the loopback."""
+    with server.listening("127.0.0.1:0") as (place, address):
+        http = server.make_server(app)
+        thread = threading.Thread(target=http.run, args=([place],), daemon=True)
+        thread.start()
+        wait_for(lambda: http.started)
+        try:
+            yield address
+        finally:
+            http.should_exit = True
+            thread.join(20)
+
+
+def wait_for(condition):
+    """Wait until something holds; the test fails if it never does."""
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, "it never came true"
+        time.sleep(0.005)
+
+
+def chat(text="List the names of all students.", **fields):
+    """Body of a chat."""
+    return {"model": "toy", "messages": [{"role": "user", "content": text}], "max_tokens": 24, **fields}

@@ -1,0 +1,392 @@
+"""Engines that err, and clients in front of them: nobody else notices."""
+
+import asyncio
+import gzip
+import os
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import psutil
+import pytest
+
+from specctl.errors import SpecctlError
+from specctl.gateway import proxy_process
+from specctl.gateway.metrics import Meter
+from specctl.gateway.running_engines import RunningEngines, engines_app
+from specctl.recipe import LimitsRecipe, PolicyRecipe
+from specctl.selection.dispatch import Dispatcher
+from tests.gateway.conftest import served, wait_for
+
+COMPLETIONS = "/v1/completions"
+BODY = {"model": "toy", "prompt": "SELECT", "max_tokens": 5}
+
+
+class Hostile:
+    """Answers with the bytes that `answer(head, body, connection)` gives; keeps all requests, and open connections."""
+
+    def __init__(self, answer):
+        self.answer, self.requests, self.open = answer, [], 0
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.listener.getsockname()[1]}"
+
+    def __enter__(self):
+        threading.Thread(target=self._accept, daemon=True).start()
+        return self
+
+    def __exit__(self, *_):
+        self.listener.close()
+
+    def _accept(self):
+        while True:
+            try:
+                connection, _ = self.listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection):
+        self.open += 1
+        try:
+            with connection:
+                data = b""
+                while b"\r\n\r\n" not in data:
+                    if not (part := connection.recv(65536)):
+                        return
+                    data += part
+                head, _, body = data.partition(b"\r\n\r\n")
+                size = next(
+                    (int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0
+                )
+                while len(body) < size:
+                    body += connection.recv(65536)
+                self.requests.append((head, body))
+                sent = self.answer(head, body, connection)
+                if sent is not None:
+                    connection.sendall(sent)
+        except OSError:
+            pass
+        finally:
+            self.open -= 1
+
+
+def reply(content, *headers, status=b"200 OK", kind=b"application/json"):
+    lines = [
+        b"HTTP/1.1 " + status,
+        b"content-type: " + kind,
+        b"content-length: %d" % len(content),
+        b"connection: close",
+    ]
+    return b"\r\n".join([*lines, *headers]) + b"\r\n\r\n" + content
+
+
+def text(counters="", **fields):
+    usage = fields.pop("usage", '{"prompt_tokens": 1, "completion_tokens": 5}')
+    return (
+        '{"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}], "usage": ' + usage + counters + "}"
+    ).encode()
+
+
+def counters(histogram, drafted="2"):
+    told = '{"speculative_decoding": {"acceptance_histogram": ' + histogram + f', "num_draft_tokens": {drafted}' + "}}"
+    return ', "metrics": ' + told
+
+
+def gateway(*engines, choose=None, **limits):
+    urls = [one.url for one in engines]
+    rule = Dispatcher(urls, choose, PolicyRecipe(), 0, lambda text: None) if choose else None
+    backend = RunningEngines(dict.fromkeys(urls, "vllm"), Meter("toy"), dispatch=rule)
+    return engines_app(backend, LimitsRecipe(**limits)), backend
+
+
+def ask(app, *requests):
+    async def work():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy", timeout=60) as http:
+            return [await http.request(method, path, **more) for method, path, more in requests]
+
+    return asyncio.run(work())
+
+
+def completions(app, count=1, **fields):
+    return ask(app, *[("POST", COMPLETIONS, {"json": BODY | fields})] * count)
+
+
+@contextmanager
+def hostile(answer, count=1):
+    engines = [Hostile(answer) for _ in range(count)]
+    try:
+        yield [one.__enter__() for one in engines]
+    finally:
+        for one in engines:
+            one.__exit__()
+
+
+CLOSED = [
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+    "/collective_rpc",
+    "/v1/%00",
+    "/v1/audio/speech",
+    "/pause",
+]
+CLOSED += ["/v1/models/..%2f..%2fpause", "/v1/models/%2e%2e", "/v1/models/../pause/../../pause", "/reset_prefix_cache"]
+
+
+@pytest.mark.parametrize("path", CLOSED)
+@pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE"])
+def test_paths_that_change_an_engine_are_closed(path, method):
+    with hostile(lambda *_: reply(b"{}")) as engines:
+        app, _ = gateway(*engines)
+        (said,) = ask(app, (method, path, {"json": {}}))
+        assert said.status_code in (404, 405) and not engines[0].requests
+
+
+POISON = [
+    counters("[1e308, 1e308]"),
+    counters("[1, NaN]"),
+    counters("[1, Infinity]"),
+    counters("[-1, 2]"),
+    counters("[true, 2]"),
+    counters("[1" + "0" * 400 + "]"),
+    counters("[1, 1]", "9" * 400),
+    counters('["1", 2]'),
+    counters("{}"),
+    counters("[0, 0, 0, 9007199254740991]"),
+]
+USAGES = [
+    '{"completion_tokens": ' + value + "}" for value in ("1" + "0" * 400, "1e12", "1000000000000", "-3", "null", "[]")
+]
+
+
+@pytest.mark.parametrize("choose", ["cgp-ucb", "metasd-ducb"])
+@pytest.mark.parametrize(
+    "poison", [*((one, None) for one in POISON), *(("", one) for one in USAGES)], ids=lambda one: str(one)[:60]
+)
+def test_absurd_counters_end_nothing(choose, poison):
+    """One such answer made all later requests fail with status 500, until a restart."""
+    told, usage = poison
+    answers = iter([text(told, **({"usage": usage} if usage else {}))])
+    good = text(counters("[1, 1]"))
+    with hostile(lambda *_: reply(next(answers, good)), 2) as engines:
+        app, backend = gateway(*engines, choose=choose)
+        assert [one.status_code for one in completions(app, 12)] == [200] * 12
+        total = sum(one.tokens for one in backend.meter.drafters.values())
+        assert total <= 60 and not any(backend.in_flight.values())
+
+
+@pytest.mark.parametrize("method", ["choose", "learn"])
+def test_a_chooser_that_raises_costs_its_opinion(method, monkeypatch):
+    with hostile(lambda *_: reply(text(counters("[1, 1]"))), 2) as engines:
+        app, backend = gateway(*engines, choose="cgp-ucb")
+        monkeypatch.setattr(backend.dispatch, method, lambda *args: 1 / 0)
+        assert [one.status_code for one in completions(app, 5)] == [200] * 5
+        part = "choosing a server" if method == "choose" else "learning from an answer"
+        assert backend.meter.registry.get_sample_value("specctl:faults_total", {"part": part}) == 5
+
+
+def test_bytes_that_need_no_change_pass_unchanged():
+    """1e999 became Infinity, which is no JSON; a client's spelling of numbers and keys is its own."""
+    answer = b'{ "choices": [{"text": "\xc3\xa9", "x": 1e999}],\n "usage": {"completion_tokens": 1.0} }'
+    sent = b'{"model":  "toy", "prompt": "x", "temperature": 1e999, "seed": 1.50, "seed": 2}'
+    with hostile(lambda *_: reply(answer)) as engines:
+        app, _ = gateway(*engines)
+        (said,) = ask(app, ("POST", COMPLETIONS, {"content": sent, "headers": {"content-type": "application/json"}}))
+        assert said.content == answer and engines[0].requests[0][1] == sent
+
+
+def test_an_answer_is_asked_for_without_compression_and_never_unpacked():
+    """0.4 MB became 400 MB."""
+    packed = gzip.compress(b" " * 50_000_000)
+    with hostile(lambda *_: reply(packed, b"content-encoding: gzip")) as engines:
+        app, _ = gateway(*engines)
+        before = psutil.Process().memory_info().rss
+
+        async def work():
+            async with (
+                httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http,
+                http.stream("POST", COMPLETIONS, json=BODY, headers={"accept-encoding": "gzip"}) as said,
+            ):
+                return said.headers["content-encoding"], b"".join([part async for part in said.aiter_raw()])
+
+        assert asyncio.run(work()) == ("gzip", packed)
+        assert psutil.Process().memory_info().rss - before < 30e6
+        assert b"accept-encoding: identity" in engines[0].requests[0][0].lower()
+
+
+def test_headers_keep_their_number_and_bytes_and_stay_on_their_connection():
+    extra = (b"set-cookie: a=1", b"set-cookie: b=2", b"x-own: \xc3\xa9", b"x-hop: 1", b"connection: x-hop")
+    with hostile(lambda *_: reply(b"{}", *extra)) as engines, served(gateway(*engines)[0]) as address:
+        given = [(b"x-user", "é".encode()), (b"x-twice", b"1"), (b"x-twice", b"2")]
+        given += [(b"connection", b"keep-alive, x-secret"), (b"x-secret", b"1"), (b"te", b"trailers")]
+        said = httpx.get(address + "/v1/models", headers=given)
+        assert said.headers.get_list("set-cookie") == ["a=1", "b=2"] and "x-hop" not in said.headers
+        assert (b"x-own", b"\xc3\xa9") in said.headers.raw
+        head = engines[0].requests[0][0].lower()
+        assert b"x-user: \xc3\xa9" in head and head.count(b"x-twice") == 2
+        assert b"x-secret" not in head and b"te: trailers" not in head
+
+
+ANSWERS = {
+    "deep": reply(b'{"choices": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
+    "a lone surrogate": reply(text().replace(b'"x"', b'"\\ud800"')),
+    "HTML": reply(b"<html>", kind=b"text/html"),
+    "half": reply(b'{"choices": [{"te'),
+    "empty": reply(b""),
+    "a list": reply(b"[1]"),
+    "status 999": reply(b"{}", status=b"999 Odd"),
+    "status 100": reply(b"{}", status=b"100 Go on"),
+    "redirect": reply(b"", b"location: http://127.0.0.1:1/pause", status=b"307 Temporary Redirect"),
+    "garbage": b"\x00\x01garbage",
+    "cut": reply(text())[:-3],
+    "nothing": b"",
+    "a long header": reply(b"{}", b"x: " + b"y" * 300_000),
+}
+
+
+@pytest.mark.parametrize("answer", ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize("stream", [False, True])
+def test_answers_of_all_kinds_are_answers(answer, stream, capfd):
+    """A surrogate, deep JSON and status 999 were tracebacks."""
+    if stream:
+        head, _, body = answer.partition(b"\r\n\r\n")
+        answer = head.replace(b"application/json", b"text/event-stream") + b"\r\n\r\n" + body if body else answer
+    with hostile(lambda *_: answer) as engines:
+        app, backend = gateway(*engines)
+        with served(app) as address:
+            try:
+                said = httpx.post(address + COMPLETIONS, json=BODY | {"stream": stream}, timeout=20)
+                assert said.status_code in (200, 307, 502)
+            except httpx.TransportError:
+                assert stream, "the engine's stream broke off, and so does ours"
+            assert httpx.get(address + "/health").status_code == 200
+        assert not any(backend.in_flight.values()) and not app.in_flight
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def stream_head(*lines):
+    return (
+        b"\r\n".join([b"HTTP/1.1 200 OK", b"content-type: text/event-stream", b"connection: close", *lines])
+        + b"\r\n\r\n"
+    )
+
+
+@pytest.mark.parametrize("blank", [b"\n\n", b"\r\n\r\n"], ids=["LF", "CRLF"])
+def test_events_come_one_by_one_whatever_ends_their_lines(blank):
+    """With CRLF, all events came at the end."""
+    go = threading.Event()
+    line = blank[: len(blank) // 2]
+
+    def answer(head, body, connection):
+        first = b"event: message" + line + b'data: {"choices": [{"index": 0, "text": "a"}]}' + blank
+        connection.sendall(stream_head() + b": hello" + blank + first)
+        go.wait(20)
+        usage = b'data: {"choices": [], "usage": {"completion_tokens": 2}}' + blank
+        return (
+            b'data: {"choices": [{"index": 0, "text": "b", "finish_reason": "stop"}]}'
+            + blank
+            + usage
+            + b"data: [DONE]"
+            + blank
+        )
+
+    with hostile(answer) as engines:
+        app, backend = gateway(*engines)
+        with served(app) as address, httpx.stream("POST", address + COMPLETIONS, json=BODY | {"stream": True}) as said:
+            parts = said.iter_bytes()
+            got = next(parts)
+            while b'"a"' not in got or len(got) < len(b": hello" + blank) + 20:
+                got += next(parts)
+            go.set()
+            got += b"".join(parts)
+    assert got.startswith(b": hello" + blank) and b"event: message" in got and b"[DONE]" in got and b'"b"' in got
+    assert b'"usage"' not in got, "only the gateway has asked for it"
+    assert backend.meter.drafters[engines[0].url].tokens == 2
+
+
+def test_a_stream_without_ends_of_events_takes_linear_time():
+    """60 MB did not come through in 45 s: every part was searched from the beginning."""
+    size = 40_000_000
+
+    def answer(head, body, connection):
+        connection.sendall(stream_head())
+        for _ in range(size // 10_000):
+            connection.sendall(b"x" * 10_000)
+
+    with hostile(answer) as engines, served(gateway(*engines)[0]) as address:
+        began = time.process_time()
+        with httpx.stream("POST", address + COMPLETIONS, json=BODY | {"stream": True}, timeout=60) as said:
+            assert sum(map(len, said.iter_raw())) == size
+        assert time.process_time() - began < 20, "seconds of computing; before, it grew with the square"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_before_the_answer_begins_frees_the_engine(stream):
+    """20 of 20 such requests stayed in flight, for ever if the engine never answered."""
+    ended = threading.Event()
+
+    def answer(head, body, connection):
+        connection.settimeout(20)
+        if connection.recv(1) == b"":
+            ended.set()
+
+    with hostile(answer) as engines:
+        app, backend = gateway(*engines)
+        with served(app) as address:
+            for _ in range(5):
+                with pytest.raises(httpx.ReadTimeout):
+                    httpx.post(address + COMPLETIONS, json=BODY | {"stream": stream}, timeout=0.2)
+            wait_for(lambda: not app.in_flight and not any(backend.in_flight.values()) and not engines[0].open)
+        assert len(engines[0].requests) == 5 and ended.is_set()
+
+
+def test_an_engine_that_never_answers_ends_with_a_status():
+    with hostile(lambda head, body, connection: connection.recv(1) and None) as engines:
+        app, backend = gateway(*engines, request_s=0.3)
+        assert completions(app)[0].status_code == 504 and not any(backend.in_flight.values())
+
+
+@pytest.mark.parametrize("fault", [reply(b"{}", status=b"500 Oh"), b""], ids=["500", "died"])
+def test_a_prompt_on_which_engines_fail_is_not_carried_to_all(fault):
+    def answer(head, body, connection):
+        return fault if b"poison" in body else reply(text())
+
+    with hostile(answer, 4) as engines:
+        app, _ = gateway(*engines)
+        assert completions(app, prompt="poison")[0].status_code in (500, 502)
+        assert sum(b"poison" in body for one in engines for _, body in one.requests) == 2
+        assert completions(app)[0].status_code == 200
+
+
+def test_the_end_of_the_process_is_noticed(tmp_path):
+    """Its clients were refused, and the learner waited for ever."""
+    with (
+        hostile(lambda *_: reply(b"{}")) as engines,
+        proxy_process.running("127.0.0.1:0", {engines[0].url: "vllm"}, tmp_path / "log", 2**20) as (_, check),
+    ):
+        check()
+        (child,) = [one for one in psutil.Process().children() if "specctl.gateway.proxy_process" in one.cmdline()]
+        os.kill(child.pid, signal.SIGKILL)
+
+        def noticed():
+            try:
+                check()
+            except SpecctlError as error:
+                return "has ended" in error.message
+            return False
+
+        wait_for(noticed)
+
+
+@pytest.mark.parametrize("key", [None, "", "theirs"])
+def test_keys_of_clients_go_where_they_belong(key):
+    """A key of the gateway is no key of the engines."""
+    with hostile(lambda *_: reply(b"{}")) as engines:
+        backend = RunningEngines({engines[0].url: "vllm"}, Meter("toy"), key=key)
+        app = engines_app(backend, LimitsRecipe())
+        ask(app, ("GET", "/v1/models", {"headers": {"authorization": "Bearer ours"}}))
+        head = engines[0].requests[0][0]
+        expected = {None: b"Bearer ours", "": b"", "theirs": b"Bearer theirs"}[key]
+        assert (expected in head if expected else b"Bearer" not in head) and head.count(b"Bearer") <= 1

@@ -1,0 +1,266 @@
+"""Attacks of one client on the others: headers, bodies, slowness, connections, floods."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+from starlette.responses import JSONResponse
+
+from specctl.errors import UsageError
+from specctl.gateway.connections import ConnectionTable, most_connections
+from specctl.gateway.limits import Guard
+from specctl.gateway.metrics import Meter
+from specctl.gateway.server import listening
+from specctl.recipe import LimitsRecipe
+from tests.gateway.conftest import served, wait_for
+
+
+def guard(limits=None, key=None, app=None):
+    async def answer(scope, receive, send):
+        message = await receive()
+        await JSONResponse({"bytes": len(message["body"])})(scope, receive, send)
+
+    return Guard(app or answer, LimitsRecipe(**limits or {}), Meter("toy"), key)
+
+
+def ask(app, *requests):
+    """Responses to (method, path, options), which are sent at once."""
+
+    async def work():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
+            return await asyncio.gather(*[http.request(method, path, **more) for method, path, more in requests])
+
+    return asyncio.run(work())
+
+
+def test_headers_are_counted():
+    """Of 10,000 headers a client library made a merge that took 5 to 15 s, in which nobody else was served."""
+    app = guard({"headers": 20, "header_bytes": 2000})
+    many = {f"x-{number}": "1" for number in range(30)}
+    few, more, long = ask(
+        app, ("GET", "/", {}), ("GET", "/", {"headers": many}), ("GET", "/", {"headers": {"x": "y" * 3000}})
+    )
+    assert [few.status_code, more.status_code, long.status_code] == [200, 431, 431]
+    assert app.meter.registry.get_sample_value("specctl:refused_total", {"limit": "headers"}) == 2
+
+
+def test_bodies_are_measured_declared_or_not():
+    """Four bodies of 200 MB took 1.8 GB of memory."""
+    app = guard({"body_bytes": 1000, "all_body_bytes": 1500})
+
+    async def parts(count):
+        for _ in range(count):
+            yield b"x" * 100
+
+    said = ask(
+        app,
+        ("POST", "/v1/chat/completions", {"content": b"x" * 1000}),
+        ("POST", "/v1/chat/completions", {"content": b"x" * 1001}),
+        ("POST", "/v1/chat/completions", {"content": parts(11)}),
+    )
+    assert [one.status_code for one in said] == [200, 413, 413] and said[0].json() == {"bytes": 1000}
+    assert app._held == 0 and app.in_flight == 0
+
+
+def test_bodies_of_all_requests_share_a_limit():
+    gate = asyncio.Event()
+
+    async def slow(scope, receive, send):
+        await gate.wait()
+        await JSONResponse({})(scope, receive, send)
+
+    app = guard({"body_bytes": 1000, "all_body_bytes": 1500}, app=slow)
+
+    async def work():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
+            first = asyncio.ensure_future(http.post("/", content=b"x" * 1000))
+            while not app._held:
+                await asyncio.sleep(0)
+            second = await http.post("/", content=b"x" * 1000)
+            gate.set()
+            return await first, second
+
+    first, second = asyncio.run(work())
+    assert (first.status_code, second.status_code) == (200, 503) and second.headers["retry-after"]
+
+
+def test_requests_in_flight_are_limited_and_long_ones_end():
+    async def never(scope, receive, send):
+        await asyncio.Event().wait()
+
+    app = guard({"requests": 2, "request_s": 0.2}, app=never)
+    said = ask(app, *[("GET", "/", {})] * 4)
+    assert sorted(one.status_code for one in said) == [503, 503, 504, 504] and app.in_flight == 0
+
+
+def test_a_stream_that_is_too_long_ends_with_an_error():
+    async def endless(scope, receive, send):
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        while True:
+            await send({"type": "http.response.body", "body": b"data: {}\n\n", "more_body": True})
+            await asyncio.sleep(0.01)
+
+    (said,) = ask(guard({"request_s": 0.2}, app=endless), ("GET", "/", {}))
+    assert json.loads(said.text.strip().rpartition("data: ")[2])["error"]["message"].startswith(
+        "the request took longer"
+    )
+
+
+def test_a_fault_of_ours_is_status_500_and_says_no_word_of_the_text(capfd):
+    async def wrong(scope, receive, send):
+        raise ValueError((await receive())["body"].decode())
+
+    app = guard(app=wrong)
+    (said,) = ask(app, ("POST", "/", {"content": b"my password is hunter2"}))
+    assert said.status_code == 500 and "hunter2" not in said.text + capfd.readouterr().err and app.in_flight == 0
+
+
+@pytest.mark.parametrize("given", [None, "Bearer", "Bearer wrong", "bearer hush", "Bearer hush ", "hush"])
+def test_a_key_is_asked_for(given):
+    app = guard(key="hush")
+    headers = {} if given is None else {"authorization": given}
+    closed, open, page, health = ask(
+        app,
+        ("GET", "/v1/models", {"headers": headers}),
+        ("GET", "/v1/models", {"headers": {"authorization": "Bearer hush"}}),
+        ("GET", "/", {}),
+        ("GET", "/health", {}),
+    )
+    assert closed.status_code == 401 and closed.json()["error"]["code"] == "invalid_api_key"
+    assert [open.status_code, page.status_code, health.status_code] == [200] * 3
+
+
+def raw(address, data=b"", timeout=20.0):
+    host, port = address.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)), timeout)
+    connection.sendall(data)
+    return connection
+
+
+def read_all(connection):
+    parts = []
+    try:
+        while part := connection.recv(65536):
+            parts.append(part)
+    except ConnectionResetError:
+        pass
+    return b"".join(parts)
+
+
+@pytest.mark.parametrize("data", [b"", b"GET / HT", b"POST / HTTP/1.1\r\nhost: x\r\nx-a: b\r\n"])
+def test_headers_that_never_end_are_cut_off(data):
+    """1,300 half headers kept everybody out, and none of these connections was ever closed."""
+    with served(guard({"header_s": 0.2})) as address:
+        assert read_all(raw(address, data)) == b""
+
+
+def test_half_a_header_after_a_whole_request_is_cut_off():
+    with served(guard({"header_s": 0.2})) as address:
+        connection = raw(address, b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        connection.sendall(b"GET /hea")
+        assert b"HTTP" not in read_all(connection)
+
+
+def test_a_body_that_never_ends_is_cut_off():
+    with served(guard({"body_s": 0.2})) as address:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\nhalf"
+        assert read_all(raw(address, head)).startswith(b"HTTP/1.1 408")
+
+
+def test_idle_connections_make_room_for_others():
+    """Those that were opened first are closed; a new client is always served."""
+    app = guard({"connections": 20, "header_s": 60})
+    with served(app) as address:
+        idle = [raw(address) for _ in range(60)]
+        wait_for(lambda: app.meter.registry.get_sample_value("specctl:connections") <= 20)
+        for _ in range(5):
+            assert httpx.get(address + "/health").status_code == 200
+        assert read_all(idle[0]) == b"" and app.meter.registry.get_sample_value("specctl:connections") <= 20
+        for connection in idle:
+            connection.close()
+
+
+def test_connections_in_use_are_never_cut_for_others():
+    gate = threading.Event()
+
+    async def slow(scope, receive, send):
+        await asyncio.to_thread(gate.wait)
+        await JSONResponse({})(scope, receive, send)
+
+    app = guard({"connections": 16}, app=slow)
+    with served(app) as address:
+        head = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+        first = [raw(address, head) for _ in range(16)]
+        wait_for(lambda: app.in_flight == 16)
+        assert read_all(raw(address, head)) == b""
+        gate.set()
+        assert all(one.recv(65536).startswith(b"HTTP/1.1 200") for one in first)
+        for connection in first:
+            connection.close()
+
+
+def test_the_number_of_connections_leaves_files_for_others(monkeypatch):
+    """Beyond the limit of open files, the event loop wrote 218,745 tracebacks in 20 seconds."""
+    monkeypatch.setattr("resource.getrlimit", lambda kind: (1024, 1024))
+    monkeypatch.setattr("resource.setrlimit", lambda kind, limits: None)
+    assert 16 <= most_connections(LimitsRecipe()) <= 1024 - 192
+    assert most_connections(LimitsRecipe(connections=50)) == 50
+    assert ConnectionTable(LimitsRecipe(), Meter("x")).most <= 832
+
+
+SMUGGLED = {
+    "CL.TE": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n"
+    b"0\r\n\r\nGET /x HTTP/1.1\r\n\r\n",
+    "two CL": b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\nabcd",
+    "bad chunk": b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\nabc\r\n0\r\n\r\n",
+    "no host": b"GET / HTTP/1.1\r\n\r\n",
+    "CONNECT": b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
+    "NUL": b"GET /\x00 HTTP/1.1\r\nhost: x\r\n\r\n",
+    "a header beyond ASCII": "GET /health HTTP/1.1\r\nhost: x\r\nx-user: é\r\nconnection: close\r\n\r\n".encode(),
+    "garbage": b"\x16\x03\x01\x02\x00\x01",
+    "upgrade": b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("data", SMUGGLED.values(), ids=SMUGGLED)
+def test_requests_that_are_no_http(data, capfd):
+    with served(guard({"header_s": 0.3, "body_s": 0.3})) as address:
+        connection = raw(address, data)
+        connection.shutdown(socket.SHUT_WR)
+        read_all(connection)
+        assert httpx.get(address + "/health").status_code == 200
+    assert "Traceback" not in capfd.readouterr().err
+
+
+def test_many_headers_do_not_stop_the_others(capfd):
+    """100 kB of headers took 4.8 s of the event loop."""
+    with served(guard()) as address:
+        head = b"GET / HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x%d: 1\r\n" % number for number in range(10_000)) + b"\r\n"
+        began = time.process_time()
+        for _ in range(3):
+            assert read_all(raw(address, head))[:12] in (b"HTTP/1.1 431", b"HTTP/1.1 400", b"")
+        assert time.process_time() - began < 3, "seconds of computing, not of waiting"
+        assert httpx.get(address + "/health").status_code == 200
+
+
+def test_small_packets_are_sent_at_once():
+    """A response of two packets took 47 ms, because the second one waited for the client's acknowledgement."""
+    with listening("127.0.0.1:0") as (place, address), raw(address):
+        accepted, _ = place.accept()
+        with accepted:
+            assert accepted.proto == socket.IPPROTO_TCP, "asyncio looks at this, and sets TCP_NODELAY"
+
+
+def test_an_address_in_use_is_refused_in_words():
+    with (
+        listening("127.0.0.1:0") as (_, address),
+        pytest.raises(UsageError, match="cannot listen on"),
+        listening(address.removeprefix("http://")),
+    ):
+        pass

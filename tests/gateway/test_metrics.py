@@ -1,0 +1,60 @@
+"""Figures on the page of metrics, in the dashboard and on the front page are about the same samples."""
+
+import json
+import re
+from pathlib import Path
+
+from specctl.decoding.controllers import Fixed
+from specctl.gateway.app import front_page
+from specctl.gateway.metrics import DrafterCounts, Meter
+from tests.gateway.conftest import chat
+
+ROOT = Path(__file__).resolve().parents[2]
+NAME = re.compile(r"(?:vllm|specctl):\w+")
+
+
+def known(page):
+    """Names of all samples, and of metrics without samples up to now."""
+    return {line.split()[2] for line in page.splitlines() if line.startswith("# TYPE")} | set(NAME.findall(page))
+
+
+def test_the_dashboard_and_the_page_ask_for_metrics_that_exist(make_gateway):
+    gateway = make_gateway()
+    gateway.ask("/v1/chat/completions", chat())
+    names = known(gateway.meter.page().decode())
+    dashboard = json.loads((ROOT / "recipes/grafana/serve.json").read_text())
+    asked = {name for panel in dashboard["panels"] for one in panel["targets"] for name in NAME.findall(one["expr"])}
+    assert len(asked) > 12 and asked <= names
+    shown = set(NAME.findall(front_page()))
+    assert len(shown) > 8 and shown <= names
+
+
+def test_the_page_needs_nothing_from_elsewhere():
+    page = front_page()
+    assert not re.findall(r"https?://|src=|<link|@import|url\(", page)
+
+
+def test_counts_are_those_of_the_answers(make_gateway, lookup):
+    gateway = make_gateway(Fixed.of(lookup), "lookup")
+    answers = [one.json() for one in gateway.ask("/v1/chat/completions", *[chat(n=2)] * 3)]
+    model = {"model_name": "toy"}
+    assert gateway.metric("vllm:generation_tokens_total", **model) == sum(
+        one["usage"]["completion_tokens"] for one in answers
+    )
+    assert gateway.metric("vllm:prompt_tokens_total", **model) == sum(one["usage"]["prompt_tokens"] for one in answers)
+    told = [one["metrics"]["speculative_decoding"] for one in answers]
+    rounds = sum(sum(one["acceptance_histogram"]) for one in told)
+    accepted = sum(place * count for one in told for place, count in enumerate(one["acceptance_histogram"]))
+    assert gateway.metric("vllm:spec_decode_num_drafts_total", **model) == rounds
+    assert gateway.metric("vllm:spec_decode_num_accepted_tokens_total", **model) == accepted
+    assert gateway.metric("vllm:time_to_first_token_seconds_count", **model) == 6
+    assert gateway.metric("specctl:drafter_texts_total", drafter="lookup") == 6
+
+
+def test_rounds_and_texts_add_up_to_the_same_counts():
+    by_round, by_text = DrafterCounts(), DrafterCounts()
+    for committed, accepted, depth in ((3, 2, 4), (1, 0, 4), (5, 4, 4)):
+        by_round.add(committed, accepted, depth)
+    by_text.add_text(3, 9, 12, 6, [2, 2, 1, 1])
+    by_text.texts = 0
+    assert by_round == by_text and by_round.mat == 3.0 and Meter("x").page()

@@ -1,0 +1,286 @@
+"""Texts of the gateway are the texts of `generate`; no request changes or ends another one."""
+
+import asyncio
+import json
+import math
+import random
+import threading
+
+import httpx
+import pytest
+import torch
+
+from specctl.commands.generate import generate
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.offline import decode
+from specctl.decoding.records import Request
+from specctl.decoding.sampling import Sampling
+from specctl.drafters import pool
+from specctl.gateway.choosing import controller_for
+from specctl.gateway.text_stream import decoder
+from specctl.recipe import DraftingRecipe, GameRecipe, GenerateRecipe, PolicyRecipe
+from tests.conftest import PROMPTS
+from tests.gateway.conftest import chat, served, wait_for
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 7}
+
+
+def text_of(response):
+    assert response.status_code == 200, response.text
+    (choice,) = response.json()["choices"]
+    return choice["message"]["content"]
+
+
+def pieces(response_text):
+    """The documents of a stream."""
+    events = [event for event in response_text.split("\n\n") if event]
+    assert events[-1] == "data: [DONE]" and all(event.startswith("data: ") for event in events)
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
+
+
+def joined(documents, index=0):
+    choices = [choice for one in documents for choice in one["choices"] if choice["index"] == index]
+    return "".join(choice["delta"].get("content") or "" for choice in choices), choices[-1]["finish_reason"]
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, SAMPLED], ids=["greedy", "sampled"])
+def test_texts_are_those_of_generate(target, lookup, make_gateway, drafts, options):
+    """In a batch and alone, streamed and whole, with and without a drafter."""
+    expected = [
+        generate(GenerateRecipe(prompt=prompt, sampling={"max_new_tokens": 24, **options}), target=target).text
+        for prompt in PROMPTS
+    ]
+    gateway = make_gateway(Fixed.of(lookup if drafts else None))
+    bodies = [chat(prompt, **options) for prompt in PROMPTS]
+    assert [text_of(one) for one in gateway.ask(CHAT, *bodies)] == expected
+    streams = gateway.ask(CHAT, *[body | {"stream": True} for body in bodies])
+    assert [joined(pieces(one.text))[0] for one in streams] == expected
+    assert not gateway.thread.open
+
+
+def test_a_pool_gives_the_same_texts_and_is_counted(target, lookup, make_gateway):
+    expected = [text_of(one) for one in make_gateway().ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])]
+    drafters = {"lookup": lookup, "suffix": pool.load_drafter("suffix", target, DraftingRecipe())}
+    controller = controller_for(target, drafters, {}, "cgp-ucb", PolicyRecipe(), GameRecipe())
+    gateway = make_gateway(controller, None)
+    controller.report_to(gateway.thread.note_round, lambda: None)
+    assert [text_of(one) for one in gateway.ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])] == expected
+    counts = gateway.meter.drafters
+    assert {*counts} <= {"lookup", "suffix", "no draft"} and sum(one.texts for one in counts.values()) == len(PROMPTS)
+    assert sum(one.tokens for one in counts.values()) > 0 and controller.failures == 0
+
+
+@pytest.mark.parametrize("method", ["begin", "choose", "observe", "end"])
+def test_a_policy_that_raises_costs_its_opinion_alone(target, lookup, make_gateway, monkeypatch, method):
+    """Each request would fail with status 500."""
+    expected = [text_of(one) for one in make_gateway().ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])]
+    controller = controller_for(target, {"lookup": lookup}, {}, "ucbspec", PolicyRecipe(), GameRecipe())
+    gateway, original, calls = make_gateway(controller, None), getattr(controller.selector, method), []
+
+    def raising(*args):
+        calls.append(args)
+        if len(calls) % 3 == 2:
+            raise ZeroDivisionError
+        return original(*args)
+
+    monkeypatch.setattr(controller.selector, method, raising)
+    assert [text_of(one) for one in gateway.ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])] == expected
+    assert controller.failures > 0
+
+
+def test_stop_strings_cut_the_text_and_free_the_slot(make_gateway):
+    gateway = make_gateway()
+    (plain,) = gateway.ask(CHAT, chat(temperature=0))
+    text = text_of(plain)
+    stop = text[5:8]
+    (cut,) = gateway.ask(CHAT, chat(temperature=0, stop=[stop, "never there"]))
+    assert text_of(cut) == text[: text.index(stop)] and cut.json()["choices"][0]["finish_reason"] == "stop"
+    assert cut.json()["usage"]["completion_tokens"] < plain.json()["usage"]["completion_tokens"]
+    wait_for(lambda: not gateway.thread.engine.busy)
+
+
+def test_log_probabilities_are_the_targets(target, lookup, make_gateway):
+    body = chat(temperature=0, logprobs=True, top_logprobs=3)
+    (whole,) = make_gateway(Fixed.of(lookup)).ask(CHAT, body)
+    (streamed,) = make_gateway().ask(CHAT, body | {"stream": True})
+    content = whole.json()["choices"][0]["logprobs"]["content"]
+    parts = [
+        token
+        for one in pieces(streamed.text)
+        for choice in one["choices"]
+        for token in ((choice.get("logprobs") or {}).get("content") or [])
+    ]
+    assert len(content) == len(parts) == whole.json()["usage"]["completion_tokens"]
+    prompt = target.render(body["messages"])
+    (decoded,) = decode(Engine(target), [Request(prompt, Sampling(0.0, 0, 1.0), 24)])
+    logits = []
+    for end in range(len(decoded.output_ids)):
+        cache = target.new_cache(1, len(prompt) + end + 1)
+        logits.append(target.prefill([prompt + decoded.output_ids[:end]], cache)[0][0])
+    rows = torch.stack(logits).float().log_softmax(-1)
+    for row, token, one, other in zip(rows, decoded.output_ids, content, parts, strict=True):
+        assert one["token"] == target.tokenizer.decode([token]) == one["top_logprobs"][0]["token"]
+        assert math.isclose(one["logprob"], row[token].item(), abs_tol=1e-3)
+        assert math.isclose(one["logprob"], other["logprob"], abs_tol=1e-3)
+        assert [top["logprob"] for top in one["top_logprobs"]] == pytest.approx(row.topk(3).values.tolist(), abs=1e-3)
+
+
+def test_several_answers_have_their_own_seeds(make_gateway):
+    gateway = make_gateway()
+    (together,) = gateway.ask(CHAT, chat(n=3, **SAMPLED))
+    alone = gateway.ask(CHAT, *[chat(**SAMPLED | {"seed": 7 + number}) for number in range(3)])
+    assert [one["message"]["content"] for one in together.json()["choices"]] == [text_of(one) for one in alone]
+    assert together.json()["usage"]["completion_tokens"] == sum(
+        one.json()["usage"]["completion_tokens"] for one in alone
+    )
+    (streamed,) = gateway.ask(CHAT, chat(n=3, stream=True, stream_options={"include_usage": True}, **SAMPLED))
+    documents = pieces(streamed.text)
+    assert [joined(documents, index)[0] for index in range(3)] == [text_of(one) for one in alone]
+    assert documents[-1]["choices"] == [] and documents[-1]["usage"] == together.json()["usage"]
+
+
+def test_completions_take_texts_and_ids(target, make_gateway):
+    gateway = make_gateway()
+    ids = target.tokenizer.encode("SELECT name")
+    body = {"max_tokens": 8, "temperature": 0}
+    by_text, by_ids, both = gateway.ask(
+        COMPLETIONS, body | {"prompt": "SELECT name"}, body | {"prompt": ids}, body | {"prompt": ["SELECT name", "The"]}
+    )
+    assert by_text.json()["choices"][0]["text"] == by_ids.json()["choices"][0]["text"]
+    assert both.json()["choices"][0]["text"] == by_text.json()["choices"][0]["text"]
+    assert [one["index"] for one in both.json()["choices"]] == [0, 1]
+
+
+def test_a_text_that_makes_a_step_fail_costs_itself_alone(make_gateway, monkeypatch):
+    """The others of its batch go on, with the same texts as before."""
+    bodies = [chat(prompt, temperature=0) for prompt in PROMPTS]
+    gateway = make_gateway()
+    expected = [text_of(one) for one in gateway.ask(CHAT, *bodies)]
+    engine = gateway.thread.engine
+    poison = engine.target.render(bodies[1]["messages"])
+    original = engine._round
+
+    def failing():
+        if any(row.ids[: len(poison)] == poison for row in engine.state.rows if row.stop is None):
+            raise RuntimeError("a fault in one text")
+        original()
+
+    monkeypatch.setattr(engine, "_round", failing)
+    one, bad, other = gateway.ask(CHAT, *bodies)
+    assert [text_of(one), text_of(other)] == [expected[0], expected[2]]
+    assert bad.status_code == 500 and bad.json()["error"]["type"] == "server_error"
+    monkeypatch.undo()
+    assert [text_of(one) for one in gateway.ask(CHAT, *bodies)] == expected
+    assert gateway.metric("specctl:faults_total", part="engine step") >= 1
+
+
+def test_a_batch_that_always_fails_ends_with_errors_and_the_engine_lives(make_gateway, monkeypatch):
+    gateway = make_gateway()
+    engine, original = gateway.thread.engine, gateway.thread.engine._round
+
+    def failing():
+        if len(engine.texts) > 1:
+            raise MemoryError
+        original()
+
+    monkeypatch.setattr(engine, "_round", failing)
+    statuses = {one.status_code for one in gateway.ask(CHAT, *[chat(temperature=0)] * 3)}
+    assert statuses <= {200, 500}
+    assert text_of(gateway.ask(CHAT, chat(temperature=0))[0])
+
+
+def test_texts_that_would_wait_too_long_are_refused(make_gateway):
+    gateway = make_gateway(slots=1, waiting=1)
+    responses = gateway.ask(CHAT, *[chat(temperature=0)] * 6)
+    assert sorted(one.status_code for one in responses) == [200, 200, 429, 429, 429, 429]
+    refused = next(one for one in responses if one.status_code == 429)
+    assert refused.headers["retry-after"] == "1" and refused.json()["error"]["code"] == "busy"
+
+
+def test_clients_that_leave_leave_nothing_behind(make_gateway):
+    """Before the first token, within the stream, and while a whole answer is made."""
+    gateway = make_gateway(slots=2)
+    body = chat("Tell me a long story.", temperature=1.0, max_tokens=1500)
+    draw = random.Random(0)
+
+    async def leave(http, address, stream):
+        with pytest.raises((httpx.ReadTimeout, asyncio.TimeoutError)):
+            async with asyncio.timeout(draw.uniform(0.01, 0.3)):
+                async with http.stream("POST", address + CHAT, json=body | {"stream": stream}) as response:
+                    async for _ in response.aiter_bytes():
+                        pass
+
+    async def work(address):
+        async with httpx.AsyncClient(timeout=60) as http:
+            await asyncio.gather(*[leave(http, address, bool(number % 2)) for number in range(24)])
+
+    with served(gateway.app) as address:
+        asyncio.run(work(address))
+        wait_for(lambda: not gateway.thread.open and not gateway.app.in_flight)
+        wait_for(lambda: not gateway.thread.engine.busy)
+    assert not gateway.thread._active and gateway.metric("specctl:connections") == 0
+
+
+def test_a_client_library_that_was_written_elsewhere(make_gateway):
+    openai = pytest.importorskip("openai")
+    gateway = make_gateway()
+    with served(gateway.app) as address:
+        client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+        ask = {
+            "model": "toy",
+            "messages": [{"role": "user", "content": PROMPTS[0]}],
+            "max_tokens": 24,
+            "temperature": 0,
+        }
+        whole = client.chat.completions.create(**ask)
+        text = whole.choices[0].message.content
+        stream = client.chat.completions.create(**ask, stream=True, stream_options={"include_usage": True})
+        parts = list(stream)
+        assert "".join(part.choices[0].delta.content or "" for part in parts if part.choices) == text
+        assert parts[-1].usage == whole.usage
+        scored = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2, n=2, stop=[text[4:7]])
+        assert [one.message.content for one in scored.choices] == [text[: text.index(text[4:7])]] * 2
+        assert scored.choices[0].logprobs.content[0].top_logprobs[0].logprob <= 0
+        plain = client.completions.create(model="toy", prompt="SELECT", max_tokens=5, temperature=0)
+        assert plain.choices[0].text and plain.usage.completion_tokens == 5
+        assert [model.id for model in client.models.list()] == ["toy"] and client.models.retrieve("toy").id == "toy"
+        with pytest.raises(openai.NotFoundError, match="the model does not exist"):
+            client.chat.completions.create(**ask | {"model": "gpt"})
+        with pytest.raises(openai.BadRequestError, match="'tools' is not supported"):
+            client.chat.completions.create(**ask, tools=[{"type": "function", "function": {"name": "f"}}])
+
+        async def at_once():
+            async with openai.AsyncOpenAI(base_url=address + "/v1", api_key="none") as http:
+                return await asyncio.gather(*[http.chat.completions.create(**ask) for _ in range(4)])
+
+        assert {one.choices[0].message.content for one in asyncio.run(at_once())} == {text}
+
+
+def test_the_decoder_of_the_thread_is_the_tokenizers(target):
+    """It may be the Rust tokenizer itself."""
+    ids = target.tokenizer.encode("SELECT a , b . c FROM d ; it 's é\n")
+    ids = [*ids, *target.eos_ids, *ids]
+    assert decoder(target.tokenizer)(ids) == target.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_the_thread_that_dies_is_noticed(make_gateway, monkeypatch):
+    gateway, heard = make_gateway(), threading.Event()
+    gateway.thread.on_death = lambda error: (gateway.backend.died(), heard.set())
+
+    def end():
+        raise SystemExit  # no Exception, so nothing else catches it
+
+    monkeypatch.setattr(gateway.thread, "_count_threads", end)
+
+    async def work():
+        async with gateway.client() as http:
+            asking = asyncio.ensure_future(http.post(CHAT, json=chat()))
+            await asyncio.to_thread(heard.wait, 20)
+            return await asking, await http.get("/health"), await http.post(CHAT, json=chat())
+
+    failed, health, refused = asyncio.run(work())
+    assert failed.status_code == 500 and health.status_code == refused.status_code == 503

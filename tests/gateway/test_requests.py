@@ -1,0 +1,163 @@
+"""Bad requests: OpenAI's error object with the right status, in one line, and nothing else suffers."""
+
+import asyncio
+import json
+
+import pytest
+
+from specctl.recipe import LimitsRecipe
+from tests.gateway.conftest import chat
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture
+def send(make_gateway):
+    """`send(path, content)` → the response to these bytes, after which a good request must still be answered."""
+    gateway = make_gateway(slots=2)
+
+    def send(content, path=CHAT, headers=JSON, method="POST"):
+        async def work():
+            async with gateway.client() as http:
+                bad = await http.request(method, path, content=content, headers=headers)
+                return bad, await http.post(CHAT, json=chat(max_tokens=2))
+
+        bad, good = asyncio.run(work())
+        assert good.status_code == 200 and not gateway.thread.open and not gateway.app.in_flight
+        return bad
+
+    return send
+
+
+def error(response, status):
+    assert response.status_code == status, response.text
+    document = response.json()
+    assert set(document) == {"error"} and set(document["error"]) == {"message", "type", "param", "code"}
+    assert "\n" not in document["error"]["message"] and len(response.content) < 600
+    return document["error"]
+
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BAD_BODIES = {
+    "half": b'{"messages": [',
+    "not JSON": b"hello",
+    "empty": b"",
+    "a list": b"[1]",
+    "a number": b"3",
+    "NaN": b'{"messages": [{"role": "user", "content": "x"}], "temperature": NaN}',
+    "beyond floats": b'{"messages": [{"role": "user", "content": "x"}], "temperature": 1e999}',
+    "no UTF-8": b'{"messages": [{"role": "user", "content": "\xff\xfe"}]}',
+    "a lone surrogate": b'{"messages": [{"role": "user", "content": "\\ud800"}]}',
+    "deep": b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+    "a long number": b'{"max_tokens": ' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("body", BAD_BODIES.values(), ids=BAD_BODIES)
+def test_bodies_that_are_no_request(send, body):
+    """Nested brackets, surrogates and numbers of 400 digits were tracebacks in the proxies."""
+    assert error(send(body), 400)["type"] == "invalid_request_error"
+
+
+FIELDS = {
+    "messages": [None, "Hi", [], [None], [{}], [{"role": "x", "content": "y"}], [{"role": "user", "content": 3}]],
+    "temperature": ["hot", -1, 3, [], True],
+    "top_p": [2, "x", -0.1],
+    "top_k": [1.5, -2, "x"],
+    "max_tokens": [0, -1, 1.5, "x", 10**40],
+    "n": [0, 65, "x", 10**30],
+    "seed": [1.5, "x", 2**63, 10**400],
+    "stop": [3, [""], ["x"] * 17, [3]],
+    "stream": ["yes", 1],
+    "stream_options": [{"include_usage": True}, {"x": 1}, 3],
+    "logprobs": [3, "x"],
+    "top_logprobs": [2, 21, -1, "x"],
+    "model": [3, []],
+    "chat_template_kwargs": [3, {"tokenize": False}],
+    "tools": [[{"type": "function"}], 3],
+    "logit_bias": [{"3": 1}],
+    "presence_penalty": [0.5],
+    "response_format": [{"type": "json_object"}],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FIELDS.items() for value in values])
+def test_fields_that_are_wrong_are_named(send, name, value):
+    body = json.dumps({"messages": MESSAGES, "max_tokens": 1} | {name: value}).encode()
+    said = error(send(body), 400)
+    assert said["param"].partition(".")[0] == name and name in said["message"]
+
+
+def test_unknown_fields_are_named(send):
+    said = error(send(json.dumps({"messages": MESSAGES, "temprature": 1}).encode()), 400)
+    assert said["param"] == "temprature" and "temprature" in said["message"]
+    said = error(send(json.dumps({"messages": [MESSAGES[0] | {"contents": "x"}]}).encode()), 400)
+    assert said["param"] == "messages.0.contents"
+
+
+def test_fields_that_ask_for_nothing_are_taken(make_gateway):
+    """Clients written elsewhere send defaults."""
+    neutral = {
+        "presence_penalty": 0,
+        "frequency_penalty": 0.0,
+        "logit_bias": {},
+        "tools": [],
+        "user": "me",
+        "stop": None,
+    }
+    neutral |= {"response_format": {"type": "text"}, "n": None, "seed": None, "stream": False, "metadata": {"a": "b"}}
+    (response,) = make_gateway().ask(CHAT, chat(max_tokens=1, temperature=1, **neutral))
+    assert response.status_code == 200
+
+
+PROMPTS = [[], [[]], [-1], [10**9], [10**30], ["a", 1], "", [""], [[1], []], 3, {"a": 1}, ["x"] * 65, [1.5]]
+
+
+@pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: json.dumps(prompt)[:20])
+def test_prompts_that_are_wrong(send, prompt):
+    assert error(send(json.dumps({"prompt": prompt, "max_tokens": 1}).encode(), COMPLETIONS), 400)["param"]
+
+
+@pytest.mark.parametrize("size", [10_000, 4_000_000])
+def test_prompts_that_are_too_long(send, size):
+    for path, body in ((COMPLETIONS, {"prompt": "ab " * size}), (CHAT, chat("ab " * (size // 2)))):
+        if len(json.dumps(body)) < LimitsRecipe().body_bytes:
+            assert error(send(json.dumps(body).encode(), path), 400)["code"] == "context_length_exceeded"
+        else:
+            error(send(json.dumps(body).encode(), path), 413)
+
+
+def test_a_chat_that_the_template_refuses(send):
+    body = chat() | {"chat_template_kwargs": {"messages": []}}
+    assert send(json.dumps(body).encode()).status_code in (400, 500)
+
+
+def test_models_that_are_not_there(send):
+    assert error(send(json.dumps(chat(model="gpt-4")).encode()), 404)["code"] == "model_not_found"
+    assert error(send(b"", "/v1/models/gpt-4", method="GET"), 404)["code"] == "model_not_found"
+
+
+PATHS = ["/v1/%00", "/v1/load_lora_adapter", "/v1", "/v1/", "//v1/models", "/v1/embeddings", "/docs"]
+PATHS += ["/openapi.json", "/collective_rpc", "/v1/chat/completions/", "/metrics/", "/\u00e9", "/%2e%2e/", "/a\\b"]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("method", ["GET", "POST"])
+def test_paths_that_are_not_named_are_closed(send, path, method):
+    """All of /v1/ reached the engine before, the exchange of its weights included."""
+    response = send(b"{}", path, method=method)
+    assert response.status_code in (404, 405), response.text
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "GET"])
+def test_methods_that_are_not_named_are_closed(send, method):
+    assert error(send(b"{}", method=method), 405)
+
+
+def test_other_types_of_bodies_are_refused(send):
+    """A page of another site can send these to the loopback without asking."""
+    body = json.dumps(chat()).encode()
+    error(send(body, headers={"content-type": "text/plain"}), 415)
+    error(send(body, headers={}), 415)
+    assert send(body, headers={"content-type": "Application/JSON; charset=utf-8"}).status_code == 200

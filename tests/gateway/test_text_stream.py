@@ -1,0 +1,64 @@
+"""Parts of a text join to the text, whatever tokens it comes in, and stop strings never show."""
+
+import random
+
+import pytest
+
+from specctl.gateway.text_stream import TextStream, decoder
+
+TEXTS = ["SELECT name FROM pets;", "Zwölf Bäume, é und 日本語 🙂 ende", "a  b\n\n c", ""]
+
+
+@pytest.fixture(scope="module")
+def decode(target):
+    return decoder(target.tokenizer)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_parts_are_the_text(target, decode, text):
+    """Bytes of one character may lie in several tokens."""
+    ids = target.tokenizer.encode(text, add_special_tokens=False)
+    whole = target.tokenizer.decode(ids, skip_special_tokens=True)
+    draw = random.Random(0)
+    for _ in range(20):
+        stream, parts, at = TextStream(decode), [], 0
+        while at < len(ids):
+            size = draw.randint(1, 4)
+            parts.append(stream.add(ids[at : at + size]))
+            at += size
+        parts.append(stream.finish())
+        assert "".join(parts) == whole == stream.text and not any("\ufffd" in part for part in parts)
+
+
+def test_tokens_of_no_character_are_shown_at_the_end(target, decode):
+    ids = target.tokenizer.encode("🙂", add_special_tokens=False)
+    assert len(ids) > 1, "the toy's tokenizer has it in bytes"
+    stream = TextStream(decode)
+    assert stream.add(ids[:1]) == "" and stream.finish() == target.tokenizer.decode(ids[:1])
+
+
+@pytest.mark.parametrize(
+    "stops", [["name"], ["ELECT na"], ["FROM", "name"], ["xyz", "pets;"], ["; "], ["M p", "FROM pe"]]
+)
+def test_a_stop_string_ends_the_text_and_is_not_shown(target, decode, stops):
+    text = "SELECT name FROM pets;"
+    ids = target.tokenizer.encode(text, add_special_tokens=False)
+    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    end, first = min(found, default=(len(text), ""))  # the one that is complete first
+    expected = text[: end - len(first)]
+    for size in (1, 2, 3, len(ids)):
+        stream, parts = TextStream(decode, stops), []
+        for at in range(0, len(ids), size):
+            parts.append(stream.add(ids[at : at + size]))
+            if stream.stopped:
+                break
+        parts.append(stream.finish())
+        assert "".join(parts) == expected == stream.text
+        assert (stream.stopped in stops) == bool(found) and stream.used <= len(ids)
+
+
+def test_tokens_after_a_stop_string_are_not_used(target, decode):
+    ids = target.tokenizer.encode("one two three four", add_special_tokens=False)
+    stream = TextStream(decode, ["two"])
+    stream.add(ids)
+    assert stream.used < len(ids) and stream.text == "one "
