@@ -53,3 +53,9 @@ def played():
 @pytest.fixture(name="chunk")
 def chunk_fixture():
     return chunk
+
+
+@pytest.fixture(scope="session")
+def target(shallow):
+    """A third of the layers: these tests compare what they compute, on whatever texts."""
+    return shallow

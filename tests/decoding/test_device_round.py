@@ -238,8 +238,8 @@ def on_device(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "sampling", "slots"),
-    [*((name, MIXED, 2) for name in MADE), *((name, GREEDY, 1) for name in EACH)],
-    ids=[*(f"{name}-mixed" for name in MADE), *(f"{name}-greedy" for name in EACH)],
+    [*((name, MIXED, 2) for name in MADE), *((name, GREEDY, 1) for name in ("plain", "eagle3 tree", "lm"))],
+    ids=[*(f"{name}-mixed" for name in MADE), "plain-greedy", "eagle3 tree-greedy", "lm-greedy"],
 )
 def test_same_texts_and_counts(tiny, drafters, on_device, name, sampling, slots):
     """One at a time or two, whose places are taken by the next texts; ends and limits fall inside drafts."""
@@ -502,12 +502,13 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
     return found[0]
 
 
-@pytest.mark.parametrize(("attention", "keeps"), [("sdpa", False), ("kernel", True)], ids=["", "for a learner"])
 @pytest.mark.parametrize(
-    ("name", "sampling"),
+    ("name", "sampling", "attention", "keeps"),
     [
-        *((name, MIXED) for name in [*EACH, "eagle3 chain", "lm sampled"]),
-        *((name, GREEDY) for name in ("plain", "medusa chain", "dflash 2")),
+        *((name, MIXED, "sdpa", False) for name in [*EACH, "eagle3 chain", "lm sampled"]),
+        *((name, GREEDY, "sdpa", False) for name in ("plain", "medusa chain", "dflash 2")),
+        *((name, MIXED, "kernel", True) for name in ("plain", "eagle3 tree", "dflash with a Markov head", "lm")),
+        ("dflash 2", GREEDY, "kernel", True),
     ],
 )
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention, keeps):
@@ -664,7 +665,7 @@ def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, 
     """Of texts asked for one after the other only the first pays for a graph, whatever they are; of another drafter
     and of a batch of another size there are others."""
     drafter, how = drafters(name), {"sampling": HOT, "max_new_tokens": 20}
-    ask = [[prompt] for prompt in ([5, 9, 300], [88, 4, 7], [17, 230, 17], [1, 2, 3], [600, 20, 5])]
+    ask = [[prompt] for prompt in ([5, 9, 300], [88, 4, 7], [17, 230, 17])]
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host = [decode(tiny, one, drafter=drafter, **how) for one in ask]
     monkeypatch.delenv("SPECCTL_GRAPHS")
@@ -675,7 +676,7 @@ def test_graphs_live_longer_than_a_call(tiny, drafters, graphs_on, monkeypatch, 
     decode(tiny, [prompt for (prompt,) in ask], engine=engine, **how)
     assert len(captured) > 1
     other, before = engine_for(tiny, drafters("eagle3 chain")), len(captured)
-    for one in ask:
+    for one in ask[:2]:
         decode(tiny, one, engine=other, **how)
     assert len(captured) == before + 1
 

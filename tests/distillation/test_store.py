@@ -75,6 +75,20 @@ def test_round_trip_and_counts(tmp_path, format):
     assert not list(tmp_path.glob("*.lock"))
 
 
+def test_a_shard_that_has_become_a_link_is_not_written(tmp_path):
+    """Whoever may write to the directory could else have responses appended to any file of the writer's user."""
+    place = tmp_path / "store"
+    leave_open(place, ROWS[:2])
+    with ShardWriter(place, META, shard_size=6, resume=True) as writer:
+        (shard,) = place.glob("shard-*.jsonl")
+        victim = shard.rename(tmp_path / "victim")
+        before = victim.read_bytes()
+        shard.symlink_to(victim)
+        with pytest.raises(OSError, match="symbolic link"):
+            writer.append(ROWS[2:4])
+    assert victim.read_bytes() == before
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_datasets_reads_the_shards(tmp_path, format):
     from datasets import load_dataset

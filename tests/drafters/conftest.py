@@ -11,3 +11,9 @@ def exact_products():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DraftLinear, "rough", False)
         yield
+
+
+@pytest.fixture(scope="session")
+def target(shallow):
+    """A third of the layers: these tests compare what they compute, on whatever texts."""
+    return shallow

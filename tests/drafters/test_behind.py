@@ -16,6 +16,12 @@ from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")
+def target(trained):
+    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    return trained
+
+
+@pytest.fixture(scope="module")
 def drafters(target):
     """With what each has to read of a text of n committed tokens."""
     return {

@@ -61,10 +61,14 @@ def test_who_may_read_files_may_read_weights(tmp_path):
 
 
 def test_weights_are_not_written_through_a_link(tmp_path):
+    """Nor is a file made where a link leads to none."""
     (tmp_path / "victim").write_text("safe")
-    (tmp_path / "weights").symlink_to(tmp_path / "victim")
-    checkpoint.write_tensors(tmp_path / "weights", {"x": torch.ones(2)})
-    assert (tmp_path / "victim").read_text() == "safe" and not (tmp_path / "weights").is_symlink()
+    for name in ("victim", "nothing"):
+        (tmp_path / "weights").unlink(missing_ok=True)
+        (tmp_path / "weights").symlink_to(tmp_path / name)
+        checkpoint.write_tensors(tmp_path / "weights", {"x": torch.ones(2)})
+        assert not (tmp_path / "weights").is_symlink()
+    assert (tmp_path / "victim").read_text() == "safe" and not (tmp_path / "nothing").exists()
 
 
 def test_the_card_has_the_target_and_the_numbers(drafter):

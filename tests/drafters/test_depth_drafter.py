@@ -16,6 +16,13 @@ from tests.drafters.recorded import recorded_logits
 from tests.lossless.drafters import ragged
 from tests.toys.decoding import decode
 
+
+@pytest.fixture(scope="module")
+def target(trained):
+    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    return trained
+
+
 HEADS = 3
 FAMILIES = ("hydra", "medusa")
 

@@ -19,6 +19,13 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, own_weights, ragged
 from tests.toys.decoding import decode
 
+
+@pytest.fixture(scope="module")
+def target(trained):
+    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    return trained
+
+
 HOT = Sampling(0.9, 50, 0.95)
 
 

@@ -18,6 +18,13 @@ from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe
 
+
+@pytest.fixture(scope="module")
+def target(trained):
+    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    return trained
+
+
 DRAFTING = DraftingRecipe()
 
 

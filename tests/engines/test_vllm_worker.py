@@ -253,6 +253,7 @@ HOSTILE = {
     "deep config": {"config": DEEP},
     "no object": {"config": b'"HUSH"'},
     "no JSON": {"config": b"HUSH"},
+    "no text": {"config": b"HUSH\xfe"},  # Python's error quotes the byte
     "deep header": {"header": DEEP},
     "no dtype": {"header": b'{"HUSH": {"shape": [2]}}'},
     "no shape": {"header": b'{"HUSH": {"dtype": "F32", "shape": ["HUSH"]}}'},
@@ -268,7 +269,7 @@ def test_a_damaged_directory_is_refused_and_not_quoted(tmp_path, how):
     place = written(tmp_path / "drafter", **HOSTILE[how])
     with pytest.raises(DrafterMismatch, match=str(place)) as error:
         vllm_worker.read_layout(place)
-    assert "HUSH" not in str(error.value)
+    assert "HUSH" not in str(error.value) and "0xfe" not in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "more.safetensors", vllm_worker.MASK])

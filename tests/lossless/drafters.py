@@ -118,14 +118,14 @@ class Rotate(Controller):
 
 def own_weights(target, noise=0.0):
     """The target itself as an `lm` drafter, its weights disturbed by `noise` times their size."""
-    architecture, tensors = _disturbed(noise)
+    architecture, tensors = _disturbed(builtin_path() if target.name == "builtin" else target.name, noise)
     return lm.restore({"architecture": architecture, "target": target.identity}, tensors)
 
 
 @functools.cache
-def _disturbed(noise):
-    """Architecture and tensors of the built-in target, the latter with noise."""
-    model = AutoModelForCausalLM.from_pretrained(builtin_path(), dtype=torch.float32)
+def _disturbed(path, noise):
+    """Architecture and tensors of the target at `path`, the latter with noise."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: weight + noise * weight.std(correction=0) * torch.randn(weight.shape, generator=generator)

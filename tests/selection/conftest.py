@@ -33,3 +33,9 @@ def made_up():
         return Recorded(place, trace, draw.random(len(ARMS)), draw.integers(0, 50, len(ARMS)))
 
     return row
+
+
+@pytest.fixture(scope="session")
+def target(shallow):
+    """A third of the layers: these tests compare what they compute, on whatever texts."""
+    return shallow

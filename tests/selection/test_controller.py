@@ -24,6 +24,13 @@ from specctl.selection.policies.policy import Arms
 from tests.lossless.drafters import own_weights
 from tests.toys.decoding import decode
 
+
+@pytest.fixture(scope="module")
+def target(trained):
+    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    return trained
+
+
 DEPTH, NEW = 3, 24
 GAME = GameRecipe(
     loss="length", depth=DEPTH, batch_growth=1.0, hybrid_rounds=1, warmup_rounds=2, batch_rounds=3, tokens_per_update=2

@@ -29,7 +29,7 @@ from tests.toys.decoding import decode
 
 DEPTH = 5
 SEED = 3
-WARM = Sampling(0.8, 20, 0.9)
+WARM = Sampling(0.5, 20, 0.9)
 
 
 def head(target, seed, vocabulary=512):

@@ -250,7 +250,7 @@ def test_arms_of_one_drafter_share_its_memory(tiny, drafters, on_device):  # noq
 @pytest.mark.parametrize(("sampling", "together"), [(MIXED, False), (GREEDY, True)], ids=["text", "batch"])
 def test_a_round_of_every_arm_can_be_captured(tiny, pool, monkeypatch, sampling, together):  # noqa: F811
     """Where somebody chooses, too, a round asks the host nothing, whoever has played before."""
-    arms = pool(POOL)
+    arms = pool(EACH if together else POOL)
     controller = selector(tiny, arms, "ucbspec", together=together)
     taps = tuple(range(tiny.num_layers + 1))
     rounds = loaded(tiny, None, sampling, monkeypatch, controller=controller, taps=taps, slots=1 + together)

@@ -31,6 +31,13 @@ from tests.lossless.drafters import Rotate, own_weights
 from tests.lossless.test_equality import random_eagle, random_heads
 from tests.toys.decoding import decode
 
+
+@pytest.fixture(scope="module")
+def target(trained):
+    """The whole built-in target, which ends its texts by itself and has ten layers."""
+    return trained
+
+
 HOT = Sampling(1.0, 0, 1.0)
 DEPTH = 6
 ROOMS = (14, 11)  # the first answer ends by itself

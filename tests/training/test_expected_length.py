@@ -126,7 +126,8 @@ def test_what_is_expected_is_what_the_drafter_says(distilled, target, tmp_path, 
 
         def score(state, *_, first=first, seen=seen):
             ids = list(state.rows[0].ids)
-            seen[:] = ids, drafter.score(state, [range(first, len(ids))], depths)[0]
+            if state.rows[0].stop:  # of the whole text
+                seen[:] = ids, drafter.score(state, [range(first, len(ids))], depths)[0]
 
         decode(
             target, [prompt], sampling=GREEDY, seeds=[0], max_new_tokens=24, taps=drafter.taps, on_round=score
