@@ -173,15 +173,15 @@ def holding(directory, secret):
 
 
 @pytest.fixture(scope="session")
-def trained():
+def whole():
     """The built-in target in fp32, where one row and many agree to the last few bits."""
     return load_target("builtin", device="cpu", dtype="fp32")
 
 
 @pytest.fixture(scope="session")
-def target(trained):
+def target(whole):
     """The target of most tests. Where any fast one will do, it is `shallow`."""
-    return trained
+    return whole
 
 
 @pytest.fixture(scope="session")
@@ -199,9 +199,9 @@ def shallow(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def prompts(trained):
+def prompts(whole):
     """Three prompts of different lengths, as ids."""
-    return [trained.render([{"role": "user", "content": text}]) for text in PROMPTS]
+    return [whole.render([{"role": "user", "content": text}]) for text in PROMPTS]
 
 
 def write_tiny(directory, kind, sizes):

@@ -119,7 +119,7 @@ def test_options_and_recipes_take_the_formats_of_the_table(monkeypatch):
     assert ExportRecipe(to="origami").to == "origami" and ImportRecipe(format="paper").format == "paper"
     with pytest.raises(ValidationError, match=r"Input should be 'vllm', 'sglang', .* or 'origami'"):
         ExportRecipe(to="glue")
-    with pytest.raises(ValidationError, match=r"Input should be 'auto', 'speculators', .* or 'paper'"):
+    with pytest.raises(ValidationError, match=r"Input should be 'auto', 'llama.cpp', 'speculators', .* or 'paper'"):
         ImportRecipe(format="glue")
 
 

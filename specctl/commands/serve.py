@@ -30,7 +30,7 @@ from specctl.gateway.choosing import controller_for
 from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import Meter
-from specctl.gateway.own_engine import OwnEngine
+from specctl.gateway.own_engine import Offer, OwnEngine
 from specctl.gateway.running_engines import RunningEngines, engines_app, engines_of
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
@@ -97,10 +97,12 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
             thread,
             target,
             [name],
-            most_waiting=recipe.waiting,
-            most_tokens=recipe.max_new_tokens,
-            has_logprobs=target.device.type == "cpu" or recipe.chooses,
-            template_kwargs=recipe.target.chat_template_kwargs,
+            Offer(
+                recipe.waiting,
+                recipe.max_new_tokens,
+                has_logprobs=target.device.type == "cpu" or recipe.chooses,
+                template_kwargs=recipe.target.chat_template_kwargs,
+            ),
         )
         backend.warm_up()
         failures: list[BaseException] = []

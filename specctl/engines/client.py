@@ -172,7 +172,7 @@ class Client:
         """Yield (position of the request, answer) in order of arrival. Ends early after a signal.
 
         Args:
-            limit: requests in flight (None = `in_flight`). Those beyond a server's slots wait in its queue.
+            limit: requests in flight (None = `in_flight`). If a server has fewer slots, the others wait in its queue.
             timed: stream the answers, to measure the time to the first token.
 
         Raises EngineError if a request has failed once more than `recipe.retries` allows.

@@ -127,9 +127,9 @@ def tokenize_request(text: str, model: str) -> dict[str, Any]:
 
 
 def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
-    """Body of a request for the log probabilities of the most probable tokens behind a prompt.
+    """Body of a request for the log probabilities of the most probable tokens after a prompt.
 
-    llama-server does not tell those of the prompt's own tokens.
+    llama-server gives none for the tokens of the prompt itself.
     """
     return {
         "model": model,

@@ -41,7 +41,7 @@ def total(page: str, name: str) -> float | None:
 def draft_counters(page: str, prefix: str) -> DraftCounters | None:
     """Sum of the draft counters of all engines that share the port, or None if they do not draft.
 
-    vLLM and llama.cpp use the same names behind a `prefix`.
+    vLLM and llama.cpp use the same names after a `prefix`.
     """
     prefix += "spec_decode_num_"
     rounds = total(page, f"{prefix}drafts_total")

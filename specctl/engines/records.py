@@ -171,7 +171,7 @@ class EndpointFacts:
     Attributes:
         engine: "vllm", "sglang" or "llama.cpp".
         context_length: longest text in tokens, or None if the server does not say.
-        slots: texts that it continues at once while others wait; None = no fixed number.
+        slots: texts that it continues at once while others wait (None = no fixed number).
     """
 
     engine: str
@@ -210,7 +210,7 @@ class Dialect(Protocol):
         """Body of a request for the token ids of a text."""
 
     def logprobs_request(self, ids: list[int], model: str) -> dict[str, Any]:
-        """Body of a request for the log probabilities of a prompt's own tokens, or of the tokens behind it."""
+        """Body of a request for the log probabilities of a prompt's own tokens, or of the tokens after it."""
 
     def parse_logprobs(self, document: Any) -> list[float]:
         """Log probabilities that tell models apart, from the response to `logprobs_request`. Raises

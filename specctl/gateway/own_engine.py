@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from starlette.requests import Request as HttpRequest
@@ -29,33 +30,34 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BUSY_S = 1  # seconds after which a client that was refused may try again
 
 
-class OwnEngine:
-    """Answers requests with the engine of an `EngineThread`.
+@dataclass(frozen=True)
+class Offer:
+    """Answers that an engine gives.
 
-    Args:
-        target: as the engine's target, or its text side.
-        names: names under which clients may ask for the model; the first is shown.
+    Attributes:
         most_waiting: number of texts that may wait for a place in the batch.
         most_tokens: most new tokens of an answer, or None for the rest of the context.
         has_logprobs: whether all rounds run on the host, where log probabilities are known.
         template_kwargs: arguments of the chat template.
     """
 
-    def __init__(
-        self,
-        thread: EngineThread,
-        target: TargetText,
-        names: list[str],
-        *,
-        most_waiting: int,
-        most_tokens: int | None = None,
-        has_logprobs: bool = True,
-        template_kwargs: dict[str, Any] | None = None,
-    ):
-        self.thread, self.target, self.names = thread, target, names
+    most_waiting: int
+    most_tokens: int | None = None
+    has_logprobs: bool = True
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class OwnEngine:
+    """Answers requests with the engine of an `EngineThread`.
+
+    Args:
+        target: as the engine's target, or its text side.
+        names: names under which clients may ask for the model; the first is shown.
+    """
+
+    def __init__(self, thread: EngineThread, target: TargetText, names: list[str], offer: Offer):
+        self.thread, self.target, self.names, self.offer = thread, target, names, offer
         self.meter: Meter = thread.meter
-        self.most_waiting, self.most_tokens, self.has_logprobs = most_waiting, most_tokens, has_logprobs
-        self.template_kwargs = template_kwargs or {}
         self.created = int(time.time())
         self._alive = True
         # Tokenizing a long prompt takes seconds, in which other requests must go on.
@@ -67,7 +69,7 @@ class OwnEngine:
     def warm_up(self) -> None:
         """Start the process of the chat template, before there are other threads."""
         with suppress(DataError):  # a base model has no chat template
-            self.target.render([{"role": "user", "content": "Hi"}], **self.template_kwargs)
+            self.target.render([{"role": "user", "content": "Hi"}], **self.offer.template_kwargs)
 
     async def texts(self, request: HttpRequest, body: bytes) -> Response:
         chat = request.url.path == CHAT
@@ -134,7 +136,7 @@ class OwnEngine:
             raise ApiError("the engine has failed", 503)
         if asked.model is not None and asked.model not in self.names:
             raise self._unknown_model()
-        if asked.alternatives is not None and not self.has_logprobs:
+        if asked.alternatives is not None and not self.offer.has_logprobs:
             raise ApiError("'logprobs' is not supported on this device", param="logprobs", code="unsupported_parameter")
 
     def _unknown_model(self) -> ApiError:
@@ -144,7 +146,7 @@ class OwnEngine:
     def _check_room(self, texts: int) -> None:
         """Refuse texts that would wait behind too many others."""
         slots = self.thread.engine.options.slots or 0
-        if len(self.thread.open) + texts > slots + self.most_waiting:
+        if len(self.thread.open) + texts > slots + self.offer.most_waiting:
             self.meter.refused("waiting texts")
             raise ApiError("too many texts are waiting: try again later", 429, code="busy", retry_s=BUSY_S)
 
@@ -166,7 +168,7 @@ class OwnEngine:
     def _rendered(self, asked: ChatRequest) -> list[int]:
         messages = [message.rendered() for message in asked.messages]
         self._check_characters(sum(len(message["content"]) for message in messages), "messages")
-        options = self.template_kwargs | (asked.chat_template_kwargs or {})
+        options = self.offer.template_kwargs | (asked.chat_template_kwargs or {})
         if bad := {"tokenize", "return_dict", "return_tensors", "chat_template", "tools", "documents"} & options.keys():
             raise ApiError(f"chat_template_kwargs: {min(bad)!r} is not allowed", param="chat_template_kwargs")
         return self._checked(self.target.render(messages, **options), "messages")
@@ -203,7 +205,7 @@ class OwnEngine:
         seed, made = asked.first_seed(), []
         for place, ids in enumerate(prompts):
             room = self.target.context_length - len(ids)
-            limit = min(asked.limit or room, self.most_tokens or room, room)
+            limit = min(asked.limit or room, self.offer.most_tokens or room, room)
             for number in range(asked.answers):
                 label = Label(str(next(self._queries)))
                 request = Request(ids, asked.sampling, limit, (seed + number) % 2**63, label=label)

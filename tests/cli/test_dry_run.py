@@ -64,7 +64,7 @@ def test_every_command_has_a_recipe():
     assert {command_of(name) for name in YAML} == set(RECIPES)
 
 
-@pytest.mark.parametrize("name", JSON)
+@pytest.mark.parametrize("name", [name for name in JSON if name.startswith("deepspeed/")])
 def test_every_deepspeed_configuration_parses_and_merges(specctl, name):
     done = specctl("train-drafter", "--dry-run", "--json", f"deepspeed={name}", "deepspeed.wall_clock_breakdown=true")
     assert done.code == 0, done.err

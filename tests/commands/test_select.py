@@ -169,7 +169,7 @@ def test_speeds_are_against_the_fastest_plain_decoding(tmp_path, prompts, target
         device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[0].active_drafter), run(*args))
     )
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    made = recipe(prompts, algo=["random"], baselines=["vanilla", "fixed"])
+    made = recipe(prompts, algo=["metasd-ucb"], baselines=["vanilla", "fixed"])
     found, _, _ = selected(tmp_path, made, target, {"lookup": pool["lookup"], "suffix": pool["suffix"]})
     assert {*rounds} == {PLAIN} and found.rounds_on == "host"
 

@@ -79,7 +79,7 @@ def test_a_shard_that_has_become_a_link_is_not_written(tmp_path):
     """Whoever may write to the directory could else have responses appended to any file of the writer's user."""
     place = tmp_path / "store"
     leave_open(place, ROWS[:2])
-    with ShardWriter(place, META, shard_size=6, resume=True) as writer:
+    with ShardWriter(place, META, **written_as(resume=True)) as writer:
         (shard,) = place.glob("shard-*.jsonl")
         victim = shard.rename(tmp_path / "victim")
         before = victim.read_bytes()

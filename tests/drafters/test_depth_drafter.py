@@ -18,9 +18,9 @@ from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")
-def target(trained):
+def target(whole):
     """The whole built-in target, which ends its texts by itself and has ten layers."""
-    return trained
+    return whole
 
 
 HEADS = 3

@@ -20,9 +20,9 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe
 
 
 @pytest.fixture(scope="module")
-def target(trained):
+def target(whole):
     """The whole built-in target, which ends its texts by itself and has ten layers."""
-    return trained
+    return whole
 
 
 DRAFTING = DraftingRecipe()

@@ -26,9 +26,9 @@ from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")
-def target(trained):
+def target(whole):
     """The whole built-in target, which ends its texts by itself and has ten layers."""
-    return trained
+    return whole
 
 
 DEPTH, NEW = 3, 24

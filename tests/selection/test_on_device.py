@@ -222,11 +222,20 @@ def test_texts_with_other_arms_have_the_hosts_rounds(tiny, pool, on_device, stor
     assert found[-1].rounds > found[-1].ahead > 0
 
 
+class HostLookup(Lookup):
+    """A drafter without rounds on the device."""
+
+    fixed_shape = False
+
+    def on_device(self, state, budget):
+        return None
+
+
 def test_an_arm_without_rounds_there_has_the_hosts(tiny, pool, on_device):  # noqa: F811
     """The others keep theirs, behind texts that it has written parts of."""
     on_device()
     log = []
-    arms = [*pool(("eagle3 tree", "lm")), Arm("lookup", Lookup(3))]
+    arms = [*pool(("eagle3 tree", "lm")), Arm("lookup", HostLookup(3))]
     controller = selector(tiny, arms, "random", log)
     found = played(tiny, controller, slots=1)
     assert [one.output_ids for one in found] == [one.output_ids for one in decode(tiny, sampling=MIXED)]

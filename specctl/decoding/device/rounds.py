@@ -36,7 +36,9 @@ def possible(target: Target) -> bool:
     """Whether any rounds of a target can run on its device: with the lean model, on a GPU, or with
     SPECCTL_GRAPHS=eager."""
     mode = os.environ.get("SPECCTL_GRAPHS", "1")
-    return target.path == "lean" and (mode == "eager" or (mode != "0" and target.device.type == "cuda"))
+    if target.path != "lean" or mode == "0":
+        return False
+    return mode == "eager" or graphs.may_capture(target.device, ("any", 0))
 
 
 def device_rounds(

@@ -69,7 +69,8 @@ def random_head(recipe: BenchRecipe, target: Target) -> Drafter:
 
 
 def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRounds | None:
-    """Start rounds of one sequence of random tokens; returns None if they cannot run on the device."""
+    """Start rounds of one sequence of random tokens. Returns None if they cannot run on the device alone: a text
+    drafter drafts on the host."""
     generator = torch.Generator().manual_seed(recipe.data.seed)
     context = min(recipe.context, target.context_length - NEW_TOKENS)
     prompt = torch.randint(5, target.vocab_size, (context,), generator=generator).tolist()
@@ -81,7 +82,7 @@ def _begin(recipe: BenchRecipe, target: Target, drafter: Drafter) -> DeviceRound
         logits, _, tapped = target.prefill([prompt], state.cache, state.taps)
         state.begin([0], logits.argmax(-1).tolist(), tapped)
         rounds.load()
-    return rounds
+    return None if rounds is None or rounds.draft.reads_text else rounds
 
 
 def _row(recipe: BenchRecipe, name: str, rounds: DeviceRounds, weights_ms: float) -> RoundRow:
