@@ -173,15 +173,15 @@ def holding(directory, secret):
 
 
 @pytest.fixture(scope="session")
-def whole():
+def builtin_target():
     """The built-in target in fp32, where one row and many agree to the last few bits."""
     return load_target("builtin", device="cpu", dtype="fp32")
 
 
 @pytest.fixture(scope="session")
-def target(whole):
+def target(builtin_target):
     """The target of most tests. Where any fast one will do, it is `shallow`."""
-    return whole
+    return builtin_target
 
 
 @pytest.fixture(scope="session")
@@ -199,9 +199,9 @@ def shallow(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def prompts(whole):
+def prompts(builtin_target):
     """Three prompts of different lengths, as ids."""
-    return [whole.render([{"role": "user", "content": text}]) for text in PROMPTS]
+    return [builtin_target.render([{"role": "user", "content": text}]) for text in PROMPTS]
 
 
 def write_tiny(directory, kind, sizes):

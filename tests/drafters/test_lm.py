@@ -21,9 +21,9 @@ from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")
-def target(whole):
+def target(builtin_target):
     """The whole built-in target, which ends its texts by itself and has ten layers."""
-    return whole
+    return builtin_target
 
 
 HOT = Sampling(0.9, 50, 0.95)

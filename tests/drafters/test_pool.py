@@ -20,9 +20,9 @@ from specctl.recipe import DrafterRecipe, DraftingRecipe
 
 
 @pytest.fixture(scope="module")
-def target(whole):
+def target(builtin_target):
     """The whole built-in target, which ends its texts by itself and has ten layers."""
-    return whole
+    return builtin_target
 
 
 DRAFTING = DraftingRecipe()

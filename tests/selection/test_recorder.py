@@ -33,9 +33,9 @@ from tests.toys.decoding import decode
 
 
 @pytest.fixture(scope="module")
-def target(whole):
+def target(builtin_target):
     """The whole built-in target, which ends its texts by itself and has ten layers."""
-    return whole
+    return builtin_target
 
 
 HOT = Sampling(1.0, 0, 1.0)
