@@ -180,7 +180,7 @@ def builtin_target():
 
 @pytest.fixture(scope="session")
 def target(builtin_target):
-    """The target of most tests. Where any fast one will do, it is `shallow`."""
+    """The target of most tests. Packages of tests that need only a fast target override this fixture with `shallow`."""
     return builtin_target
 
 

@@ -57,5 +57,5 @@ def chunk_fixture():
 
 @pytest.fixture(scope="session")
 def target(shallow):
-    """A third of the layers: these tests compare what they compute, on whatever texts."""
+    """Three of the ten layers: these tests compare two computations, and any texts serve for that."""
     return shallow

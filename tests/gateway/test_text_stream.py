@@ -1,4 +1,4 @@
-"""Parts of a text join to the text, whatever tokens it comes in, and stop strings never show."""
+"""The streamed parts of a text add up to the text, for any split into tokens, and contain no stop string."""
 
 import random
 

@@ -180,7 +180,7 @@ ONE_OF_EACH += [
     "lm + lookup",
     "dflash + lookup",
 ]
-"""Drafters with one memory each: the shape of a draft makes no difference to it."""
+"""Drafters with one memory each, which does not depend on the shape of a draft."""
 
 
 @pytest.fixture(params=DRAFTERS)

@@ -119,7 +119,7 @@ class FakeEngine:
         return {"output_ids": out, "meta_info": about, "text": "…"}
 
     def completion(self, body):
-        """llama-server's `/completion`, as it was recorded; keys that nobody reads are left out."""
+        """llama-server's `/completion`, as recorded from a real server, without keys that the client ignores."""
         ids = body["prompt"]
         if "n_probs" in body:
             likely = [{"id": token, "token": "…", "logprob": -token / 1000 + self.shift} for token in ids]

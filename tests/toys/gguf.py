@@ -44,7 +44,7 @@ def stored(key: str, weights: torch.Tensor, config, kind: Kind) -> tuple[str, np
 
 
 def write(directory, path, kind=Kind.F32, *, leave_out=(), beside=None, arch=None, splits=0, tokenizer=True, **more):
-    """The model in `directory` as a GGUF file, and as the model of `transformers` that has the weights in it.
+    """Write the model in `directory` as a GGUF file. Return it, and a `transformers` model with the same weights.
 
     more: values of metadata in place of the usual ones, by the last part of their names; None leaves one out.
     """

@@ -166,5 +166,5 @@ class Readback:
 
     @property
     def seconds(self) -> float:
-        """Seconds from `began` to the end of the copy, which must have been waited for, and those of the host."""
+        """Seconds from `began` to the end of the copy, plus `host_seconds`. The copy must have been waited for."""
         return self.ended.since(self.began) + self.host_seconds
