@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
 from starlette.requests import Request
@@ -22,7 +22,6 @@ from starlette.responses import Response
 
 from specctl import progress
 from specctl.engines import llamacpp, proxy_messages
-from specctl.engines.client import Client
 from specctl.engines.http_pools import HttpPools
 from specctl.engines.server_choice import Dispatch, LeastBusy, ServerChoice
 from specctl.errors import UsageError
@@ -34,6 +33,9 @@ from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.sse import EventResponse, unless_gone
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
+
+if TYPE_CHECKING:  # its imports take seconds, and the process of `proxy_process` needs none of them
+    from specctl.engines.client import Client
 
 CONNECT_S = 10.0
 CONNECTIONS = 256  # to the engines, approximately

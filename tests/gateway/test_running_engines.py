@@ -6,6 +6,8 @@ import errno
 import io
 import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from contextlib import contextmanager
@@ -23,6 +25,8 @@ from specctl.gateway import proxy_process, running_engines, traffic_log
 from specctl.gateway.metrics import Meter
 from specctl.gateway.running_engines import RunningEngines
 from specctl.gateway.sse import EventResponse
+
+PATIENCE_S = 60  # on a busy machine a process starts slowly
 
 WORDS = ["SEL", "ECT", " a\u2028b\x85", " é"]
 
@@ -111,7 +115,7 @@ def log(tmp_path_factory):
 @pytest.fixture(scope="module")
 def address(engine, log):
     with served(engine) as url, running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
             http.get(f"{address}/v1/models")
         yield address
 
@@ -182,10 +186,10 @@ def test_a_client_that_leaves_ends_the_work(tmp_path):
     engine = Engine(pause=0.2)
     log = tmp_path / "log"
     with served(engine) as url, running("127.0.0.1:0", {url: "vllm"}, log, 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
             with http.stream("POST", f"{address}/v1/chat/completions", json=chat(stream=True)) as answer:
                 next(answer.iter_raw())
-            until = time.monotonic() + 5
+            until = time.monotonic() + PATIENCE_S
             while not engine.ended and time.monotonic() < until:
                 time.sleep(0.02)
         assert engine.ended == 1
@@ -199,7 +203,7 @@ def test_requests_are_finished_when_it_ends(tmp_path):
         with running("127.0.0.1:0", {url: "vllm"}, tmp_path / "log", 2**20) as address:
 
             def ask():
-                with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
+                with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
                     got.append(http.post(f"{address}/v1/chat/completions", json=chat(stream=True)).text)
 
             thread = threading.Thread(target=ask)
@@ -215,7 +219,7 @@ def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
     with served(one) as url, served(other) as second:
         servers = {url: "vllm", second: "vllm", "http://127.0.0.1:1": "vllm"}
         with running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
-            with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
+            with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
                 http.get(f"{address}/v1/models")
             codes = []
             ask = lambda: codes.append(httpx.post(f"{address}/v1/chat/completions", json=chat()).status_code)  # noqa: E731
@@ -229,7 +233,7 @@ def test_engines_share_the_requests_and_stand_in_for_one_that_is_gone(tmp_path):
 
 def test_no_engine_and_no_place(tmp_path):
     with running("127.0.0.1:0", {"http://127.0.0.1:1": "vllm"}, tmp_path / "log", 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
             assert http.get(f"{address}/v1/models").status_code == 502
         with (
             pytest.raises(UsageError, match="cannot listen on"),
@@ -315,11 +319,17 @@ def test_half_a_line_on_a_full_disk_spoils_no_later_line(tmp_path):
     assert handler.stream.getvalue().splitlines()[-1] == "{}"
 
 
+def test_the_process_of_the_gateway_starts_without_torch():
+    """Clients wait for it, and torch takes seconds and 200 MB."""
+    code = "import sys, specctl.gateway.proxy_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
 def test_addresses_are_no_arguments_of_the_process(tmp_path):
     """All users can read these, and an address may hold a password."""
     servers = {"http://me:HUSH@127.0.0.1:1": "vllm"}
     with running("127.0.0.1:0", servers, tmp_path / "log", 2**20) as address:
-        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http:
+        with httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20), timeout=PATIENCE_S) as http:
             assert http.get(f"{address}/v1/models").status_code == 502, "it has its settings"
         commands = [one.cmdline() for one in psutil.Process().children(recursive=True)]
     assert any("specctl.gateway.proxy_process" in one for one in commands) and "HUSH" not in str(commands)
