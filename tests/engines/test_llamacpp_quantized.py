@@ -38,8 +38,8 @@ class LlamaCpp:
     def __init__(self, library: Path):
         self.library = ctypes.CDLL(str(library))
         self.library.ggml_quantize_chunk.restype = ctypes.c_size_t
-        self.library.ggml_quantize_chunk.argtypes = [ctypes.c_int, FLOATS, ctypes.c_void_p] + [ctypes.c_int64] * 3
-        self.library.ggml_quantize_chunk.argtypes += [FLOATS]
+        counts = [ctypes.c_int64] * 3
+        self.library.ggml_quantize_chunk.argtypes = [ctypes.c_int, FLOATS, ctypes.c_void_p, *counts, FLOATS]
 
     def quantize(self, rows: np.ndarray, kind: Kind) -> np.ndarray:
         """Quantize fp32 rows. Every value is equally important."""
