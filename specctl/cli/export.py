@@ -15,8 +15,8 @@ from specctl.families import WEIGHTLESS_DRAFTERS
 if TYPE_CHECKING:
     from specctl.recipe import ExportRecipe
 
-FLAGS = ("to", "tune", "check", "server", "target", "output_dir", "overwrite")
-SHOWN = ("family", "to", "output", "params", "max_difference")
+FLAGS = ("to", "tune", "check", "push", "private", "server", "target", "output_dir", "overwrite")
+SHOWN = ("family", "to", "output", "params", "max_difference", "pushed")
 NAMELESS = "for vLLM, use its name (specctl guide engines); SGLang's NGRAM drafts in the same way"
 EXAMPLE = "specctl export drafters/sql-eagle3 --to vllm --check"
 
@@ -59,7 +59,8 @@ def steps(recipe: ExportRecipe) -> list[str]:
         return [f"verify {recipe.drafter}", end]
     tuned = [f"derive draft lengths by load from {recipe.tune}"] if recipe.tune else []
     checked = [f"read it back and compare logits of draft steps 1 … {recipe.tokens}"] if recipe.check else []
-    return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *tuned, *checked]
+    pushed = [f"upload it to {recipe.push} on the Hugging Face hub"] if recipe.push else []
+    return [f"verify {recipe.drafter}", f"write it for {recipe.to} to {recipe.output}", *tuned, *checked, *pushed]
 
 
 def show(document: dict[str, Any]) -> Any:

@@ -213,6 +213,8 @@ FLAGS: dict[str, Flag] = {
         metavar="RESULT",
     ),
     "check": Flag(("check",), bool, "Read the result back and compare logits."),
+    "push": Flag(("push",), str, "Upload the files to this repository of the Hugging Face hub.", metavar="OWNER/NAME"),
+    "private": Flag(("private",), bool, "Create that repository as a private one."),
     "format": Flag(("format",), str, "Format of the head; auto detects it."),
     "no_probe": Flag(("probe.enabled",), bool, "Skip the test of the head on a few prompts.", lambda given: not given),
     "save_outputs": Flag(("save_outputs",), bool, "Write outputs.jsonl into the run directory."),

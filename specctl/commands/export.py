@@ -7,9 +7,11 @@ from pathlib import Path
 import torch
 
 from specctl.commands.export_datastore import export_datastore
+from specctl.commands.export_push import push
 from specctl.commands.export_result import RECORD, ExportResult, check_free, record
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
+from specctl.drafters.card import model_card
 from specctl.errors import DataError, UsageError
 from specctl.formats import gguf_writer, head_directory, registry, replaced_tensors, roundtrip, serving_commands
 from specctl.formats.head import Deployment, Files, Head, TargetFacts
@@ -29,6 +31,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         DataError: the file of `tune` is no sweep, or a sweep of another drafter.
         CheckpointError: the drafter is damaged, an engine could not feed it, or (with `check`) it reads back
             differently.
+        SpecctlError: the hub does not take the files.
     """
     drafter = pool.merge_adapter(pool.read_checkpoint(recipe.source))
     pool.restore_module(drafter)
@@ -61,6 +64,9 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     with checkpoint.staged(place) as draft:
         _write(files, draft, facts, wanted.trust_remote_code)
         atomic_write(draft / RECORD, to_json(record(recipe, drafter, serving.commands), indent=2) + "\n")
+        name = recipe.push or place.name
+        commands = [command.replace(str(place), name) for command in serving.commands]
+        atomic_write(draft / checkpoint.CARD, model_card(name, drafter.config, drafter.info, recipe.to, commands))
         if schedule and recipe.to == "sglang":
             atomic_write(
                 draft / serving_commands.ADAPTIVE, to_json(serving_commands.adaptive_config(schedule), indent=2) + "\n"
@@ -70,6 +76,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
             difference = roundtrip.check(
                 files.held or head, form.read(head_directory.read(draft), facts), recipe.tokens
             )
+    pushed = push(place, recipe.push, recipe.private) if recipe.push is not None else None
     return ExportResult(
         drafter=str(recipe.drafter),
         family=head.family,
@@ -82,6 +89,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         tuning=tuning,
         commands=serving.commands,
         notes=[*serving.notes, *(tuning.notes if tuning else ()), *([NEVER_FASTER] if tuning and not schedule else ())],
+        pushed=pushed,
     )
 
 

@@ -28,7 +28,7 @@ def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts
     """
     if recipe.to not in corpus.DEFAULT_DRAFT_TOKENS:
         raise UsageError(f"retrieval drafters cannot be written for {recipe.to}", hint="use --to vllm or --to sglang")
-    for option in ("tune", "check"):
+    for option in ("tune", "check", "push"):
         if getattr(recipe, option):
             raise UsageError(f"--{option} is for heads, but {recipe.drafter} is a datastore", f"leave --{option} out")
     store = cast(Datastore, pool.restore_module(drafter))

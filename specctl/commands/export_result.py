@@ -27,6 +27,7 @@ class ExportResult:
             logits and activations of draft steps 1 … `tokens`; null without --check.
         commands: shell commands that put the output to use.
         published: corpora that servers were given.
+        pushed: address of the repository that has the files, or None without --push.
     """
 
     drafter: str
@@ -41,6 +42,7 @@ class ExportResult:
     commands: list[str]
     notes: list[str]
     published: list[PublishedCorpus] = field(default_factory=list)
+    pushed: str | None = None
 
 
 def record(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, commands: list[str]) -> dict[str, Any]:

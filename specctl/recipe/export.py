@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import PositiveInt, model_validator
+from pydantic import AfterValidator, PositiveInt, model_validator
 
 from specctl.errors import UsageError
 from specctl.formats.registry import readers
 from specctl.recipe.sections import ConverterRecipe, LocalPath, OneOf
 from specctl.recipe.server import ServerRecipe
+
+
+def _repository(name: str) -> str:
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name, re.ASCII):
+        raise ValueError("names no repository of the Hugging Face hub: use OWNER/NAME")
+    return name
 
 
 class ExportRecipe(ConverterRecipe):
@@ -25,12 +32,22 @@ class ExportRecipe(ConverterRecipe):
     # Result or run directory of `eval-server`: derive draft lengths by load from that, in place of `tokens`.
     tune: LocalPath | None = None
     check: bool = False  # read the result back and compare logits at draft steps 1 … tokens
+    push: Annotated[str, AfterValidator(_repository)] | None = (
+        None  # repository of the Hugging Face hub that gets the files, with a model card
+    )
+    private: bool = False  # create that repository as a private one
     server: ServerRecipe = ServerRecipe()  # running SGLang servers that take a datastore; then nothing is written
 
     @model_validator(mode="after")
     def _one_origin_of_lengths(self) -> ExportRecipe:
         if self.tune is not None and "tokens" in self.model_fields_set:
             raise ValueError("tune derives the draft lengths from a sweep: leave tokens out")
+        return self
+
+    @model_validator(mode="after")
+    def _private_needs_push(self) -> ExportRecipe:
+        if self.private and self.push is None:
+            raise ValueError("private is about the repository of push: name that, too")
         return self
 
     @model_validator(mode="after")

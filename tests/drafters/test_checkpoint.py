@@ -73,7 +73,7 @@ def test_weights_are_not_written_through_a_link(tmp_path):
 
 def test_the_card_has_the_target_and_the_numbers(drafter):
     card = (drafter / "README.md").read_text()
-    assert 'base_model: "builtin"' in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card
+    assert "with `builtin`" in card and 'license: "apache-2.0"' in card and "| sql | 3.50 |" in card
 
 
 def test_a_given_card_is_kept(tmp_path):

@@ -97,7 +97,7 @@ def test_an_engine_drafts_with_what_was_trained(make, tmp_path, kind, shards):
     changed = {name for name in before if not torch.equal(before[name].float(), after[name].float())}
     assert changed == set(layouts.find(case.native).files)
     names = {file.name for file in Path(case.native).iterdir()}
-    assert {file.name for file in (tmp_path / "out").iterdir()} == names | {"export.json"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == names | {"export.json", "README.md"}
     if shards:
         first = "model-00001-of-00002.safetensors"
         assert os.path.samefile(Path(case.native) / first, tmp_path / "out" / first)
