@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -20,21 +21,30 @@ EXAMPLE = "specctl import ./EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llam
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "import", FLAGS, EXAMPLE, Operand("head", "Directory of a published head."))(import_head)
+    recipe_command(app, "import", FLAGS, EXAMPLE, Operand("head", "Directory or GGUF file of a published head."))(import_head)
 
 
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
-    """Convert a published head into a drafter, and try it. Reads EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, Hydra,
-    Medusa, speculators and Hugging Face directories."""
+    """Convert a published head into a drafter, and try it.
+
+    Reads EAGLE, EAGLE-3, P-EAGLE, DFlash, DSpark, MTP, Hydra, Medusa, speculators and Hugging Face directories, and
+    GGUF files of llama.cpp."""
     from specctl.cli import checks
 
-    if not recipe.source.is_dir():
-        raise UsageError(f"no head directory {recipe.source}", hint="download the head first: import does not")
-    if not (recipe.source / "config.json").is_file():
-        raise CheckpointError(f"{recipe.source} has no config.json", hint="a head has config.json and weights")
+    check_head(recipe.source)
     checks.check_data(recipe.data)
     checks.check_output("import", recipe.output, overwrite=recipe.overwrite)
     run_or_plan("import", recipe, dry_run, lambda: steps(recipe), show, "drafter")
+
+
+def check_head(source: Path) -> None:
+    """Raise UsageError for a head that is not there, and CheckpointError for a directory without a head's files."""
+    if source.suffix == ".gguf" and source.is_file():
+        return
+    if not source.is_dir():
+        raise UsageError(f"no head {source}", hint=f"download it first: hf download {source} --local-dir DIR")
+    if not (source / "config.json").is_file() and not any(source.glob("*.gguf")):
+        raise CheckpointError(f"{source} has no config.json", hint="a head has config.json and weights, or a GGUF file")
 
 
 def steps(recipe: ImportRecipe) -> list[str]:

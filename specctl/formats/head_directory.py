@@ -52,18 +52,19 @@ class HeadDirectory:
 
 
 def read(directory: str | Path) -> HeadDirectory:
-    """Read config and weights of a head.
+    """Read config and weights of a head: a directory, or a GGUF file.
 
     Raises:
         UsageError: no such directory (nothing is downloaded).
         CheckpointError: no config.json, no weights, or weights that are more than tensors.
     """
     root = Path(directory).expanduser()
+    if root.suffix == ".gguf" and root.is_file():
+        return _gguf(root)
     if not root.is_dir():
-        hint = (
-            f"give a local directory; download from the hub with: huggingface-cli download {directory} --local-dir DIR"
+        raise UsageError(
+            f"no head directory {directory}", f"download it first: hf download {directory} --local-dir DIR"
         )
-        raise UsageError(f"no head directory {directory}", hint=hint)
     files = next((found for pattern in WEIGHTS if (found := sorted(root.glob(pattern)))), [])
     if files and files[0].suffix == ".gguf":
         return _gguf(files[0])

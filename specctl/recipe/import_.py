@@ -34,7 +34,7 @@ class ImportRecipe(ConverterRecipe):
 
     @property
     def source(self) -> Path:
-        """Directory of the published head. Raises UsageError if none is named."""
+        """Directory or GGUF file of the published head. Raises UsageError if none is named."""
         if self.head is None:
             raise UsageError("import needs a head", hint="specctl import HEAD-DIRECTORY --target MODEL")
         return self.head
@@ -42,4 +42,5 @@ class ImportRecipe(ConverterRecipe):
     @property
     def output(self) -> Path:
         """Directory of the drafter."""
-        return self.output_dir or Path("drafters") / (self.head or Path()).name
+        head = self.head or Path()
+        return self.output_dir or Path("drafters") / (head.stem if head.suffix == ".gguf" else head.name)

@@ -1,9 +1,12 @@
 """Heads written for llama.cpp: its arithmetic on the file gives the logits that the drafter has here."""
 
+from pathlib import Path
+
 import gguf
 import pytest
 import torch
 
+from specctl.cli.main import run
 from specctl.commands import export as exporting
 from specctl.commands.import_ import import_head
 from specctl.decoding.models.loading import builtin_path
@@ -71,6 +74,15 @@ def test_blocks_as_llama_cpp_computes_them(make, ours, model, text, tmp_path, fi
     assert_same(found, ours(drafter))
     assert result.max_difference < 1e-4
     assert f"--spec-type {'draft-dspark' if rank else 'draft-dflash'}" in result.commands[0]
+
+
+@pytest.mark.parametrize("named", ["out", "out/model.gguf"])
+def test_the_command_imports_what_export_wrote(make, tmp_path, file, monkeypatch, named):
+    """The command line looked for a config.json, which such a directory does not have."""
+    monkeypatch.chdir(tmp_path)
+    export(make("eagle3", taps=DEFAULT, draft_vocab=700), tmp_path / "out", file)
+    assert run(["import", named, "--target", "builtin", "--no-probe"]) == 0
+    assert checkpoint.family(tmp_path / "drafters" / Path(named).stem) == "eagle3"
 
 
 def test_the_comparison_sees_halves_for_pairs(make, ours, model, text, tmp_path, file, exact, monkeypatch):
