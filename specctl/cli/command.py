@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe
 
 PANEL = "Output"
-EARLIER = "Earlier spellings of other commands"
+EARLIER = "Old options, now commands of their own"
 Json = Annotated[
     bool, typer.Option("--json", metavar=options.SWITCH, help="One JSON document on stdout.", rich_help_panel=PANEL)
 ]
@@ -48,7 +48,8 @@ Recipe = Annotated[
     str | None, typer.Option("--recipe", metavar="FILE", help="YAML file, or a name from `specctl recipes ls`.")
 ]
 DryRun = Annotated[
-    bool, typer.Option("--dry-run", metavar=options.SWITCH, help="Check everything, load no weights, print the plan.")
+    bool,
+    typer.Option("--dry-run", metavar=options.SWITCH, help="Check options and files, load no weights, print the plan."),
 ]
 
 OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=.*", re.DOTALL)
@@ -115,8 +116,8 @@ def recipe_command(
             run,
             [
                 _option("operands", operands, None),
-                *(_option(flag, options.FLAGS[flag].annotation(flag), None) for flag in flags),
-                *(_option(flag, options.FLAGS[flag].annotation(flag, EARLIER), None) for flag in earlier),
+                *(_option(flag, options.FLAGS[flag].annotation(flag, name), None) for flag in flags),
+                *(_option(flag, options.FLAGS[flag].annotation(flag, name, EARLIER), None) for flag in earlier),
                 _option("recipe", Recipe, None),
                 _option("dry_run", DryRun, False),
             ],

@@ -84,7 +84,7 @@ def software() -> Iterator[Finding]:
     if triton:
         yield Finding("triton", "ok", triton)
     else:
-        yield Finding("triton", "note", "not installed; only needed with a GPU", "pip install 'specctl[gpu]'")
+        yield Finding("triton", "note", "not installed; only needed with a GPU", "pip install 'triton>=3.2'")
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler:
         yield Finding("C++ compiler", "ok", compiler)
@@ -177,7 +177,7 @@ def describe_target(name: str) -> tuple[Description | None, Finding]:
             )
         about = describe(where, name)
     except SpecctlError as error:
-        fix = "pip install --force-reinstall --no-deps specctl" if name == "builtin" else error.hint
+        fix = "install specctl again, from its checkout" if name == "builtin" else error.hint
         return None, Finding(what, "missing", error.message, fix)
     path = f"{checks.step_name(about.path).removeprefix('the ')}: {about.why}"
     if about.chat_template is None:
@@ -282,5 +282,9 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
         fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
         grid.add_row(state, cell(finding["what"]), f"{cell(finding['value'])}  {fix}".rstrip())
     missing = document["missing"]
-    verdict = "all requirements are met" if not missing else f"{missing} requirements are missing"
+    verdict = (
+        "all requirements are met"
+        if not missing
+        else f"{missing} requirement{'s are' if missing > 1 else ' is'} missing"
+    )
     return Group(grid, "", *([fields(_in_words(about)), ""] if about else []), verdict)

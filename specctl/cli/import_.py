@@ -21,7 +21,9 @@ EXAMPLE = "specctl import ./EAGLE3-LLaMA3.1-Instruct-8B --target meta-llama/Llam
 
 
 def register(app: typer.Typer) -> None:
-    recipe_command(app, "import", FLAGS, EXAMPLE, Operand("head", "Directory or GGUF file of a published head."))(import_head)
+    recipe_command(app, "import", FLAGS, EXAMPLE, Operand("head", "Directory or GGUF file of a published head."))(
+        import_head
+    )
 
 
 def import_head(recipe: ImportRecipe, dry_run: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from specctl.errors import UsageError
-from specctl.families import FAMILIES, STREAM_RETRIEVAL, TEXT_DRAFTERS, listed
+from specctl.families import FAMILIES, STREAM_RETRIEVAL, TEXT_DRAFTERS, listed, online_families
 from specctl.formats.registry import readers
 
 SWITCH = " "  # metavar of a switch, which takes no value
@@ -71,12 +71,14 @@ class Flag:
     convert: Callable[[Any], Any] | None = None
     metavar: str | None = None
 
-    def annotation(self, name: str, panel: str | None = None) -> Any:
-        """Return the Typer declaration: `Annotated[type | None, Option("--name")]`. `panel`: panel of the help."""
+    def annotation(self, name: str, command: str, panel: str | None = None) -> Any:
+        """Return the Typer declaration: `Annotated[type | None, Option("--name")]`.
+
+        `command`: name of the command, which may have a help text of its own. `panel`: panel of the help.
+        """
         metavar = SWITCH if self.type is bool else self.metavar
-        option = typer.Option(
-            spelling(name), help=self.help, metavar=metavar, show_default=False, rich_help_panel=panel
-        )
+        help = HELP.get((command, name), self.help)
+        option = typer.Option(spelling(name), help=help, metavar=metavar, show_default=False, rich_help_panel=panel)
         return Annotated[self.type | None, option]
 
 
@@ -103,18 +105,21 @@ FLAGS: dict[str, Flag] = {
     ),
     "exclude": Flag(("exclude",), Path, "File of prompts to leave out, such as a test set.", metavar="FILE"),
     "server": Flag(
-        ("server.urls",), str, "vLLM or SGLang server of the target, or several: http://host:8000.", metavar="URL"
+        ("server.urls",),
+        str,
+        "vLLM, SGLang or llama.cpp server of the target, or several: http://host:8000.",
+        metavar="URL",
     ),
     "baseline_server": Flag(
         ("baseline_server.urls",),
         str,
-        "Server to compare with: without a drafter, or for learn-from-server with a fixed one.",
+        "Server without a drafter, to compare with.",
         metavar="URL",
     ),
     "listen": Flag(
         ("traffic.listen", "listen"),
         str,
-        "Address for requests: serve answers them, learn-from-server learns from them, route routes them.",
+        "Address at which clients send requests.",
         metavar="HOST:PORT",
     ),
     "features_from": Flag(
@@ -135,10 +140,10 @@ FLAGS: dict[str, Flag] = {
     "temperatures": Flag(("temperatures",), str, "Temperatures, mixed over the prompts: 0,0.7.", _comma_floats),
     "top_p": Flag(("sampling.top_p",), float, "Nucleus sampling; 1 is off."),
     "top_k": Flag(("sampling.top_k",), int, "Top-k sampling; 0 is off."),
-    "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: text equal to plain decoding's, token for token."),
+    "exact": Flag(("sampling.exact",), bool, "Fixed-shape forwards: no ties between nearly equal tokens; slower."),
     "arch": Flag(("arch",), str, f"Drafter family: {listed([*FAMILIES])}."),
     "each": Flag(("each",), bool, "Train one drafter per domain, in one directory, instead of one for the mixture."),
-    "init": Flag(("init",), Path, "Drafter to start from; for train-drafter also auto.", metavar="DIR"),
+    "init": Flag(("init",), Path, "Drafter to start from.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
     "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
     "drafters": Flag(
@@ -159,9 +164,7 @@ FLAGS: dict[str, Flag] = {
         ("algo",), str, "Policy, or several separated by commas: cgp-ucb (default), hedgespec, ucbspec, metasd-ucb, …"
     ),
     "choose": Flag(("choose",), str, "Policy that chooses among several drafters: cgp-ucb (default), …"),
-    "learner": Flag(
-        ("algo",), str, "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, online-lr, …"
-    ),
+    "learner": Flag(("algo",), str, "Update rule, alone or with a family, or several: ogd, opt-hydra, ens-eagle3, …"),
     "step_algo": Flag(("algo",), str, "lr (default), osd-lr, online-lr, or several: how the draft LM learns."),
     "schedule": Flag(("stream.schedule",), str, "Domains in turn, each with its number of prompts: sql:400,math:400."),
     "mixing": Flag(("stream.kind",), str, "abrupt (default), mix or drift: how one domain follows another."),
@@ -199,7 +202,7 @@ FLAGS: dict[str, Flag] = {
     "train_router": Flag(("train_router",), bool, "Train a classifier of prompts first, for the policy `router`."),
     "router_dir": Flag(("router_dir",), Path, "Directory of a trained router, or for a new one.", metavar="DIR"),
     "warm_start": Flag(("warm_start",), bool, "Start full-information policies from the router's opinion."),
-    "batch": Flag(("batch",), int, "Sequences decoded at a time; select chooses an arm for each."),
+    "batch": Flag(("batch",), int, "Sequences decoded at a time."),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
     "seeds": Flag(("seeds",), str, "Seeds, one repeat each, for intervals: 0,1,2.", _comma_ints),
@@ -222,6 +225,17 @@ FLAGS: dict[str, Flag] = {
     "resume": Flag(("resume",), bool, "Continue what an earlier run left unfinished."),
     "overwrite": Flag(("overwrite",), bool, "Replace an existing result."),
 }
+HELP: dict[tuple[str, str], str] = {
+    ("learn-from-server", "server"): "vLLM or SGLang server of the target, or several: http://host:8000.",
+    ("learn-from-server", "baseline_server"): "Server with a drafter that does not learn, to compare with.",
+    ("learn-from-server", "learner"): "Update rule, alone or with a family: ogd (default), opt-hydra, ens-eagle3, …",
+    ("export", "server"): "Running SGLang server, or several, that get a datastore.",
+    ("train-drafter", "init"): "Drafter to start from; auto: a generalist of the same family.",
+    ("select", "batch"): "Sequences decoded at a time; the policy chooses an arm for each.",
+    ("online", "arch"): f"Drafter family: {listed([*online_families()])}.",
+    ("learn-from-server", "arch"): f"Drafter family: {listed([*online_families()])}.",
+}
+"""Help texts of single commands, by command and name in `FLAGS`."""
 
 TARGET = ("target", "device", "dtype", "chat_template_kwargs")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "exact", "seed")

@@ -4,7 +4,7 @@
       --speculative-config '{"method": "custom_class", "model": "specctl.engines.vllm_proposer.TextProposer",
                              "num_speculative_tokens": 7}'
 
-vLLM loads this file in its own environment (`pip install --no-deps specctl`). With several drafters, each proposes a
+vLLM loads this file in its own environment (`pip install --no-deps CHECKOUT`). With several drafters, each proposes a
 chain in every round, and the chain with the longest expected accepted length becomes the draft. The expectation comes
 from the probabilities that a drafter claims, corrected by how often such claims came true in this text (`Calibration`).
 Proposals cost no forward, so in every round each drafter's claims are compared with the text.

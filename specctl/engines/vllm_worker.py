@@ -3,7 +3,7 @@
 Start it with `vllm serve … --worker-extension-cls specctl.engines.vllm_worker.DrafterSwap`, and call it through
 `/collective_rpc`.
 
-vLLM loads this file in its own environment (`pip install --no-deps specctl`). So the file imports only the standard
+vLLM loads this file in its own environment (`pip install --no-deps CHECKOUT`). So the file imports only the standard
 library at the top, and so do its two specctl imports.
 
 A swap happens between two steps of the engine. It is refused before anything changes if the directory does not have the

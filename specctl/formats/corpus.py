@@ -84,7 +84,8 @@ def serving(to: str, place: Path, facts: TargetFacts, tokens: int, corpus: Corpu
         command = (
             f"vllm serve {target} --additional-config {shlex.quote(named)} --speculative-config {shlex.quote(method)}"
         )
-        return Serving([command], ["vLLM needs specctl in its environment: pip install --no-deps specctl"])
+        install = f"pip install --no-deps {shlex.quote(str(checkout()))}"
+        return Serving([command], [f"vLLM needs specctl in its environment: {install}"])
     assert corpus is not None
     nodes = tokens + 1  # including the root
     most = f" --speculative-ngram-external-corpus-max-tokens {corpus.tokens}" if corpus.tokens > MOST_TOKENS else ""
@@ -94,3 +95,12 @@ def serving(to: str, place: Path, facts: TargetFacts, tokens: int, corpus: Corpu
         f"--speculative-ngram-external-corpus-path {shlex.quote(str(place / FILE))}{most}"
     )
     return Serving([command], [OWN_TEXT, *corpus.notes])
+
+
+def checkout() -> Path:
+    """Directory of this package's source, or a placeholder if it was installed from a wheel.
+
+    The package index has another project under our name, so its name is no argument for pip.
+    """
+    root = Path(__file__).parents[2]
+    return root if (root / "pyproject.toml").is_file() else Path("SPECCTL-CHECKOUT")

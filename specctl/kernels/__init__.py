@@ -72,7 +72,7 @@ def backend(device_type: str) -> str:
         raise ValueError(f"SPECCTL_KERNELS={name!r} is not a kernel backend; valid: {', '.join(BACKENDS)}")
     if name == "triton":
         if not TRITON:
-            raise ImportError("SPECCTL_KERNELS=triton, but Triton is not installed: pip install 'specctl[gpu]'")
+            raise ImportError("SPECCTL_KERNELS=triton, but Triton is not installed: pip install 'triton>=3.2'")
         if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
             return "cpu"
     return name
