@@ -12,6 +12,7 @@ import torch
 from specctl import processes
 from specctl.decoding import first_tokens
 from specctl.decoding.controllers import Fixed
+from specctl.decoding.device import graphs
 from specctl.decoding.device.kept_batches import KeptBatches
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.engine_options import DEFAULT_OPTIONS, EngineOptions
@@ -65,6 +66,7 @@ class Engine:
         # every round on the host.
         late = self.controller.accepts_late_counts and options.keeps_hidden >= self.controller.keeps_hidden
         self._ahead = late and not options.on_host and processes.group_size() == 1
+        self._host_batch = 0  # batch size at which the only drafter had no device rounds; drafts depend on the size
         self._kept = KeptBatches()
         self._added = 0
         self.state = self._new_state()
@@ -105,15 +107,15 @@ class Engine:
         return sequence.index
 
     def cancel(self, id: int) -> None:
-        """End a sequence at its current length; the next step reports it. UsageError if no sequence with this id is
-        being decoded."""
+        """End a sequence at its current length; the next step reports it. A sequence that a pending round has ended
+        already is left alone. UsageError if no sequence with this id is being decoded."""
         if id in self.waiting:
             self.texts[id] = self.waiting.pop(id)
         text = self.texts.get(id)
-        if text is None or text.stop is not None:
+        if text is None:
             raise UsageError(f"sequence {id} has ended" if 0 <= id < self._added else f"there is no sequence {id}")
         self._drain()
-        text.stop = text.stop or "cancelled"  # a pending round may have ended it
+        text.stop = text.stop or "cancelled"
 
     @property
     def busy(self) -> bool:
@@ -173,11 +175,14 @@ class Engine:
         if not self._ahead:
             return False
         if self.device is None:
+            if self.state.batch == self._host_batch:
+                return False
             budget = partial(budget_for, self.options.share_rows)
             self.device = device_rounds(self.target, self.state, proposer, budget, self._report)
             if self.device is None:
-                # a controller may choose another drafter, which can
-                self._ahead = not isinstance(self.controller, Fixed)
+                if isinstance(self.controller, Fixed):  # other controllers may choose a drafter that can
+                    self._host_batch = self.state.batch
+                    self._ahead = not graphs.any_refused(self.state.device)
                 return False
         return self.device.play(proposer)
 

@@ -33,6 +33,11 @@ class Memory(Protocol):
     def renew(self, b: int) -> None:
         """Reset slot b for a new sequence."""
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        ...
+
 
 def lagging_sequences(missing: list[int], device: torch.device) -> list[int]:
     """Sequences that should be read alone because they miss many rows: padding all others to their length would cost
@@ -43,6 +48,8 @@ def lagging_sequences(missing: list[int], device: torch.device) -> list[int]:
 
 class PerText(Generic[T]):
     """Memory of a drafter that keeps one `T` per sequence."""
+
+    nbytes = 0  # it has no tensors
 
     def __init__(self, new: Callable[[], T], batch: int):
         self.new = new
@@ -199,7 +206,7 @@ class DecodeState:
         if self._needed(ahead) > self.capacity:
             self._make_room(ahead)
         for b in self.live:
-            self.cache.ensure(b, self._slots(self.rows[b], GROWTH))
+            self.cache.ensure(b, min(self._slots(self.rows[b], GROWTH), self.capacity))
 
     def _make_room(self, ahead: int) -> None:
         longest = 1 + self.spare + max(row.limit for row in self.rows)
@@ -238,6 +245,9 @@ class DecodeState:
             self.clear()
         elif self.exact_rows:
             self._select([b if b in sound else sound[0] for b in range(self.batch)])
+            for memory in self.memory.values():  # a copy belongs to another text than the failed row
+                for b in slots:
+                    memory.renew(b)
         elif slots:
             self._keep(sound)
 
@@ -263,8 +273,9 @@ class DecodeState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the target's cache and of the tensors kept per position."""
-        return self.cache.nbytes + sum(kept.nbytes for kept in self._by_position.values())
+        """Bytes of the target's cache, of the drafters' memory, and of the tensors kept per position."""
+        tensors = sum(kept.nbytes for kept in self._by_position.values())
+        return self.cache.nbytes + tensors + sum(memory.nbytes for memory in self.memory.values())
 
     def _draw_for_rows(self) -> None:
         requests = [row.request for row in self.rows]

@@ -14,16 +14,19 @@ ARCHITECTURE = "general.architecture"
 
 
 def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write a file. Tensors are of bf16, fp32 or int64; integers of the metadata become uint32."""
+    """Write a file. Tensors are of bf16, fp32 or int64; integers of the metadata become uint32, or
+    uint64 if they are larger. Empty arrays, which the format cannot express, are left out."""
     from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
 
     writer = GGUFWriter(path, metadata[ARCHITECTURE])
     for key, value in metadata.items():
+        if isinstance(value, list | np.ndarray) and not len(value):
+            continue
         if isinstance(value, np.ndarray):
             kind = GGUFValueType[value.dtype.name.upper()]
             writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)
         elif type(value) is int and value >= 0:
-            writer.add_uint32(key, value)
+            (writer.add_uint32 if value < 2**32 else writer.add_uint64)(key, value)
         elif key != ARCHITECTURE:
             writer.add_key_value(key, value, GGUFValueType.get_type(value))
     for name, tensor in tensors.items():

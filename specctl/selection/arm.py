@@ -105,8 +105,8 @@ class Arm:
 
     @property
     def kind(self) -> str:
-        """Kind of its rounds on a device: the type of the drafter."""
-        return type(self.drafter).__name__
+        """Kind of its rounds on a device, which is its drafter's."""
+        return self.drafter.kind if isinstance(self.drafter, OnDevice) else type(self.drafter).__name__
 
     @property
     def fixed_shape(self) -> bool:

@@ -20,6 +20,7 @@ from specctl import kernels
 from specctl.decoding import attention, host_runner, row_budget
 from specctl.decoding import plan as plans
 from specctl.decoding.cache import KVCache
+from specctl.decoding.controllers import PerSequence
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.device_batch import ancestors
@@ -749,6 +750,76 @@ def test_what_fails_leads_back_to_the_host(tiny, drafters, graphs_on, monkeypatc
         assert decode(tiny, **how) == host
         assert decode(tiny, **how) == host
     assert len([one for one in noticed if "CUDA graphs" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize("rounds", ["eager", None], ids=["without graphs", "graphs"])
+def test_a_text_drafter_that_raises_fails_one_text(tiny, graphs_on, monkeypatch, rounds):
+    """Its error counted as a failure of CUDA graphs, which were then refused for all later rounds of its kind."""
+    graphs_on()
+    monkeypatch.delenv("SPECCTL_GRAPHS", raising=False)
+    if rounds:
+        monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
+    engine = engine_for(tiny, Raising())
+    for request in decoding.requests([[40, 41], [600, 41], [44, 44]], sampling=GREEDY, max_new_tokens=9, seeds=[0] * 3):
+        engine.add(request)
+    ends = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while engine.busy:
+            ends |= {event.id: event for event in engine.step() if event.ended}
+    assert str(ends[1].error) == "I will not" and ends[1].ended.stop == "failed"
+    assert [ends[n].ended.stop in ("eos", "length") for n in (0, 2)] == [True, True] and not graphs._refused
+
+
+class Raising(Lookup):
+    """Raises if a text has token 600."""
+
+    def propose(self, state, budget):
+        if any(600 in row.ids for row in state.rows if row.stop is None):
+            raise RuntimeError("I will not")
+        return super().propose(state, budget)
+
+
+def test_a_batch_that_is_too_large_for_device_rounds_leaves_them_to_smaller_ones(tiny, drafters, monkeypatch):
+    """A hybrid has no room for a draft in a large batch. Its engine never ran a round on the device again."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    monkeypatch.setattr(row_budget, "SHARED_ROWS", {"cpu": 16, "cuda": 16})
+    engine, ahead = engine_for(tiny, hybrid(drafters("eagle3 tree"))), []
+    for count in (8, 1):
+        prompts = [[5, 9, 300, 12, 7 + n] for n in range(count)]
+        for request in decoding.requests(prompts, sampling=GREEDY, max_new_tokens=12, seeds=[0] * count):
+            engine.add(request)
+        while engine.busy:
+            ahead += [event.ended.ahead for event in engine.step() if event.ended]
+    assert ahead[-1] > 0
+
+
+def hybrid(head):
+    return Hybrid(head, Lookup(), Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0))
+
+
+def test_proposers_of_single_rounds_are_not_remembered(tiny, drafters, monkeypatch):
+    """A controller makes a new one in every round with several arms; each was held until the server was idle."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    engine = engine_for(tiny, drafters("eagle3 tree"))
+    for request in decoding.requests([[5, 9]], sampling=GREEDY, max_new_tokens=12, seeds=[0]):
+        engine.add(request)
+    while engine.device is None:
+        engine.step()
+    assert not engine.device.supports(PerSequence([Lookup()])) and not engine.device.refused
+
+
+def test_kept_batches_count_the_memory_of_drafters(tiny, drafters, monkeypatch):
+    """Caches of a draft model are as large as the target's, and the limit did not see them."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    engine = engine_for(tiny, drafters("lm"))
+    for request in decoding.requests([[5, 9]], sampling=GREEDY, max_new_tokens=12, seeds=[0]):
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    (kept,) = engine._kept._batches.values()
+    (memory,) = kept.state.memory.values()
+    assert engine._kept._nbytes >= kept.state.cache.nbytes + memory.cache.nbytes > kept.state.cache.nbytes
 
 
 def test_the_end_is_known_one_round_late(tiny, drafters, on_device, monkeypatch):

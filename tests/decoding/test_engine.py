@@ -17,6 +17,7 @@ from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, UsageError
+from tests.conftest import ARCHITECTURES, write_tiny
 from tests.decoding.test_device_round import SHAPES, WORDS, eagle3, small_lm
 from tests.toys.decoding import decode, engine_for
 
@@ -189,21 +190,22 @@ class Damaged:
         return hidden, tapped
 
 
-@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "lm sampled", "exact"])
+@pytest.mark.parametrize("name", ["plain", "eagle3 tree", "lm sampled", "exact", "exact lookup"])
 @pytest.mark.parametrize(
     ("position", "slots"),
     [(40, 2), (52, 2), (52, None)],
     ids=["in a prompt", "in a round", "in a round, all at once"],  # with 2, slots are used again
 )
 def test_logits_that_are_not_finite_end_their_text_alone(tiny, monkeypatch, name, position, slots):
-    """Neither those beside it nor those that get its slot afterwards read what it has left."""
-    drafter = None if name == "exact" else MADE[name](tiny)
+    """Neither its neighbours nor the texts that get its slot afterwards read what it has left."""
+    exact = name.startswith("exact")
+    drafter = MADE[name.removeprefix("exact").strip() or "plain"](tiny)
     asked = [Request([40 + n, 41, 43][: n + 1], GREEDY, 14, n) for n in range(3)] * 2
     expected = [alone(tiny, request).output_ids for request in asked]
     asked[1] = Request([40] * 50, HOT, 30, 8)
     assert len(alone(tiny, asked[1]).output_ids) > 4
     monkeypatch.setattr(tiny, "model", Damaged(tiny.model, position))
-    engine = engine_for(tiny, drafter=drafter, slots=slots, exact=name == "exact")
+    engine = engine_for(tiny, drafter=drafter, slots=slots, exact=exact)
     for request in asked:
         engine.add(request)
     told = drain(engine)
@@ -321,6 +323,38 @@ def test_room_is_made_as_texts_get_longer(tiny, monkeypatch):
         sizes += [engine.state.capacity] * engine.busy
     assert sizes[0] < 100 and sizes == sorted(sizes) and len(set(sizes)) < 6
     assert len(set(sizes)) > 2 and sizes[-1] <= 402 + engine.state.spare + 1
+
+
+def test_pages_are_not_leased_beyond_the_capacity(monkeypatch, tmp_path):
+    """A long text next to a longer prompt leased more pages than the table of its batch has columns, and every text of
+    the batch failed. On a GPU, where caches have pages, any answer of more than 512 tokens did."""
+    kind, sizes = ARCHITECTURES["qwen3"]
+    place = write_tiny(tmp_path, kind, sizes | {"max_position_embeddings": 512})
+    target = load_target(str(place), device="cpu", dtype="fp32")
+    target.eos_ids = frozenset()
+    asked = [Request([40, 41] * 130, GREEDY, 2), Request([42, 43, 44], GREEDY, 350)]
+    expected = [alone(target, request).output_ids for request in asked]
+    monkeypatch.setenv("SPECCTL_KV", "paged")
+    monkeypatch.setattr(state_module, "GROWTH", 200)
+    engine = engine_for(target)
+    for request in asked:
+        engine.add(request)
+    told = drain(engine)
+    assert [told[n][0] for n in (0, 1)] == expected and len(expected[1]) == 350
+
+
+def test_a_text_that_a_pending_round_has_ended_can_be_cancelled(tiny, monkeypatch):
+    """Two clients left a server at once: cancelling the first text ended the second, whose own cancellation raised and
+    ended the server. The host learns of an end one round late."""
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    for steps in range(1, 8):
+        engine, told = engine_for(tiny), {}
+        ids = [engine.add(Request([40, 41], GREEDY, 4)) for _ in range(2)]
+        for _ in range(steps):
+            listen(engine.step(), told)
+        for id in [id for id in ids if id in engine.texts]:
+            engine.cancel(id)
+        assert all(drain(engine, told)[id][1] for id in ids)
 
 
 def test_an_engine_that_has_run_dry_goes_on(tiny):

@@ -85,6 +85,13 @@ class TestCandidates:
         assert candidates.accepted_claims([1, 3, 4], 0) == 1 and candidates.accepted_claims([1, 3, 4], 1) == 2
 
 
+def test_a_probability_that_is_not_a_number_counts_nothing():
+    """A head with NaN failed its text in a hybrid, and only there."""
+    trust = Calibration(EVEN)
+    trust.learn(float("nan"), True)
+    assert trust(float("nan")) == 0.0 and trust(0.5) == Calibration(EVEN)(0.5)
+
+
 class TestTrust:
     def test_by_hand(self):
         trust = Calibration([2.0] + [1.0] * 7)

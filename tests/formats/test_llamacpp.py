@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -154,6 +155,19 @@ def test_a_file_can_be_imported_again(make, target, tmp_path, file, family, opti
         assert torch.equal(after.tensors[name], llamacpp._rounded(tensor).to(after.tensors[name])) or (
             name == "mask_embedding" and torch.allclose(after.tensors[name], tensor, rtol=2**-8)
         )
+
+
+def test_metadata_of_any_target_can_be_written(tmp_path):
+    """A tokenizer without merges has an empty array, and a file may hold integers of 64 bits: both were tracebacks."""
+    metadata = {
+        "general.architecture": "eagle3",
+        "tokenizer.ggml.merges": [],
+        "large": 2**33,
+        "none": np.zeros(0, "<f4"),
+    }
+    write_gguf(tmp_path / "m.gguf", metadata, {"fc.weight": torch.zeros(2, 2)})
+    fields = gguf.GGUFReader(tmp_path / "m.gguf").fields
+    assert fields["large"].contents() == 2**33 and not {"none", "tokenizer.ggml.merges"} & fields.keys()
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,11 @@ def refuse(device: torch.device, shape: Shape) -> None:
     _refused.add((device, shape))
 
 
+def any_refused(device: torch.device) -> bool:
+    """Whether graphs of some shape have failed on this device."""
+    return any(where == device for where, _ in _refused)
+
+
 def span_for(needed: int, capacity: int) -> int:
     """Round `needed` cache slots up to the span of a round. Spans take few values, since each has a separate graph. For
     long texts a span is at most a quarter longer than needed."""

@@ -103,7 +103,8 @@ class DeviceRounds:
         self.target, self.state, self.budget, self.report, self.capture = target, state, budget, report, capture
         self.active_drafter, self.batch = drafter, state.batch
         self.tracks: dict[Proposer, Track] = {}
-        self.refused: set[Proposer] = set()  # drafters with rounds that must run on the host
+        self.refused: set[tuple[Proposer, int]] = set()  # drafters and batch sizes with rounds that the host must run
+        self.failed: set[Proposer] = set()  # drafters with rounds that the device could not run
         self.device_batch: DeviceBatch | None = None
         self.store: Tensor | None = None  # the cache tensor that everything was built for
         self.in_sync = False  # the device knows everything that the host knows
@@ -124,12 +125,15 @@ class DeviceRounds:
 
     def supports(self, drafter: Proposer) -> bool:
         """Whether rounds of this drafter can run here. Rounds of another drafter may, even if these cannot."""
-        if drafter in self.refused:
+        if drafter in self.tracks:
+            return True
+        key = drafter, self.state.batch
+        if not isinstance(drafter, OnDevice) or drafter in self.failed or key in self.refused:
             return False
-        if drafter not in self.tracks and not self._may_run(drafter):
-            self.refused.add(drafter)
-            return False
-        return True
+        if self._may_run(drafter):
+            return True
+        self.refused.add(key)
+        return False
 
     def _may_run(self, drafter: Proposer) -> bool:
         if not isinstance(drafter, OnDevice):
@@ -163,7 +167,6 @@ class DeviceRounds:
             if self.state.at_rest:
                 self.active_drafter = drafter
                 if not self.load():
-                    self.refused.add(drafter)
                     return False
             self._launch()
         except Exception as error:  # a driver may raise anything; the host's rounds do not depend on this one
@@ -178,17 +181,26 @@ class DeviceRounds:
         return True
 
     def load(self) -> bool:
-        """Start from the host's state. Returns False if the drafter cannot draft for this batch on the device: smaller
-        batches have larger drafts."""
+        """Start from the host's state. Returns False if the host must run the round: the drafter cannot draft for this
+        batch on the device, as smaller batches have larger drafts, or it fails on a text."""
         if not self._fits():
             self.tracks.clear()
             self.device_batch, self.store, self.in_sync = None, self.state.cache.captured_tensor, False
         track = self.tracks.get(self.active_drafter)
         if (track is None or not track.draft.fits(self.state)) and not self._place():
+            self.refused.add((self.active_drafter, self.state.batch))
+            self.in_sync = False
             return False
         if not self.in_sync:
             self.sequences.load(self.state)
-        self.draft.load(self.state)
+        try:
+            self.draft.load(self.state)
+        except Exception:
+            if not self.draft.reads_text:
+                raise
+            self.in_sync = False  # a text made the drafter fail; the host's round fails that text alone
+            self.active_drafter.invalidate(self.state)
+            return False
         self.in_sync, self.state.at_rest = True, False
         return True
 
@@ -319,7 +331,7 @@ class DeviceRounds:
         drafter = self.active_drafter
         assert isinstance(drafter, OnDevice)
         self.in_sync = False
-        self.refused.add(drafter)
+        self.failed.add(drafter)
         self.tracks.pop(drafter, None)
         self._rest(lambda: drafter.invalidate(self.state))
         graphs.refuse(self.state.device, shape_of(drafter, self.batch))

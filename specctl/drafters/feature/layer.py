@@ -103,6 +103,10 @@ class FeatureMemory:
     def renew(self, b: int) -> None:
         self.cached[b], self.cache.skipped[b] = 0, range(0)
 
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.hidden.nbytes
+
 
 class RowRange(NamedTuple):
     """Rows of each sequence of a batch: `rows` rows from `first[b]` on."""

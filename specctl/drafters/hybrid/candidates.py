@@ -33,14 +33,20 @@ class Calibration:
 
     def __call__(self, probability: float) -> float:
         """Calibrated probability of a claim."""
-        part = min(int(probability * len(self.true)), len(self.true) - 1)
+        if not probability > 0:  # nor NaN
+            return 0.0
+        part = self._part(probability)
         return min(probability * self.true[part] / self.claimed[part], SURE)
 
     def learn(self, probability: float, came_true: bool) -> None:
         """Record the outcome of a claim."""
-        part = min(int(probability * len(self.true)), len(self.true) - 1)
-        self.true[part] += came_true
-        self.claimed[part] += probability
+        if probability > 0:
+            part = self._part(probability)
+            self.true[part] += came_true
+            self.claimed[part] += probability
+
+    def _part(self, probability: float) -> int:
+        return min(int(probability * len(self.true)), len(self.true) - 1)
 
 
 class Candidates:

@@ -265,18 +265,16 @@ def _texts(target: Target, head: CandidateDrafter, count: int, length: int) -> D
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)
         engine.add(Request(prompt.tolist(), GREEDY, ROOM))
+    for text in engine.waiting.values():
+        text.eos_ids = frozenset()  # no token ends a text
     engine.step()
-    for row in engine.state.rows:
-        row.stop = None  # a first token may end its text
     head.propose_candidates(engine.state, 1, lambda joint: False)
     return engine.state
 
 
 def _commit_a_round(target: Target, state: DecodeState) -> None:
-    """Commit one round, so that the head has tokens to read, even if they would end the texts."""
+    """Commit one round, so that the head has tokens to read."""
     state.commit(verify(target, state, DraftTree.from_chains([[0]] * state.batch, target.device)))
-    for row in state.rows:
-        row.stop = None
 
 
 def _seconds(target: Target, function: Callable[[], object]) -> float:

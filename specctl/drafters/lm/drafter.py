@@ -68,6 +68,10 @@ class _Memory:
     def renew(self, b: int) -> None:
         self.length[b], self.drafted[b], self.cache.skipped[b] = 0, [], range(0)
 
+    @property
+    def nbytes(self) -> int:
+        return self.cache.nbytes + self.logits.nbytes
+
     def known(self, b: int, ids: list[int]) -> int:
         """Number of tokens of `ids` that are cached: accepted draft tokens are included, the last token never is."""
         found = self.length[b]

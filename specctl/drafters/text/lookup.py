@@ -126,6 +126,7 @@ class NGramIndex:
             if start is not None:
                 found = ids[start : start + count]
                 period = len(found)
+                assert period, "the n-gram is not from this text"
                 while len(found) < count:
                     found += found[-period:][: count - len(found)]
                 return found

@@ -57,20 +57,21 @@ def grow(places: Sequence[TextPosition], shape: TextTreeShape) -> ProposedTree:
     waiting: list[tuple[float, int, int, int, int, float, list[TextPosition]]] = []
     found = 0  # ties go to the node added first
     node, joint, depth = -1, 1.0, 0
-    while True:
+    while len(tree.tokens) < shape.nodes:
         if depth < shape.depth:
             for token, probability, behind in _children(places, shape.children):
                 if joint * probability < shape.least:
                     continue
                 found += 1
                 heapq.heappush(waiting, (-joint * probability, found, token, node, depth + 1, probability, behind))
-        if not waiting or len(tree.tokens) >= shape.nodes:
-            return tree
+        if not waiting:
+            break
         negative, _, token, parent, depth, probability, places = heapq.heappop(waiting)
         node, joint = len(tree.tokens), -negative
         tree.tokens.append(token)
         tree.parents.append(parent)
         tree.probabilities.append(probability)
+    return tree
 
 
 def _children(places: Sequence[TextPosition], limit: int) -> list[tuple[int, float, list[TextPosition]]]:
