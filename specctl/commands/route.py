@@ -15,7 +15,7 @@ from specctl.decoding.target_text import load_target_text
 from specctl.engines.client import Client
 from specctl.gateway import server, traffic_log
 from specctl.gateway.metrics import Meter
-from specctl.gateway.running_engines import RunningEngines, engines_app, engines_of
+from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe.route import RouteRecipe
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import without_passwords
@@ -97,7 +97,7 @@ def route(recipe: RouteRecipe, run: Run) -> RouteResult:
         if "target" in recipe.model_fields_set:
             client.compare(load_target_text(**recipe.target.described))
         engines = {one.url: f"{one.facts.engine} {one.facts.version}" for one in client.servers}
-        kinds = engines_of(client)
+        kinds = {one.url: one.facts.engine for one in client.servers}
         run.target = client.servers[0].model
     assert recipe.listen is not None
     total, by_server = PassTotals(), {url: PassTotals() for url in kinds}

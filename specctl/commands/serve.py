@@ -31,7 +31,7 @@ from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import Offer, OwnEngine
-from specctl.gateway.running_engines import RunningEngines, engines_app, engines_of
+from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.selection import dispatch
@@ -140,7 +140,7 @@ def serve_engines(recipe: ServeRecipe, run: Run) -> ServeResult:
         client.compare_servers()
         if "target" in recipe.model_fields_set:
             client.compare(load_target_text(**recipe.target.described))
-        kinds = engines_of(client)
+        kinds = {one.url: one.facts.engine for one in client.servers}
         run.target = recipe.model or client.servers[0].model
     with server.listening(recipe.listen) as (place, address):
         run.annotate()

@@ -1,4 +1,4 @@
-"""Back end of running engines: requests are passed on to vLLM or SGLang servers of one target.
+"""Back end of running engines: requests are passed on to vLLM, SGLang or llama.cpp servers of one target.
 
 Requests and answers pass unchanged, with one exception: a request for one text also asks for token ids and draft
 counters, which are removed from the answer again (`proxy_messages`). Every complete answer becomes a line of the log:
@@ -14,17 +14,16 @@ import logging
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specctl import progress
-from specctl.engines import llamacpp, proxy_messages
+from specctl.engines import proxy_messages
 from specctl.engines.http_pools import HttpPools
 from specctl.engines.server_choice import Dispatch, LeastBusy, ServerChoice
-from specctl.errors import UsageError
 from specctl.gateway.app import TEXT_PATHS, make_app
 from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
@@ -34,15 +33,12 @@ from specctl.gateway.sse import EventResponse, unless_gone
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
 
-if TYPE_CHECKING:  # its imports take seconds, and the process of `proxy_process` needs none of them
-    from specctl.engines.client import Client
-
 CONNECT_S = 10.0
 CONNECTIONS = 256  # to the engines, approximately
 LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
 MOST_ENGINES = 2  # engines that may see one request: a prompt on which engines fail must not stop all of them
-ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info")
-POSTED_PATHS = (*TEXT_PATHS, "/generate", "/tokenize", "/detokenize")
+ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info", "/props")
+POSTED_PATHS = (*TEXT_PATHS, *proxy_messages.OWN_PATHS, "/tokenize", "/detokenize")
 HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authorization"}
 HOP_BY_HOP |= {b"proxy-connection", b"proxy-authenticate"}
 REBUILT_HEADERS = {b"host", b"content-length", b"accept-encoding", b"expect"}
@@ -51,17 +47,6 @@ REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may 
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 
 RawHeaders = list[tuple[bytes, bytes]]
-
-
-def engines_of(client: Client) -> dict[str, str]:
-    """Engine of every server, by address. Raises UsageError for an engine without draft counters in its answers."""
-    for server in client.servers:
-        if server.facts.engine == llamacpp.NAME:
-            raise UsageError(
-                f"{server.url} is {llamacpp.NAME}, and requests are passed on to vLLM and SGLang only",
-                "specctl eval-server measures the drafters of llama-server",
-            )
-    return {server.url: server.facts.engine for server in client.servers}
 
 
 @dataclass(frozen=True)
@@ -113,7 +98,7 @@ class RunningEngines:
         dispatch: Dispatch | None = None,
         key: str | None = None,
     ):
-        """`servers`: engine ("vllm" or "sglang") by address."""
+        """`servers`: engine ("vllm", "sglang" or "llama.cpp") by address."""
         self.servers, self.meter, self.log, self.dispatch, self.key = servers, meter, log, dispatch, key
         self.names = {url: redacted(url) for url in servers}
         self.in_flight = dict.fromkeys(servers, 0)
@@ -168,7 +153,9 @@ class RunningEngines:
         """The answer of the first server that gives one."""
         answer: Response | None = None
         seen = 0
-        for url in sorted(passage.choice.order, key=self._resting):
+        path = passage.request.url.path
+        able = [url for url in passage.choice.order if proxy_messages.has_path(self.servers[url], path)]
+        for url in sorted(able or passage.choice.order, key=self._resting):
             if seen == MOST_ENGINES:
                 break
             self.in_flight[url] += 1

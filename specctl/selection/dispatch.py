@@ -135,8 +135,11 @@ def pass_statistics(counts: TextCounts) -> ArmRounds:
     drafting = counts.drafting or DraftCounters()
     passes = max(counts.tokens - drafting.accepted, 1)  # the last draft may be accepted beyond the end of the text
     # Σ (1 + a)² over passes that accept a tokens each; Σ a² = Σ over places (2·place + 1)·(how often accepted there).
-    squares = passes + 2 * drafting.accepted
-    squares += sum((2 * place + 1) * count for place, count in enumerate(drafting.accepted_at))
+    squares = passes + 2.0 * drafting.accepted
+    if drafting.accepted_at:
+        squares += sum((2 * place + 1) * count for place, count in enumerate(drafting.accepted_at))
+    else:  # llama.cpp reports sums only: a geometric number of mean m has the mean square m + 2 m²
+        squares += drafting.accepted + 2 * drafting.accepted**2 / passes
     return ArmRounds(passes, float(counts.tokens), float(squares))
 
 

@@ -144,6 +144,13 @@ def test_the_end_of_a_long_prompt_is_read():
     assert (features_of({"prompt": [*ids, 2]}) != features_of({"prompt": [*ids, 3]})).any()
 
 
+def test_the_spread_of_a_text_without_places_is_that_of_a_geometric_number():
+    """llama.cpp reports sums only: without an estimate the squares were smaller than the mean allows."""
+    shown = pass_statistics(TextCounts(60, DraftCounters(20, 60, 40)))
+    assert shown[:2] == (20, 60.0) and shown.squares == 20 + 2 * 40 + 40 + 2 * 40**2 / 20
+    assert shown.squares >= 60**2 / 20, "the mean of the squares is at least the square of the mean"
+
+
 def test_policies_that_cannot_route_are_refused_by_name():
     for name in set(registry.NAMES) - {*dispatch.POLICIES} | {"router"}:
         with pytest.raises(UsageError, match=f"{name} cannot route"):
