@@ -103,7 +103,10 @@ FLAGS: dict[str, Flag] = {
     ),
     "exclude": Flag(("exclude",), Path, "File of prompts to leave out, such as a test set.", metavar="FILE"),
     "server": Flag(
-        ("server.urls",), str, "vLLM or SGLang server of the target, or several: http://host:8000.", metavar="URL"
+        ("server.urls",),
+        str,
+        "vLLM, SGLang or llama.cpp server of the target, or several: http://host:8000.",
+        metavar="URL",
     ),
     "baseline_server": Flag(
         ("baseline_server.urls",),
@@ -114,7 +117,7 @@ FLAGS: dict[str, Flag] = {
     "listen": Flag(
         ("traffic.listen", "listen"),
         str,
-        "Address for requests: serve answers them, learn-from-server learns from them, route routes them.",
+        "Address for requests: serve answers them, learn-from-server learns from them.",
         metavar="HOST:PORT",
     ),
     "features_from": Flag(

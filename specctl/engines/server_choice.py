@@ -14,9 +14,29 @@ from specctl.engines.proxy_messages import TextCounts
 
 @dataclass(frozen=True)
 class ServerChoice:
-    """Addresses to try for a request, in order, until one answers."""
+    """Addresses to try for a request, in order, until one answers.
+
+    Attributes:
+        decide_us: microseconds of the choice, or None if nothing was chosen.
+    """
 
     order: Sequence[str]
+    decide_us: float | None = None
+
+
+@dataclass(frozen=True)
+class ServedByEngine:
+    """A finished text: its server, its number of tokens and of target passes, and the microseconds of the choice.
+
+    Attributes:
+        accepted: drafted tokens among the `tokens`, or None if the server does not report them.
+    """
+
+    url: str
+    tokens: int
+    passes: int
+    accepted: int | None
+    decide_us: float | None
 
 
 class Dispatch(Protocol):

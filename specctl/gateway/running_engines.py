@@ -12,7 +12,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -23,7 +23,7 @@ from starlette.responses import Response
 from specctl import progress
 from specctl.engines import proxy_messages
 from specctl.engines.http_pools import HttpPools
-from specctl.engines.server_choice import Dispatch, LeastBusy, ServerChoice
+from specctl.engines.server_choice import Dispatch, LeastBusy, ServedByEngine, ServerChoice
 from specctl.gateway.app import TEXT_PATHS, make_app
 from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
@@ -87,6 +87,8 @@ class RunningEngines:
         log: gets a line for each text that was answered completely, or None.
         dispatch: orders the servers for requests for one text. All other requests go to the least busy server.
         failures: number of requests that each server failed to answer.
+        broken: number of streams that each server broke off after their first event. Their clients got an error event.
+        on_text: called with every text that was answered completely.
         key: API key for the engines, in the place of the client's, or None to pass that on.
     """
 
@@ -103,6 +105,8 @@ class RunningEngines:
         self.names = {url: redacted(url) for url in servers}
         self.in_flight = dict.fromkeys(servers, 0)
         self.failures = dict.fromkeys(servers, 0)
+        self.broken = dict.fromkeys(servers, 0)
+        self.on_text: Callable[[ServedByEngine], None] = lambda text: None
         self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
         self._warned: set[str] = set()
@@ -227,7 +231,7 @@ class RunningEngines:
                 self.in_flight[url] -= 1
                 await answer.aclose()
 
-            events = self._streamed(url, answer, added, passage if kept else None)
+            events = await _begun(self._streamed(url, answer, added, passage if kept else None))
             streaming = EventResponse(events, done, {})
             streaming.status_code, streaming.raw_headers = status, shown
             return streaming
@@ -254,10 +258,11 @@ class RunningEngines:
         """The events of a stream, one at a time. If the client leaves, the engine's work ends too."""
         pieces: list[Any] = []
         said: dict[str, Any] = {}
-        began = False
+        began = False  # the client has a part
         try:
             if passage is None:
                 async for part in answer.aiter_raw():
+                    began = True
                     yield part
                 return
             async for event in proxy_messages.events(answer.aiter_raw()):
@@ -271,7 +276,10 @@ class RunningEngines:
                         began = True
                         self.meter.first_s.observe(time.time() - passage.began)
                     yield shown
-        except httpx.TransportError:  # the client has a part already, so no other server can continue
+        except httpx.TransportError:
+            if not began:
+                raise  # another server can answer
+            self.broken[url] += 1
             self._failed(url)
             raise ApiError("the engine closed the connection", 502) from None
         self._rests.pop(url, None)
@@ -299,10 +307,11 @@ class RunningEngines:
             counts = proxy_messages.text_counts(self.servers[url], passage.request.url.path, said)
             if counts is None:
                 return
-            drafting = counts.drafting
+            drafting, name = counts.drafting, self.names[url]
             accepted = drafting.accepted if drafting is not None else 0
-            self.meter.drafter(self.names[url]).add_text(
-                max(counts.tokens - accepted, 1),
+            passes = max(counts.tokens - accepted, 1)
+            self.meter.drafter(name).add_text(
+                passes,
                 counts.tokens,
                 drafting.drafted if drafting is not None else 0,
                 accepted,
@@ -310,10 +319,25 @@ class RunningEngines:
             )
             self.meter.tokens.inc(counts.tokens)
             self.meter.whole_s.observe(ended - passage.began)
+            told = None if drafting is None else accepted
+            self.on_text(ServedByEngine(name, counts.tokens, passes, told, passage.choice.decide_us))
             if self.dispatch is not None:
                 self.dispatch.learn(passage.choice, url, counts)
         except Exception as error:  # it computes with numbers that engines have sent
             self._fault("learning from an answer", error)
+
+
+async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stream that has begun: its first part is there. Raises httpx.TransportError if the engine sent none."""
+    first = await anext(events, None)
+
+    async def whole() -> AsyncIterator[bytes]:
+        if first is not None:
+            yield first
+            async for event in events:
+                yield event
+
+    return whole()
 
 
 def engines_app(backend: RunningEngines, limits: LimitsRecipe, key: str | None = None) -> Guard:

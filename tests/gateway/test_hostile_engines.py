@@ -97,7 +97,7 @@ def counters(histogram, drafted="2"):
 
 def gateway(*engines, choose=None, engine="vllm", **limits):
     urls = [one.url for one in engines]
-    rule = Dispatcher(urls, choose, PolicyRecipe(), 0, lambda text: None) if choose else None
+    rule = Dispatcher(urls, choose, PolicyRecipe(), 0) if choose else None
     backend = RunningEngines(dict.fromkeys(urls, engine), Meter("toy"), dispatch=rule)
     return engines_app(backend, LimitsRecipe(**limits)), backend
 
