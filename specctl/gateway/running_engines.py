@@ -29,7 +29,7 @@ from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
 from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_errors import ApiError
-from specctl.gateway.sse import EventResponse, unless_gone
+from specctl.gateway.sse import EventResponse, event, unless_gone
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
 
@@ -258,22 +258,22 @@ class RunningEngines:
         """The events of a stream, one at a time. If the client leaves, the engine's work ends too."""
         pieces: list[Any] = []
         said: dict[str, Any] = {}
-        began = False  # the client has a part
+        began = ended = False  # the client has a part; the last part was whole
         try:
             if passage is None:
                 async for part in answer.aiter_raw():
-                    began = True
+                    began, ended = True, part.endswith(b"\n")
                     yield part
                 return
-            async for event in proxy_messages.events(answer.aiter_raw()):
-                piece = proxy_messages.piece_of(event)
+            async for sent in proxy_messages.events(answer.aiter_raw()):
+                piece = proxy_messages.piece_of(sent)
                 if piece is not None:
                     said |= proxy_messages.counters(piece)
                     if self.log is not None:
                         pieces.append(piece)
-                if shown := proxy_messages.restored_event(event, piece, added):
+                if shown := proxy_messages.restored_event(sent, piece, added):
                     if not began:
-                        began = True
+                        began = ended = True
                         self.meter.first_s.observe(time.time() - passage.began)
                     yield shown
         except httpx.TransportError:
@@ -281,7 +281,8 @@ class RunningEngines:
                 raise  # another server can answer
             self.broken[url] += 1
             self._failed(url)
-            raise ApiError("the engine closed the connection", 502) from None
+            yield (b"" if ended else b"\n\n") + event(ApiError("the engine closed the connection", 502).document)
+            return
         self._rests.pop(url, None)
         self._record(passage, url, pieces, said)
 
@@ -334,8 +335,8 @@ async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
     async def whole() -> AsyncIterator[bytes]:
         if first is not None:
             yield first
-            async for event in events:
-                yield event
+            async for later in events:
+                yield later
 
     return whole()
 
