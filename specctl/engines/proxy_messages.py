@@ -36,6 +36,7 @@ COUNTS_AT = {
 """Field of an answer with an engine's counters, and the key of the number of tokens there."""
 
 COUNTER_FIELDS = ("usage", "metrics", "meta_info", "timings")
+QUOTED_FIELDS = tuple(f'"{field}"'.encode() for field in COUNTER_FIELDS)
 
 ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
 """Keys of a choice that tell how it ended; the latter two name the stop string or token, if there was one."""
@@ -126,26 +127,48 @@ def without_added_fields(document: Any, added: frozenset[str]) -> Any | None:
     return document
 
 
-async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Split a stream into its events (server-sent events, HTML Standard §9.2), each with the empty line that ends it.
+class EventSplitter:
+    """Splitter of a stream into events (server-sent events, HTML Standard §9.2), with the empty lines that end them.
 
     Lines end with CR, LF or CRLF only: JSON may contain other characters that Unicode counts as line ends. More than
     `LONGEST_EVENT` bytes without an end are passed on as one event.
+
+    Attributes:
+        rest: the bytes after the last whole event.
     """
-    rest, start = bytearray(), 0
-    async for part in parts:
+
+    def __init__(self) -> None:
+        self.rest, self._start = bytearray(), 0
+
+    def add(self, part: bytes) -> list[bytes]:
+        """The events that are whole with this part of the stream."""
+        rest, found = self.rest, []
         rest += part
-        done = 0
-        while (found := END.search(rest, start)) is not None:
-            yield bytes(rest[done : found.end()])
-            done = start = found.end()
+        done, start = 0, self._start
+        while (end := END.search(rest, start)) is not None:
+            found.append(bytes(rest[done : end.end()]))
+            done = start = end.end()
         del rest[:done]
         if len(rest) > LONGEST_EVENT:
-            yield bytes(rest)
+            found.append(bytes(rest))
             rest.clear()
-        start = max(0, len(rest) - 3)  # an end has up to four bytes
-    if rest:
-        yield bytes(rest)
+        self._start = max(0, len(rest) - 3)  # an end has up to four bytes
+        return found
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Split a stream into its events; bytes after the last whole event come last."""
+    splitter = EventSplitter()
+    async for part in parts:
+        for event in splitter.add(part):
+            yield event
+    if splitter.rest:
+        yield bytes(splitter.rest)
+
+
+def may_hold_counters(event: bytes) -> bool:
+    """Whether an event may hold one of `COUNTER_FIELDS`. Most events of a stream do not, and need not be parsed."""
+    return any(field in event for field in QUOTED_FIELDS)
 
 
 def data_of(event: bytes) -> bytes:

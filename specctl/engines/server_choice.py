@@ -50,6 +50,10 @@ class Dispatch(Protocol):
         """Learn from a text that `url` has written completely."""
         ...
 
+    def settle(self) -> None:
+        """Compute now for what the next choice would wait, after texts that were learnt from."""
+        ...
+
 
 class LeastBusy:
     """Dispatch that puts the server with the fewest requests in flight first."""
@@ -59,3 +63,6 @@ class LeastBusy:
 
     def learn(self, choice: ServerChoice, url: str, counts: TextCounts) -> None:
         """Learn nothing: an idle server says nothing about the quality of its text."""
+
+    def settle(self) -> None:
+        """Compute nothing."""

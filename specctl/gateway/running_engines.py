@@ -8,6 +8,7 @@ counters, which are removed from the answer again (`proxy_messages`). Every comp
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -23,6 +24,7 @@ from starlette.responses import Response
 from specctl import progress
 from specctl.engines import proxy_messages
 from specctl.engines.http_pools import HttpPools
+from specctl.engines.proxy_messages import TextCounts
 from specctl.engines.server_choice import Dispatch, LeastBusy, ServedByEngine, ServerChoice
 from specctl.gateway.app import TEXT_PATHS, make_app
 from specctl.gateway.faults import where
@@ -44,6 +46,8 @@ HOP_BY_HOP |= {b"proxy-connection", b"proxy-authenticate"}
 REBUILT_HEADERS = {b"host", b"content-length", b"accept-encoding", b"expect"}
 RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
+LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
+LEARN_SHARE = 4  # pause between two times of learning, as a multiple of the time that it took
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 
 RawHeaders = list[tuple[bytes, bytes]]
@@ -110,6 +114,9 @@ class RunningEngines:
         self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
         self._warned: set[str] = set()
+        self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learnt from
+        self._learn_s = 0.0  # seconds that it took to learn, the last time
+        self._learn_at = 0.0  # time of the next call of `learn`
         checked = any(url.startswith("https:") for url in servers)
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         self.pools = HttpPools(CONNECTIONS, verify=checked, timeout=timeout, follow_redirects=False)
@@ -255,27 +262,33 @@ class RunningEngines:
     async def _streamed(
         self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest | None
     ) -> AsyncIterator[bytes]:
-        """The events of a stream, one at a time. If the client leaves, the engine's work ends too."""
+        """The parts of a stream, in whole events. If the client leaves, the engine's work ends too."""
         pieces: list[Any] = []
         said: dict[str, Any] = {}
+        splitter = proxy_messages.EventSplitter()
         began = ended = False  # the client has a part; the last part was whole
+
+        def restored(event: bytes) -> bytes:
+            if self.log is None and not proxy_messages.may_hold_counters(event):
+                return event
+            piece = proxy_messages.piece_of(event)
+            if piece is not None:
+                said.update(proxy_messages.counters(piece))
+                if self.log is not None:
+                    pieces.append(piece)
+            return proxy_messages.restored_event(event, piece, added)
+
         try:
-            if passage is None:
-                async for part in answer.aiter_raw():
-                    began, ended = True, part.endswith(b"\n")
-                    yield part
-                return
-            async for sent in proxy_messages.events(answer.aiter_raw()):
-                piece = proxy_messages.piece_of(sent)
-                if piece is not None:
-                    said |= proxy_messages.counters(piece)
-                    if self.log is not None:
-                        pieces.append(piece)
-                if shown := proxy_messages.restored_event(sent, piece, added):
-                    if not began:
-                        began = ended = True
-                        self.meter.first_s.observe(time.time() - passage.began)
-                    yield shown
+            async for part in answer.aiter_raw():
+                shown = part if passage is None else b"".join(map(restored, splitter.add(part)))
+                if not shown:
+                    continue
+                if not began and passage is not None:
+                    self.meter.first_s.observe(time.time() - passage.began)
+                began, ended = True, shown.endswith(b"\n")
+                yield shown
+            if splitter.rest:
+                yield restored(bytes(splitter.rest))
         except httpx.TransportError:
             if not began:
                 raise  # another server can answer
@@ -284,7 +297,8 @@ class RunningEngines:
             yield (b"" if ended else b"\n\n") + event(ApiError("the engine closed the connection", 502).document)
             return
         self._rests.pop(url, None)
-        self._record(passage, url, pieces, said)
+        if passage is not None:
+            self._record(passage, url, pieces, said)
 
     def _onward(self, given: RawHeaders) -> RawHeaders:
         """Headers for an engine: the client's, without headers of the connection."""
@@ -323,9 +337,34 @@ class RunningEngines:
             told = None if drafting is None else accepted
             self.on_text(ServedByEngine(name, counts.tokens, passes, told, passage.choice.decide_us))
             if self.dispatch is not None:
-                self.dispatch.learn(passage.choice, url, counts)
+                self._heard.append((passage.choice, url, counts))
+                self._learn_soon()
         except Exception as error:  # it computes with numbers that engines have sent
+            self._fault("counting an answer", error)
+
+    def _learn_soon(self) -> None:
+        """Plan the next call of `learn`, unless it is planned."""
+        now, pause = time.monotonic(), LEARN_AFTER_S + LEARN_SHARE * self._learn_s
+        if now >= self._learn_at:
+            self._learn_at = now + pause
+            asyncio.get_running_loop().call_later(pause, self.learn)
+
+    def learn(self) -> None:
+        """Let the dispatch learn from the answers since the last time. It computes for milliseconds: so it learns from
+        several answers at once, and after they have been sent."""
+        assert self.dispatch is not None
+        began, heard = time.perf_counter(), self._heard
+        self._heard = []
+        for choice, url, counts in heard:
+            try:
+                self.dispatch.learn(choice, url, counts)
+            except Exception as error:  # it computes with numbers that engines have sent
+                self._fault("learning from an answer", error)
+        try:
+            self.dispatch.settle()
+        except Exception as error:
             self._fault("learning from an answer", error)
+        self._learn_s = time.perf_counter() - began
 
 
 async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -103,9 +103,13 @@ class Dispatcher:
             others = [ArmRounds(0, 0.0, 0.0)] * len(self.urls)
             # Without the belief: it would blame the difficulty of the text for half of the only server's result.
             self.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
-            self.memory.fit()  # fit now, so that the next request need not wait
         elif self.policy.learns == "reward":
             self.policy.reward(arm, 1 - shown.rounds / shown.total)
+
+    def settle(self) -> None:
+        """Fit the memory now, so that the next request need not wait."""
+        if self.memory is not None:
+            self.memory.fit()
 
 
 def pass_statistics(counts: TextCounts) -> ArmRounds:

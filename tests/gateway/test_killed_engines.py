@@ -39,11 +39,11 @@ class EngineProcess:
 class Gateway:
     """The command in a process of its own. `document` is its result, once it has been stopped."""
 
-    def __init__(self, place, *urls):
+    def __init__(self, place, *urls, choose="cgp-ucb"):
         command = [sys.executable, "-m", "specctl", "serve", "--server", ",".join(urls), "--listen", "127.0.0.1:0"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([*command, "--json"], cwd=place, env=environ, text=True, **pipes)
+        self.process = subprocess.Popen([*command, "--choose", choose, "--json"], cwd=place, env=environ, text=True, **pipes)
         said = ""
         while " at http" not in said:
             line = self.process.stderr.readline()
