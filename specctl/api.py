@@ -34,7 +34,7 @@ from specctl.recipe import (
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run, path_in_errors
-from specctl.subcommands import SUBCOMMANDS, today
+from specctl.subcommands import SUBCOMMANDS, TODAY
 
 if TYPE_CHECKING:
     from specctl.commands.bench import BenchResult
@@ -219,8 +219,10 @@ def _of_pool(command: str, recipe: CommandRecipe | str | Path | None, overrides:
 
 def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:
     if isinstance(recipe, CommandRecipe):
-        if command_for(recipe) not in map(today, (command, *aliases.modes_of(command))):
-            raise TypeError(f"{command} takes a {RECIPES[today(command)].__name__}, not a {type(recipe).__name__}")
+        if command_for(recipe) not in (TODAY.get(name, name) for name in (command, *aliases.modes_of(command))):
+            raise TypeError(
+                f"{command} takes a {RECIPES[TODAY.get(command, command)].__name__}, not a {type(recipe).__name__}"
+            )
         if overrides:
             raise TypeError("overrides need a recipe file or name; a recipe object is used unchanged")
         return recipe

@@ -132,7 +132,5 @@ SUBCOMMANDS = {
     ),
 }
 
-
-def today(command: str) -> str:
-    """The command that a former command is a part of; other names are returned unchanged."""
-    return next((name for name, row in SUBCOMMANDS.items() if row.formerly == command), command)
+TODAY = {row.formerly: name for name, row in SUBCOMMANDS.items() if row.formerly}
+"""Former command → the command that it is a part of today."""

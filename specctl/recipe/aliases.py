@@ -17,7 +17,7 @@ from specctl.recipe.learner import STEP_ALGOS
 from specctl.recipe.sections import CommandRecipe, Section
 from specctl.recipe.select import ROUTER
 from specctl.recipe.yaml_file import KeyPath, scalar
-from specctl.subcommands import SUBCOMMANDS, today
+from specctl.subcommands import SUBCOMMANDS, TODAY
 
 Values = dict[KeyPath, Any]
 
@@ -90,8 +90,8 @@ def earlier_of(command: str) -> str | None:
 
 def accepted_files(command: str) -> set[str]:
     """Return the commands of recipe files that `command` accepts."""
-    former = SUBCOMMANDS[today(command)].formerly
-    return {command, today(command), former or command, earlier_of(command) or command, *modes_of(command)}
+    former = SUBCOMMANDS[TODAY.get(command, command)].formerly
+    return {command, TODAY.get(command, command), former or command, earlier_of(command) or command, *modes_of(command)}
 
 
 def spelling_of_route(asked: str) -> str:
@@ -109,13 +109,13 @@ def renamed(path: KeyPath, value: Any) -> tuple[KeyPath, Any]:
     parsed = _parsed(value)
     values = parsed.split(",") if isinstance(parsed, str) else parsed if isinstance(parsed, list) else [parsed]
     if len(values) != 1:
-        raise RecipeError(f"{path[0]}: name one value: it is {ROUTE_NAMES[path[0]]} of specctl {today(ROUTE)} now")
+        raise RecipeError(f"{path[0]}: name one value: it is {ROUTE_NAMES[path[0]]} of specctl {TODAY[ROUTE]} now")
     return (ROUTE_NAMES[path[0]], *path[1:]), values[0]
 
 
 def fields_of(command: str) -> set[str]:
     """Return the top-level keys that `command` takes, with the keys of its former modes."""
-    known = {key for name in [command, *modes_of(command)] for key in RECIPES[today(name)].model_fields}
+    known = {key for name in [command, *modes_of(command)] for key in RECIPES[TODAY.get(name, name)].model_fields}
     return known | (set(ROUTE_NAMES) if command == ROUTE else set())
 
 
@@ -137,7 +137,7 @@ def owner(asked: str, command: str, path: KeyPath) -> str | None:
     `asked`: the command that was typed, which differs from `command` for an earlier spelling.
     """
     earlier = earlier_of(asked) or asked
-    related = map(today, (command, asked, earlier, *modes_of(earlier)))
+    related = (TODAY.get(name, name) for name in (command, asked, earlier, *modes_of(earlier)))
     return next((name for name in related if has_key(name, path)), None)
 
 

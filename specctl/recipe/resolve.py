@@ -21,7 +21,7 @@ from specctl import progress, regular_files
 from specctl.errors import RecipeError, brief, did_you_mean
 from specctl.recipe import RECIPES, CommandRecipe, Section, aliases, yaml_file
 from specctl.recipe.yaml_file import KeyPath
-from specctl.subcommands import today
+from specctl.subcommands import TODAY
 
 ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of file names: recipes, DeepSpeed configurations, Slurm scripts
@@ -72,13 +72,13 @@ def resolve(
     from_file, file_command = ([], command) if recipe is None else _from_file(command, recipe, problems)
     typed = [*_from_overrides(overrides, problems), *flags]
     asked, command = command, aliases.mode_of(command, file_command, [*environment, *from_file, *typed])
-    routes = command == aliases.ROUTE or (command == today(aliases.ROUTE) and file_command == aliases.ROUTE)
+    routes = command == aliases.ROUTE or (command == TODAY[aliases.ROUTE] and file_command == aliases.ROUTE)
     if routes:
-        progress.log(f"{aliases.spelling_of_route(asked)} is now specctl {today(aliases.ROUTE)} --server")
+        progress.log(f"{aliases.spelling_of_route(asked)} is now specctl {TODAY[aliases.ROUTE]} --server")
         from_file = _of_route(from_file, stored=True)
         if command == aliases.ROUTE:  # otherwise only the file is old
             environment, typed = _of_route(environment, stored=True), _of_route(typed)
-        command = today(command)
+        command = TODAY.get(command, command)
     elif asked != command:
         mode = aliases.MODES[command]
         progress.log(f"specctl {mode.spelling} is now a command of its own: specctl {command}")
@@ -197,7 +197,8 @@ def _recipe(name: str | Path) -> tuple[str, str]:
 def command_of(name: str | Path) -> str:
     """Return the command of a recipe, from its `command:` key. Raises RecipeError if that names no command."""
     text, label = _recipe(name)
-    command = today(str(yaml_file.load(text, label)[0].get("command")))
+    named = yaml_file.load(text, label)[0].get("command")
+    command = TODAY.get(named, named) if isinstance(named, str) else named
     if command not in RECIPES:
         raise RecipeError(f"{label}: command: must be one of {', '.join(RECIPES)} (got {command!r})")
     return command

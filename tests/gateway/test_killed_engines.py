@@ -43,7 +43,9 @@ class Gateway:
         command = [sys.executable, "-m", "specctl", "serve", "--server", ",".join(urls), "--listen", "127.0.0.1:0"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         environ = os.environ | {"OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen([*command, "--choose", choose, "--json"], cwd=place, env=environ, text=True, **pipes)
+        self.process = subprocess.Popen(
+            [*command, "--choose", choose, "--json"], cwd=place, env=environ, text=True, **pipes
+        )
         said = ""
         while " at http" not in said:
             line = self.process.stderr.readline()
