@@ -34,7 +34,7 @@ from specctl.recipe import (
 from specctl.recipe.resolve import Setting, resolve
 from specctl.reporting import artefacts
 from specctl.runs import Run, path_in_errors
-from specctl.subcommands import SUBCOMMANDS
+from specctl.subcommands import SUBCOMMANDS, TODAY
 
 if TYPE_CHECKING:
     from specctl.commands.bench import BenchResult
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from specctl.commands.learn_from_server import LearnFromServerResult
     from specctl.commands.online import OnlineResult
     from specctl.commands.report import ReportResult
-    from specctl.commands.route import RouteResult
     from specctl.commands.serve import ServeResult
     from specctl.distillation.result import DistillResult
     from specctl.measuring.select_result import SelectResult
@@ -105,9 +104,9 @@ def train_router(recipe: CommandRecipe | str | Path | None = None, **overrides: 
     return _of_pool("train-router", recipe, overrides)
 
 
-def route(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> RouteResult:
-    """Route requests among servers with different drafters, until a signal arrives."""
-    return execute("route", _recipe("route", recipe, overrides))[0]
+def route(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServeResult:
+    """Earlier spelling of `serve` with running engines."""
+    return execute("serve", _recipe("route", recipe, overrides))[0]
 
 
 def serve(recipe: CommandRecipe | str | Path | None = None, **overrides: Any) -> ServeResult:
@@ -220,8 +219,10 @@ def _of_pool(command: str, recipe: CommandRecipe | str | Path | None, overrides:
 
 def _recipe(command: str, recipe: CommandRecipe | str | Path | None, overrides: dict[str, Any]) -> CommandRecipe:
     if isinstance(recipe, CommandRecipe):
-        if command_for(recipe) not in (command, *aliases.modes_of(command)):
-            raise TypeError(f"{command} takes a {RECIPES[command].__name__}, not a {type(recipe).__name__}")
+        if command_for(recipe) not in (TODAY.get(name, name) for name in (command, *aliases.modes_of(command))):
+            raise TypeError(
+                f"{command} takes a {RECIPES[TODAY.get(command, command)].__name__}, not a {type(recipe).__name__}"
+            )
         if overrides:
             raise TypeError("overrides need a recipe file or name; a recipe object is used unchanged")
         return recipe

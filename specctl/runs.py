@@ -211,7 +211,8 @@ def _new_name(runs: Path, command: str, mode: int = 0o777) -> Path:
 
 
 def check_same_command(directory: Path, command: str) -> None:
-    """Raise UsageError if the directory holds a run of another command, unless `command` was a mode of that command.
+    """Raise UsageError if the directory holds a run of another command, unless `command` was a mode of that command, or
+    that command is a part of `command` today.
 
     A run of `command` could neither resume it nor replace it completely.
     """
@@ -220,7 +221,7 @@ def check_same_command(directory: Path, command: str) -> None:
     except (OSError, ValueError, KeyError, TypeError):
         return  # no run, or one without the name of its command
     row = SUBCOMMANDS.get(command)
-    if there not in (command, row.earlier if row else None):
+    if there not in (command, *((row.earlier, row.formerly) if row else ())):
         hint = f"--resume and --overwrite need a run of specctl {command}: choose another --output-dir, or delete it"
         raise UsageError(f"{directory} holds a run of specctl {there}", hint)
 

@@ -25,6 +25,8 @@ class Subcommand:
             as tables only.
         earlier: the command that had this one as a mode, or None. Recipe files and run directories of that command
             also belong to this one.
+        formerly: a command that is a part of this one today, or None. Its command lines, recipe files and run
+            directories belong to this one, too.
         panel: panel of the help that lists it, or None for the main one.
     """
 
@@ -34,6 +36,7 @@ class Subcommand:
     memory_keys: tuple[str, ...]
     report: str | None
     earlier: str | None = None
+    formerly: str | None = None
     panel: str | None = None
 
 
@@ -66,11 +69,13 @@ SUBCOMMANDS = {
     "select": Subcommand(
         "cli.select", "recipe.select:SelectRecipe", "commands.select:select", ("batch", *DECODING), "selection"
     ),
-    "route": Subcommand(
-        "cli.route", "recipe.route:RouteRecipe", "commands.route:route", (), "selection", earlier="select"
-    ),
     "serve": Subcommand(
-        "cli.serve", "recipe.serve:ServeRecipe", "commands.serve:serve", ("slots", *DECODING[1:]), None
+        "cli.serve",
+        "recipe.serve:ServeRecipe",
+        "commands.serve:serve",
+        ("slots", *DECODING[1:]),
+        "serving",
+        formerly="route",
     ),
     "eval": Subcommand("cli.eval", "recipe.eval:EvalRecipe", "commands.eval:evaluate", DECODING, "evaluation"),
     "eval-server": Subcommand(
@@ -126,3 +131,6 @@ SUBCOMMANDS = {
         panel=LAB,
     ),
 }
+
+TODAY = {row.formerly: name for name, row in SUBCOMMANDS.items() if row.formerly}
+"""Former command → the command that it is a part of today."""

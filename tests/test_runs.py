@@ -221,3 +221,5 @@ def test_a_run_of_the_earlier_command_is_continued(tmp_path):
     runs.check_same_command(tmp_path, "reason")
     with pytest.raises(UsageError, match="holds a run of specctl online"):
         runs.check_same_command(tmp_path, "replay")
+    (tmp_path / "run.json").write_text('{"command": "route"}')
+    runs.check_same_command(tmp_path, "serve")

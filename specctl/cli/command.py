@@ -20,7 +20,7 @@ from specctl import progress
 from specctl.cli import options
 from specctl.cli.output import output
 from specctl.errors import UsageError
-from specctl.subcommands import SUBCOMMANDS
+from specctl.subcommands import SUBCOMMANDS, TODAY
 
 if TYPE_CHECKING:
     from specctl.recipe import CommandRecipe
@@ -70,7 +70,8 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
         _set_signature(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
         row = SUBCOMMANDS.get(name)  # a command of a group, such as `recipes ls`, has no row
         panel = row.panel if row else None
-        app.command(name, epilog=f"Example: {example}" if example else None, rich_help_panel=panel)(wrapper)
+        epilog, hidden = f"Example: {example}" if example else None, TODAY.get(name, name) != name
+        app.command(name, epilog=epilog, rich_help_panel=panel, hidden=hidden)(wrapper)
         return function
 
     return register

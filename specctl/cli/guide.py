@@ -38,7 +38,7 @@ SEARCHED = {
     **dict.fromkeys(("select", "policies", "pools", "record", "replay", "train-router"), "choosing"),
     **dict.fromkeys(("online", "reason", "reasoning"), "learning"),
     **dict.fromkeys(("serve", "openai", "metrics"), "gateway"),
-    **dict.fromkeys(("server", "proxy", "route", "routing", "eval-server", "learn-from-server"), "serving"),
+    **dict.fromkeys(("server", "proxy", "eval-server", "learn-from-server"), "serving"),
     **dict.fromkeys(("export", "import", "vllm", "sglang", "llama.cpp", "llama-server"), "engines"),
     **dict.fromkeys(("slurm", "deepspeed", "torchrun", "resume", "scripts"), "clusters"),
     **dict.fromkeys(("cuda", "graphs", "kernels", "cache"), "gpu"),

@@ -73,7 +73,7 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
     """Choose among a pool of drafters while decoding: bandits, Hedge, and their baselines on one stream.
 
     A policy forgets after every query, unless --reset says otherwise; only cgp-ucb keeps its memory of prompts.
-    `replay` plays policies without a model, and `route` chooses among servers with different drafters."""
+    `replay` plays policies without a model, and `serve --server` chooses among engines with different drafters."""
     from specctl.cli import checks
 
     recipe, arms = checked(recipe)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from specctl.recipe import ServeRecipe
 
 FLAGS = ("drafters", "pool", "strict", "choose", "server", "listen", *TARGET, "output_dir", "overwrite")
+FLAGS_OF_ROUTE = ("server", "listen", "algo", "seeds", "target", "output_dir", "overwrite")
+"""Flags of the former command `route`."""
 EXAMPLE = "specctl serve --target MODEL --drafter drafters/sql-eagle3+lookup --listen 127.0.0.1:8000"
 COLUMNS = {
     "drafter": "drafter",
@@ -22,17 +24,23 @@ COLUMNS = {
     "tokens": "tokens",
     "accepted": "accepted",
     "mat": "mat",
+    "share": "share",
+    "failures": "failed",
+    "broken": "broken off",
 }
+"""Row fields shown to people, with their headings; fields without a value are left out."""
 
 
 def register(app: typer.Typer) -> None:
     recipe_command(app, "serve", FLAGS, EXAMPLE)(serve)
+    recipe_command(app, "route", FLAGS_OF_ROUTE, EXAMPLE)(serve)
 
 
 def serve(recipe: ServeRecipe, dry_run: bool) -> None:
     """Serve a target in OpenAI's protocol, with a drafter, or with a pool from which a policy chooses for each text.
 
-    With --server, running engines answer, and the policy chooses one of them for each text.
+    With --server, running engines answer. The policy sends each text to the engine with the drafter that suits it, and
+    learns from the engines' counters.
 
     / shows what it does, /metrics is for Prometheus. A signal ends it."""
     from specctl.cli import checks
@@ -40,7 +48,7 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
     from specctl.selection.policies import registry
 
     if recipe.server.urls:
-        dispatch.check([recipe.choose])
+        dispatch.check(recipe.choose)
     registry.check([recipe.choose])
     checks.check_drafters(recipe.drafters)
     if recipe.output_dir:
@@ -72,9 +80,16 @@ def show(document: dict[str, Any]) -> Any:
     """Render one row per drafter, and the totals."""
     from rich.console import Group
 
-    rows = [[row[name] for name in COLUMNS] for row in document["drafters"]]
+    columns = [name for name in COLUMNS if any(row[name] is not None for row in document["drafters"])]
+    rows = [[_shown(name, row[name]) for name in columns] for row in document["drafters"]]
+    decided = document["decide_us_p50"]
     return Group(
-        table(*COLUMNS.values(), rows=rows),
-        f"{document['tokens']} tokens in {document['seconds']:.0f} s, mat {cell(document['mat'])}",
+        table(*[COLUMNS[name] for name in columns], rows=rows),
+        f"{document['requests']} texts, {document['tokens']} tokens in {document['seconds']:.0f} s, "
+        f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         f"run: {cell(document['run_dir'])}",
     )
+
+
+def _shown(name: str, value: Any) -> Any:
+    return f"{100 * value:.0f} %" if name == "share" and value is not None else value

@@ -12,6 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from specctl import progress
+from specctl.commands.serve_engines import EngineWork, answer_by_engines
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
 from specctl.decoding.engine_options import EngineOptions
@@ -20,9 +21,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
-from specctl.decoding.target_text import load_target_text
 from specctl.drafters import names, pool
-from specctl.engines.client import Client
 from specctl.errors import SpecctlError, UsageError
 from specctl.gateway import server
 from specctl.gateway.app import make_app
@@ -31,12 +30,9 @@ from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import Offer, OwnEngine
-from specctl.gateway.running_engines import RunningEngines, engines_app, engines_of
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
-from specctl.selection import dispatch
 from specctl.selection.arms import load_pool, named, pool_paths, trained_on
-from specctl.selection.dispatch import Dispatcher
 
 PLAIN = "no draft"
 WARM_TOKENS = 8
@@ -50,6 +46,10 @@ class ServedDrafter:
     Attributes:
         texts: texts of which it drafted most rounds, or that the server wrote.
         mat: mean tokens per pass of the target, or None without a round.
+        share: fraction of all texts, or None without a text.
+        engine: name and version of the engine, or None for a drafter.
+        failures: requests that this engine did not answer; another engine answered them if there was one.
+        broken: streams that this engine broke off after their first event.
     """
 
     drafter: str
@@ -58,11 +58,19 @@ class ServedDrafter:
     tokens: int
     accepted: int
     mat: float | None
+    share: float | None = None
+    engine: str | None = None
+    failures: int | None = None
+    broken: int | None = None
 
 
 @dataclass(frozen=True)
 class ServeResult:
-    """The result document of `serve`. `choose` is None if one drafter drafts everything."""
+    """The result document of `serve`. `choose` is None if one drafter drafts everything.
+
+    It has no regret, because the yield of the other servers on a text is unknown. `decide_us_p50`: median microseconds
+    to choose a server, or None if no server was chosen.
+    """
 
     model: str
     choose: str | None
@@ -70,6 +78,8 @@ class ServeResult:
     mat: float | None
     seconds: float
     drafters: list[ServedDrafter]
+    requests: int = 0  # finished texts
+    decide_us_p50: float | None = None
 
 
 def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> ServeResult:
@@ -82,9 +92,9 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         CheckpointError: target or drafters cannot be used.
         SpecctlError: the engine has failed.
     """
-    if recipe.server.urls:
-        return serve_engines(recipe, run)
     key = api_key(recipe)
+    if recipe.server.urls:
+        return result_of(recipe, *answer_by_engines(recipe, run, key))
     with server.listening(recipe.listen) as (place, address):
         target = target or load_target(**recipe.target.loading)
         run.annotate(target=target.identity)
@@ -127,35 +137,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         thread.stop()
         if failures:
             raise SpecctlError(f"the engine has failed: {where(failures[0])}", "start it again") from failures[0]
-    return result_of(recipe, meter, time.monotonic() - began)
-
-
-def serve_engines(recipe: ServeRecipe, run: Run) -> ServeResult:
-    """Serve by running engines. Raises EngineError, CheckpointError, UsageError as `route` does."""
-    key = api_key(recipe)
-    chooses = len(recipe.server.urls) > 1
-    if chooses:
-        dispatch.check([recipe.choose])
-    with Client(recipe.server) as client:
-        client.compare_servers()
-        if "target" in recipe.model_fields_set:
-            client.compare(load_target_text(**recipe.target.described))
-        kinds = engines_of(client)
-        run.target = recipe.model or client.servers[0].model
-    with server.listening(recipe.listen) as (place, address):
-        run.annotate()
-        meter = Meter(str(run.target))
-        chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, 0, lambda text: None) if chooses else None
-        # Clients' keys are for this gateway if it has one, otherwise for the engines.
-        onward = None if key is None else os.environ.get(recipe.server.api_key_env, "")
-        backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward)
-        how = f", choosing by {recipe.choose}" if chooses else ""
-        progress.log(f"serving {run.target} at {address} by {', '.join(kinds)}{how}; Ctrl-C ends it")
-        began = time.monotonic()
-        with suppress(KeyboardInterrupt):  # the normal end
-            server.run(engines_app(backend, recipe.limits, key), place, server.stop_after(server.until_stopped))
-        progress.interrupts.reset()
-    return result_of(recipe, meter, time.monotonic() - began)
+    return result_of(recipe, meter, None, time.monotonic() - began)
 
 
 def api_key(recipe: ServeRecipe) -> str | None:
@@ -199,18 +181,29 @@ def make_thread(
         name, drafter = next(iter(drafters.items()), (PLAIN, None))
         return EngineThread(Engine(target, Fixed.of(drafter), options), meter, name)
     kinds = trained_on(places, target, drafters)
-    controller = controller_for(target, drafters, kinds, recipe.choose, recipe.policy, recipe.game)
+    controller = controller_for(target, drafters, kinds, recipe)
     thread = EngineThread(Engine(target, controller, options), meter, None)
     controller.report_to(thread.note_round, lambda: meter.fault("policy"))
     return thread
 
 
-def result_of(recipe: ServeRecipe, meter: Meter, seconds: float) -> ServeResult:
-    """The result document."""
+def result_of(recipe: ServeRecipe, meter: Meter, work: EngineWork | None, seconds: float) -> ServeResult:
+    """The result document. `work`: of running engines, or None."""
+    texts = sum(one.texts for one in meter.drafters.values())
     rows = [
-        ServedDrafter(name, one.texts, one.rounds, one.tokens, one.accepted, one.mat)
+        ServedDrafter(
+            name,
+            one.texts,
+            one.rounds,
+            one.tokens,
+            one.accepted,
+            one.mat,
+            one.texts / texts if texts else None,
+            *((work.engines[name], work.failures[name], work.broken[name]) if work else ()),
+        )
         for name, one in meter.drafters.items()
     ]
     rounds, tokens = sum(row.rounds for row in rows), sum(row.tokens for row in rows)
     choose = recipe.choose if recipe.chooses or len(recipe.server.urls) > 1 else None
-    return ServeResult(meter.model, choose, tokens, tokens / rounds if rounds else None, seconds, rows)
+    mat = tokens / rounds if rounds else None
+    return ServeResult(meter.model, choose, tokens, mat, seconds, rows, texts, work.decide_us_p50 if work else None)

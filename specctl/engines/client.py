@@ -143,7 +143,8 @@ class Client:
             if server.model != first.model:
                 raise CheckpointError(
                     f"{first.url} serves {first.model}, but {server.url} serves {server.model}",
-                    "start both with the same --served-model-name, or set server.model to a model that both serve",
+                    "start both with the same --served-model-name (llama-server: --alias), or set server.model to a "
+                    "model that both serve",
                 )
             theirs = self._run_question(endpoints.probe_token_ids(self._pools.http, server))
             if theirs is None:

@@ -12,11 +12,31 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specctl.engines import sglang, vllm
+from specctl.engines import llamacpp, sglang, vllm
 from specctl.engines.records import DraftCounters
 
-TEXT_PATHS = {"/v1/chat/completions": "vllm", "/v1/completions": "vllm", "/generate": "sglang"}
-"""Paths with texts as answers, and the engine that can report token ids on them."""
+OPENAI_PATHS = frozenset({"/v1/chat/completions", "/v1/completions"})
+"""Paths with texts as answers that all engines have."""
+
+OWN_PATHS = {"/generate": sglang.NAME, llamacpp.GENERATE: llamacpp.NAME}
+"""Paths with texts as answers that one engine has, and that engine."""
+
+COUNTED_PATHS = {
+    vllm.NAME: OPENAI_PATHS,
+    sglang.NAME: frozenset({"/generate"}),
+    llamacpp.NAME: OPENAI_PATHS | {llamacpp.GENERATE},
+}
+"""Paths on which an engine reports draft counters."""
+
+COUNTS_AT = {
+    vllm.NAME: ("usage", "completion_tokens"),
+    sglang.NAME: ("meta_info", "completion_tokens"),
+    llamacpp.NAME: ("timings", "predicted_n"),
+}
+"""Field of an answer with an engine's counters, and the key of the number of tokens there."""
+
+COUNTER_FIELDS = ("usage", "metrics", "meta_info", "timings")
+QUOTED_FIELDS = tuple(f'"{field}"'.encode() for field in COUNTER_FIELDS)
 
 ENDINGS = ("finish_reason", "stop_reason", "matched_stop")
 """Keys of a choice that tell how it ended; the latter two name the stop string or token, if there was one."""
@@ -28,18 +48,23 @@ LONGEST_TEXT = 2**24  # tokens of one text; a larger number is not believed
 DATA, BYTE_ORDER_MARK = b"data:", b"\xef\xbb\xbf"
 
 
+def has_path(engine: str, path: str) -> bool:
+    """Whether an engine answers requests for texts on a path."""
+    return path in OPENAI_PATHS or OWN_PATHS.get(path, engine) == engine
+
+
 def is_recordable(engine: str, path: str, body: Any) -> bool:
-    """Whether a request asks for one text, and the engine can report its token ids."""
-    if not isinstance(body, dict) or TEXT_PATHS.get(path) not in (engine, "vllm"):
+    """Whether a request asks for one text, on a path where this engine answers with texts."""
+    if not isinstance(body, dict) or not (path in OPENAI_PATHS or OWN_PATHS.get(path) == engine):
         return False
-    several = body.get("n") not in (None, 1) or body.get("echo")
+    several = body.get("n") not in (None, 1) or body.get("n_cmpl") not in (None, 1) or body.get("echo")
     prompt = body.get("prompt", body.get("input_ids", ""))
     batch = isinstance(prompt, list) and any(not isinstance(one, int) for one in prompt)
     return not several and not batch and not isinstance(body.get("text"), list)
 
 
 def with_counters(engine: str, body: Mapping[str, Any], *, ids: bool = True) -> tuple[dict[str, Any], frozenset[str]]:
-    """Make a request ask for draft counters and, with `ids`, for token ids.
+    """Make a request ask for draft counters and, with `ids`, for token ids. SGLang and llama.cpp always report theirs.
 
     Returns the new request, and the keys of the response that its client did not ask for.
     """
@@ -68,18 +93,21 @@ def text_counts(engine: str, path: str, said: Mapping[str, Any]) -> TextCounts |
 
     Returns None if the stream broke off, and on paths where this engine never reports draft counters.
     """
-    if TEXT_PATHS.get(path) != engine:
+    if path not in COUNTED_PATHS[engine]:
         return None
-    about = said.get("meta_info" if engine == "sglang" else "usage")
-    tokens = about.get("completion_tokens") if isinstance(about, dict) else None
+    field, key = COUNTS_AT[engine]
+    about = said.get(field)
+    tokens = about.get(key) if isinstance(about, dict) else None
     if not isinstance(about, dict) or type(tokens) is not int or not 1 <= tokens <= LONGEST_TEXT:
         return None
-    return TextCounts(tokens, sglang.own_drafting(about) if engine == "sglang" else vllm.own_drafting(said))
+    if engine == llamacpp.NAME:  # it leaves the counters out of answers without a draft
+        return TextCounts(tokens, llamacpp.own_drafting(said) or DraftCounters())
+    return TextCounts(tokens, sglang.own_drafting(about) if engine == sglang.NAME else vllm.own_drafting(said))
 
 
 def counters(piece: Any) -> dict[str, Any]:
     """Fields of a stream's piece that hold counters. The last value of each field covers the whole stream."""
-    return {key: piece[key] for key in ("usage", "metrics", "meta_info") if isinstance(piece, dict) and piece.get(key)}
+    return {key: piece[key] for key in COUNTER_FIELDS if isinstance(piece, dict) and piece.get(key)}
 
 
 def without_added_fields(document: Any, added: frozenset[str]) -> Any | None:
@@ -99,26 +127,48 @@ def without_added_fields(document: Any, added: frozenset[str]) -> Any | None:
     return document
 
 
-async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """Split a stream into its events (server-sent events, HTML Standard §9.2), each with the empty line that ends it.
+class EventSplitter:
+    """Splitter of a stream into events (server-sent events, HTML Standard §9.2), with the empty lines that end them.
 
     Lines end with CR, LF or CRLF only: JSON may contain other characters that Unicode counts as line ends. More than
     `LONGEST_EVENT` bytes without an end are passed on as one event.
+
+    Attributes:
+        rest: the bytes after the last whole event.
     """
-    rest, start = bytearray(), 0
-    async for part in parts:
+
+    def __init__(self) -> None:
+        self.rest, self._start = bytearray(), 0
+
+    def add(self, part: bytes) -> list[bytes]:
+        """The events that are whole with this part of the stream."""
+        rest, found = self.rest, []
         rest += part
-        done = 0
-        while (found := END.search(rest, start)) is not None:
-            yield bytes(rest[done : found.end()])
-            done = start = found.end()
+        done, start = 0, self._start
+        while (end := END.search(rest, start)) is not None:
+            found.append(bytes(rest[done : end.end()]))
+            done = start = end.end()
         del rest[:done]
         if len(rest) > LONGEST_EVENT:
-            yield bytes(rest)
+            found.append(bytes(rest))
             rest.clear()
-        start = max(0, len(rest) - 3)  # an end has up to four bytes
-    if rest:
-        yield bytes(rest)
+        self._start = max(0, len(rest) - 3)  # an end has up to four bytes
+        return found
+
+
+async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Split a stream into its events; bytes after the last whole event come last."""
+    splitter = EventSplitter()
+    async for part in parts:
+        for event in splitter.add(part):
+            yield event
+    if splitter.rest:
+        yield bytes(splitter.rest)
+
+
+def may_hold_counters(event: bytes) -> bool:
+    """Whether an event may hold one of `COUNTER_FIELDS`. Most events of a stream do not, and need not be parsed."""
+    return any(field in event for field in QUOTED_FIELDS)
 
 
 def data_of(event: bytes) -> bytes:

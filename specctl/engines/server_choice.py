@@ -14,9 +14,29 @@ from specctl.engines.proxy_messages import TextCounts
 
 @dataclass(frozen=True)
 class ServerChoice:
-    """Addresses to try for a request, in order, until one answers."""
+    """Addresses to try for a request, in order, until one answers.
+
+    Attributes:
+        decide_us: microseconds of the choice, or None if nothing was chosen.
+    """
 
     order: Sequence[str]
+    decide_us: float | None = None
+
+
+@dataclass(frozen=True)
+class ServedByEngine:
+    """A finished text: its server, its number of tokens and of target passes, and the microseconds of the choice.
+
+    Attributes:
+        accepted: drafted tokens among the `tokens`, or None if the server does not report them.
+    """
+
+    url: str
+    tokens: int
+    passes: int
+    accepted: int | None
+    decide_us: float | None
 
 
 class Dispatch(Protocol):
@@ -30,6 +50,10 @@ class Dispatch(Protocol):
         """Learn from a text that `url` has written completely."""
         ...
 
+    def settle(self) -> None:
+        """Compute now for what the next choice would wait, after texts that were learnt from."""
+        ...
+
 
 class LeastBusy:
     """Dispatch that puts the server with the fewest requests in flight first."""
@@ -39,3 +63,6 @@ class LeastBusy:
 
     def learn(self, choice: ServerChoice, url: str, counts: TextCounts) -> None:
         """Learn nothing: an idle server says nothing about the quality of its text."""
+
+    def settle(self) -> None:
+        """Compute nothing."""

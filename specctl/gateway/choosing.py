@@ -14,7 +14,7 @@ from specctl.decoding.records import Label, RoundResult, Sequence
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.gateway.faults import where
-from specctl.recipe.select import GameRecipe, PolicyRecipe
+from specctl.recipe.serve import ServeRecipe
 from specctl.selection.arm import Arm
 from specctl.selection.arms import plain_arm
 from specctl.selection.assembly import Decoding, make_selector, plain_step, plays_for_seconds
@@ -98,27 +98,25 @@ def controller_for(
     target: Target,
     drafters: Mapping[str, Drafter],
     kinds: Mapping[str, PromptClusters],
-    name: str,
-    policy: PolicyRecipe,
-    game: GameRecipe,
+    recipe: ServeRecipe,
 ) -> GuardedController:
-    """Controller that plays the policy `name` for every text, with the drafters as arms.
+    """Controller that plays the policy of a recipe for every text, with the drafters as arms.
 
     `kinds`: kinds of prompts that drafters were trained on. Raises UsageError for a policy that cannot play.
     """
     arms = [Arm(name, drafter, trained_on=kinds.get(name)) for name, drafter in drafters.items()]
-    if plays_for_seconds(arms, name, game):
+    if plays_for_seconds(arms, recipe.choose, recipe.game):
         arms = [plain_arm(), *arms]
 
     def new_policy(seeded: Arms, text: Label) -> Policy:
-        return registry.build(name, seeded, policy)
+        return registry.build(recipe.choose, seeded, recipe.policy)
 
     selector = make_selector(
         target,
         arms,
-        name,
-        game,
+        recipe.choose,
+        recipe.game,
         new_policy,
-        Decoding(lambda: plain_step(target, 1), seed=0, on_round=None),
+        Decoding(lambda: plain_step(target, 1), seed=recipe.seed, on_round=None),
     )
     return GuardedController(selector)

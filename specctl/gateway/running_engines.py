@@ -1,4 +1,4 @@
-"""Back end of running engines: requests are passed on to vLLM or SGLang servers of one target.
+"""Back end of running engines: requests are passed on to vLLM, SGLang or llama.cpp servers of one target.
 
 Requests and answers pass unchanged, with one exception: a request for one text also asks for token ids and draft
 counters, which are removed from the answer again (`proxy_messages`). Every complete answer becomes a line of the log:
@@ -8,60 +8,49 @@ counters, which are removed from the answer again (`proxy_messages`). Every comp
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import httpx
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specctl import progress
-from specctl.engines import llamacpp, proxy_messages
+from specctl.engines import proxy_messages
 from specctl.engines.http_pools import HttpPools
-from specctl.engines.server_choice import Dispatch, LeastBusy, ServerChoice
-from specctl.errors import UsageError
+from specctl.engines.proxy_messages import TextCounts
+from specctl.engines.server_choice import Dispatch, LeastBusy, ServedByEngine, ServerChoice
 from specctl.gateway.app import TEXT_PATHS, make_app
 from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
 from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_errors import ApiError
-from specctl.gateway.sse import EventResponse, unless_gone
+from specctl.gateway.sse import EventResponse, event, unless_gone
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
-
-if TYPE_CHECKING:  # its imports take seconds, and the process of `proxy_process` needs none of them
-    from specctl.engines.client import Client
 
 CONNECT_S = 10.0
 CONNECTIONS = 256  # to the engines, approximately
 LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
 MOST_ENGINES = 2  # engines that may see one request: a prompt on which engines fail must not stop all of them
-ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info")
-POSTED_PATHS = (*TEXT_PATHS, "/generate", "/tokenize", "/detokenize")
+ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info", "/props")
+POSTED_PATHS = (*TEXT_PATHS, *proxy_messages.OWN_PATHS, "/tokenize", "/detokenize")
 HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authorization"}
 HOP_BY_HOP |= {b"proxy-connection", b"proxy-authenticate"}
 REBUILT_HEADERS = {b"host", b"content-length", b"accept-encoding", b"expect"}
 RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
+LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
+LEARN_SHARE = 4  # pause between two times of learning, as a multiple of the time that it took
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 
 RawHeaders = list[tuple[bytes, bytes]]
-
-
-def engines_of(client: Client) -> dict[str, str]:
-    """Engine of every server, by address. Raises UsageError for an engine without draft counters in its answers."""
-    for server in client.servers:
-        if server.facts.engine == llamacpp.NAME:
-            raise UsageError(
-                f"{server.url} is {llamacpp.NAME}, and requests are passed on to vLLM and SGLang only",
-                "specctl eval-server measures the drafters of llama-server",
-            )
-    return {server.url: server.facts.engine for server in client.servers}
 
 
 @dataclass(frozen=True)
@@ -102,6 +91,8 @@ class RunningEngines:
         log: gets a line for each text that was answered completely, or None.
         dispatch: orders the servers for requests for one text. All other requests go to the least busy server.
         failures: number of requests that each server failed to answer.
+        broken: number of streams that each server broke off after their first event. Their clients got an error event.
+        on_text: called with every text that was answered completely.
         key: API key for the engines, in the place of the client's, or None to pass that on.
     """
 
@@ -113,14 +104,19 @@ class RunningEngines:
         dispatch: Dispatch | None = None,
         key: str | None = None,
     ):
-        """`servers`: engine ("vllm" or "sglang") by address."""
+        """`servers`: engine ("vllm", "sglang" or "llama.cpp") by address."""
         self.servers, self.meter, self.log, self.dispatch, self.key = servers, meter, log, dispatch, key
         self.names = {url: redacted(url) for url in servers}
         self.in_flight = dict.fromkeys(servers, 0)
         self.failures = dict.fromkeys(servers, 0)
+        self.broken = dict.fromkeys(servers, 0)
+        self.on_text: Callable[[ServedByEngine], None] = lambda text: None
         self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
         self._warned: set[str] = set()
+        self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learnt from
+        self._learn_s = 0.0  # seconds that it took to learn, the last time
+        self._learn_at = 0.0  # time of the next call of `learn`
         checked = any(url.startswith("https:") for url in servers)
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         self.pools = HttpPools(CONNECTIONS, verify=checked, timeout=timeout, follow_redirects=False)
@@ -168,7 +164,9 @@ class RunningEngines:
         """The answer of the first server that gives one."""
         answer: Response | None = None
         seen = 0
-        for url in sorted(passage.choice.order, key=self._resting):
+        path = passage.request.url.path
+        able = [url for url in passage.choice.order if proxy_messages.has_path(self.servers[url], path)]
+        for url in sorted(able or passage.choice.order, key=self._resting):
             if seen == MOST_ENGINES:
                 break
             self.in_flight[url] += 1
@@ -240,7 +238,7 @@ class RunningEngines:
                 self.in_flight[url] -= 1
                 await answer.aclose()
 
-            events = self._streamed(url, answer, added, passage if kept else None)
+            events = await _begun(self._streamed(url, answer, added, passage if kept else None))
             streaming = EventResponse(events, done, {})
             streaming.status_code, streaming.raw_headers = status, shown
             return streaming
@@ -264,31 +262,43 @@ class RunningEngines:
     async def _streamed(
         self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest | None
     ) -> AsyncIterator[bytes]:
-        """The events of a stream, one at a time. If the client leaves, the engine's work ends too."""
+        """The parts of a stream, in whole events. If the client leaves, the engine's work ends too."""
         pieces: list[Any] = []
         said: dict[str, Any] = {}
-        began = False
+        splitter = proxy_messages.EventSplitter()
+        began = ended = False  # the client has a part; the last part was whole
+
+        def restored(event: bytes) -> bytes:
+            if self.log is None and not proxy_messages.may_hold_counters(event):
+                return event
+            piece = proxy_messages.piece_of(event)
+            if piece is not None:
+                said.update(proxy_messages.counters(piece))
+                if self.log is not None:
+                    pieces.append(piece)
+            return proxy_messages.restored_event(event, piece, added)
+
         try:
-            if passage is None:
-                async for part in answer.aiter_raw():
-                    yield part
-                return
-            async for event in proxy_messages.events(answer.aiter_raw()):
-                piece = proxy_messages.piece_of(event)
-                if piece is not None:
-                    said |= proxy_messages.counters(piece)
-                    if self.log is not None:
-                        pieces.append(piece)
-                if shown := proxy_messages.restored_event(event, piece, added):
-                    if not began:
-                        began = True
-                        self.meter.first_s.observe(time.time() - passage.began)
-                    yield shown
-        except httpx.TransportError:  # the client has a part already, so no other server can continue
+            async for part in answer.aiter_raw():
+                shown = part if passage is None else b"".join(map(restored, splitter.add(part)))
+                if not shown:
+                    continue
+                if not began and passage is not None:
+                    self.meter.first_s.observe(time.time() - passage.began)
+                began, ended = True, shown.endswith(b"\n")
+                yield shown
+            if splitter.rest:
+                yield restored(bytes(splitter.rest))
+        except httpx.TransportError:
+            if not began:
+                raise  # another server can answer
+            self.broken[url] += 1
             self._failed(url)
-            raise ApiError("the engine closed the connection", 502) from None
+            yield (b"" if ended else b"\n\n") + event(ApiError("the engine closed the connection", 502).document)
+            return
         self._rests.pop(url, None)
-        self._record(passage, url, pieces, said)
+        if passage is not None:
+            self._record(passage, url, pieces, said)
 
     def _onward(self, given: RawHeaders) -> RawHeaders:
         """Headers for an engine: the client's, without headers of the connection."""
@@ -312,10 +322,11 @@ class RunningEngines:
             counts = proxy_messages.text_counts(self.servers[url], passage.request.url.path, said)
             if counts is None:
                 return
-            drafting = counts.drafting
+            drafting, name = counts.drafting, self.names[url]
             accepted = drafting.accepted if drafting is not None else 0
-            self.meter.drafter(self.names[url]).add_text(
-                max(counts.tokens - accepted, 1),
+            passes = max(counts.tokens - accepted, 1)
+            self.meter.drafter(name).add_text(
+                passes,
                 counts.tokens,
                 drafting.drafted if drafting is not None else 0,
                 accepted,
@@ -323,10 +334,50 @@ class RunningEngines:
             )
             self.meter.tokens.inc(counts.tokens)
             self.meter.whole_s.observe(ended - passage.began)
+            told = None if drafting is None else accepted
+            self.on_text(ServedByEngine(name, counts.tokens, passes, told, passage.choice.decide_us))
             if self.dispatch is not None:
-                self.dispatch.learn(passage.choice, url, counts)
+                self._heard.append((passage.choice, url, counts))
+                self._learn_soon()
         except Exception as error:  # it computes with numbers that engines have sent
+            self._fault("counting an answer", error)
+
+    def _learn_soon(self) -> None:
+        """Plan the next call of `learn`, unless it is planned."""
+        now, pause = time.monotonic(), LEARN_AFTER_S + LEARN_SHARE * self._learn_s
+        if now >= self._learn_at:
+            self._learn_at = now + pause
+            asyncio.get_running_loop().call_later(pause, self.learn)
+
+    def learn(self) -> None:
+        """Let the dispatch learn from the answers since the last time. It computes for milliseconds: so it learns from
+        several answers at once, and after they have been sent."""
+        assert self.dispatch is not None
+        began, heard = time.perf_counter(), self._heard
+        self._heard = []
+        for choice, url, counts in heard:
+            try:
+                self.dispatch.learn(choice, url, counts)
+            except Exception as error:  # it computes with numbers that engines have sent
+                self._fault("learning from an answer", error)
+        try:
+            self.dispatch.settle()
+        except Exception as error:
             self._fault("learning from an answer", error)
+        self._learn_s = time.perf_counter() - began
+
+
+async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """A stream that has begun: its first part is there. Raises httpx.TransportError if the engine sent none."""
+    first = await anext(events, None)
+
+    async def whole() -> AsyncIterator[bytes]:
+        if first is not None:
+            yield first
+            async for later in events:
+                yield later
+
+    return whole()
 
 
 def engines_app(backend: RunningEngines, limits: LimitsRecipe, key: str | None = None) -> Guard:

@@ -18,7 +18,6 @@ from specctl.recipe.import_ import ImportRecipe
 from specctl.recipe.learn_from_server import LearnFromServerRecipe, PublicationRecipe
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe
 from specctl.recipe.online import DrafterStreamRecipe, OnlineRecipe
-from specctl.recipe.route import RouteRecipe
 from specctl.recipe.sections import (
     CommandRecipe,
     ConverterRecipe,
@@ -81,7 +80,6 @@ __all__ = [
     "PoolRecipe",
     "PublicationRecipe",
     "ResourceRecipe",
-    "RouteRecipe",
     "SamplingRecipe",
     "Section",
     "SelectRecipe",

@@ -1,7 +1,8 @@
-"""Earlier spellings: commands that were modes of another command.
+"""Earlier spellings: commands that were modes of another command, or that are a part of another command today.
 
-`specctl select --replay TABLE` is `specctl replay TABLE` today. The earlier command lines, recipe files and calls of
-`api` still work: `redirect` finds the command that is meant, and leaves out keys that this command does not have.
+`specctl select --replay TABLE` is `specctl replay TABLE` today, and `specctl route` is `specctl serve --server`. The
+earlier command lines, recipe files and calls of `api` still work: `mode_of` finds the command that is meant, keys that
+this command does not have are left out, and `renamed` gives keys the names of today.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import Any
 from specctl.errors import RecipeError
 from specctl.recipe import RECIPES
 from specctl.recipe.learner import STEP_ALGOS
-from specctl.recipe.sections import Section
+from specctl.recipe.sections import CommandRecipe, Section
 from specctl.recipe.select import ROUTER
 from specctl.recipe.yaml_file import KeyPath, scalar
-from specctl.subcommands import SUBCOMMANDS
+from specctl.subcommands import SUBCOMMANDS, TODAY
 
 Values = dict[KeyPath, Any]
 
@@ -58,11 +59,17 @@ def _router(values: Values) -> bool:
     return _any("train_router", "router_dir", "warm_start")(values) or _algo(ROUTER)(values)
 
 
+ROUTE = "route"
+"""A former command, and before that a mode of `select`: a part of `serve` today."""
+ROUTE_NAMES = {"algo": "choose", "seeds": "seed"}
+"""Keys of `route`, and their names in `serve`. They were lists of one item."""
+ROUTE_KEYS = {"policy", "server", "listen", "overwrite", *ROUTE_NAMES, *CommandRecipe.model_fields}
+
 MODES = {
     "record": Mode("select --record", _any("record"), ignores=True),
     "train-router": Mode("select --train-router", _router, ignores=True, defaults={"train_router": False}),
     "replay": Mode("select --replay", _any("replay"), ignores=True),
-    "route": Mode("select --server", _any("server.urls", "listen")),
+    ROUTE: Mode("select --server", _any("server.urls", "listen")),
     "reason": Mode(f"online --algo {' | '.join(STEP_ALGOS)}", _algo(*STEP_ALGOS)),
     "learn-from-server": Mode(
         "online --server", _any("server.urls", "baseline_server.urls", "traffic.listen", "traffic.log"), ignores=True
@@ -72,13 +79,44 @@ MODES = {
 
 
 def modes_of(command: str) -> list[str]:
-    """Return the commands that were modes of `command`."""
-    return [name for name in MODES if SUBCOMMANDS[name].earlier == command]
+    """Return the commands that were modes of `command`, with former names."""
+    return [name for name in MODES if earlier_of(name) == command]
+
+
+def earlier_of(command: str) -> str | None:
+    """Return the command that had `command` as a mode, or None."""
+    return "select" if command == ROUTE else SUBCOMMANDS[command].earlier
+
+
+def accepted_files(command: str) -> set[str]:
+    """Return the commands of recipe files that `command` accepts."""
+    former = SUBCOMMANDS[TODAY.get(command, command)].formerly
+    return {command, TODAY.get(command, command), former or command, earlier_of(command) or command, *modes_of(command)}
+
+
+def spelling_of_route(asked: str) -> str:
+    """Return the earlier spelling of `serve --server` that a call of the command `asked` was."""
+    return "specctl " + (MODES[ROUTE].spelling if asked == "select" else ROUTE)
+
+
+def renamed(path: KeyPath, value: Any) -> tuple[KeyPath, Any]:
+    """Return a key of `route` and its value as `serve` has them. Other keys are returned unchanged.
+
+    Raises RecipeError for a list of several values.
+    """
+    if path[0] not in ROUTE_NAMES:
+        return path, value
+    parsed = _parsed(value)
+    values = parsed.split(",") if isinstance(parsed, str) else parsed if isinstance(parsed, list) else [parsed]
+    if len(values) != 1:
+        raise RecipeError(f"{path[0]}: name one value: it is {ROUTE_NAMES[path[0]]} of specctl {TODAY[ROUTE]} now")
+    return (ROUTE_NAMES[path[0]], *path[1:]), values[0]
 
 
 def fields_of(command: str) -> set[str]:
     """Return the top-level keys that `command` takes, with the keys of its former modes."""
-    return {key for name in [command, *modes_of(command)] for key in RECIPES[name].model_fields}
+    known = {key for name in [command, *modes_of(command)] for key in RECIPES[TODAY.get(name, name)].model_fields}
+    return known | (set(ROUTE_NAMES) if command == ROUTE else set())
 
 
 def has_key(command: str, path: KeyPath) -> bool:
@@ -98,12 +136,13 @@ def owner(asked: str, command: str, path: KeyPath) -> str | None:
 
     `asked`: the command that was typed, which differs from `command` for an earlier spelling.
     """
-    earlier = SUBCOMMANDS[asked].earlier or asked
-    return next((name for name in (command, asked, earlier, *modes_of(earlier)) if has_key(name, path)), None)
+    earlier = earlier_of(asked) or asked
+    related = (TODAY.get(name, name) for name in (command, asked, earlier, *modes_of(earlier)))
+    return next((name for name in related if has_key(name, path)), None)
 
 
 def mode_of(command: str, file_command: str, settings: Iterable[Any]) -> str:
-    """Return the command that settings of `command` mean: the command, or one of its former modes.
+    """Return the command that settings of `command` mean: the command, or one of its former modes, by its former name.
 
     Args:
         file_command: command that the recipe file names.

@@ -21,7 +21,7 @@ from specctl import progress, regular_files
 from specctl.errors import RecipeError, brief, did_you_mean
 from specctl.recipe import RECIPES, CommandRecipe, Section, aliases, yaml_file
 from specctl.recipe.yaml_file import KeyPath
-from specctl.subcommands import SUBCOMMANDS
+from specctl.subcommands import TODAY
 
 ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of file names: recipes, DeepSpeed configurations, Slurm scripts
@@ -68,15 +68,23 @@ def resolve(
     Raises RecipeError, which lists every problem as `origin: key: problem`.
     """
     problems: list[str] = []
+    environment = list(_from_environment(command, os.environ if environ is None else environ, problems))
     from_file, file_command = ([], command) if recipe is None else _from_file(command, recipe, problems)
-    stored = [*_from_environment(command, os.environ if environ is None else environ, problems), *from_file]
     typed = [*_from_overrides(overrides, problems), *flags]
-    asked, command = command, aliases.mode_of(command, file_command, [*stored, *typed])
-    if asked != command:
+    asked, command = command, aliases.mode_of(command, file_command, [*environment, *from_file, *typed])
+    routes = command == aliases.ROUTE or (command == TODAY[aliases.ROUTE] and file_command == aliases.ROUTE)
+    if routes:
+        progress.log(f"{aliases.spelling_of_route(asked)} is now specctl {TODAY[aliases.ROUTE]} --server")
+        from_file = _of_route(from_file, stored=True)
+        if command == aliases.ROUTE:  # otherwise only the file is old
+            environment, typed = _of_route(environment, stored=True), _of_route(typed)
+        command = TODAY.get(command, command)
+    elif asked != command:
         mode = aliases.MODES[command]
         progress.log(f"specctl {mode.spelling} is now a command of its own: specctl {command}")
         if file_command != command:
-            stored = [*(Setting((key,), value, key) for key, value in mode.defaults.items()), *stored]
+            environment = [*(Setting((key,), value, key) for key, value in mode.defaults.items()), *environment]
+    stored = [*environment, *from_file]
     settings = [*_stored_for(asked, command, stored), *_typed_for(asked, command, typed, problems)]
     model = RECIPES[command]
 
@@ -86,6 +94,8 @@ def resolve(
         for path, value, origin in _to_fields(model, setting, problems):
             values[path] = _merged(values.get(path), value)
             origins[path] = origin
+    if routes and not values.get(("server", "urls")):
+        problems.append("there is no server: name the engines with --server")
     fallback = str(recipe) if recipe else command
     try:
         resolved = model.model_validate(_tree(values))
@@ -94,6 +104,17 @@ def resolve(
     if problems:
         raise RecipeError("\n".join(problems))
     return resolved
+
+
+def _of_route(settings: list[Setting], *, stored: bool = False) -> list[Setting]:
+    """Return settings of the former command `route` under the names of `serve`. Of stored settings, which may be for
+    several commands, only keys that `route` had remain."""
+    foreign = set(RECIPES["select"].model_fields) - aliases.ROUTE_KEYS if stored else set()
+    return [
+        Setting(*aliases.renamed(setting.path, setting.value), setting.origin)
+        for setting in settings
+        if setting.path[0] not in foreign
+    ]
 
 
 def _stored_for(asked: str, command: str, settings: list[Setting]) -> list[Setting]:
@@ -110,7 +131,7 @@ def _typed_for(asked: str, command: str, settings: list[Setting], problems: list
 
     A mode that ignored such keys still ignores them in its earlier spelling.
     """
-    ignores = asked != command and aliases.MODES[command].ignores
+    ignores = asked != command and command in aliases.MODES and aliases.MODES[command].ignores
     kept, ignored = [], []
     for setting in settings:
         owner = aliases.owner(asked, command, setting.path)
@@ -176,7 +197,8 @@ def _recipe(name: str | Path) -> tuple[str, str]:
 def command_of(name: str | Path) -> str:
     """Return the command of a recipe, from its `command:` key. Raises RecipeError if that names no command."""
     text, label = _recipe(name)
-    command = yaml_file.load(text, label)[0].get("command")
+    named = yaml_file.load(text, label)[0].get("command")
+    command = TODAY.get(named, named) if isinstance(named, str) else named
     if command not in RECIPES:
         raise RecipeError(f"{label}: command: must be one of {', '.join(RECIPES)} (got {command!r})")
     return command
@@ -217,7 +239,7 @@ def _from_file(command: str, recipe: str | Path, problems: list[str]) -> tuple[l
     text, label = _recipe(recipe)
     data, lines = yaml_file.load(text, label)
     meant_for = data.pop("command", command)
-    if meant_for not in (command, SUBCOMMANDS[command].earlier, *aliases.modes_of(command)):
+    if meant_for not in aliases.accepted_files(command):
         problems.append(f"{label}:{lines[('command',)]}: command: this recipe is for {meant_for!r}, not {command!r}")
     return list(_flatten(data, (), label, lines)), meant_for
 

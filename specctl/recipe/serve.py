@@ -42,6 +42,7 @@ class ServeRecipe(CommandRecipe):
     arms: ArmRecipe = ArmRecipe()
     choose: Name = "cgp-ucb"  # the policy that chooses a drafter for every text, if there are several
     policy: PolicyRecipe = PolicyRecipe()
+    seed: NonNegativeInt = 0  # of the policy's draws
     game: GameRecipe = GameRecipe()
     server: ServerRecipe = ServerRecipe()  # running engines of the target, instead of an engine in this process
     listen: Listen = "127.0.0.1:8000"

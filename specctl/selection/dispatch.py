@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
 from typing import Any
@@ -29,7 +29,7 @@ from specctl.selection.policies.policy import Arms, Array
 from specctl.selection.prompt_memory import PromptMemory
 
 POLICIES = ("cgp-ucb", "metasd-ucb", "metasd-ducb", "metasd-swucb", "random", "fixed")
-"""Policies that can route requests. The others learn from all arms at once, which no server reports, or need the
+"""Policies that can choose a server. The others learn from all arms at once, which no server reports, or need the
 feedback of a round before the next one begins."""
 FEATURES = 256  # number of buckets that words are hashed to
 HEAD, TAIL = 1000, 3000  # characters that are read from the beginning and the end of a prompt
@@ -42,46 +42,27 @@ WIDTH = 1.0
 OVERLOAD_FACTOR, OVERLOAD_SLACK = 2, 8
 
 
-def check(names: Sequence[str]) -> None:
-    """Raise UsageError if a policy cannot route requests."""
-    registry.check([*names])
-    for name in names:
-        if name not in POLICIES:
-            raise UsageError(f"{name} cannot route requests among servers", f"use --algo {', '.join(POLICIES)}")
-
-
-@dataclass(frozen=True)
-class RoutedText:
-    """A finished text: its server, its number of tokens and of target passes, and the time of the choice.
-
-    Attributes:
-        accepted: drafted tokens among the `tokens`, or None if the server does not report them.
-    """
-
-    url: str
-    tokens: int
-    passes: int
-    accepted: int | None
-    decide_us: float
+def check(name: str) -> None:
+    """Raise UsageError if a policy cannot choose a server."""
+    registry.check([name])
+    if name not in POLICIES:
+        raise UsageError(f"{name} cannot choose among servers", f"use --choose {', '.join(POLICIES)}")
 
 
 @dataclass(frozen=True)
 class PromptChoice(ServerChoice):
-    """A ranking of the servers, with the prompt's features and the time of the choice."""
+    """A ranking of the servers, with the prompt's features if the policy reads them."""
 
-    features: Array | None
-    decide_us: float
+    features: Array | None = None
 
 
 class Dispatcher:
     """The `Dispatch` of a proxy that plays a policy of `POLICIES`, with the servers as arms."""
 
-    def __init__(
-        self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int, routed: Callable[[RoutedText], None]
-    ):
-        """`on_routed` is called with every text. Raises UsageError like `check`."""
-        check([name])
-        self.urls, self.on_routed = list(urls), routed
+    def __init__(self, urls: Sequence[str], name: str, options: PolicyRecipe, seed: int):
+        """`seed`: of the policy's draws. Raises UsageError like `check`."""
+        check(name)
+        self.urls = list(urls)
         arms = Arms(len(self.urls), 1, seed)
         self.memory = PromptMemory(arms.count, WIDTH) if registry.contextual(name) else None
         self.policy = registry.build(name, arms, options)
@@ -104,7 +85,7 @@ class Dispatcher:
             zip(self.urls, worth, strict=True),
             key=lambda one: (in_flight[one[0]] > most, -one[1], in_flight[one[0]]),
         )
-        return PromptChoice([url for url, _ in ranked], features, (perf_counter_ns() - began) / 1000)
+        return PromptChoice([url for url, _ in ranked], (perf_counter_ns() - began) / 1000, features)
 
     def learn(self, choice: ServerChoice, url: str, counts: TextCounts) -> None:
         """Learn from a text. A server that does not report its accepted tokens counts as if it had accepted none."""
@@ -122,11 +103,13 @@ class Dispatcher:
             others = [ArmRounds(0, 0.0, 0.0)] * len(self.urls)
             # Without the belief: it would blame the difficulty of the text for half of the only server's result.
             self.memory.learn(choice.features, None, [*others[:arm], shown, *others[arm + 1 :]])
-            self.memory.fit()  # fit now, so that the next request need not wait
         elif self.policy.learns == "reward":
             self.policy.reward(arm, 1 - shown.rounds / shown.total)
-        accepted = None if counts.drafting is None else counts.drafting.accepted
-        self.on_routed(RoutedText(url, counts.tokens, shown.rounds, accepted, choice.decide_us))
+
+    def settle(self) -> None:
+        """Fit the memory now, so that the next request need not wait."""
+        if self.memory is not None:
+            self.memory.fit()
 
 
 def pass_statistics(counts: TextCounts) -> ArmRounds:
@@ -135,8 +118,11 @@ def pass_statistics(counts: TextCounts) -> ArmRounds:
     drafting = counts.drafting or DraftCounters()
     passes = max(counts.tokens - drafting.accepted, 1)  # the last draft may be accepted beyond the end of the text
     # Σ (1 + a)² over passes that accept a tokens each; Σ a² = Σ over places (2·place + 1)·(how often accepted there).
-    squares = passes + 2 * drafting.accepted
-    squares += sum((2 * place + 1) * count for place, count in enumerate(drafting.accepted_at))
+    squares = passes + 2.0 * drafting.accepted
+    if drafting.accepted_at:
+        squares += sum((2 * place + 1) * count for place, count in enumerate(drafting.accepted_at))
+    else:  # llama.cpp reports sums only: a geometric number of mean m has the mean square m + 2 m²
+        squares += drafting.accepted + 2 * drafting.accepted**2 / passes
     return ArmRounds(passes, float(counts.tokens), float(squares))
 
 

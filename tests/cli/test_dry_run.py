@@ -9,7 +9,7 @@ from specctl.recipe.resolve import command_of, shipped
 
 JSON = [name for name, text in shipped().items() if text.lstrip().startswith("{")]
 SCRIPTS = [name for name, text in shipped().items() if text.startswith("#!")]
-GIVEN = {"export", "import", "record", "replay", "route", "learn-from-server", "eval-server"}
+GIVEN = {"export", "import", "record", "replay", "learn-from-server", "eval-server"}
 """Commands that need an argument."""
 YAML = [name for name in shipped() if name not in JSON + SCRIPTS]
 

@@ -1,7 +1,8 @@
 """Run by the interpreter of an environment with xllamacpp: llama.cpp's HTTP server on loopback.
 
-argv: the target's file, and with a drafter its file, llama.cpp's name of the method, and the drafted tokens. The first
-line of the output is the server's address; the server ends with its input.
+argv: the target's file, and with a drafter its file (- for drafts from the text), llama.cpp's name of the method, and
+the drafted tokens. The first line of the output is the server's address; the server ends with its input. SPECCTL_PORT
+is its port, and SPECCTL_SLOTS the number of its slots.
 """
 
 import os
@@ -19,7 +20,9 @@ def main() -> None:
     params = xllamacpp.CommonParams()
     params.model.path = target
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.n_ctx, params.n_parallel, params.cache_ram_mib = 1024, 1, 0
+    slots = int(os.environ.get("SPECCTL_SLOTS", "1"))
+    params.n_ctx, params.n_parallel, params.cache_ram_mib = 1024 * slots, slots, 0
+    params.port = int(os.environ.get("SPECCTL_PORT", params.port))
     params.endpoint_metrics = True
     whole = xllamacpp.ggml_type.GGML_TYPE_F32  # the default, fp16, decides between near tokens
     params.cache_type_k = params.cache_type_v = whole
@@ -29,7 +32,9 @@ def main() -> None:
         kind = METHOD + method.upper().replace("-", "_")
         params.speculative.types = [getattr(xllamacpp.common_speculative_type, kind)]
         draft = params.speculative.draft
-        draft.mparams.path, draft.n_max = file, int(tokens)
+        draft.n_max = int(tokens)
+        if file != "-":
+            draft.mparams.path = file
         draft.cache_type_k = draft.cache_type_v = whole
         draft.cpuparams.n_threads = draft.cpuparams_batch.n_threads = 1
     server = xllamacpp.Server(params)

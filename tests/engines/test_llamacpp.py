@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from specctl.commands import route as routing
 from specctl.decoding.target_text import load_target_text
 from specctl.engines import llamacpp
 from specctl.engines.client import Client
@@ -19,8 +18,6 @@ from specctl.engines.records import (
 )
 from specctl.errors import UsageError
 from specctl.recipe import ServerRecipe
-from specctl.recipe.route import RouteRecipe
-from specctl.runs import Run
 from tests.toys.engine import FakeEngine
 
 ASK = GenerationRequest([5, 6, 7], 8)
@@ -142,11 +139,3 @@ def test_hidden_states_and_new_drafters_are_refused(engine, text, tmp_path):
             client.loaded()
         with pytest.raises(UsageError, match="does not accept corpora"):
             client.publish_corpus("c", None)
-
-
-def test_route_does_not_read_its_counters(engine, text, tmp_path):
-    both = FakeEngine(text.tokenizer, "llama.cpp")
-    with both, pytest.raises(UsageError, match="passed on to vLLM and SGLang only"):
-        routing.route(
-            RouteRecipe(server=ServerRecipe(urls=[engine.url, both.url]), listen="127.0.0.1:0"), Run(tmp_path)
-        )

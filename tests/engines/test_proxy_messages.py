@@ -30,9 +30,10 @@ def test_a_client_that_asks_itself_sees_all_of_it():
     assert proxy_messages.without_added_fields(piece, added) == piece
 
 
-def test_sglang_is_asked_for_nothing_more():
+def test_sglang_and_llamacpp_are_asked_for_nothing_more():
     body = {"text": "a", "stream": True}
     assert proxy_messages.with_counters("sglang", body) == (body, frozenset())
+    assert proxy_messages.with_counters("llama.cpp", body) == (body, frozenset())
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,11 @@ def test_sglang_is_asked_for_nothing_more():
         ("sglang", "/generate", {"text": ["a", "b"]}, False),
         ("sglang", "/v1/chat/completions", {"messages": []}, True),
         ("vllm", "/v1/chat/completions", ["no object"], False),
+        ("vllm", "/completion", {"prompt": "a"}, False),
+        ("llama.cpp", "/completion", {"prompt": "a"}, True),
+        ("llama.cpp", "/completion", {"prompt": ["a", "b"]}, False),
+        ("llama.cpp", "/v1/completions", {"prompt": "a", "n_cmpl": 2}, False),
+        ("llama.cpp", "/generate", {"text": "a"}, False),
     ],
 )
 def test_requests_of_one_text_are_kept(engine, path, body, kept):

@@ -7,13 +7,13 @@ import httpx
 import pytest
 
 from specctl.commands import export as exporting
-from specctl.commands.route import REQUESTS
+from specctl.commands.serve_engines import REQUESTS
 from specctl.distillation.generate import distill
 from specctl.distillation.prompts import read_prompts
 from specctl.recipe import DataRecipe, DistillRecipe, ExportRecipe, SamplingRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training import loop
-from tests.commands.test_select_served import recipe, routing
+from tests.commands.test_serve_engines import recipe, routing
 from tests.engines.test_vllm import MEASURED, PYTHON, ROOT
 from tests.engines.test_vllm_server import NO_VLLM, serving
 from tests.formats.test_corpus import option
@@ -76,6 +76,6 @@ def test_requests_find_the_specialist(urls, tmp_path, capsys):
     own = [line["url"] == urls[domain] for line, (domain, _) in zip(lines, prompts, strict=True)]
     with capsys.disabled():
         print(f"\n{sum(own[FIRST:])} of {len(own[FIRST:])} behind the first {FIRST}, mat {result.mat:.2f}")
-        print(f"{result.decide_us_p50 / 1000:.2f} ms a choice", *result.servers, sep="\n")
+        print(f"{result.decide_us_p50 / 1000:.2f} ms a choice", *result.drafters, sep="\n")
     # Shared out, 30 of 60 requests would be in their domain's server, and 42 with a probability of one in a thousand.
     assert sum(own[FIRST:]) >= 0.7 * len(own[FIRST:]) and result.requests == len(prompts)

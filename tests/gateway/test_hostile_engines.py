@@ -95,10 +95,10 @@ def counters(histogram, drafted="2"):
     return ', "metrics": ' + told
 
 
-def gateway(*engines, choose=None, **limits):
+def gateway(*engines, choose=None, engine="vllm", **limits):
     urls = [one.url for one in engines]
-    rule = Dispatcher(urls, choose, PolicyRecipe(), 0, lambda text: None) if choose else None
-    backend = RunningEngines(dict.fromkeys(urls, "vllm"), Meter("toy"), dispatch=rule)
+    rule = Dispatcher(urls, choose, PolicyRecipe(), 0) if choose else None
+    backend = RunningEngines(dict.fromkeys(urls, engine), Meter("toy"), dispatch=rule)
     return engines_app(backend, LimitsRecipe(**limits)), backend
 
 
@@ -183,6 +183,7 @@ def test_a_chooser_that_raises_costs_its_opinion(method, monkeypatch):
         app, backend = gateway(*engines, choose="cgp-ucb")
         monkeypatch.setattr(backend.dispatch, method, lambda *args: 1 / 0)
         assert [one.status_code for one in completions(app, 5)] == [200] * 5
+        backend.learn()  # the last answers, for which no time was left
         part = "choosing a server" if method == "choose" else "learning from an answer"
         assert backend.meter.registry.get_sample_value("specctl:faults_total", {"part": part}) == 5
 
@@ -358,6 +359,40 @@ def test_a_prompt_on_which_engines_fail_is_not_carried_to_all(fault):
         assert completions(app, prompt="poison")[0].status_code in (500, 502)
         assert sum(b"poison" in body for one in engines for _, body in one.requests) == 2
         assert completions(app)[0].status_code == 200
+
+
+PIECE = b'data: {"choices": [{"index": 0, "text": "a"}]}\n\n'
+
+
+def chunked(*parts):
+    """A stream that breaks off after its parts: the last chunk is missing."""
+    lines = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    return stream_head(b"transfer-encoding: chunked") + lines
+
+
+def test_an_engine_that_dies_before_its_first_event_is_replaced():
+    """Its headers were there, and the client got an error event, although another engine could answer."""
+    whole = stream_head() + PIECE + b"data: [DONE]\n\n"
+    with hostile(lambda *_: chunked()) as (dying,), hostile(lambda *_: whole) as (other,):
+        app, backend = gateway(dying, other)
+        (said,) = completions(app, stream=True)
+        assert said.content == PIECE + b"data: [DONE]\n\n"
+        assert (backend.failures[dying.url], backend.broken[dying.url]) == (1, 0) and len(dying.requests) == 1
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_stream_that_breaks_off_ends_with_an_error_event(several, capfd):
+    """It was reported as a fault of the gateway, in the event, in the metrics and on stderr."""
+    with hostile(lambda *_: chunked(PIECE, PIECE[:9])) as engines:
+        app, backend = gateway(*engines)
+        (said,) = completions(app, stream=True, n=2 if several else 1)
+        *_, last = [event for event in said.text.split("\n\n") if event]
+        assert said.text.startswith(PIECE.decode()) and last.startswith("data: {")
+        assert "the engine closed the connection" in last and last.count("data:") == 1
+        assert (backend.failures[engines[0].url], backend.broken[engines[0].url]) == (1, 1)
+        assert not any(backend.in_flight.values()) and not backend.meter.drafters
+        assert not backend.meter.registry.get_sample_value("specctl:faults_total", {"part": "http"})
+    assert "a request failed" not in capfd.readouterr().err
 
 
 def test_the_end_of_the_process_is_noticed(tmp_path):

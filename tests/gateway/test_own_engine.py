@@ -19,7 +19,7 @@ from specctl.decoding.sampling import Sampling
 from specctl.drafters import pool
 from specctl.gateway.choosing import controller_for
 from specctl.gateway.text_stream import decoder
-from specctl.recipe import DraftingRecipe, GameRecipe, GenerateRecipe, PolicyRecipe
+from specctl.recipe import DraftingRecipe, GenerateRecipe, ServeRecipe
 from tests.conftest import PROMPTS
 from tests.gateway.conftest import chat, served, wait_for
 
@@ -64,7 +64,7 @@ def test_texts_are_those_of_generate(target, lookup, make_gateway, drafts, optio
 def test_a_pool_gives_the_same_texts_and_is_counted(target, lookup, make_gateway):
     expected = [text_of(one) for one in make_gateway().ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])]
     drafters = {"lookup": lookup, "suffix": pool.load_drafter("suffix", target, DraftingRecipe())}
-    controller = controller_for(target, drafters, {}, "cgp-ucb", PolicyRecipe(), GameRecipe())
+    controller = controller_for(target, drafters, {}, ServeRecipe())
     gateway = make_gateway(controller, None)
     controller.report_to(gateway.thread.note_round, lambda: None)
     assert [text_of(one) for one in gateway.ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])] == expected
@@ -77,7 +77,7 @@ def test_a_pool_gives_the_same_texts_and_is_counted(target, lookup, make_gateway
 def test_a_policy_that_raises_costs_its_opinion_alone(target, lookup, make_gateway, monkeypatch, method):
     """Each request would fail with status 500."""
     expected = [text_of(one) for one in make_gateway().ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])]
-    controller = controller_for(target, {"lookup": lookup}, {}, "ucbspec", PolicyRecipe(), GameRecipe())
+    controller = controller_for(target, {"lookup": lookup}, {}, ServeRecipe(choose="ucbspec"))
     gateway, original, calls = make_gateway(controller, None), getattr(controller.selector, method), []
 
     def raising(*args):

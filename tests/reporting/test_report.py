@@ -279,6 +279,23 @@ def test_speeds_that_cannot_be_are_no_headline_and_no_bar(make_run):
     assert "eval-speedup.png" not in made(with_one_bar)[0]
 
 
+def test_gateways_and_runs_of_route(make_run):
+    """`route` is a part of `serve` today, and its runs have other names for servers and texts."""
+    row = {"drafter": "http://a", "texts": 3, "rounds": 4, "tokens": 9, "accepted": 5, "mat": 2.25}
+    row |= {"share": 1.0, "engine": "vllm 0.32", "failures": 1, "broken": 2}
+    facts = {"model": "toy", "choose": "cgp-ucb", "requests": 3, "tokens": 9, "mat": 2.25, "decide_us_p50": 80.0}
+    result = api.report([make_run("s", "serve", facts | {"drafters": [row]})], csv=True)
+    head, first = read_csv(result, "serve-drafters.csv")
+    assert first[:4] == ["http://a", "vllm 0.32", "3", "1.0"] and first[head.index("streams broken off")] == "2"
+    old = {"server": "http://a", "engine": "vllm 0.32", "requests": 3, "share": 1.0, "mat": 2.25, "failures": 0}
+    facts = {"mode": "served", "algo": "cgp-ucb", "requests": 3, "mat": 2.25, "decide_us_p50": 80.0}
+    result = api.report([make_run("r", "route", facts | {"servers": [old]})], csv=True)
+    assert read_csv(result, "route-drafters.csv")[1][:4] == ["http://a", "vllm 0.32", "3", "1.0"]
+    assert read_csv(result, "route-serve.csv")[1][:3] == ["builtin", "cgp-ucb", "3"]
+    result = api.report([make_run("older", "select", facts | {"servers": [old]})], csv=True)
+    assert read_csv(result, "select-drafters.csv")[1][:4] == ["http://a", "vllm 0.32", "3", "1.0"]
+
+
 def test_eval_of_servers(make_run):
     """A sweep: two loads of a server and its baseline, which has no speed-up and no mat."""
     row = {
@@ -329,27 +346,3 @@ def test_online_with_a_server(make_run):
     head, first, second = read_csv(result, "online-served.csv")
     assert first[head.index("published")] == "v000002" and first[head.index("mat, the drafter that stays")] == "1.4"
     assert second[head.index("verdict")] == "" and second[head.index("mat")] == ""
-
-
-def test_select_among_servers(make_run):
-    row = {
-        "server": "http://a",
-        "engine": "vllm 0.32",
-        "requests": 3,
-        "share": 1.0,
-        "mat": 2.5,
-        "tokens": 9,
-        "failures": 1,
-    }
-    facts = {"mode": "served", "algo": "cgp-ucb", "requests": 3, "mat": 2.5, "servers": [row]}
-    result = api.report([make_run("served", "select", facts)], csv=True)
-    assert read_csv(result, "select-servers.csv")[1] == [
-        "cgp-ucb",
-        "http://a",
-        "vllm 0.32",
-        "3",
-        "1.0",
-        "2.5",
-        "9",
-        "1",
-    ]

@@ -1,4 +1,4 @@
-"""Report of `select`: regret of the policies, arms played and their rewards; or the share of texts per server.
+"""Report of `select`: regret of the policies, arms played and their rewards.
 
 Pictures come from `curves`, `policies`, `pool_size` and `rewards` of the result, and from rounds.jsonl, with one line
 per round. Missing data is left out.
@@ -12,8 +12,9 @@ from typing import Any
 from specctl.reporting import bars, curves
 from specctl.reporting.bars import Bar
 from specctl.reporting.collect import RunRecord, flat
+from specctl.reporting.commands import serving
 from specctl.reporting.commands.rounds import Rounds, read
-from specctl.reporting.contents import Contents, Picture, ReportTable, numbers, records
+from specctl.reporting.contents import Contents, Picture, ReportTable, joined, numbers, records
 from specctl.reporting.curves import Curve, Panel
 from specctl.reporting.style import Looks
 
@@ -51,16 +52,6 @@ POLICIES = {
     "scorings": "scorings",
     **{key: SUMMARY[key] for key in OF_A_RUN},
 }
-SERVERS = {
-    "label": "policy",
-    "server": "server",
-    "engine": "engine",
-    "requests": "texts",
-    "share": "share",
-    "mat": "mat",
-    "tokens": "tokens",
-    "failures": "requests not answered",
-}
 REGRETS = {
     "loss_regret": "cumulative\nloss regret",
     "stopping_regret": "cumulative\nstopping-time regret (rounds)",
@@ -70,6 +61,13 @@ SMOOTHED = 9
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    """Report policies on drafters, then old runs with servers, which are runs of `serve` today."""
+    served = [run for run in runs if "servers" in run.result]
+    here = [run for run in runs if run not in served]
+    return joined([make(some, looks) for make, some in ((_here, here), (serving.contents, served)) if some])
+
+
+def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     played = [read(run) for run in runs]
     policies = Looks()  # policies are not drafters, so they have separate colours
     made = Contents(headline=_headline(runs))
@@ -225,8 +223,6 @@ def _tables(runs: Sequence[RunRecord], played: Sequence[Rounds]) -> list[ReportT
     ]
     summary = [{**run.result, "label": _algo(run)} for run in runs if run.result]
     tables.insert(0, records("select", "Selection", summary, SUMMARY))
-    servers = [{**row, "label": _algo(run)} for run in runs for row in run.result.get("servers") or []]
-    tables.append(records("servers", "Texts by server", servers, SERVERS))
     domains = [{"label": _algo(run), **row} for run in runs for row in _per_domain(run)]
     columns = {name: name for row in domains for name in row} | {"label": "policy"}
     tables.append(records("domains", "Domains", domains, columns))

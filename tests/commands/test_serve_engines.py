@@ -1,4 +1,4 @@
-"""`route`: requests find the server whose drafter is for them, whatever becomes of the others."""
+"""`serve --server`: requests find the server with the drafter for them, and other servers stand in for it."""
 
 import json
 import os
@@ -14,11 +14,12 @@ import httpx
 import pytest
 
 from specctl import data_prep, progress
-from specctl.commands.route import REQUESTS, route
+from specctl.commands.serve import serve
+from specctl.commands.serve_engines import REQUESTS
 from specctl.decoding.target_text import load_target_text
 from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, RecipeError, UsageError
-from specctl.recipe import RouteRecipe
+from specctl.recipe import ServeRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
 from tests.cli.conftest import specctl
@@ -73,27 +74,27 @@ def stream():
 
 def recipe(place, *engines, **fields):
     urls = [getattr(one, "url", one) for one in engines]
-    return RouteRecipe(server={"urls": urls}, listen="127.0.0.1:0", output_dir=place, **fields)
+    return ServeRecipe(server={"urls": urls}, listen="127.0.0.1:0", output_dir=place, **fields)
 
 
 @contextmanager
 def routing(made, capsys):
-    """The address of a proxy, and where its result will be."""
-    run, found = Run.create("route", made, made.output_dir), []
+    """The address of a gateway, and where its result will be."""
+    run, found = Run.create("serve", made, made.output_dir), []
 
     def work():
         try:
-            found.append(route(made, run))
+            found.append(serve(made, run))
         except BaseException as error:
             found.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     said = ""
-    while "are routed among" not in said and not found:
+    while "Ctrl-C ends it" not in said and not found:
         time.sleep(0.02)
         said += capsys.readouterr().err
-    address = said.partition("requests that go to ")[2].partition(" ")[0]
+    address = said.partition(" at ")[2].partition(" ")[0]
     try:
         yield address, found
     finally:
@@ -126,10 +127,11 @@ def test_requests_find_the_server_of_their_domain(engines, stream, tmp_path, cap
     result = found[0]
     # Half of them if prompts were shared out: 40 prompts, three standard deviations above are 0.74.
     assert share_of_specialists(engines, since) > 0.8
-    assert (result.mode, result.algo, result.requests) == ("served", "cgp-ucb", 60)
-    rows = {row.server: row for row in result.servers}
-    assert sum(row.requests for row in rows.values()) == 60 and sum(row.share for row in rows.values()) == 1
-    assert all(row.tokens == TOKENS * row.requests and not row.failures for row in rows.values())
+    assert (result.choose, result.requests) == ("cgp-ucb", 60)
+    rows = {row.drafter: row for row in result.drafters}
+    assert sum(row.texts for row in rows.values()) == 60 and sum(row.share for row in rows.values()) == 1
+    assert all(row.tokens == TOKENS * row.texts and not row.failures + row.broken for row in rows.values())
+    assert {row.engine for row in rows.values()} == {"vllm 0.32.0"}
     assert 2 < result.mat <= 4 and result.decide_us_p50 > 0
     lines = [json.loads(line) for line in (tmp_path / REQUESTS).read_text().splitlines()]
     assert len(lines) == 60 and {line["passes"] for line in lines} == {10, 35}
@@ -141,14 +143,14 @@ def test_passwords_of_addresses_are_used_and_kept_nowhere(engines, tmp_path, cap
     with routing(recipe(tmp_path, *(one.locked for one in engines)), capsys) as (address, found):
         assert ask(address, "sql x").status_code == 200
     document = Run(tmp_path).result(asdict(found[0]))
-    assert {row["server"] for row in document["servers"]} == {one.locked.replace("HUSH", "***") for one in engines}
+    assert {row["drafter"] for row in document["drafters"]} == {one.locked.replace("HUSH", "***") for one in engines}
     assert "***" in (tmp_path / REQUESTS).read_text()
     assert holding(tmp_path, "HUSH") == [] and "HUSH" not in "".join(capsys.readouterr())
 
 
 def test_shared_out_they_do_not(engines, stream, tmp_path, capsys):
     """The negative control."""
-    with routing(recipe(tmp_path, *engines, algo=["random"]), capsys) as (address, _):
+    with routing(recipe(tmp_path, *engines, choose="random"), capsys) as (address, _):
         for prompt in stream:
             ask(address, prompt)
     assert share_of_specialists(engines, {"sql": 0, "math": 0}) < 0.8
@@ -176,9 +178,9 @@ def test_what_a_server_does_not_answer_others_do(engines, tmp_path, capsys, faul
     with routing(recipe(tmp_path, sql, math), capsys) as (address, found):
         answers = [ask(address, "sql x").status_code for _ in range(12)]
     assert answers == [200] * 12
-    rows = {row.server: row for row in found[0].servers}
+    rows = {row.drafter: row for row in found[0].drafters}
     # It is asked again only after a while.
-    assert rows[math.url].requests >= 9 and 1 <= rows[sql.url].failures <= 4
+    assert rows[math.url].texts >= 9 and 1 <= rows[sql.url].failures <= 4
 
 
 def test_a_server_that_died_is_used_again_once_it_is_back(engines, tmp_path, capsys, monkeypatch):
@@ -203,8 +205,8 @@ def test_nobody_is_there_any_more(engines, tmp_path, capsys):
     with routing(recipe(tmp_path, *engines), capsys) as (address, found):
         assert ask(address, "sql x").status_code == 500
         assert ask(address, "sql x").status_code == 500
-    assert found[0].requests == 0 and found[0].mat is None and found[0].servers[0].share is None
-    assert all(row.failures == 2 for row in found[0].servers)
+    assert found[0].requests == 0 and found[0].mat is None and found[0].drafters[0].share is None
+    assert [row.failures for row in found[0].drafters] == [2, 2]
 
 
 def test_texts_that_no_server_can_count_go_to_the_least_busy(engines, tmp_path, capsys):
@@ -216,7 +218,7 @@ def test_texts_that_no_server_can_count_go_to_the_least_busy(engines, tmp_path, 
 
 def refused(made, **how):
     with pytest.raises(CheckpointError) as caught:
-        route(made, Run.create("route", made, made.output_dir))
+        serve(made, Run.create("serve", made, made.output_dir))
     return f"{caught.value.message} | {caught.value.hint}"
 
 
@@ -246,43 +248,39 @@ def test_a_target_that_is_named_is_compared(tokenizer, engines, tmp_path):
 def test_a_server_that_is_not_there_is_named(engines, tmp_path):
     made = recipe(tmp_path, engines[0], "http://127.0.0.1:1")
     with pytest.raises(EngineError, match="no server responds at"):
-        route(made, Run.create("route", made, tmp_path))
+        serve(made, Run.create("serve", made, tmp_path))
 
 
+@pytest.mark.parametrize("earlier", ["select", "route"])
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["listen=127.0.0.1:1"], "name at least two with --server"),
-        (["server.urls=http://a", "listen=h:1"], "server names only one engine"),
-        (["server.urls=http://a,http://b"], "listen is missing"),
-        (["server.urls=http://a,http://b", "listen=here"], "listen"),
-        (["server.urls=http://a,http://b", "listen=h:1", "algo=cgp-ucb,random"], "at most 1 item"),
-        (
-            ["server.urls=http://a,http://b", "listen=h:1", "pool=drafters"],
-            "a key of specctl select, not of specctl route",
-        ),
+        (["listen=127.0.0.1:1"], "there is no server"),
+        (["server.urls=http://a,http://b", "listen=here"], "must be HOST:PORT"),
+        (["server.urls=http://a,http://b", "listen=h:1", "algo=[cgp-ucb, random]"], "choose"),
+        (["server.urls=http://a,http://b", "listen=h:1", "pool=drafters"], "the engines draft themselves"),
         (
             ["server.urls=http://a,http://b", "listen=h:1", "sampling.temperature=1"],
-            "a key of specctl select, not of specctl route",
+            "a key of specctl select, not of specctl serve",
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings, words):
-    """In the earlier spelling, `select --server`, as well."""
+def test_what_does_not_go_together_is_refused(settings, words, earlier):
+    """In the earlier spellings. Without a server, `route` would have served the built-in target."""
     with pytest.raises((RecipeError, UsageError)) as caught:
-        resolve("select", None, settings).check_servers()
+        resolve(earlier, None, settings)
     assert words in str(caught.value)
 
 
-def test_a_policy_that_cannot_route_is_refused(engines, tmp_path):
-    made = recipe(tmp_path, *engines, algo=["hedgespec"])
-    with pytest.raises(UsageError, match="hedgespec cannot route requests"):
-        route(made, Run.create("route", made, tmp_path))
+def test_a_policy_that_cannot_choose_a_server_is_refused(engines, tmp_path):
+    made = recipe(tmp_path, *engines, choose="hedgespec")
+    with pytest.raises(UsageError, match="hedgespec cannot choose among servers"):
+        serve(made, Run.create("serve", made, tmp_path))
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_it_with_the_table(specctl, engines, tmp_path, number):
-    """The whole command: what is in flight is answered, and the result is on stdout."""
+    """The whole command, in its earlier spelling: requests in flight are answered, and the result is on stdout."""
     sql, math = engines
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -307,9 +305,12 @@ def test_a_signal_ends_it_with_the_table(specctl, engines, tmp_path, number):
     thread.start()
     try:
         urls = f"{sql.url},{math.url}"
-        done = specctl("select", "--server", urls, "--listen", f"127.0.0.1:{port}", "--json", "--output-dir", "run")
+        listen = ("--listen", f"127.0.0.1:{port}")
+        done = specctl("route", "--server", urls, *listen, "--algo", "random", "--json", "--output-dir", "run")
     finally:
         thread.join()
     assert done.code == 0 and got == [200]
-    assert done.json["requests"] == 1 and done.json["target"] == "toy" and len(done.json["servers"]) == 2
+    assert done.json["requests"] == 1 and done.json["target"] == "toy" and len(done.json["drafters"]) == 2
+    assert done.json["command"] == "serve" and done.json["choose"] == "random"
+    assert done.err.count("specctl route is now specctl serve --server") == 1
     assert json.loads((tmp_path / "run" / "result.json").read_text())["requests"] == 1

@@ -1,0 +1,53 @@
+"""Report of `serve`: texts and acceptance by drafter or by running engine, also of runs of the former `route`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specctl.reporting.collect import RunRecord
+from specctl.reporting.contents import Contents, records
+from specctl.reporting.style import Looks
+
+SUMMARY = {
+    "label": "model",
+    "choose": "policy",
+    "requests": "texts",
+    "tokens": "tokens",
+    "mat": "mat",
+    "decide_us_p50": "decision µs, median",
+    "seconds": "seconds",
+}
+ROWS = {
+    "label": "drafter or server",
+    "engine": "engine",
+    "texts": "texts",
+    "share": "share",
+    "rounds": "rounds",
+    "tokens": "tokens",
+    "accepted": "accepted",
+    "mat": "mat",
+    "failures": "requests not answered",
+    "broken": "streams broken off",
+}
+
+
+def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
+    """Build the tables of runs of the gateway."""
+    summary = [_summary(run) for run in runs if run.result]
+    rows = [row | {"label": run.named(row["label"])} for run in runs for row in _rows(run.result)]
+    headline = {SUMMARY[key]: summary[0][key] for key in ("requests", "mat") if len(summary) == 1 and key in summary[0]}
+    tables = [records("serve", "Gateway", summary, SUMMARY), records("drafters", "Texts by drafter", rows, ROWS)]
+    return Contents(headline=headline, tables=tables)
+
+
+def _summary(run: RunRecord) -> dict[str, Any]:
+    result = run.result
+    label = run.named(str(result.get("model") or result.get("target")))
+    return {**result, "label": label, "choose": result.get("choose") or result.get("algo")}
+
+
+def _rows(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Rows of a result; `route` had other names for some fields."""
+    rows = [{**row, "label": row["drafter"]} for row in result.get("drafters") or []]
+    return rows + [{**row, "label": row["server"], "texts": row["requests"]} for row in result.get("servers") or []]
