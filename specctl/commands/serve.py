@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
 
 from specctl import progress
+from specctl.commands.serve_learning import LearningSummary, learning_from
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
 from specctl.decoding.engine_options import EngineOptions
@@ -62,7 +63,7 @@ class ServedDrafter:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """The result document of `serve`. `choose` is None if one drafter drafts everything."""
+    """The result document of `serve`. `choose` is None if one drafter drafts everything, `learning` if none learns."""
 
     model: str
     choose: str | None
@@ -70,6 +71,7 @@ class ServeResult:
     mat: float | None
     seconds: float
     drafters: list[ServedDrafter]
+    learning: LearningSummary | None = None
 
 
 def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> ServeResult:
@@ -85,7 +87,10 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
     if recipe.server.urls:
         return serve_engines(recipe, run)
     key = api_key(recipe)
-    with server.listening(recipe.listen) as (place, address):
+    if recipe.learn.enabled:
+        pool.learnable_part(recipe.drafters[0])
+    with ExitStack() as stack:
+        place, address = stack.enter_context(server.listening(recipe.listen))
         target = target or load_target(**recipe.target.loading)
         run.annotate(target=target.identity)
         name = recipe.model or model_name(target.name)
@@ -105,6 +110,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
             ),
         )
         backend.warm_up()
+        learning = stack.enter_context(learning_from(thread, recipe, run)) if recipe.learn.enabled else None
         failures: list[BaseException] = []
 
         def watch(http: uvicorn.Server) -> None:
@@ -119,6 +125,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
             thread.start()
 
         how = f"choosing by {recipe.choose} among" if recipe.chooses else "drafting with"
+        how = f"learning, {how}" if recipe.learn.enabled else how
         progress.log(f"serving {name} at {address}, {how} {', '.join(drafters) or 'no drafter'}; Ctrl-C ends it")
         began = time.monotonic()
         with suppress(KeyboardInterrupt):  # the normal end
@@ -127,7 +134,8 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         thread.stop()
         if failures:
             raise SpecctlError(f"the engine has failed: {where(failures[0])}", "start it again") from failures[0]
-    return result_of(recipe, meter, time.monotonic() - began)
+    result = result_of(recipe, meter, time.monotonic() - began)
+    return result if learning is None else replace(result, learning=learning())
 
 
 def serve_engines(recipe: ServeRecipe, run: Run) -> ServeResult:
@@ -194,7 +202,8 @@ def make_thread(
     recipe: ServeRecipe, target: Target, drafters: dict[str, Drafter], places: dict[str, str], meter: Meter
 ) -> EngineThread:
     """Make the thread with the engine of a recipe. UsageError for a policy that cannot choose."""
-    options = EngineOptions(slots=recipe.slots)
+    learns = recipe.learn.enabled and not recipe.learn.buffer.reruns
+    options = EngineOptions(slots=recipe.slots, keeps_hidden=learns)
     if not recipe.chooses:
         name, drafter = next(iter(drafters.items()), (PLAIN, None))
         return EngineThread(Engine(target, Fixed.of(drafter), options), meter, name)
