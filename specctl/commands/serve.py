@@ -12,7 +12,7 @@ from pathlib import Path
 import uvicorn
 
 from specctl import progress
-from specctl.commands.serve_learning import LearningSummary, learning_from
+from specctl.commands.serve_learning import LearningSummary, learn_from_engines, learning_from
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
 from specctl.decoding.engine_options import EngineOptions
@@ -32,6 +32,7 @@ from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import Offer, OwnEngine
+from specctl.gateway.proxy_process import ProxyOptions
 from specctl.gateway.running_engines import RunningEngines, engines_app, engines_of
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
@@ -141,6 +142,13 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
 def serve_engines(recipe: ServeRecipe, run: Run) -> ServeResult:
     """Serve by running engines. Raises EngineError, CheckpointError, UsageError as `route` does."""
     key = api_key(recipe)
+    # Clients' keys are for this gateway if it has one, otherwise for the engines.
+    onward = None if key is None else os.environ.get(recipe.server.api_key_env, "")
+    if recipe.learn.enabled:
+        began = time.monotonic()
+        counts, place = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward))
+        result = result_of(recipe, Meter(str(run.target)), time.monotonic() - began)
+        return replace(result, learning=LearningSummary.of(counts, place))
     chooses = len(recipe.server.urls) > 1
     if chooses:
         dispatch.check([recipe.choose])
@@ -154,8 +162,6 @@ def serve_engines(recipe: ServeRecipe, run: Run) -> ServeResult:
         run.annotate()
         meter = Meter(str(run.target))
         chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, 0, lambda text: None) if chooses else None
-        # Clients' keys are for this gateway if it has one, otherwise for the engines.
-        onward = None if key is None else os.environ.get(recipe.server.api_key_env, "")
         backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward)
         how = f", choosing by {recipe.choose}" if chooses else ""
         progress.log(f"serving {run.target} at {address} by {', '.join(kinds)}{how}; Ctrl-C ends it")

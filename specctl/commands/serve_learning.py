@@ -1,19 +1,24 @@
-"""`specctl serve --learn`: the drafter of the own engine learns from the texts that are served."""
+"""`specctl serve --learn`: the drafter of the own engine, or of running engines, learns from served texts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from specctl import progress
 from specctl.adaptation.stream_learner import Lesson
+from specctl.commands.learn_from_server import LEARNT_DIR as SERVED_DIR
+from specctl.commands.learn_from_server import learn_from_server
 from specctl.drafters import checkpoint, pool
+from specctl.errors import Interrupted
 from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.learning import BackgroundOnlineDrafter, LearningPlan, LiveLearner
 from specctl.gateway.metrics import LearningCounts
-from specctl.recipe import OnlineRecipe
+from specctl.gateway.proxy_process import ProxyOptions
+from specctl.recipe import LearnFromServerRecipe, OnlineRecipe, StreamRecipe
+from specctl.recipe.learn_from_server import TrafficRecipe
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.training.logging import Trackers
@@ -73,7 +78,7 @@ def online_recipe(recipe: ServeRecipe, start: Path) -> OnlineRecipe:
         init=start,
         learner=learn.learner,
         buffer=learn.buffer,
-        stream={"chunk": learn.chunk},
+        stream=StreamRecipe(chunk=learn.chunk),
         seeds=[learn.seed],
         beside="none",
         baselines=[],
@@ -124,3 +129,31 @@ def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
     if lesson.outcome.loss is not None:
         values["loss"] = lesson.outcome.loss
     return values | {f"mat_{name}": mat for name, mat in counts.mat.items()}
+
+
+def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> tuple[LearningCounts, Path]:
+    """Serve by running engines, and learn from their texts until SIGINT or SIGTERM: `learn-from-server` with a proxy.
+    Returns the counts, and the directory of the learnt drafter.
+
+    Raises the errors of `learn_from_server`.
+    """
+    learn, start = recipe.learn, pool.learnable_part(recipe.drafters[0])
+    made = LearnFromServerRecipe(
+        target=recipe.target,
+        drafting=recipe.drafting,
+        algo=[learn.algo],
+        arch=checkpoint.family(start),
+        init=start,
+        learner=learn.learner,
+        buffer=learn.buffer,
+        stream=StreamRecipe(chunk=learn.chunk),
+        seeds=[learn.seed],
+        server=recipe.server,
+        traffic=TrafficRecipe(listen=recipe.listen, max_log_mb=learn.max_log_mb),
+        publication=learn.publication,
+    )
+    counts = LearningCounts()
+    with suppress(Interrupted, KeyboardInterrupt):  # the normal end
+        learn_from_server(made, run, guard=guard, counts=counts)
+    progress.interrupts.reset()
+    return counts, run.dir / SERVED_DIR

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter as Counts
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -94,6 +95,15 @@ class LearningCounts:
     learn_s: float = 0.0
     serve_s: float = 0.0
     mat: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts as JSON-able values."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LearningCounts:
+        """Read the counts of `to_json`."""
+        return cls(**{**values, "lessons": Counts(values["lessons"])})
 
 
 class Meter:
