@@ -146,9 +146,9 @@ def serve_engines(recipe: ServeRecipe, run: Run) -> ServeResult:
     onward = None if key is None else os.environ.get(recipe.server.api_key_env, "")
     if recipe.learn.enabled:
         began = time.monotonic()
-        counts, place = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward))
+        counts, learnt = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward))
         result = result_of(recipe, Meter(str(run.target)), time.monotonic() - began)
-        return replace(result, learning=LearningSummary.of(counts, place))
+        return replace(result, learning=LearningSummary.of(counts, learnt))
     chooses = len(recipe.server.urls) > 1
     if chooses:
         dispatch.check([recipe.choose])

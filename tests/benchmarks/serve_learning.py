@@ -99,11 +99,12 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--streams", type=int, default=2)
+    parser.add_argument("--modes", nargs="*", default=["off", "on"], help="off: without --learn; on: with it")
     options, rest = parser.parse_known_args()
     lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.count]
     prompts = [json.loads(line)["prompt"] for line in lines]
-    for learn in (False, True):
-        measure(learn, prompts, options, rest)
+    for mode in options.modes:
+        measure(mode == "on", prompts, options, rest)
 
 
 if __name__ == "__main__":
