@@ -176,9 +176,10 @@ def test_a_chunk_with_its_seconds_is_learnt_from_within_the_budget(tmp_path, tin
     made = recipe("unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"])
     made.learner.budget = 0.05
     pupil = OnlineDrafter(made, "ogd", tiny, 0)
-    chunk = answered(pupil, tiny)
+    chunks = [answered(pupil, tiny) for _ in range(3)]
 
     def status(decode_s):
+        chunk = chunks.pop(0)
         chunk.into(pupil.buffer)
         return worker._lesson(pupil, [dataclasses.replace(chunk, decode_s=decode_s)]).outcome.status
 
