@@ -99,11 +99,11 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--streams", type=int, default=2)
-    parser.add_argument("--modes", nargs="*", default=["off", "on"], help="off: without --learn; on: with it")
+    parser.add_argument("--modes", default="off,on", help="off: without --learn; on: with it")
     options, rest = parser.parse_known_args()
     lines = options.prompts.read_text(encoding="utf-8").splitlines()[: options.count]
     prompts = [json.loads(line)["prompt"] for line in lines]
-    for mode in options.modes:
+    for mode in options.modes.split(","):
         measure(mode == "on", prompts, options, rest)
 
 
