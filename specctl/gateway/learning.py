@@ -20,6 +20,7 @@ import torch
 
 from specctl import progress
 from specctl.adaptation.buffer import BufferedText, ReplayBuffer
+from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.remote import AsyncOnlineDrafter
 from specctl.adaptation.stream_learner import Lesson
 from specctl.adaptation.updates.watchdog import Acceptance
@@ -55,10 +56,10 @@ class BackgroundOnlineDrafter(AsyncOnlineDrafter):
 
     def lessons(self) -> list[Lesson]:
         """Take over new weights, and return the lessons since the last call. Raises SpecctlError if it has failed."""
-        before = self.played()
+        known, changed = self._vector, False
         while self.receive(0.0) is not None:
-            pass
-        if not torch.equal(before, self.played()):
+            changed = True
+        if changed and not torch.equal(OnlineDrafter.played(self) if known is None else known, self.played()):
             if not self.played().isfinite().all():
                 raise SpecctlError("the learnt weights are not finite", "lower learn.learner.lr")
             self._swap()

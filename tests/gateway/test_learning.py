@@ -250,6 +250,7 @@ def test_an_update_that_does_harm_is_taken_back(tiny, copy, learning, capsys):
     assert learner.counts.rollbacks >= 1 and "was taken back" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_lessons_that_only_do_harm_end_the_learning(tmp_path, tiny, learning, monkeypatch, capsys):
     """A learning rate far too large would cost time for good."""
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"), start=False)
@@ -280,6 +281,7 @@ def test_long_texts_and_many_texts_do_not_fill_the_memory(tmp_path, tiny, learni
     assert learner._ended.maxlen == 8 * 10**6 and learner._handed is None
 
 
+@pytest.mark.slow
 def test_a_full_disk_costs_the_copy_alone(tmp_path, tiny, learning, monkeypatch, capsys):
     """Learning would end, or every copy would warn again."""
     gateway, learner = learning(write_head(tmp_path / "head", tiny, "eagle3"), start=False)
