@@ -195,6 +195,7 @@ def holds_user_texts(command: str, recipe: Any) -> bool:
     """Whether the run directory of a command holds users' texts: their requests, or prompts and answers."""
     traffic = getattr(recipe, "traffic", None)
     requests = recipe.log if command == "distill" else traffic is not None and (traffic.listen or traffic.log)
+    requests = requests or (command == "serve" and recipe.learn.enabled and recipe.server.urls)
     return bool(command == "generate" or getattr(recipe, "save_outputs", False) or requests)
 
 

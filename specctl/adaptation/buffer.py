@@ -184,6 +184,12 @@ class ReplayBuffer(FeatureStore):
         for index in self.texts.keys() - set(only):
             self._forget(index)
 
+    def take(self) -> list[tuple[BufferedText, Features | None]]:
+        """Take out all texts with their features, oldest first."""
+        taken = [(text, self.kept.get(index)) for index, text in self.texts.items()]
+        self.clear()
+        return taken
+
     def clear(self) -> None:
         """Forget all texts."""
         self.texts.clear()

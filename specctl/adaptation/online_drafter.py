@@ -126,6 +126,18 @@ class OnlineDrafter(StreamLearner):
     def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
         """Learn from the chunk that was just answered in `decode_s` seconds, if the time budget allows it, and draft
         with the new weights from now on."""
+        lesson = self.learn_within_budget(acceptance, decode_s)
+        if lesson.outcome.status in ("static", "rested") and lesson.ruling != "rollback":
+            return lesson
+        # Even if no member moved, the played weights may change: Hedge weighs the members anew.
+        began = time.perf_counter()
+        self.drafter = self.play()
+        synchronise(self.target.device)
+        return replace(lesson, swap_s=time.perf_counter() - began)
+
+    def learn_within_budget(self, acceptance: Acceptance, decode_s: float) -> Lesson:
+        """Learn from the chunk that was just answered in `decode_s` seconds, if the time budget allows it; `drafter`
+        keeps its weights."""
         began = time.perf_counter()
         self.account.earn(decode_s)
         if self.rule.budget is not None and self.account.price is None:
@@ -138,15 +150,9 @@ class OnlineDrafter(StreamLearner):
         lesson = self.learn(acceptance, no_time=not (self.account.can_pay or lent))
         lesson = replace(lesson, learn_s=time.perf_counter() - began)
         self.account.spend(lesson.learn_s)
-        if lesson.outcome.status in ("static", "rested") and lesson.ruling != "rollback":
-            return lesson
-        if lesson.outcome.status != "rested":
+        if lesson.outcome.status not in ("static", "rested"):
             self.account.record_update(lesson.learn_s, vain=lesson.outcome.no_improvement)
-        # Even if no member moved, the played weights may change: Hedge weighs the members anew.
-        began = time.perf_counter()
-        self.drafter = self.play()
-        synchronise(self.target.device)
-        return replace(lesson, swap_s=time.perf_counter() - began)
+        return lesson
 
     def _estimated_update_s(self) -> float | None:
         """Estimate the seconds of an update from one step on the shortest buffered text; without texts, return None."""

@@ -49,13 +49,15 @@ class AsyncOnlineDrafter(OnlineDrafter):
     On a CPU, the learner has half of this process' threads while it runs.
     """
 
+    in_background = False  # whether the worker gives way to other processes, and sends weights without a state
+
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
         """Raises SpecctlError if the worker cannot start."""
         super().__init__(recipe, algo, target, seed, start)
         self._threads = max(1, torch.get_num_threads() // 2)
         context = multiprocessing.get_context("spawn")
         self._inbox, self._outbox = context.Queue(), context.Queue()
-        learner = WorkerLearner(recipe, algo, seed, start, _device(recipe, target), self._threads)
+        learner = WorkerLearner(recipe, algo, seed, start, _device(recipe, target), self._threads, self.in_background)
         arguments = (learner, self._inbox, self._outbox)
         self._process = context.Process(target=worker.run_worker, args=arguments, daemon=True)
         self._algo = algo
@@ -126,9 +128,9 @@ class AsyncOnlineDrafter(OnlineDrafter):
             lag_chunks=self.pending,
         )
 
-    def _hand_over(self, acceptance: Acceptance) -> None:
-        """Hand the texts of the buffer over to the learner."""
-        self.waiting.append(Chunk.of(self.buffer, acceptance))
+    def _hand_over(self, acceptance: Acceptance, decode_s: float | None = None) -> None:
+        """Hand the texts of the buffer over to the learner. With `decode_s` it keeps to the time budget."""
+        self.waiting.append(replace(Chunk.of(self.buffer, acceptance), decode_s=decode_s))
         self.buffer.clear()
         self._make_room()
         self._send()

@@ -73,6 +73,11 @@ class ServedLearner:
         self._ended = False
 
     @property
+    def ended(self) -> bool:
+        """Whether learning has ended because updates kept doing harm, and requests are still forwarded."""
+        return self._ended
+
+    @property
     def publishes(self) -> bool:
         """Whether the learnt drafter is published to the engines."""
         return self.recipe.publication.enabled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from specctl.recipe import OnlineRecipe
 from specctl.training.feature_files import Features
 
 PR_SET_PDEATHSIG = 1
+NICENESS = 10  # of a learner in the background: about a tenth of a core that others use, too
 IGNORED_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -56,11 +58,16 @@ class PackedTensors:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of texts on its way to the learner. Features are joined, because every tensor is an open file."""
+    """A chunk of texts on its way to the learner. Features are joined, because every tensor is an open file.
+
+    Attributes:
+        decode_s: seconds in which the chunk was decoded, if they limit the time for learning from it.
+    """
 
     texts: list[BufferedText]
     features: Features | None
     acceptance: Acceptance
+    decode_s: float | None = None
 
     @property
     def bytes(self) -> int:
@@ -133,7 +140,11 @@ class Failed:
 
 @dataclass(frozen=True)
 class WorkerLearner:
-    """The learner of a worker: its recipe, and where it runs."""
+    """The learner of a worker: its recipe, and where it runs.
+
+    Attributes:
+        in_background: give way to other processes, and report weights without the learner's state.
+    """
 
     recipe: OnlineRecipe
     algo: str
@@ -141,6 +152,7 @@ class WorkerLearner:
     start: Path | None
     device: str
     threads: int
+    in_background: bool = False
 
 
 def run_worker(learner: WorkerLearner, inbox: Any, outbox: Any) -> None:
@@ -152,6 +164,8 @@ def run_worker(learner: WorkerLearner, inbox: Any, outbox: Any) -> None:
         target = load_target(**recipe.target.loading | loading, whole=recipe.buffer.reruns)
         online_drafter = OnlineDrafter(recipe, learner.algo, target, learner.seed, learner.start)
         outbox.put(Ready())
+        if learner.in_background:
+            os.nice(NICENESS)
         while True:
             message: list[Chunk] | tuple[dict[str, Any], PackedTensors] = inbox.get()
             if not isinstance(message, list):  # a state to restore
@@ -159,11 +173,18 @@ def run_worker(learner: WorkerLearner, inbox: Any, outbox: Any) -> None:
                 continue
             for chunk in message:
                 chunk.into(online_drafter.buffer)
-            lesson = online_drafter.learn(Acceptance.of(text for chunk in message for text in chunk.acceptance.texts))
-            facts, state = online_drafter.state()
+            lesson = _lesson(online_drafter, message)
+            facts, state = ({}, {}) if learner.in_background else online_drafter.state()
             outbox.put(LearnerResult(lesson, online_drafter.played().cpu(), facts, PackedTensors.of(state)))
     except Exception as error:
         outbox.put(Failed(f"{type(error).__name__}: {error}"))
+
+
+def _lesson(online_drafter: OnlineDrafter, chunks: list[Chunk]) -> Lesson:
+    """Learn from chunks, within the time budget if the seconds of decoding are known."""
+    acceptance = Acceptance.of(text for chunk in chunks for text in chunk.acceptance.texts)
+    seconds = [chunk.decode_s for chunk in chunks if chunk.decode_s is not None]
+    return online_drafter.learn_within_budget(acceptance, sum(seconds)) if seconds else online_drafter.learn(acceptance)
 
 
 def _die_with_parent() -> None:

@@ -22,7 +22,7 @@ Learning = TypeVar("Learning", bound="DrafterStreamRecipe")
 FLAGS = (
     *("learner", "arch", "init", "pool", "domain", "prompts", "data_limit", "schedule", "mixing", "chunk", "lr"),
     *("target_schedule", "draft_length", "beside", "asynchronous", "learner_device", "online_baselines"),
-    *("batch", "seeds"),
+    *("batch", "seeds", "log"),
     *(*TARGET, *SAMPLING, "save_outputs", "output_dir", "resume", "overwrite"),
 )
 EARLIER = ("server", "baseline_server", "listen", "from_log", "allow_code_execution")

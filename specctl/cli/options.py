@@ -207,6 +207,7 @@ FLAGS: dict[str, Flag] = {
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),
     "seeds": Flag(("seeds",), str, "Seeds, one repeat each, for intervals: 0,1,2.", _comma_ints),
     "shard": Flag(("shard",), str, "This job's part of the prompts, for job arrays.", metavar="I/N"),
+    "learn": Flag(("learn.enabled",), bool, "Let the drafter learn from the texts that are served."),
     "log": Flag(("log",), list[str], "Also log to tensorboard, wandb or trackio; repeatable.", _names),
     "to": Flag(("to",), str, listed(readers()) + "."),
     "tune": Flag(

@@ -9,11 +9,12 @@ import typer
 from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, table
+from specctl.families import online_families
 
 if TYPE_CHECKING:
     from specctl.recipe import ServeRecipe
 
-FLAGS = ("drafters", "pool", "strict", "choose", "server", "listen", *TARGET, "output_dir", "overwrite")
+FLAGS = ("drafters", "pool", "strict", "choose", "server", "learn", "listen", "log", *TARGET, "output_dir", "overwrite")
 FLAGS_OF_ROUTE = ("server", "listen", "algo", "seeds", "target", "output_dir", "overwrite")
 """Flags of the former command `route`."""
 EXAMPLE = "specctl serve --target MODEL --drafter drafters/sql-eagle3+lookup --listen 127.0.0.1:8000"
@@ -41,9 +42,11 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
 
     With --server, running engines answer. The policy sends each text to the engine with the drafter that suits it, and
     learns from the engines' counters.
+    With --learn, the drafter learns from the texts that are served.
 
     / shows what it does, /metrics is for Prometheus. A signal ends it."""
     from specctl.cli import checks
+    from specctl.drafters import pool
     from specctl.selection import dispatch
     from specctl.selection.policies import registry
 
@@ -51,6 +54,8 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
         dispatch.check(recipe.choose)
     registry.check([recipe.choose])
     checks.check_drafters(recipe.drafters)
+    if recipe.learn.enabled:
+        pool.learnable_part(recipe.drafters[0])
     if recipe.output_dir:
         checks.check_output("serve", recipe.output_dir, overwrite=recipe.overwrite)
     run_or_plan("serve", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
@@ -60,6 +65,15 @@ def steps(recipe: ServeRecipe) -> list[str]:
     """Return the plan in words."""
     from specctl.cli import checks
 
+    if recipe.server.urls and recipe.learn.enabled:
+        urls = ", ".join(recipe.server.urls)
+        log = "write the texts to a log in the run directory, which only its owner can read"
+        return [
+            f"check that {urls} serve the same model",
+            f"answer requests at {recipe.listen}, and {log}",
+            *learning_steps(recipe),
+            "publish better versions to the servers, and roll back worse ones",
+        ]
     if recipe.server.urls:
         urls = ", ".join(recipe.server.urls)
         how = f", each by the server that {recipe.choose} chooses" if len(recipe.server.urls) > 1 else ""
@@ -69,10 +83,27 @@ def steps(recipe: ServeRecipe) -> list[str]:
         from specctl.selection.arms import pool_paths
 
         drafts = f"choose among {', '.join(pool_paths(recipe))} for every text, by {recipe.choose}"
-    return [
+    plan = [
         checks.check_target(recipe.target),
         f"answer requests at {recipe.listen}, up to {recipe.slots} texts at a time, and {recipe.waiting} may wait",
         drafts,
+    ]
+    return [*plan, *learning_steps(recipe)]
+
+
+def learning_steps(recipe: ServeRecipe) -> list[str]:
+    """Return what learning adds to the plan: nothing without --learn."""
+    if not recipe.learn.enabled:
+        return []
+    from specctl.drafters import checkpoint, pool
+
+    family = checkpoint.family(pool.learnable_part(recipe.drafters[0]))
+    budget = recipe.learn.learner.budget
+    time = "without a limit of the time" if budget is None else f"for at most {budget:.0%} of the time of decoding"
+    chunk = recipe.learn.chunk or online_families()[family].chunk
+    how = f"learn by {recipe.learn.algo} after every {chunk} texts, {time}"
+    return [
+        how if recipe.server.urls else f"{how}, in a process of low priority; save the drafter in the run directory"
     ]
 
 
@@ -87,9 +118,20 @@ def show(document: dict[str, Any]) -> Any:
         table(*[COLUMNS[name] for name in columns], rows=rows),
         f"{document['requests']} texts, {document['tokens']} tokens in {document['seconds']:.0f} s, "
         f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
+        *learnt(document["learning"]),
         f"run: {cell(document['run_dir'])}",
     )
 
 
 def _shown(name: str, value: Any) -> Any:
     return f"{100 * value:.0f} %" if name == "share" and value is not None else value
+
+
+def learnt(learning: dict[str, Any] | None) -> list[str]:
+    """Render what was learnt: nothing if no drafter learnt."""
+    if learning is None:
+        return []
+    counts = f"{learning['lessons']} lessons changed the weights, {learning['rollbacks']} were taken back"
+    spent = f"{learning['learn_s']:.0f} s of learning"
+    mats = f"mat {cell(learning['mat_first'])} at first, {cell(learning['mat'])} at the end"
+    return [f"{counts}; {spent}; {mats}", f"learned: {cell(learning['drafter'])}"]

@@ -12,7 +12,7 @@ from typing import Any
 from specctl import progress
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.publication import VERSIONS, Publisher
-from specctl.adaptation.served_learner import ServedLearner
+from specctl.adaptation.served_learner import ServedChunk, ServedLearner
 from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.traffic import LogTraffic, RequestedTraffic
 from specctl.commands.export import export
@@ -24,10 +24,13 @@ from specctl.drafters import checkpoint
 from specctl.engines.client import Client
 from specctl.errors import UsageError
 from specctl.gateway import proxy_process
+from specctl.gateway.metrics import LearningCounts
+from specctl.gateway.proxy_process import DEFAULT_OPTIONS, ProxyOptions
 from specctl.measuring.measured import columns
 from specctl.measuring.records import recipe_stamp
 from specctl.measuring.resumable_run import CHUNKS, REJECTED, ResumableRun
-from specctl.measuring.served_counts import COUNTS, counts, mat_of, over_baseline
+from specctl.measuring.served_counts import COUNTS, mat_of, over_baseline
+from specctl.measuring.served_counts import counts as text_counts
 from specctl.recipe import ExportRecipe, LearnFromServerRecipe
 from specctl.runs import Run
 
@@ -75,11 +78,19 @@ class LearnFromServerResult:
 
 
 def learn_from_server(
-    recipe: LearnFromServerRecipe, run: Run, *, target: Target | None = None
+    recipe: LearnFromServerRecipe,
+    run: Run,
+    *,
+    target: Target | None = None,
+    guard: ProxyOptions = DEFAULT_OPTIONS,
+    counts: LearningCounts | None = None,
 ) -> LearnFromServerResult:
     """Learn from the texts that a recipe's servers write, and publish updates that prove themselves there.
 
-    `target`: passed by callers that have loaded it already. It runs over the texts to compute the learner's inputs.
+    Args:
+        target: passed by callers that have loaded it already. It runs over the texts to compute the learner's inputs.
+        guard: protection of the proxy, if clients send their requests to one.
+        counts: of the learning, kept up to date after every chunk.
 
     Raises:
         EngineError: a server is gone, or does not take a drafter.
@@ -104,7 +115,10 @@ def learn_from_server(
         rejections = Rejections(
             run.dir / REJECTED, recipe.data.max_rejected, hold=run.replaces_earlier, expected=logs.EXPECTED
         )
-        with open_traffic(recipe, run, target, client, other, rejections) as traffic:
+        told = counts or LearningCounts()
+        told.on = True
+        clients = client, other
+        with open_traffic(recipe, run, target, clients, rejections, guard) as (traffic, show):
             learner = ServedLearner(recipe, online_drafter, publisher, run.dir / LEARNT_DIR)
             if journal.mark.stage is not None:
                 with journal.restoring():
@@ -116,9 +130,11 @@ def learn_from_server(
                 for chunk in traffic.chunks():
                     row = learner.learn(chunk, journal.number, traffic.passed_over)
                     bar.update(len(chunk), chunk=row.chunk, mat=row.mat)
+                    _count(told, row, learner.ended)
+                    show(told)
                     with journal.writing():
                         journal.write_chunk([row])
-                        journal.append(COUNTS, [counts(text) for text in chunk])
+                        journal.append(COUNTS, [text_counts(text) for text in chunk])
                     journal.advance(traffic, *learner.state())
             journal.save()
         engines = [f"{one.facts.engine} {one.facts.version}" for one in client.servers]
@@ -151,13 +167,19 @@ def make_exporter(client: Client) -> Callable[[Path, Path], None]:
 
 @contextmanager
 def open_traffic(
-    recipe: LearnFromServerRecipe, run: Run, target: Target, client: Client, other: Client, rejections: Rejections
-) -> Iterator[Traffic]:
-    """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile."""
-    options, source = recipe.target.chat_template_kwargs, recipe.traffic
+    recipe: LearnFromServerRecipe,
+    run: Run,
+    target: Target,
+    clients: tuple[Client, Client],
+    rejections: Rejections,
+    guard: ProxyOptions,
+) -> Iterator[tuple[Traffic, Callable[[LearningCounts], None]]]:
+    """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile. Also
+    yields a function that shows counts to those who watch the proxy."""
+    (client, other), options, source = clients, recipe.target.chat_template_kwargs, recipe.traffic
     if source.listen is None and source.log is None:
         stream = PromptStream.of_pass(recipe, target, rejections, recipe.seeds[0])
-        yield RequestedTraffic(stream, recipe, client, other)
+        yield RequestedTraffic(stream, recipe, client, other), _unseen
         return
     log = source.log or run.dir / LOG
     if source.log is not None and not source.log.is_file():
@@ -165,13 +187,33 @@ def open_traffic(
     following = source.follow or source.listen is not None
     traffic = LogTraffic(log, target, options, rejections, recipe.chunk, following, recipe.data.limit)
     if source.listen is None:
-        yield traffic
+        yield traffic, _unseen
         return
     servers = {server.url: server.facts.engine for server in client.servers}
-    with proxy_process.running(source.listen, servers, log, int(source.max_log_mb * 2**20)) as (address, check):
-        traffic.check = check
-        progress.log(f"requests that go to {address} are forwarded to the servers and learned from")
-        yield traffic
+    with proxy_process.running(source.listen, servers, log, int(source.max_log_mb * 2**20), guard) as gateway:
+        traffic.check = gateway.check
+        gateway.show(LearningCounts(on=True))
+        progress.log(f"requests that go to {gateway.address} are forwarded to the servers and learned from")
+        yield traffic, gateway.show
+
+
+def _count(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
+    """Add a chunk to the counts of the learning."""
+    counts.on = not ended
+    sent = row.publication
+    counts.version = int((sent.version if sent and sent.verdict == "published" else row.version).lstrip("v") or 0)
+    counts.lessons[row.status] += 1
+    counts.rollbacks += row.ruling == "rollback" or (sent is not None and sent.verdict == "rolled back")
+    counts.texts += row.texts
+    counts.dropped = row.passed_over
+    counts.learn_s += row.learn_s
+    if row.mat is not None:
+        last = counts.mat.get("present", row.mat)
+        counts.mat = {"first": counts.mat.get("first", row.mat), "last": last, "present": row.mat}
+
+
+def _unseen(counts: LearningCounts) -> None:
+    """Show counts where nobody watches."""
 
 
 def _figures(rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> dict[str, Any]:

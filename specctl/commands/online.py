@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +24,9 @@ from specctl.recipe import OnlineRecipe
 from specctl.recipe.learner import rule_and_family
 from specctl.recipe.stream import parse_schedule
 from specctl.runs import Run
+from specctl.training.logging import Trackers
 
+TRACKED = ("mat", "static_mat", "accept_rate", "loss", "learn_s", "tokens_per_s")
 FEW_JUDGES = 10  # held-out texts that tell usual gains from chance
 TOP_FIELDS = (
     *("algo", "family", "mat", "mat_first", "mat_last", "speedup", "speedup_with_training"),
@@ -85,8 +88,9 @@ def online(recipe: OnlineRecipe, run: Run, *, target: Target | None = None) -> O
     weights = {str(path): checkpoint.fingerprint(path) for path in _starts(recipe)}
     journal = Journal(recipe, run, recipe_stamp(recipe) | {"target": target.identity, "drafters": weights})
     journal.start()
-    for seed, stream in journal.remaining_passes(target):
-        _pass(recipe, target, seed, stream, journal)
+    with closing(Trackers(recipe.log, run, recipe)) as trackers:
+        for seed, stream in journal.remaining_passes(target):
+            _pass(recipe, target, seed, stream, journal, trackers)
     journal.begin(target)  # in case every pass was finished already
     records = journal.records()
     journal.finish(records)
@@ -118,7 +122,9 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
     return [recipe.initial_drafter(family) for family in recipe.families]
 
 
-def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream, journal: Journal) -> None:
+def _pass(
+    recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream, journal: Journal, trackers: Trackers
+) -> None:
     """Run one pass over the stream, and save the learnt drafters after it."""
     stage = OnlineContenders(recipe, target, seed)
     mark = journal.mark
@@ -146,6 +152,7 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
                 rows = stage.learn(chunk, records)
                 records, _ = with_agreement(recipe, stage.target, records, {r.drafter for r in records} - {VANILLA})
                 journal.keep(records, rows)
+                trackers.log(journal.number, **_tracked(rows))
                 journal.advance(stream, *stage.state())
             stage.finish()
     finally:
@@ -153,6 +160,12 @@ def _pass(recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream,
     for name in recipe.algo:
         _save(recipe, stage, name, journal.drafter_dir(name, seed))
     journal.finish_pass()
+
+
+def _tracked(rows: Sequence[ChunkRow]) -> dict[str, float]:
+    """The numbers of a chunk that trackers show, by learner."""
+    values = {f"{row.algo}/{name}": getattr(row, name) for row in rows for name in TRACKED}
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _use_target(recipe: OnlineRecipe, stage: OnlineContenders, name: str, since: str = "") -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import uvicorn
 
 from specctl import progress
-from specctl.commands.serve_engines import EngineWork, answer_by_engines
+from specctl.commands.serve_engines import EngineWork, answer_by_engines, onward_key
+from specctl.commands.serve_learning import LearningSummary, learn_from_engines, learning_from
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
 from specctl.decoding.engine_options import EngineOptions
@@ -30,6 +31,7 @@ from specctl.gateway.engine_thread import EngineThread
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import Offer, OwnEngine
+from specctl.gateway.proxy_process import ProxyOptions
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, named, pool_paths, trained_on
@@ -66,7 +68,7 @@ class ServedDrafter:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """The result document of `serve`. `choose` is None if one drafter drafts everything.
+    """The result document of `serve`. `choose` is None if one drafter drafts everything, `learning` if none learns.
 
     It has no regret, because the yield of the other servers on a text is unknown. `decide_us_p50`: median microseconds
     to choose a server, or None if no server was chosen.
@@ -80,6 +82,7 @@ class ServeResult:
     drafters: list[ServedDrafter]
     requests: int = 0  # finished texts
     decide_us_p50: float | None = None
+    learning: LearningSummary | None = None
 
 
 def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> ServeResult:
@@ -93,9 +96,12 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         SpecctlError: the engine has failed.
     """
     key = api_key(recipe)
+    if recipe.learn.enabled:
+        pool.learnable_part(recipe.drafters[0])
     if recipe.server.urls:
-        return result_of(recipe, *answer_by_engines(recipe, run, key))
-    with server.listening(recipe.listen) as (place, address):
+        return serve_by_engines(recipe, run, key)
+    with ExitStack() as stack:
+        place, address = stack.enter_context(server.listening(recipe.listen))
         target = target or load_target(**recipe.target.loading)
         run.annotate(target=target.identity)
         name = recipe.model or model_name(target.name)
@@ -115,6 +121,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
             ),
         )
         backend.warm_up()
+        learning = stack.enter_context(learning_from(thread, recipe, run)) if recipe.learn.enabled else None
         failures: list[BaseException] = []
 
         def watch(http: uvicorn.Server) -> None:
@@ -129,6 +136,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
             thread.start()
 
         how = f"choosing by {recipe.choose} among" if recipe.chooses else "drafting with"
+        how = f"learning, {how}" if recipe.learn.enabled else how
         progress.log(f"serving {name} at {address}, {how} {', '.join(drafters) or 'no drafter'}; Ctrl-C ends it")
         began = time.monotonic()
         with suppress(KeyboardInterrupt):  # the normal end
@@ -137,7 +145,21 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         thread.stop()
         if failures:
             raise SpecctlError(f"the engine has failed: {where(failures[0])}", "start it again") from failures[0]
-    return result_of(recipe, meter, None, time.monotonic() - began)
+    result = result_of(recipe, meter, None, time.monotonic() - began)
+    return result if learning is None else replace(result, learning=learning())
+
+
+def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeResult:
+    """Let running engines answer, and with `learn` a drafter learn from their texts.
+
+    Raises UsageError, EngineError, CheckpointError as `answer_by_engines` and `learn_from_engines` do.
+    """
+    if not recipe.learn.enabled:
+        return result_of(recipe, *answer_by_engines(recipe, run, key))
+    began = time.monotonic()
+    counts, learnt = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward_key(recipe, key)))
+    result = result_of(recipe, Meter(str(run.target)), None, time.monotonic() - began)
+    return replace(result, learning=LearningSummary.of(counts, learnt))
 
 
 def api_key(recipe: ServeRecipe) -> str | None:
@@ -176,7 +198,8 @@ def make_thread(
     recipe: ServeRecipe, target: Target, drafters: dict[str, Drafter], places: dict[str, str], meter: Meter
 ) -> EngineThread:
     """Make the thread with the engine of a recipe. UsageError for a policy that cannot choose."""
-    options = EngineOptions(slots=recipe.slots)
+    learns = recipe.learn.enabled and not recipe.learn.buffer.reruns
+    options = EngineOptions(slots=recipe.slots, keeps_hidden=learns)
     if not recipe.chooses:
         name, drafter = next(iter(drafters.items()), (PLAIN, None))
         return EngineThread(Engine(target, Fixed.of(drafter), options), meter, name)

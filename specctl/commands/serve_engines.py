@@ -60,6 +60,11 @@ class TextLog:
         self.log.info(json.dumps({"time": time.time()} | asdict(text)))
 
 
+def onward_key(recipe: ServeRecipe, key: str | None) -> str | None:
+    """API key for the engines, or None to pass the clients' keys on. These are for this gateway if it has one."""
+    return None if key is None else os.environ.get(recipe.server.api_key_env, "")
+
+
 def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[Meter, EngineWork, float]:
     """Answer until a signal comes. Returns the counts, by address of the engine, and the seconds.
 
@@ -84,9 +89,7 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[M
         (run.dir / REQUESTS).unlink(missing_ok=True)
         meter, texts = Meter(str(run.target)), TextLog(traffic_log.opened(run.dir / REQUESTS, MAX_LOG_BYTES))
         chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, recipe.seed) if chooses else None
-        # Clients' keys are for this gateway if it has one, otherwise for the engines.
-        onward = None if key is None else os.environ.get(recipe.server.api_key_env, "")
-        backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward)
+        backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward_key(recipe, key))
         backend.on_text = texts.add
         how = f", choosing by {recipe.choose}" if chooses else ""
         progress.log(f"serving {run.target} at {address} by {', '.join(kinds)}{how}; Ctrl-C ends it")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import islice
 
@@ -153,6 +153,22 @@ class Engine:
         self.waiting.clear()
         self.texts.clear()
         self.state, self.device = self._new_state(), None
+
+    def exchange(self, controller: Controller, dropped: Iterable[Proposer]) -> None:
+        """Draft with another controller from the next round on. Texts go on: a drafter that has no memory of them reads
+        them first.
+
+        Args:
+            controller: reads the same hidden states of the target as the present one.
+            dropped: drafters that draft no more. Their memory of the texts and their graphs are freed.
+        """
+        assert set(controller.taps) <= set(self.controller.taps), "the kept features lack hidden states"
+        self._drain()
+        self.controller = controller
+        for drafter in dropped:
+            drafter.invalidate(self.state)
+            self.state.memory.pop(drafter, None)  # a hybrid also keeps counts of the texts
+        self.device, self._kept = None, KeptBatches()  # graphs hold the addresses of weights
 
     def _round(self) -> None:
         """Run one round: choose a drafter, propose, verify, commit, observe."""

@@ -21,7 +21,7 @@ from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 from specctl.errors import CheckpointError, UsageError
-from specctl.families import FAMILIES, WEIGHTLESS_DRAFTERS
+from specctl.families import FAMILIES, WEIGHTLESS_DRAFTERS, online_families
 from specctl.recipe import DraftingRecipe
 
 
@@ -77,6 +77,16 @@ def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStat
     if not isinstance(text, TextDrafter):
         raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is not a text drafter", HYBRIDS)
     return Hybrid(_trained(name, head), text, costs, past)
+
+
+def learnable_part(path_or_name: str) -> Path:
+    """Return the directory of the weights that can learn: the drafter, or the head of a hybrid. UsageError if there are
+    none."""
+    head = Path(parts_of(path_or_name)[0]).expanduser()
+    family = checkpoint.family(head) if checkpoint.is_drafter(head) else None
+    if family not in online_families():
+        raise UsageError(f"{path_or_name} has no weights that learn", "name the directory of a head: --drafter DIR")
+    return head
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:

@@ -19,6 +19,7 @@ from specctl.decoding.engine import Engine
 from specctl.decoding.records import Decoded, Event, Request, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.gateway.faults import where
+from specctl.gateway.learning import LiveLearner
 from specctl.gateway.logprobs import LogprobRecorder, TokenLogprob
 from specctl.gateway.metrics import Meter
 from specctl.gateway.text_stream import TextStream, decoder
@@ -115,7 +116,10 @@ class EngineThread:
 
     Attributes:
         open: texts that have not ended; only the event loop may read or change it.
+        learner: observes rounds and steps, and exchanges the drafter of the engine; or None. Set it before `start`.
     """
+
+    learner: LiveLearner | None = None
 
     def __init__(
         self,
@@ -169,11 +173,16 @@ class EngineThread:
             while self._take_commands():
                 try:
                     self._count_threads()
+                    began = time.perf_counter()
                     events = self.engine.step()
+                    seconds = time.perf_counter() - began
                 except Exception as error:  # a step runs models and drafters, which may raise anything
                     self._isolate(error)
                 else:
                     self._report_all(events)
+                    self._deliver()
+                    if self.learner is not None:
+                        self.learner.after_step(self.engine, events, seconds)
                 self._deliver()
         except BaseException as error:
             self.on_death(error)
@@ -235,6 +244,8 @@ class EngineThread:
     def _on_round(self, state: DecodeState, result: RoundResult) -> None:
         if self._logprobs.wanted:
             self._logprobs.on_round(state, result)
+        if self.learner is not None:
+            self.learner.observe(state, result)
         if self.drafter is not None:
             counts = self.meter.drafter(self.drafter)
             for round in result.counts.values():

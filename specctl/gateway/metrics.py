@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter as Counts
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import (
     CollectorRegistry,
@@ -13,7 +15,7 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
@@ -68,18 +70,58 @@ class DrafterCounts:
         return self.tokens / self.rounds if self.rounds else None
 
 
+@dataclass
+class LearningCounts:
+    """Counts of the drafter that learns from served texts.
+
+    Attributes:
+        on: whether it learns; False after a failure.
+        version: number of the weights that draft now; 0 = the weights of the start.
+        lessons: number of lessons by their result, a status of `UpdateOutcome`.
+        rollbacks: number of updates that were taken back.
+        texts: texts that were learnt from.
+        dropped: texts that were left out: too long, or no room in the buffer.
+        learn_s: seconds of lessons.
+        serve_s: seconds in which texts were decoded.
+        mat: mean tokens per pass of the target with the "first", the "last" and the "present" weights.
+    """
+
+    on: bool = False
+    version: int = 0
+    lessons: Counts[str] = field(default_factory=Counts)
+    rollbacks: int = 0
+    texts: int = 0
+    dropped: int = 0
+    learn_s: float = 0.0
+    serve_s: float = 0.0
+    mat: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts as JSON-able values."""
+        return dict(vars(self))
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> LearningCounts:
+        """Read the counts of `to_json`."""
+        return cls(**{**values, "lessons": Counts(values["lessons"])})
+
+
 class Meter:
     """Everything that the gateway counts. One thread writes each counter; any thread may read them.
 
     Attributes:
         drafters: counts by name of the drafter, or by address of the server.
+        learning: counts of the drafter that learns, or None if no drafter learns.
     """
+
+    learning: LearningCounts | None = None
 
     def __init__(self, model: str):
         self.model = model
         self.drafters: dict[str, DrafterCounts] = {}
         self.registry = CollectorRegistry()
         self.registry.register(_DrafterCollector(self))
+        self.registry.register(_LearningCollector(self))
         label = ("model_name",)
         self._finished = self._counter("vllm:request_success", "Finished texts.", "finished_reason")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.").labels(model)
@@ -172,3 +214,35 @@ class _DrafterCollector(Collector):
             for drafter, one in counts.items():
                 made.add_metric((drafter,), getattr(one, name))
             yield made
+
+
+class _LearningCollector(Collector):
+    """Metrics made of `Meter.learning` when they are read: without samples if no drafter learns."""
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self.meter.learning
+        on = GaugeMetricFamily("specctl:learning", "Whether the drafter learns; 0 after a failure.")
+        version = GaugeMetricFamily("specctl:learning_version", "Number of the weights that draft now.")
+        mat = GaugeMetricFamily("specctl:learning_mat", "Tokens per pass of the target.", labels=("weights",))
+        lessons = CounterMetricFamily("specctl:learning_lessons", "Lessons by result.", labels=("status",))
+        sums = {
+            "rollbacks": "Updates that were taken back.",
+            "texts": "Texts that were learnt from.",
+            "dropped": "Texts that were left out: too long, or no room.",
+            "learn_s": "Seconds of lessons.",
+            "serve_s": "Seconds in which texts were decoded.",
+        }
+        totals = {name: CounterMetricFamily(f"specctl:learning_{name}", help) for name, help in sums.items()}
+        if counts is not None:
+            on.add_metric((), counts.on)
+            version.add_metric((), counts.version)
+            for weights, value in dict(counts.mat).items():
+                mat.add_metric((weights,), value)
+            for status, count in dict(counts.lessons).items():
+                lessons.add_metric((status,), count)
+            for name, total in totals.items():
+                total.add_metric((), getattr(counts, name))
+        yield from (on, version, mat, lessons, *totals.values())

@@ -3,34 +3,75 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from specctl.errors import SpecctlError
 from specctl.gateway import server, traffic_log
-from specctl.gateway.metrics import Meter
+from specctl.gateway.metrics import LearningCounts, Meter
 from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe.serve import LimitsRecipe
 
 SECONDS_TO_END = 5.0  # beyond the time for requests in flight
 
-Check = Callable[[], None]
-"""Raises SpecctlError if the process has ended."""
+
+@dataclass(frozen=True)
+class ProxyOptions:
+    """Protection of the gateway.
+
+    Attributes:
+        key: API key that clients must send, or None.
+        onward: API key for the engines, in the place of the client's, or None to pass that on.
+    """
+
+    limits: LimitsRecipe = field(default_factory=LimitsRecipe)
+    key: str | None = None
+    onward: str | None = None
+
+
+DEFAULT_OPTIONS = ProxyOptions()
+
+
+class GatewayProcess:
+    """A gateway in its own process, as the process of the learner sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str):
+        self._process, self.address = process, address
+
+    def check(self) -> None:
+        """Raise SpecctlError if the process has ended."""
+        if (status := self._process.poll()) is not None:
+            raise SpecctlError(
+                f"the process of the gateway at {self.address} has ended, with status {status}", "start again"
+            )
+
+    def show(self, counts: LearningCounts) -> None:
+        """Show these counts on its page and its metrics."""
+        self.tell(counts.to_json())
+
+    def tell(self, document: Any) -> None:
+        """Send a line. Does nothing if the process has ended."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(document).encode() + b"\n")
+            self._process.stdin.flush()
 
 
 @contextmanager
-def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> Iterator[tuple[str, Check]]:
-    """Run a gateway in its own process. Yields its address, and a function that checks whether it still runs.
+def running(
+    listen: str, servers: dict[str, str], log: Path, max_bytes: int, options: ProxyOptions = DEFAULT_OPTIONS
+) -> Iterator[GatewayProcess]:
+    """Run a gateway in its own process during the block.
 
     `servers`: engine by address. At the end it accepts no more requests, and answers all requests still in flight.
     Raises UsageError as `server.listening` does.
     """
-    limits = LimitsRecipe()
     with server.listening(listen) as (place, address):
         traffic_log.close(traffic_log.opened(log, max_bytes))  # report here if the log cannot be opened
         process = subprocess.Popen(
@@ -40,35 +81,33 @@ def running(listen: str, servers: dict[str, str], log: Path, max_bytes: int) -> 
             start_new_session=True,  # Ctrl-C is for the learning process
         )
         # Send the settings over stdin: all users can read a process's arguments, and addresses may hold passwords.
-        settings = json.dumps([place.fileno(), servers, str(log), max_bytes])
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # the process has ended
-            process.stdin.write(settings.encode() + b"\n")
-            process.stdin.flush()
-
-    def check() -> None:
-        if (status := process.poll()) is not None:
-            raise SpecctlError(
-                f"the process of the gateway at {address} has ended, with status {status}", "start again"
-            )
-
+        gateway = GatewayProcess(process, address)
+        guard = [options.limits.model_dump(), options.key, options.onward]
+        gateway.tell([place.fileno(), servers, str(log), max_bytes, *guard])
     try:
-        yield address, check
+        yield gateway
     finally:
+        assert process.stdin is not None
         with suppress(BrokenPipeError):
             process.stdin.close()
         try:
-            process.wait(limits.stop_s + SECONDS_TO_END)
+            process.wait(options.limits.stop_s + SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             process.kill()
 
 
 def main() -> None:
     """Serve until stdin ends, which happens when the parent process ends."""
-    descriptor, servers, log, max_bytes = json.loads(sys.stdin.buffer.readline())
-    backend = RunningEngines(servers, Meter("engines"), traffic_log.opened(Path(log), max_bytes))
-    app = engines_app(backend, LimitsRecipe())
-    server.run(app, socket.socket(fileno=descriptor), server.stop_after(lambda: os.read(0, 1)))
+    descriptor, servers, log, max_bytes, limits, key, onward = json.loads(sys.stdin.buffer.readline())
+    meter = Meter("engines")
+    backend = RunningEngines(servers, meter, traffic_log.opened(Path(log), max_bytes), key=onward)
+    app = engines_app(backend, LimitsRecipe(**limits), key)
+
+    def follow() -> None:
+        for line in sys.stdin.buffer:
+            meter.learning = LearningCounts.from_json(json.loads(line))
+
+    server.run(app, socket.socket(fileno=descriptor), server.stop_after(follow))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ from specctl.runs import atomic_write, to_json
 
 RECORDS, OUTPUTS = "records.parquet", "outputs.jsonl"
 STAMP = b"specctl.stamp"
-UNSTAMPED_KEYS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric"}
+UNSTAMPED_KEYS = {"resume", "overwrite", "output_dir", "save_outputs", "matrix", "metric", "log"}
 UNSTAMPED_KEYS |= {"server", "publication", "traffic", "baseline_server", "concurrency", "mats"}  # servers: no records
 """Recipe keys that change what is shown of the records, or where they are written, but not what is measured."""
 

@@ -13,6 +13,7 @@ from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_famil
 from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.stream import LearningRecipe, parse_schedule
+from specctl.recipe.train import Tracker
 
 Baseline = Annotated[str, OneOf(lambda: ("vanilla", "static", *TEXT_DRAFTERS, STREAM_RETRIEVAL))]
 
@@ -113,6 +114,7 @@ class OnlineRecipe(DrafterStreamRecipe):
     baselines: list[Baseline] = ["vanilla", "static", "lookup", "retrieval"]
     batch: PositiveInt = 1  # sequences at a time
     save_outputs: bool = False
+    log: list[Tracker] = []
 
     @field_validator("beside", mode="before")
     @classmethod

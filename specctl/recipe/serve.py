@@ -8,7 +8,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from specctl.recipe.sections import CommandRecipe, DraftingRecipe, LocalPath, Name, PositiveFloat, Section
 from specctl.recipe.select import ArmRecipe, GameRecipe, PolicyRecipe
+from specctl.recipe.serve_learning import ServeLearningRecipe
 from specctl.recipe.server import Listen, ServerRecipe
+from specctl.recipe.train import Tracker
 
 
 class LimitsRecipe(Section):
@@ -51,6 +53,8 @@ class ServeRecipe(CommandRecipe):
     waiting: NonNegativeInt = 256  # texts that may wait for a place among them; others are refused with status 429
     max_new_tokens: PositiveInt | None = None  # most new tokens of an answer (None = the rest of the context)
     limits: LimitsRecipe = LimitsRecipe()
+    learn: ServeLearningRecipe = ServeLearningRecipe()
+    log: list[Tracker] = []  # trackers that show the progress of learning
     key_env: Annotated[str, Field(pattern=r"^\w+$")] = "SPECCTL_SERVE_KEY"  # environment variable with clients' key
     overwrite: bool = False
 
@@ -63,6 +67,10 @@ class ServeRecipe(CommandRecipe):
     def _consistent(self) -> Self:
         if self.chooses and self.drafting.proposal == "sampled":
             raise ValueError("sampled and deterministic proposals are verified by different rules: serve one drafter")
-        if self.server.urls and (self.drafters or self.pool):
+        if self.learn.enabled and (self.chooses or not self.drafters):
+            raise ValueError("learn: one drafter learns: name it with --drafter DIR, without a pool")
+        if self.log and not (self.learn.enabled and not self.server.urls):
+            raise ValueError("log: trackers show the learning of the own engine: add --learn, or leave log out")
+        if self.server.urls and (self.drafters or self.pool) and not self.learn.enabled:
             raise ValueError("server: the engines draft themselves: leave out drafters and pool, or server")
         return self

@@ -23,6 +23,7 @@ from specctl.recipe.sections import (
 from specctl.recipe.server import ServerRecipe
 
 Arch = Annotated[str, OneOf(lambda: FAMILIES)]
+Tracker = Literal["tensorboard", "wandb", "trackio"]
 
 
 class DrafterRecipe(Section):
@@ -212,7 +213,7 @@ class TrainRecipe(WriterRecipe):
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"  # of matrix products; weights always stay in fp32
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 0  # also set by deepspeed.zero_optimization.stage
     deepspeed: dict[str, Any] = {}  # merged into the engine's configuration
-    log: list[Literal["tensorboard", "wandb", "trackio"]] = []
+    log: list[Tracker] = []
 
     @model_validator(mode="after")
     def _features_of_slices(self) -> TrainRecipe:

@@ -1,4 +1,4 @@
-"""Trackers that show training metrics to a user (`--log tensorboard|wandb|trackio`), in addition to metrics.jsonl."""
+"""Trackers that show the progress of learning to a user (`--log tensorboard|wandb|trackio`), in addition to metrics."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import importlib
 from typing import Any
 
 from specctl.errors import UsageError
-from specctl.recipe import TrainRecipe
+from specctl.recipe import CommandRecipe
 from specctl.runs import Run
 
 
 class Trackers:
     """Sends scalar metrics to all requested trackers."""
 
-    def __init__(self, names: list[Any], run: Run, recipe: TrainRecipe):
+    def __init__(self, names: list[Any], run: Run, recipe: CommandRecipe):
         self.writer: Any = None
         self.services: list[Any] = []
         for name in names:

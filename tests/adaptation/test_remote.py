@@ -1,5 +1,6 @@
 """A learner in another process, which learns, stops and ends with the decoder."""
 
+import dataclasses
 import os
 import queue
 import signal
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from specctl.adaptation import remote
+from specctl.adaptation import remote, worker
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.adaptation.remote import AsyncOnlineDrafter
 from specctl.adaptation.worker import LearnerResult, PackedTensors, Ready
@@ -168,3 +169,18 @@ def test_the_worker_process(tmp_path, tiny, monkeypatch):
         wait_for(there)
     there.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_a_chunk_with_its_seconds_is_learnt_from_within_the_budget(tmp_path, tiny):
+    """A gateway's learner would take all the time that there is; `online --async` would learn nothing."""
+    made = recipe("unread.jsonl", write_head(tmp_path / "eagle3", tiny, "eagle3"), tiny, algo=["ogd"])
+    made.learner.budget = 0.05
+    pupil = OnlineDrafter(made, "ogd", tiny, 0)
+    chunks = [answered(pupil, tiny) for _ in range(3)]
+
+    def status(decode_s):
+        chunk = chunks.pop(0)
+        chunk.into(pupil.buffer)
+        return worker._lesson(pupil, [dataclasses.replace(chunk, decode_s=decode_s)]).outcome.status
+
+    assert [status(0.0), status(None), status(1e4)] == ["rested", "updated", "updated"]

@@ -440,3 +440,15 @@ def test_too_few_judges_are_told_of(fields, judges):
     assert (note is None) == (judges is None)
     if note is not None:
         assert note.startswith(f"only {judges} of 20 prompts judge an update") and "40 prompts" in note
+
+
+def test_trackers_show_every_chunk(tmp_path, prompts, tiny, copy):
+    """`--log` would be accepted, and nothing would be shown."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    made = recipe(prompts, copy, tiny, algo=["ogd"], baselines=["vanilla"], log=["tensorboard"])
+    learnt(tmp_path / "run", made, tiny)
+    shown = EventAccumulator(str(tmp_path / "run" / "tensorboard")).Reload()
+    mats = [row["mat"] for row in lines(tmp_path / "run")]
+    assert [one.value for one in shown.Scalars("ogd/mat")] == pytest.approx(mats) and len(mats) == 3
+    assert {"ogd/loss", "ogd/learn_s"} <= {*shown.Tags()["scalars"]}

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import signal
 import threading
 import time
 
@@ -11,13 +12,15 @@ import pytest
 
 from specctl import progress
 from specctl.commands.learn_from_server import learn_from_server
+from specctl.commands.serve import serve
 from specctl.drafters import checkpoint
 from specctl.engines import vllm_worker
 from specctl.engines.records import EngineError
 from specctl.errors import CheckpointError, Interrupted, RecipeError, SpecctlError, UsageError
-from specctl.recipe import LearnFromServerRecipe
+from specctl.recipe import LearnFromServerRecipe, ServeRecipe
 from specctl.runs import Run
 from tests.conftest import holding
+from tests.gateway.conftest import wait_for
 from tests.measuring.streams import recipe, write_head, write_prompts
 from tests.toys.live import LiveEngine
 
@@ -308,3 +311,49 @@ def test_clients_are_served_when_learning_has_ended(go, engine, monkeypatch):
     result = through_proxy(go, engine, 14)
     assert verdicts(result) == ["rolled back"] * 5 + [None] * 2 and engine.version == "v000001"
     assert [row["status"] for row in result.per_chunk[5:]] == ["rested"] * 2 and result.prompts == 14
+
+
+def test_serve_learns_from_running_engines(tmp_path, target, head, engine, monkeypatch):
+    """`serve --learn` must publish as `learn-from-server` does, ask for the gateway's key, and show the lessons."""
+    engine.histograms = {f"v00000{n}": BETTER for n in range(2, 9)}
+    monkeypatch.setenv("SPECCTL_SERVE_KEY", "ours")
+    asked, pages, address = [[5, 6, 7 + n] for n in range(40)], [], []
+    prompts = [ids for ids in asked if len(engine.text(ids, 6, 0, 0)[0]) > 1][:6]
+    recipe = ServeRecipe(
+        target={"name": "builtin", "dtype": "fp32", "device": "cpu"},
+        server={"urls": [engine.url]},
+        drafters=[str(head)],
+        listen="127.0.0.1:0",
+        learn={"enabled": True, "chunk": 2, "learner": {"holdout": 0, "rest": 0}},
+        output_dir=tmp_path / "run",
+    )
+    logged = progress.log
+
+    def log(message):
+        if message.startswith("requests that go to "):
+            address.append(message.split()[4])
+        logged(message)
+
+    def client():
+        wait_for(lambda: address)
+        with httpx.Client(base_url=address[0], transport=httpx.HTTPTransport(retries=30), timeout=30) as http:
+            body = {"model": "builtin", "max_tokens": 6, "temperature": 0, "seed": 0}
+            pages.append(http.post("/v1/completions", json=body | {"prompt": prompts[0]}).status_code)
+            http.headers["authorization"] = "Bearer ours"
+            for ids in prompts:
+                assert http.post("/v1/completions", json=body | {"prompt": ids}).status_code == 200
+            wait_for(lambda: 'learning_lessons_total{status="updated"} 3.0' in http.get("/metrics").text)
+            pages.append(http.get("/metrics").text)
+        progress.interrupts.handle(signal.SIGTERM)
+
+    monkeypatch.setattr(progress, "log", log)
+    thread = threading.Thread(target=client)
+    thread.start()
+    run = Run.create("serve", recipe, tmp_path / "run")
+    assert run.dir.stat().st_mode & 0o077 == 0, "the log of texts is its owner's alone"
+    found = serve(recipe, run)
+    thread.join()
+    assert pages[0] == 401 and "specctl:learning 1.0" in pages[1] and "specctl:learning_version 4.0" in pages[1]
+    assert found.learning.lessons == 3 and found.learning.version == 4 and engine.version == "v000004"
+    assert checkpoint.load(found.learning.drafter).config["family"] == "eagle3"
+    assert found.learning.mat_first == 1.75  # later texts may have been drafted by any version

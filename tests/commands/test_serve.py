@@ -14,10 +14,12 @@ import pytest
 from specctl import progress
 from specctl.commands.serve import api_key, model_name, serve
 from specctl.decoding.target_text import load_target_text
+from specctl.drafters import checkpoint
 from specctl.errors import UsageError
 from specctl.recipe import ServeRecipe
 from specctl.runs import Run
 from tests.cli.conftest import specctl
+from tests.measuring.streams import write_head
 from tests.toys.engine import FakeEngine
 
 __all__ = ["specctl"]
@@ -36,11 +38,63 @@ def test_the_plan(specctl):
         (("--listen", "8000"), "must be HOST:PORT"),
         (("slots=0",), "slots"),
         (("--drafter", "lookup", "--drafter", "suffix", "drafting.proposal=sampled"), "serve one drafter"),
+        (("--learn",), "one drafter learns: name it with --drafter"),
+        (("--learn", "--pool", "drafters"), "one drafter learns"),
+        (("--learn", "--drafter", "lookup"), "lookup has no weights that learn"),
+        (("--learn", "--drafter", "lookup", "learn.algo=static"), "a rule that learns"),
+        (("--learn", "--drafter", "lookup", "learn.algo=ogd-eagle3"), "without a family"),
+        (("--learn", "--drafter", "lookup", "learn.device=gpu"), "not a device"),
+        (("--server", "http://a:1", "--drafter", "lookup"), "leave out drafters and pool"),
+        (("--log", "tensorboard"), "add --learn"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_one_line(specctl, argv, words):
     done = specctl("serve", *argv)
     assert done.code == 2 and words in done.err and "Traceback" not in done.err
+
+
+def test_the_plan_of_learning(specctl, tmp_path):
+    """It must say where texts of clients go, and how much time learning may take."""
+    (tmp_path / "head").mkdir()
+    for name in ("config.json", "drafter.json"):
+        (tmp_path / "head" / name).write_text('{"family": "eagle3"}')
+    head = str(tmp_path / "head")
+    own = specctl("serve", "--learn", "--drafter", head, "--dry-run").out
+    assert "learn by ogd after every 40 texts, for at most 5% of the time" in own and "low priority" in own
+    both = specctl("serve", "--learn", "--drafter", head, "--server", "http://a:1", "--dry-run").out
+    assert "write the texts to a log" in both and "roll back worse ones" in both
+
+
+@pytest.mark.slow
+def test_a_process_learns_and_the_next_one_goes_on(tmp_path, target):
+    """Weights of a lesson must be on the disk at the end, without a word of a client, and serve again."""
+    start, environ = write_head(tmp_path / "head", target, "eagle3"), os.environ | {"OMP_NUM_THREADS": "1"}
+    body = {"messages": [{"role": "user", "content": "A quokka asks"}], "max_tokens": 24, "temperature": 1, "n": 4}
+    for place, drafter in (("one", start), ("two", tmp_path / "one/drafter")):
+        command = [sys.executable, "-m", "specctl", "serve", "--drafter", str(drafter), "--listen", "127.0.0.1:0"]
+        settings = ["--learn", "learn.chunk=4", "learn.learner.budget=null", "learn.learner.holdout=0", "--log"]
+        process = subprocess.Popen(
+            [*command, *settings, "tensorboard", "--json", "--device", "cpu", "--output-dir", place],
+            **{"cwd": tmp_path, "env": environ, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        )
+        said = ""
+        while " at http" not in said:
+            line = process.stderr.readline()
+            assert line, said
+            said += line
+        address = said.partition(" at ")[2].partition(",")[0]
+        until = time.monotonic() + 120
+        while "learning_version 0.0" in httpx.get(address + "/metrics", timeout=60).text:
+            assert time.monotonic() < until, "no lesson came"
+            assert httpx.post(address + "/v1/chat/completions", json=body, timeout=60).status_code == 200
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err
+        learning = json.loads(out)["learning"]
+        assert learning["version"] >= 1 and learning["lessons"] >= 1 and not learning["failed"]
+        assert checkpoint.load(tmp_path / place / "drafter").config["family"] == "eagle3"
+        assert list((tmp_path / place / "tensorboard").iterdir())
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"quokka" in path.read_bytes()]
 
 
 def test_the_key_is_read_from_the_environment(monkeypatch, capfd):

@@ -399,15 +399,15 @@ def test_the_end_of_the_process_is_noticed(tmp_path):
     """Its clients were refused, and the learner waited for ever."""
     with (
         hostile(lambda *_: reply(b"{}")) as engines,
-        proxy_process.running("127.0.0.1:0", {engines[0].url: "vllm"}, tmp_path / "log", 2**20) as (_, check),
+        proxy_process.running("127.0.0.1:0", {engines[0].url: "vllm"}, tmp_path / "log", 2**20) as gateway,
     ):
-        check()
+        gateway.check()
         (child,) = [one for one in psutil.Process().children() if "specctl.gateway.proxy_process" in one.cmdline()]
         os.kill(child.pid, signal.SIGKILL)
 
         def noticed():
             try:
-                check()
+                gateway.check()
             except SpecctlError as error:
                 return "has ended" in error.message
             return False

@@ -77,9 +77,9 @@ class Engine:
 @contextmanager
 def running(*options):
     """The address of a gateway in a process of its own."""
-    with proxy_process.running(*options) as (address, check):
-        yield address
-        check()
+    with proxy_process.running(*options) as gateway:
+        yield gateway.address
+        gateway.check()
 
 
 @contextmanager

@@ -169,3 +169,11 @@ def test_it_is_compiled_once(fresh, monkeypatch):
 def test_the_environment_turns_it_off(fresh, monkeypatch):
     monkeypatch.setenv("SPECCTL_STEP", "torch")
     assert native.library() is None and list(fresh.iterdir()) == []
+
+
+@needed
+def test_a_target_without_layers_has_no_step(tmp_path):
+    """A learner in another process loads the embedding and the vocabulary head alone, and ended with an error."""
+    place = write_tiny(tmp_path / "llama", *KINDS["llama"])
+    whole, part = (load_target(str(place), device="cpu", dtype="bf16", whole=whole) for whole in (True, False))
+    assert whole.model._native is not None and torch.equal(whole.head_weight, part.head_weight)

@@ -132,7 +132,7 @@ def native_step(model: Packed, int8: bool = False) -> NativeStep | None:
     Args:
         int8: use the int8 weights of `DraftLinear`.
     """
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16:
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not model.layers:  # a learner loads no layers
         return None
     library, kept = native.library(), "int8" if int8 else "native"
     products = [getattr(getattr(layer, name), kept, None) for layer in model.layers for name in PRODUCTS]
