@@ -17,8 +17,7 @@ from typing import Any
 from specctl import data_prep
 from specctl.adaptation.segments import interleave
 from specctl.decoding.target import Target
-from specctl.distillation.plan import render
-from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts
+from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts, render
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts, warn
 from specctl.recipe import DataRecipe, LearningRecipe, StreamRecipe

@@ -15,7 +15,7 @@ from specctl.decoding.records import Decoded, Request, RoundResult
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
-from specctl.distillation.prompts import prompt_id
+from specctl.distillation.messages import prompt_id
 from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.measuring import lossless

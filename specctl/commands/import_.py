@@ -80,7 +80,9 @@ def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> 
     drafter = load_family(head.family).make_drafter(module, target, DraftingRecipe())
     data = recipe.data.model_copy(update={"limit": recipe.probe.prompts})
     prompts = read_prompts(data, recipe.data.domain[0], split="test")
-    texts = [target.render(prompt.messages, **recipe.target.chat_template_kwargs) for prompt in prompts]
+    texts = [
+        target.render(prompt.messages, **prompt.arguments(recipe.target.chat_template_kwargs)) for prompt in prompts
+    ]
     decoded = decode_greedily(target, texts, recipe.probe.max_new_tokens, drafter)
     rate = metrics.accept_rate(decoded)
     if rate is None or rate < recipe.probe.suspicious:

@@ -34,6 +34,7 @@ class TargetText:
         eos_ids: ids that end a response.
         end_id: the id to append to a response with unknown end (None if the target names no end token).
         context_length: longest sequence that the target supports.
+        tool_sources: data sets for which it was checked whether the chat template shows their tools.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class TargetText:
     ):
         self.name, self.tokenizer, self.generation_config = name, tokenizer, generation_config
         self._renderer: Renderer | None = None
+        self.tool_sources: set[str] = set()
         self.config = config.get_text_config()
         self.vocab_size = vocab_size or self.config.vocab_size
         self.hidden_size, self.num_layers = self.config.hidden_size, self.config.num_hidden_layers
@@ -64,16 +66,16 @@ class TargetText:
             "weights": version.weights,
         }
 
-    def render(self, messages: list[dict[str, str]], **chat_template_kwargs: Any) -> list[int]:
-        """Prompt ids of a conversation, with the generation prompt appended.
+    def render(self, messages: list[dict[str, Any]], **chat_template_kwargs: Any) -> list[int]:
+        """Prompt ids of a conversation (`distillation/messages.py` describes it), with the generation prompt appended.
 
-        A message may have `reasoning_content`, the assistant's reasoning. The template gets it under each name that
-        published templates read.
+        The template gets an assistant's `reasoning_content` under each name that published templates read. The tools
+        are the argument `tools`.
 
         Raises:
             DataError: there is no chat template.
             ChatTemplateError (a DataError): the template refuses the conversation, fails on it, or leaves out the last
-                of several messages.
+                of several messages, tool calls or the last tool's result.
             CheckpointError: the template takes more time or memory than `chat` allows.
         """
         if getattr(self.tokenizer, "chat_template", None) is None:
@@ -89,18 +91,37 @@ class TargetText:
             else message
             for message in messages
         ]
+        if any(one.get("tool_calls") for one in messages) and "tool_calls" not in str(self.tokenizer.chat_template):
+            raise ChatTemplateError(
+                f"the chat template of target {self.name} does not render tool calls", "use a template for tools"
+            )
         ids = self._renderer(self.name, named, chat_template_kwargs)
         # A template that lays out only one message, such as the hint's example, would give every turn the same prompt.
-        if len(messages) > 1 and messages[-1]["role"] == "user" and not self.holds(ids, messages[-1]["content"]):
+        results = [one for one in messages if one["role"] == "tool"][-1:]
+        last = messages[-1:] if len(messages) > 1 and messages[-1]["role"] == "user" else []
+        if missing := next((one for one in [*last, *results] if not self.shows(ids, one)), None):
+            what = f"the last of {len(messages)} messages" if missing is messages[-1] else "the result of a tool"
             raise ChatTemplateError(
-                f"the chat template of target {self.name} leaves out the last of {len(messages)} messages",
+                f"the chat template of target {self.name} leaves out {what}",
                 "use a template that goes through all `messages`",
             )
         return ids
 
-    def holds(self, ids: list[int], text: str) -> bool:
-        """Whether these ids contain `text`, whitespace aside."""
-        return self.normalized(text) in self.characters(ids)
+    def ignores_tools(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> bool:
+        """Whether the chat template renders the same ids without the `tools` among its `arguments`."""
+        others = {name: value for name, value in arguments.items() if name != "tools"}
+        return self.render(messages, **others) == self.render(messages, **arguments)
+
+    def shows(self, ids: list[int], message: dict[str, Any]) -> bool:
+        """Whether these ids contain the text of a message, whitespace aside. Templates write the results of tools as
+        text or as JSON."""
+        content, whole = message["content"], self.characters(ids)
+        texts = [part["text"] for part in content] if isinstance(content, list) else [content]
+        return all(
+            self.normalized(text) in whole
+            or (message["role"] == "tool" and self.normalized(json.dumps(text, ensure_ascii=False)[1:-1]) in whole)
+            for text in texts
+        )
 
     def normalized(self, text: str) -> str:
         """A text without whitespace after a round trip through the tokenizer, which may change letters (NFC, lower

@@ -58,6 +58,7 @@ def write(
         "prompts": {
             **prompts,
             "rejected": rejections.count,
+            "too_long": rejections.too_long,
             "left_out": dict(left_out.counts),
             "ids": left_out.ids,
         },

@@ -8,6 +8,7 @@ from typing import Any
 from specctl import progress
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card, logs
+from specctl.distillation.messages import ContextExceeded, check_tools
 from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
@@ -55,9 +56,15 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
         for where, turn in logs.read(log, rejections):
             try:
                 row = logs.record(turn, domain, target, layout)
+            except ContextExceeded as error:
+                add = rejections.leave_out if turn.in_trace else rejections.add
+                add(where, str(error), turn.answer)
+                continue
             except ValueError as error:
                 rejections.add(where, str(error), turn.answer)
                 continue
+            if turn.tools and turn.engine_ids is None:
+                check_tools(target, turn.messages, turn.arguments(layout), where)
             repeated += row["id"] in found
             id, messages = row["prompt_id"], row["messages"]
             if row["id"] not in found and (wanted.was_kept(id) or wanted.accept(id, messages, where)):

@@ -26,6 +26,7 @@ from specctl.decoding.target import Target, load_target
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card
 from specctl.distillation.collect import collect
+from specctl.distillation.messages import stored_fields, text_of
 from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
 from specctl.distillation.prompts import Rejections
 from specctl.distillation.responses import ResponseFilter
@@ -300,7 +301,7 @@ def _served(
     for index, answer in client.answers(asks):
         if isinstance(answer, Refusal):
             prompt = jobs[index].prompt
-            rejections.add(prompt.where, answer.reason, prompt.messages[-1]["content"] if prompt.messages else "")
+            rejections.add(prompt.where, answer.reason, text_of(prompt.messages[-1]) if prompt.messages else "")
             yield index, None
         else:
             yield index, Response(answer.output_ids, answer.stop)
@@ -314,6 +315,7 @@ def record(job: Job, response: Response, target: TargetText) -> dict[str, Any]:
         "prompt_id": job.prompt.id,
         "domain": job.prompt.domain,
         "messages": job.prompt.messages,
+        **stored_fields(job.prompt.tools, job.prompt.options),
         "prompt_ids": job.prompt_ids,
         "response_ids": ids,
         "text": target.tokenizer.decode(ids, skip_special_tokens=True),

@@ -4,13 +4,12 @@
     a request to an OpenAI-compatible server with its response; both may be strings of JSON. Token ids in the response
     (vLLM's `return_token_ids`, the proxy of `specctl learn-from-server`) are used unchanged.
 {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}
-{"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}, …]}                  ShareGPT
-{"conversations": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}, …]}         SpecForge
 {"instruction": "…", "input": "…", "output": "…"}                                                       Alpaca
 {"prompt": "…", "response": "…"}
 
-In a conversation every turn of the assistant is a response, and the messages before it are its prompt. A message may
-have its thinking separate from its content, as `reasoning_content`, `reasoning` or `thinking`.
+and the other layouts of `traces`. In a conversation every turn of the assistant is a response, and the messages before
+it are its prompt. A message may have its thinking separate from its content, as `reasoning_content`, `reasoning` or
+`thinking`.
 """
 
 from __future__ import annotations
@@ -19,12 +18,26 @@ import hashlib
 import json
 import re
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompts import Rejections, conversation, ends_with_question, lines, open_prompts, prompt_id
+from specctl.distillation.messages import (
+    ChatMessage,
+    ContextExceeded,
+    Conversation,
+    Tool,
+    arguments_with,
+    checked_messages,
+    conversation_with,
+    prompt_id,
+    stored_fields,
+    text_of,
+)
+from specctl.distillation.prompts import Rejections, ends_with_question, lines, open_prompts
 from specctl.distillation.prompts import json_object as parsed
+from specctl.distillation.traces import conversation_of
 from specctl.engines import sglang, vllm
 from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse
 from specctl.errors import ChatTemplateError
@@ -32,15 +45,16 @@ from specctl.errors import ChatTemplateError
 EXPECTED = (
     'one JSON object per line: {"request": {…}, "response": {…}}, {"messages": […]} or {"prompt": "…", "response": "…"}'
 )
-SPEAKERS = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 UNKNOWN = -1.0  # temperature of a response if the log has none
 ENDED_REASONS = ("stop", "eos", "eos_token")
 CUT_REASONS = ("length", "max_tokens", "stop_sequence", None)  # None: the server or a gateway was interrupted
 TOOL_CALL_REASONS = ("tool_calls", "function_call")
-CALLS_TOOLS = "calls tools, which is not supported"
+CALLS_TOOLS = "ends with a tool call, but has none"
 THINK_MARK = re.compile(r"<[^<>\s]*think[^<>\s]*>", re.IGNORECASE)
 _OPENING = r"<(?!/|\|?end)[^<>\s]*think[^<>\s]*>\s*"
 THINK_START = re.compile(rf"^\s*{_OPENING}", re.IGNORECASE)
+EMPTY_THINK = re.compile(r"^(?:<[^<>/]*think[^<>]*><[^<>]*think[^<>]*>)?", re.IGNORECASE)
+EMPTY_BLOCK = re.compile(r"<[^<>/]*think[^<>]*>\s*<[^<>]*think[^<>]*>\s*$", re.IGNORECASE)
 THINK_OPENED = re.compile(rf"{_OPENING}$", re.IGNORECASE)
 
 
@@ -53,36 +67,55 @@ class EngineIds(NamedTuple):
 
 class LoggedTurn(NamedTuple):
     """A response and the conversation before it. The conversation is empty if only the engine's ids contain it, as with
-    tools."""
+    images."""
 
-    messages: list[dict[str, str]]
+    messages: list[ChatMessage]
     answer: str
     cut: bool = False  # ended before its end token: by length, stop string or interruption
     temperature: float = UNKNOWN
     engine_ids: EngineIds | None = None
     thinking: str = ""  # thinking before the answer, if the log has it separately
+    calls: tuple[dict[str, Any], ...] = ()  # tool calls after the answer's text
+    tools: list[Tool] | None = None
+    options: Mapping[str, Any] = MappingProxyType({})  # arguments of the chat template for this conversation alone
+    in_trace: bool = False  # a turn of an agent's trace, after its first one
+
+    @property
+    def prompt_id(self) -> str:
+        return prompt_id(self.messages, self.tools, self.options)
+
+    def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of the chat template, given the recipe's `options`."""
+        return arguments_with(options, self.tools, self.options)
+
+    @property
+    def message(self) -> ChatMessage:
+        """The response as a message."""
+        made: ChatMessage = {"role": "assistant", "content": self.answer or (None if self.calls else "")}
+        made |= {"reasoning_content": self.thinking} if self.thinking else {}
+        return made | ({"tool_calls": list(self.calls)} if self.calls else {})
 
     @property
     def id(self) -> str:
         """Stable id: 32 hex digits over conversation and answer, so a response has the same id in every file."""
         said = self.answer if self.messages or self.engine_ids is None else str(self.engine_ids)
         said = f"{self.thinking}\0{said}" if self.thinking else said
-        return hashlib.sha256(f"{prompt_id(self.messages)}/{said}".encode()).hexdigest()[:32]
+        said = f"{said}\0{json.dumps(self.calls, sort_keys=True)}" if self.calls else said
+        return hashlib.sha256(f"{self.prompt_id}/{said}".encode()).hexdigest()[:32]
 
 
 def turns(row: dict[str, Any]) -> list[LoggedTurn]:
     """The assistant's turns in a line. ValueError says why there are none."""
     if "response" in row and "prompt" not in row:
         return [_turn_from_exchange(_body(row, "request"), _body(row, "response"))]
-    if "conversations" in row:
-        return _turns([_from_conversation(part) for part in _list(row, "conversations")])
-    if "messages" in row:
-        return _turns(_list(row, "messages"))
+    if (conversation := conversation_of(row)) is not None:
+        return _turns(conversation)
     if "instruction" in row:
         question = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
-        return _turns(_dialogue(question, row.get("output")))
+        return _turns(conversation_with(row, _dialogue(question, row.get("output"))))
     if "prompt" in row:
-        return _turns(_dialogue(row["prompt"], row.get("response", row.get("completion"))))
+        answer = row.get("response", row.get("completion"))
+        return _turns(conversation_with(row, _dialogue(row["prompt"], answer)))
     raise ValueError("has none of `response`, `messages`, `conversations`, `instruction`, `prompt`")
 
 
@@ -100,6 +133,7 @@ def read(file: str, rejections: Rejections) -> Iterator[tuple[str, LoggedTurn]]:
             except ValueError as error:
                 rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
                 continue
+            rejections.seen += len(found) - 1  # every turn may be rejected
             for turn in found:
                 yield where, turn
 
@@ -120,15 +154,16 @@ def record(turn: LoggedTurn, domain: str, target: TargetText, options: dict[str,
         except ChatTemplateError as error:
             raise ValueError(error.message) from None
     if len(prompt) + len(ids) > target.context_length:
-        raise ValueError(f"has {len(prompt) + len(ids)} tokens, but the target's context is {target.context_length}")
+        raise ContextExceeded(len(prompt) + len(ids), target)
     return {
         "id": turn.id,
-        "prompt_id": prompt_id(messages),
+        "prompt_id": turn._replace(messages=messages).prompt_id,
         "domain": domain,
         "messages": messages,
+        **stored_fields(turn.tools, turn.options),
         "prompt_ids": prompt,
         "response_ids": ids,
-        "text": target.tokenizer.decode(ids, skip_special_tokens=True) if turn.thinking else turn.answer,
+        "text": target.tokenizer.decode(ids, skip_special_tokens=True) if turn.thinking or turn.calls else turn.answer,
         "temperature": turn.temperature,
         "seed": 0,
         "stop": "length" if cut else "eos",
@@ -142,19 +177,20 @@ def rendered_turn(turn: LoggedTurn, target: TargetText, options: dict[str, Any])
     The response is the part of the rendered conversation that holds the answer, up to the token that ends it. Text that
     the template adds between its generation prompt and the answer, such as an empty think block, belongs to the prompt:
     the target did not write it. Some templates render no such part (base models, templates that change earlier turns).
-    The response is then the ids of the answer alone, with the target's end token.
+    The response is then the ids of the answer alone, with the target's end token. Tool calls have no such ids: they are
+    in the form that the template gives them.
 
     Raises ValueError if the target would have written more than the log contains, and ChatTemplateError.
     """
+    options = turn.arguments(options)
     prompt = target.render(turn.messages, **options)
-    message = {"role": "assistant", "content": turn.answer}
-    message |= {"reasoning_content": turn.thinking} if turn.thinking else {}
-    whole = target.render([*turn.messages, message], **{**options, "add_generation_prompt": False})
+    whole = target.render([*turn.messages, turn.message], **{**options, "add_generation_prompt": False})
     end = next((token for token in reversed(whole) if token in target.eos_ids), target.end_id)
     before = target.tokenizer.decode(prompt, skip_special_tokens=False)
     answer = turn.answer
     if turn.thinking or not THINK_OPENED.search(before):
-        parts = _rendered(whole[len(prompt) :], turn, end, target) if whole[: len(prompt)] == prompt else None
+        after = _after_prompt(prompt, whole, turn, target)
+        parts = None if after is None else _rendered(after, turn, end, target)
         if parts is not None:
             lead, ids = parts
             return prompt + lead, ids
@@ -162,25 +198,50 @@ def rendered_turn(turn: LoggedTurn, target: TargetText, options: dict[str, Any])
             raise ValueError(
                 f"has thinking outside its content, which the chat template of target {target.name} does not render"
             )
+        if turn.calls:
+            raise ValueError(
+                f"calls tools, but the chat template of target {target.name} does not render this turn after its prompt"
+            )
     else:  # the answer continues the thinking that the prompt opened; a template would add an empty think block
         if not turn.cut and not THINK_MARK.search(answer):
             raise ValueError(f"has no thinking, but the prompt of target {target.name} ends with an opening think tag")
+        if turn.calls:
+            raise ValueError(f"calls tools, but the prompt of target {target.name} ends with an opening think tag")
         answer = THINK_START.sub("", answer)
     return prompt, _up_to_end(target.tokenizer.encode(answer, add_special_tokens=False), turn.cut, end, target)
+
+
+def _after_prompt(prompt: list[int], whole: list[int], turn: LoggedTurn, target: TargetText) -> list[int] | None:
+    """The ids of the rendered conversation after its prompt, or None if it does not begin with the prompt.
+
+    A token may lie on both sides of the prompt's end, and some templates end the prompt with an empty think block that
+    they leave out of the rendered turn. For a turn with tool calls, the text after the prompt is tokenized then.
+    """
+    if whole[: len(prompt)] == prompt:
+        return whole[len(prompt) :]
+    if turn.calls:
+        plain = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        before, after = (target.tokenizer.decode(ids, **plain) for ids in (prompt, whole))
+        for start in (before, EMPTY_BLOCK.sub("", before)):
+            if after.startswith(start):
+                return list(target.tokenizer.encode(after[len(start) :], add_special_tokens=False))
+    return None
 
 
 def _rendered(
     ids: list[int], turn: LoggedTurn, end: int | None, target: TargetText
 ) -> tuple[list[int], list[int]] | None:
     """Divide the ids that a template renders after a prompt into ids that belong to the prompt, and the response.
-    Returns None if they do not contain the answer and its thinking. The comparison ignores whitespace, because
-    templates change it."""
+    Returns None if they do not contain the answer, its thinking and the names of its tool calls. The comparison ignores
+    whitespace, because templates change it."""
     ends = [place for place, token in enumerate(ids) if token in target.eos_ids]
     body = ids[: ends[-1]] if ends else ids
     text, wanted = target.characters(body), target.normalized(turn.answer)
     rest = text.partition(target.normalized(turn.thinking))[2] if turn.thinking else text
     if wanted not in rest:
         return None
+    if turn.calls:  # in the template's form, before or after the text
+        wanted = EMPTY_THINK.sub("", rest)
     start = 0
     if turn.thinking or not text.startswith(wanted):
         if not turn.thinking and THINK_START.match(turn.answer):
@@ -188,12 +249,17 @@ def _rendered(
         sizes = range(len(body) + 1)
         start = bisect_left(sizes, True, key=lambda size: wanted not in target.characters(body[size:])) - 1
     # The target did not write the template's marks after the answer.
-    if turn.cut or not any(place >= start for place in ends):
+    if turn.calls and not any(place >= start for place in ends):
+        stop = len(ids)
+    elif turn.cut or not any(place >= start for place in ends):
         sizes = range(start, len(ids) + 1)
         stop = start + bisect_left(sizes, True, key=lambda size: wanted in target.characters(ids[start:size]))
     else:
         stop = len(ids)
     response = _up_to_end(ids[start:stop], turn.cut, end, target)
+    shown = target.characters(response) if turn.calls else ""
+    if not all(target.normalized(call["function"]["name"]) in shown for call in turn.calls):
+        return None
     return ([], ids[:start] + response) if turn.thinking else (ids[:start], response)
 
 
@@ -266,7 +332,7 @@ def _stop(choice: dict[str, Any], request: dict[str, Any], *, calls: bool = Fals
         raise ValueError(f"has the unknown finish reason {ended!r:.40}")
     said = [choice[name] for name in ("stop_reason", "matched_stop") if name in choice]
     if not said:
-        return "length" if request.get("stop") else "stop"
+        return "length" if request.get("stop") and ended not in TOOL_CALL_REASONS else "stop"
     stops = request.get("stop_token_ids")
     own = stops if isinstance(stops, list) else []
     return "length" if any(isinstance(one, str) or one in own for one in said) else "stop"
@@ -285,49 +351,36 @@ def _turn_from_messages(request: dict[str, Any], response: dict[str, Any]) -> Lo
     message = choices[0].get("message")
     if not isinstance(message, dict):
         raise ValueError("its response has no message")
-    messages = ends_with_question(conversation([_joined_content(part) for part in _list(request, "messages")]))
-    answer = conversation([_joined_content({**message, "role": "assistant"})])[0]
-    cut = _stop(choices[0], request) == "length"
+    if not isinstance(request.get("messages"), list) or not request["messages"]:
+        raise ValueError("`messages` must be a non-empty list")
+    asked = conversation_with(request, request["messages"])
+    ends_with_question(asked.messages)
+    answer = checked_messages([{**message, "role": "assistant"}])[0]
+    cut = _stop(choices[0], request, calls="tool_calls" in answer) == "length"
+    if cut and "tool_calls" in answer:
+        raise ValueError("calls tools, but its text was cut")
+    return _turn(asked, answer)._replace(cut=cut, temperature=_temperature(request))
+
+
+def _turn(asked: Conversation, answer: ChatMessage) -> LoggedTurn:
     return LoggedTurn(
-        messages, answer["content"], cut, _temperature(request), thinking=answer.get("reasoning_content", "")
+        asked.messages,
+        text_of(answer),
+        thinking=answer.get("reasoning_content", ""),
+        calls=tuple(answer.get("tool_calls", ())),
+        tools=asked.tools,
+        options=asked.options,
     )
 
 
-def _turns(messages: list[Any]) -> list[LoggedTurn]:
-    checked = conversation([_joined_content(message) for message in messages])
-    found = [
-        LoggedTurn(checked[:place], message["content"], thinking=message.get("reasoning_content", ""))
-        for place, message in enumerate(checked)
-        if message["role"] == "assistant" and place and checked[place - 1]["role"] in ("user", "tool")
-    ]
-    if not found:
+def _turns(whole: Conversation) -> list[LoggedTurn]:
+    places = whole.answered_places()
+    if not places:
         raise ValueError("has no answer from the assistant")
-    return found
-
-
-def _joined_content(message: Any) -> Any:
-    """A message with its content parts joined to one text. ValueError if it contains anything except text."""
-    if not isinstance(message, dict):
-        return message
-    if message.get("tool_calls") or message.get("function_call"):
-        raise ValueError(CALLS_TOOLS)
-    content = message.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise ValueError("has content that is not text")
-        return message | {"content": "".join(part["text"] for part in content)}
-    return message
-
-
-def _from_conversation(part: Any) -> Any:
-    """A message of `conversations`, in either form, as a message with `role` and `content`."""
-    for speaker, text in (("from", "value"), ("role", "content")):
-        if isinstance(part, dict) and {speaker, text} <= part.keys():
-            name = str(part[speaker])
-            if speaker == "from" and name not in SPEAKERS:
-                raise ValueError(f"has the unknown speaker {name[:40]!r}, expected one of {', '.join(SPEAKERS)}")
-            return part | {"role": SPEAKERS.get(name, name), "content": part[text]}
-    raise ValueError("each of `conversations` needs `from` and `value`, or `role` and `content`")
+    return [
+        _turn(whole.before(place), whole.messages[place])._replace(in_trace=whole.is_trace and place > places[0])
+        for place in places
+    ]
 
 
 def _dialogue(question: Any, answer: Any) -> list[dict[str, Any]]:
@@ -346,9 +399,3 @@ def _body(row: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(body, dict):
         raise ValueError(f"has no `{key}`")
     return body
-
-
-def _list(row: dict[str, Any], key: str) -> list[Any]:
-    if not isinstance(row.get(key), list) or not row[key]:
-        raise ValueError(f"`{key}` must be a non-empty list")
-    return list(row[key])

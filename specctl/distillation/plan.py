@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompts import Prompt, Rejections
+from specctl.distillation.prompts import Prompt, Rejections, render
 from specctl.distillation.select_prompts import Prompts
 from specctl.distillation.spool import Spool
-from specctl.errors import ChatTemplateError, DataError
+from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 
 Row = TypeVar("Row")
@@ -128,23 +128,6 @@ def plan(recipe: DistillRecipe, target: TargetText, prompts: Prompts, rejections
             hint="; ".join(rejections.reasons) or f"--shard {recipe.shard} contains no prompt: use fewer shards",
         )
     return made
-
-
-def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: dict[str, Any]) -> list[int] | None:
-    """Render a prompt to ids with the chat template and its `options`. Returns None and adds a rejection if the
-    template refuses the messages, or if they leave no room for an answer."""
-    if not prompt.messages:
-        return target.document_start()
-    try:
-        ids = target.render(prompt.messages, **options)
-    except ChatTemplateError as error:
-        reason = error.message
-    else:
-        if 0 < len(ids) < target.context_length:
-            return ids
-        reason = f"{len(ids)} tokens do not fit the target's context of {target.context_length}"
-    rejections.add(prompt.where, reason, prompt.messages[-1]["content"])
-    return None
 
 
 def response_id(prompt_id: str, temperature: float, seed: int, repeat: int, identity: dict[str, Any]) -> str:

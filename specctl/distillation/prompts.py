@@ -3,7 +3,7 @@
 Prompts come from one of these sources: the file of `--prompts`, else the domain's public data set if the recipe asks
 for it, else the domain's offline generator. `--prompts` is a path, stdin, a file per domain (`{domain}.jsonl`), or
 `hub:ID`, a data set that `datasets` loads. Benchmark suites are such files, too: rows of Spec-Bench, MT-Bench and
-SPEED-Bench have `turns` and a `category`.
+SPEED-Bench have `turns` and a `category`. `traces` reads the layouts of agents' traces.
 
 Broken lines are collected as file:line:reason in `rejected.jsonl`. If more than `data.max_rejected` of the lines are
 broken, the command stops with exit code 3.
@@ -23,20 +23,35 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from specctl import progress, regular_files
-from specctl.errors import DataError, UsageError
+from specctl.distillation.messages import (
+    ANSWERED,
+    ChatMessage,
+    ContextExceeded,
+    Conversation,
+    Tool,
+    arguments_with,
+    check_tools,
+    checked_messages,
+    conversation_with,
+    prompt_id,
+    text_of,
+)
+from specctl.distillation.traces import conversation_of
+from specctl.errors import ChatTemplateError, DataError, UsageError
 from specctl.recipe import DataRecipe
 from specctl.runs import PRIVATE
 
-MAX_LINE_BYTES = 1 << 20
+if TYPE_CHECKING:
+    from specctl.decoding.target_text import TargetText
+
+MAX_LINE_BYTES = 8 << 20  # traces of agents have a few MiB
 GENERATED_PROMPTS = 2000  # prompts of the endless generator if `data.limit` is not set
-ROLES = ("system", "developer", "user", "assistant", "tool")
-THINKING = ("reasoning_content", "reasoning", "thinking")  # names of an assistant's thinking before its content
 SHOWN_REASONS = 5
 HELD_BYTES = 1 << 20  # rejected lines up to this size are held in memory, more in a temporary file
 CHECKED_LINES = 1000  # first lines of a file, checked before anything loads: one has to be a prompt
@@ -58,7 +73,7 @@ class Prompt:
     """One conversation that waits for the target's answer; without messages the target begins the text itself."""
 
     id: str  # stable hash of the messages: the same prompt has the same id in every file
-    messages: list[dict[str, str]]
+    messages: list[ChatMessage]
     domain: str
     where: str  # "file:line" (or the generator), for error messages
     reference: str | None = None  # answer that the source contains, if any
@@ -66,6 +81,12 @@ class Prompt:
     license: str | None = None  # of the row, if given
     language: str | None = None
     first_turn_id: str | None = None  # for a later turn: id of the conversation's first turn
+    tools: list[Tool] | None = None  # that the target may call
+    options: dict[str, Any] = field(default_factory=dict)  # arguments of the chat template for this prompt alone
+
+    def arguments(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """All arguments of the chat template, given the recipe's `options`."""
+        return arguments_with(options, self.tools, self.options)
 
 
 class Rejections:
@@ -79,8 +100,9 @@ class Rejections:
         self.path, self.allowed, self.expected = path, allowed, expected
         self.seen = 0  # lines read, good and bad
         self.count = 0
+        self.too_long = 0  # later turns of traces that do not fit the context
         self.reasons: list[str] = []
-        self._reported = 0
+        self._reported = self._reported_long = 0
         self._held: IO[str] | None = None
         if hold:
             self._held = SpooledTemporaryFile(HELD_BYTES, "w+", encoding="utf-8")  # noqa: SIM115 (`release` closes it)
@@ -92,6 +114,15 @@ class Rejections:
         self.count += 1
         if len(self.reasons) < SHOWN_REASONS:
             self.reasons.append(f"{where}: {reason}")
+        self._write(where, reason, text)
+
+    def leave_out(self, where: str, reason: str, text: str = "") -> None:
+        """Record a later turn of a trace that does not fit the context. It does not count as rejected, because the
+        last turns of long traces are expected not to fit."""
+        self.too_long += 1
+        self._write(where, reason, text)
+
+    def _write(self, where: str, reason: str, text: str) -> None:
         line = json.dumps({"where": where, "reason": reason, "text": text[:200]}) + "\n"
         if self._held is not None:
             self._held.write(line)
@@ -110,7 +141,7 @@ class Rejections:
             held.seek(0)
             if self.path is not None:
                 self.path.unlink(missing_ok=True)
-                if self.count:
+                if self.count or self.too_long:
                     with regular_files.create_file(self.path, "x", encoding="utf-8", permissions=PRIVATE) as file:
                         shutil.copyfileobj(held, file)
 
@@ -135,6 +166,9 @@ class Rejections:
         if self.count > self._reported:
             self._reported = self.count
             progress.log(f"{self.count} of {self.seen} prompts rejected ({self.reasons[0]}){kept and '; ' + kept}")
+        if self.too_long > self._reported_long:
+            self._reported_long = self.too_long
+            progress.log(f"{self.too_long} later turns of traces do not fit the target's context: left out")
 
 
 def check_files(data: DataRecipe) -> None:
@@ -249,12 +283,6 @@ def _sample(prompts: dict[str, Prompt], count: int, seed: int) -> dict[str, Prom
     return {id: prompts[id] for ids in domains.values() for id in heapq.nsmallest(count, ids, key=rank)}
 
 
-def prompt_id(messages: list[dict[str, str]]) -> str:
-    """Stable id of a conversation: 32 hex digits of the SHA-256 of its canonical JSON."""
-    canonical = json.dumps(messages, ensure_ascii=False, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
-
-
 def prompts_in(file: Path | None) -> Iterator[Prompt]:
     """Yield the prompts in a file, or nothing if `file` is None. DataError if a line is not a prompt."""
     if file is None:
@@ -270,7 +298,7 @@ def prompts_in(file: Path | None) -> Iterator[Prompt]:
 def candidates(
     data: DataRecipe, domain: str, split: str, rejections: Rejections, *, suite: bool = False
 ) -> Iterator[Prompt | None]:
-    """Yield the prompts of a domain in source order, one item per line; a rejected line gives None.
+    """Yield the prompts of a domain in source order; a rejected line gives None.
 
     Only the current line is in memory. Generators and unconditional samples end at `data.limit`, files and public data
     sets at their end. `suite` is explained in `read_prompts`.
@@ -301,7 +329,7 @@ def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> I
             if line is not None and not line.strip():
                 continue
             try:
-                yield parse_line(line, domain, where, suite=suite)
+                yield from prompts_of_line(line, domain, where, suite=suite)
             except ValueError as error:
                 rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
                 yield None
@@ -319,7 +347,7 @@ def _from_hub(name: str, domain: str, rejections: Rejections, suite: bool) -> It
     for number, row in enumerate(rows, 1):
         where = f"{name}:{number}"
         try:
-            yield parse_row(row, domain, where, suite=suite)
+            yield from prompts_of_row(row, domain, where, suite=suite)
         except ValueError as error:
             rejections.add(where, str(error), str(row))
             yield None
@@ -329,7 +357,7 @@ def _from_texts(texts: Iterable[str], domain: str, source: str, rejections: Reje
     for number, text in enumerate(texts, 1):
         where = f"{source}:{number}"
         try:
-            messages = conversation([{"role": "user", "content": text}])
+            messages = checked_messages([{"role": "user", "content": text}])
             yield Prompt(prompt_id(messages), messages, domain, where)
         except ValueError as error:
             rejections.add(where, str(error), str(text))
@@ -399,19 +427,46 @@ def lines(file: IO[bytes]) -> Iterator[bytes | None]:
         yield None
 
 
-def parse_line(line: bytes | None, domain: str, where: str = "", *, suite: bool = False) -> Prompt:
-    """Parse a JSONL line, or None for a line that was too long, into a prompt. ValueError says why it is not a
-    prompt."""
-    return parse_row(json_object(line), domain, where, suite=suite)
+def prompts_of_line(line: bytes | None, domain: str, where: str = "", *, suite: bool = False) -> list[Prompt]:
+    """The prompts of a JSONL line, or of None for a line that was too long; as `prompts_of_row`."""
+    return prompts_of_row(json_object(line), domain, where, suite=suite)
 
 
-def parse_row(row: Mapping[str, Any], domain: str, where: str = "", *, suite: bool = False) -> Prompt:
-    """Convert a row to a prompt; `suite` as in `read_prompts`. ValueError says why it is not a prompt."""
+def prompts_of_row(row: Mapping[str, Any], domain: str, where: str = "", *, suite: bool = False) -> list[Prompt]:
+    """The prompts of a row; `suite` as in `read_prompts`. ValueError says why it has none.
+
+    A chat is one prompt: the target answers its end, or answers in place of the assistant's last message. The trace of
+    an agent is one prompt for each turn of the assistant.
+    """
     if "turns" in row and not row.keys() & {"prompt", "messages"}:
-        return _suite_row(row, domain, where, suite)
-    messages, reference = _row(row)
+        return [_suite_row(row, domain, where, suite)]
     license, language = (value if isinstance(value := row.get(key), str) else None for key in ("license", "language"))
-    return Prompt(prompt_id(messages), messages, domain, where, reference, (), license, language)
+    whole = _conversation(row)
+    messages = whole.messages
+    reference = row.get("response") if "prompt" in row else None
+    places = whole.answered_places() if whole.is_trace else []
+    if messages[-1]["role"] in ANSWERED:
+        places.append(len(messages))
+    elif not places:  # chat data sets end with the assistant's turn, which is the reference
+        places = [len(messages) - (messages[-1]["role"] == "assistant")]
+    made: list[Prompt] = []
+    for place in places:
+        asked = whole.before(place)
+        ends_with_question(asked.messages)
+        answer = text_of(messages[place]) if place < len(messages) else reference
+        first = made[0].id if made else None
+        prompt = Prompt(asked.id, asked.messages, domain, where, answer if isinstance(answer, str) else None)
+        made.append(
+            replace(
+                prompt,
+                license=license,
+                language=language,
+                first_turn_id=first,
+                tools=asked.tools,
+                options=asked.options,
+            )
+        )
+    return made
 
 
 def _suite_row(row: Mapping[str, Any], domain: str, where: str, suite: bool) -> Prompt:
@@ -419,8 +474,8 @@ def _suite_row(row: Mapping[str, Any], domain: str, where: str, suite: bool) -> 
     turns, category = row["turns"], row.get("category")
     if not isinstance(turns, list) or not turns:
         raise ValueError("`turns` must be a non-empty list")
-    messages = conversation([{"role": "user", "content": turn} for turn in turns])
-    if any(PLACEHOLDER in message["content"] for message in messages):
+    messages = checked_messages([{"role": "user", "content": turn} for turn in turns])
+    if any(PLACEHOLDER in text_of(message) for message in messages):
         raise ValueError("contains a placeholder: fetch the text of this row with SPEED-Bench's script first")
     if category is not None and not (isinstance(category, str) and category.strip()):
         raise ValueError(f"`category` must be a name, got {category!r:.40}")
@@ -454,57 +509,51 @@ def json_object(line: bytes | None) -> dict[str, Any]:
     return row
 
 
-def _row(row: Mapping[str, Any]) -> tuple[list[dict[str, str]], str | None]:
-    """Messages and reference answer of a row; all other keys are ignored."""
-    if ("prompt" in row) == ("messages" in row):
-        raise ValueError("needs either `prompt` or `messages`" + (", has both" if "prompt" in row else ", or `turns`"))
+def _conversation(row: Mapping[str, Any]) -> Conversation:
+    """The conversation of a row; all other keys are ignored."""
     if "prompt" in row:
+        if "messages" in row:
+            raise ValueError("needs either `prompt` or `messages`, has both")
         if not isinstance(row["prompt"], str):
             raise ValueError(f"`prompt` must be a string, got {type(row['prompt']).__name__}")
-        reference = row.get("response")
-        messages = conversation([{"role": "user", "content": row["prompt"]}])
-        return messages, reference if isinstance(reference, str) else None
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("`messages` must be a non-empty list")
-    messages = conversation(messages)
-    # Chat data sets end with the assistant's turn: it is the reference, and the target writes a new answer.
-    if messages[-1]["role"] == "assistant":
-        return ends_with_question(messages[:-1]), messages[-1]["content"]
-    return ends_with_question(messages), None
+        return conversation_with(row, [{"role": "user", "content": row["prompt"]}])
+    conversation = conversation_of(row)
+    if conversation is None:
+        raise ValueError("needs either `prompt` or `messages`, or `turns`")
+    return conversation
 
 
-def ends_with_question(messages: list[dict[str, str]]) -> list[dict[str, str]]:
+def ends_with_question(messages: list[ChatMessage]) -> list[ChatMessage]:
     """Return the messages unchanged. ValueError if they do not end with something to answer."""
-    if not messages or messages[-1]["role"] not in ("user", "tool"):
+    if not messages or messages[-1]["role"] not in ANSWERED:
         raise ValueError("`messages` does not end with a user message to answer")
     return messages
 
 
-def conversation(messages: list[Any]) -> list[dict[str, str]]:
-    """Check messages and reduce them to role and content. An assistant's thinking, under any name in `THINKING`, is
-    kept as `reasoning_content`."""
-    checked = []
-    for message in messages:
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError("each message must be an object with `role` and `content`")
-        role, content = message["role"], message["content"]
-        if role not in ROLES:
-            raise ValueError(f"unknown role {str(role)[:40]!r}, expected one of {', '.join(ROLES)}")
-        thoughts = next((message[name] for name in THINKING if message.get(name)), "") if role == "assistant" else ""
-        if thoughts and content in (None, ""):
-            raise ValueError("has thinking, but no answer after it")
-        for text in (content, thoughts):
-            if not isinstance(text, str):
-                what = "content" if text is content else "thinking"
-                raise ValueError(f"{what} must be a string, got {type(text).__name__}")
-            if "\0" in text:
-                raise ValueError("contains a NUL character")
-            if any("\ud800" <= char <= "\udfff" for char in text):
-                raise ValueError("contains half of a surrogate pair, which is not valid text")
-        if not content.strip():
-            raise ValueError("empty prompt" if role == "user" else f"empty {role} message")
-        checked.append({"role": role, "content": content})
-        if thoughts.strip():
-            checked[-1]["reasoning_content"] = thoughts
-    return checked
+def render(target: TargetText, prompt: Prompt, rejections: Rejections, options: dict[str, Any]) -> list[int] | None:
+    """Render a prompt to ids with the chat template and its `options`. Returns None and adds a rejection if the
+    template refuses the messages, or if they leave no room for an answer."""
+    if not prompt.messages:
+        return target.document_start()
+    try:
+        return prompt_ids(target, prompt, options)
+    except ContextExceeded as error:
+        add = rejections.add if prompt.first_turn_id is None else rejections.leave_out
+        add(prompt.where, str(error), text_of(prompt.messages[-1]))
+    except ValueError as error:
+        rejections.add(prompt.where, str(error), text_of(prompt.messages[-1]))
+    return None
+
+
+def prompt_ids(target: TargetText, prompt: Prompt, options: dict[str, Any]) -> list[int]:
+    """Ids of a prompt by the target's chat template, with the recipe's `options`. Raises ValueError if the template
+    refuses the prompt, and ContextExceeded if it leaves no room for an answer."""
+    try:
+        ids = target.render(prompt.messages, **prompt.arguments(options))
+    except ChatTemplateError as error:
+        raise ValueError(error.message) from None
+    if prompt.tools:
+        check_tools(target, prompt.messages, prompt.arguments(options), prompt.where)
+    if not 0 < len(ids) < target.context_length:
+        raise ContextExceeded(len(ids), target)
+    return ids

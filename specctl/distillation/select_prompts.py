@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from specctl import progress, regular_files
+from specctl.distillation.messages import ChatMessage, text_of
 from specctl.distillation.near_duplicates import NearDuplicateIndex
 from specctl.distillation.prompts import Prompt, Rejections, candidates, check_files, no_prompts, prompts_in
 from specctl.distillation.spool import Spool
@@ -78,7 +79,7 @@ class PromptFilter:
             self._excluded.add(bytes.fromhex(prompt.id))
             self._near_excluded.find(prompt.id, prompt.messages, add=True)
 
-    def accept(self, id: str, messages: list[dict[str, str]], where: str) -> bool:
+    def accept(self, id: str, messages: list[ChatMessage], where: str) -> bool:
         """Whether a prompt is kept. A kept prompt counts as seen; any other is recorded as left out."""
         key = bytes.fromhex(id)
         if key in self._excluded:
@@ -113,12 +114,12 @@ class _Near:
         self._index = None if threshold is None else NearDuplicateIndex(threshold)
         self._ids = bytearray()
 
-    def find(self, id: str, messages: Sequence[dict[str, str]], *, add: bool = False) -> str | None:
+    def find(self, id: str, messages: Sequence[ChatMessage], *, add: bool = False) -> str | None:
         """Return the id of a prompt that asks nearly the same, or None. With `add`, a prompt without a match is
         added."""
         if self._index is None or not messages or any(message["role"] == "assistant" for message in messages):
             return None
-        found = (self._index.add if add else self._index.find)(messages[-1]["content"])
+        found = (self._index.add if add else self._index.find)(text_of(messages[-1]))
         if found is not None:
             return self._ids[16 * found : 16 * found + 16].hex()
         if add:

@@ -13,12 +13,14 @@ Every writer has a separate manifest, so the jobs of an array share a directory 
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from specctl import regular_files
+from specctl.distillation.messages import text_of
 from specctl.errors import DataError, one_line
 from specctl.runs import sha256
 
@@ -38,6 +40,9 @@ FIELDS: dict[str, type | tuple[type, ...]] = {
     "stop": str,
     "target": str,
 }
+WHOLE = "messages_json"  # the messages of a record, if they have more than a role and a text
+JSON_FIELDS = ("tools", "chat_template_kwargs", WHOLE)
+"""Fields that only some records have; in Parquet they are strings of JSON."""
 ROW_GROUP = 512
 REPAIR = "delete that file and run `specctl distill --resume`: only its responses are generated again"
 _NAME = re.compile(r"(?:shard|manifest|writer|filtered)-(\d+)of(\d+)(?:-\d+)?\.(?:jsonl|parquet|json|lock)")
@@ -140,9 +145,24 @@ def _from_parquet(path: Path) -> Iterator[Record]:
     try:
         regular_files.check(path)
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=ROW_GROUP):
-            yield from map(_checked, batch.to_pylist())
+            yield from map(_checked, map(_nested, batch.to_pylist()))
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} is damaged: {one_line(error)}", hint=REPAIR) from error
+
+
+def _flat(record: Record) -> Record:
+    """A record for Parquet. Tools and arguments of calls have no common type, so they are strings of JSON."""
+    messages = [{"role": one["role"], "content": text_of(one)} for one in record["messages"]]
+    more = record if messages == record["messages"] else record | {WHOLE: record["messages"]}
+    return record | {name: json.dumps(more[name]) for name in JSON_FIELDS if name in more} | {"messages": messages}
+
+
+def _nested(flat: Record) -> Record:
+    """The record that `_flat` was given. ValueError if its JSON is damaged."""
+    record = {name: value for name, value in flat.items() if name not in JSON_FIELDS}
+    record |= {name: json.loads(flat[name]) for name in JSON_FIELDS if flat.get(name) is not None}
+    whole = record.pop(WHOLE, None)
+    return record if whole is None else record | {"messages": whole}
 
 
 def to_parquet(rows: Iterable[Record], file: IO[bytes]) -> None:
@@ -154,11 +174,11 @@ def to_parquet(rows: Iterable[Record], file: IO[bytes]) -> None:
     message = pyarrow.struct([("role", text), ("content", text)])
     types = {"messages": pyarrow.list_(message), "prompt_ids": ids, "response_ids": ids}
     types |= {"temperature": pyarrow.float64(), "seed": pyarrow.int64()}
-    schema = pyarrow.schema([(name, types.get(name, text)) for name in FIELDS])
+    schema = pyarrow.schema([(name, types.get(name, text)) for name in (*FIELDS, *JSON_FIELDS)])
     with pyarrow.parquet.ParquetWriter(file, schema) as writer:
         group: list[Record] = []
         for row in rows:
-            group.append(row)
+            group.append(_flat(row))
             if len(group) == ROW_GROUP:
                 writer.write_table(pyarrow.Table.from_pylist(group, schema))
                 group = []

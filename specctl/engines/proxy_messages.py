@@ -197,6 +197,19 @@ def restored_event(event: bytes, piece: Any, added: frozenset[str]) -> bytes:
     return b"".join(others) + f"data: {json.dumps(shown)}\n\n".encode()  # in ASCII: it may hold lone surrogates
 
 
+def _joined_calls(parts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Tool calls of a stream, in which a part has the index of its call, and the next characters of its arguments."""
+    calls: dict[Any, dict[str, Any]] = {}
+    for part in parts:
+        call = calls.setdefault(part.get("index"), {"type": "function", "function": {"name": "", "arguments": ""}})
+        if part.get("id"):
+            call["id"] = part["id"]
+        function = part.get("function") or {}
+        for name in ("name", "arguments"):
+            call["function"][name] += function.get(name) or ""
+    return list(calls.values())
+
+
 def joined(pieces: Sequence[Any]) -> dict[str, Any]:
     """Join the pieces of a stream into one response, with the fields that `traffic` reads.
 
@@ -218,8 +231,7 @@ def joined(pieces: Sequence[Any]) -> dict[str, Any]:
     for name in ("reasoning_content", "reasoning"):
         if thoughts := "".join(delta.get(name) or "" for delta in deltas):
             choice["message"][name] = thoughts
-    calls = [call for delta in deltas for call in delta.get("tool_calls") or []]
-    if calls:
+    if calls := _joined_calls([call for delta in deltas for call in delta.get("tool_calls") or []]):
         choice["message"]["tool_calls"] = calls
     if any("token_ids" in one for one in choices):
         choice["token_ids"] = [token for one in choices for token in one.get("token_ids") or []]

@@ -6,13 +6,16 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specctl.decoding.records import Decoded
+from specctl.gateway import tool_calls
 from specctl.gateway.engine_thread import TextPart
 from specctl.gateway.logprobs import TokenLogprob
+from specctl.gateway.tool_calls import HeldCalls
 
+CALLED = "tool_calls"  # how an answer ends that calls tools
 TokenText = Callable[[int], str]
 
 
@@ -50,10 +53,12 @@ class PartialAnswer:
 
 
 class AnswerFormat:
-    """Documents of one request, either a chat or a completion."""
+    """Documents of one request, either a chat or a completion. With `has_tools`, tool calls are read from the text."""
 
-    def __init__(self, chat: bool, model: str, token_text: TokenText, wants_logprobs: bool):
+    def __init__(self, chat: bool, model: str, token_text: TokenText, wants_logprobs: bool, *, has_tools: bool = False):
         self.chat, self.model, self.token_text, self.wants_logprobs = chat, model, token_text, wants_logprobs
+        self.has_tools = has_tools
+        self._held: dict[int, HeldCalls] = {}
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self._head = f'data: {{"id":"{self.id}","object":"{self._kind(True)}","created":{self.created},"model":'
@@ -71,6 +76,9 @@ class AnswerFormat:
             text = "".join(choice.text)
             one: dict[str, Any] = {"index": index, "finish_reason": choice.finish, "logprobs": None}
             one |= {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            if self.has_tools and choice.finish == "stop" and (parsed := tool_calls.parse(text)):
+                one["message"] |= {"content": parsed.content, "tool_calls": parsed.calls}
+                one["finish_reason"] = CALLED
             if self.wants_logprobs:
                 one["logprobs"] = self._logprobs(choice.logprobs, 0)
             made.append(one)
@@ -84,7 +92,18 @@ class AnswerFormat:
         return self._piece(choice)
 
     def piece(self, part: TextPart, offset: int) -> bytes:
-        """The piece of a stream with a part of a text; `offset`: number of characters before it."""
+        """The piece of a stream with a part of a text; `offset`: number of characters before it. Empty if all of the
+        part is held back."""
+        calls: list[dict[str, Any]] = []
+        if self.has_tools:
+            held = self._held.setdefault(part.index, HeldCalls())
+            text = held.add(part.text)
+            if part.finish is not None:
+                rest, calls = held.end(part.finish)
+                text += rest
+            part = replace(part, text=text, finish=CALLED if calls else part.finish)
+            if not (text or part.logprobs or part.last):
+                return b""
         if not self.wants_logprobs and part.finish is None:  # most pieces: made without building a document
             text = json.dumps(part.text)
             delta = f'"delta":{{"content":{text}}}' if self.chat else f'"text":{text}'
@@ -93,6 +112,8 @@ class AnswerFormat:
         choice: dict[str, Any] = {"index": part.index}
         choice |= {"delta": {"content": part.text} if part.text else {}} if self.chat else {"text": part.text}
         choice |= {"logprobs": self._logprobs(part.logprobs or [], offset) if self.wants_logprobs else None}
+        if calls:
+            choice["delta"] |= {"tool_calls": [{"index": number} | call for number, call in enumerate(calls)]}
         return self._piece(choice | {"finish_reason": part.finish})
 
     def _piece(self, choice: dict[str, Any]) -> bytes:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import from_json
 
 from specctl.decoding.sampling import Sampling
+from specctl.distillation.messages import Conversation, checked_messages, template_options, tool_list
 from specctl.gateway.openai_errors import ApiError, of_validation
 
 MOST_ANSWERS = 64  # texts of one request
@@ -39,7 +40,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "skip_special_tokens": (None, True),
 }
-"""Fields of OpenAI and vLLM that this engine does not serve, with the values that ask for nothing."""
+"""Fields of OpenAI and vLLM that this engine does not serve, with the values that ask for nothing. Chats have tools."""
 
 
 class _Body(BaseModel):
@@ -83,11 +84,12 @@ class TextsRequest(_Body):
         """Leave out fields that ask for nothing. Raises ApiError if one asks for more than the engine serves."""
         if not isinstance(document, dict):
             return document
-        for name in NEUTRAL.keys() & document.keys():
+        neutral = NEUTRAL.keys() & document.keys() - cls.model_fields.keys()
+        for name in neutral:
             value = document[name]
             if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in NEUTRAL[name]):
                 raise ApiError(f"'{name}' is not supported: leave it out", param=name, code="unsupported_parameter")
-        return {name: value for name, value in document.items() if name not in NEUTRAL}
+        return {name: value for name, value in document.items() if name not in neutral}
 
     @model_validator(mode="after")
     def _stream_options_of_streams(self) -> Self:
@@ -136,30 +138,30 @@ class TextsRequest(_Body):
         return None
 
 
-class TextContent(_Body):
-    """A part of a message."""
-
-    type: Literal["text"]
-    text: str
-
-
 class Message(_Body):
-    """A message of a conversation."""
+    """A message of a conversation; `checked_messages` checks the values."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextContent] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Any = None
     name: str | None = None
     reasoning_content: str | None = None
-    refusal: str | None = None
+    tool_calls: Any = None
     tool_call_id: str | None = None
+    # Fields of OpenAI's answers, which clients send back.
+    refusal: str | None = None
+    annotations: Any = None
+    audio: None = None
+    function_call: Any = None
 
-    def rendered(self) -> dict[str, str]:
-        """The message as chat templates read it."""
-        content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        thinking = {"reasoning_content": self.reasoning_content} if self.reasoning_content else {}
-        return {"role": role, "content": text, **thinking}
+    def document(self) -> dict[str, Any]:
+        """The message as a row of a data set has it. A missing content is empty."""
+        made = self.model_dump(exclude_none=True)
+        calls = self.role == "assistant" and (self.tool_calls or self.function_call)
+        return (
+            made
+            | {"role": "system" if self.role == "developer" else self.role}
+            | ({} if "content" in made else {"content": None if calls else ""})
+        )
 
 
 class ChatRequest(TextsRequest):
@@ -170,12 +172,43 @@ class ChatRequest(TextsRequest):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
 
     @model_validator(mode="after")
     def _alternatives_of_logprobs(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise ApiError("'top_logprobs' is only allowed with 'logprobs'", param="top_logprobs")
         return self
+
+    @model_validator(mode="after")
+    def _choice_of_tools(self) -> Self:
+        if self.tool_choice not in (None, "none", "auto"):
+            message = "'tool_choice' can be 'none' or 'auto': no call can be enforced"
+            raise ApiError(message, param="tool_choice", code="unsupported_parameter")
+        return self
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether the target sees tools, so that its answer may call them."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def conversation(self) -> Conversation:
+        """The conversation as chat templates read it. Raises ApiError.
+
+        With the choice `none` the target does not see the tools: nothing else keeps it from calling them.
+        """
+        param = "messages"
+        try:
+            messages = checked_messages([message.document() for message in self.messages], allow_empty=True)
+            param = "tools"
+            tools = tool_list(self.tools)
+            param = "chat_template_kwargs"
+            options = template_options(self.chat_template_kwargs)
+        except ValueError as error:
+            raise ApiError(f"Invalid value for '{param}': {error}", param=param, code="invalid_value") from None
+        return Conversation(messages, tools if self.shows_tools else None, options)
 
     @property
     def limit(self) -> int | None:

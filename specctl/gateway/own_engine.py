@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from specctl.decoding.records import Label, Request
 from specctl.decoding.target_text import TargetText
+from specctl.distillation.messages import arguments_with, text_of
 from specctl.errors import DataError
 from specctl.gateway import openai_requests
 from specctl.gateway.engine_thread import Channel, EngineThread, Generation
@@ -65,6 +66,7 @@ class OwnEngine:
         self._longest_token = max(map(len, target.tokenizer.get_vocab()), default=1)
         self._token_text = functools.lru_cache(65536)(self._text_of_token)
         self._queries = itertools.count()
+        self._shows_tools = False  # whether a request has shown that the chat template renders tools
 
     def warm_up(self) -> None:
         """Start the process of the chat template, before there are other threads."""
@@ -81,7 +83,8 @@ class OwnEngine:
         generations = self._generations(asked, prompts, channel)
         usage = Usage(sum(map(len, prompts)))
         self.meter.prompt_tokens.inc(usage.prompt)
-        form = AnswerFormat(chat, self.names[0], self._token_text, asked.alternatives is not None)
+        tools = isinstance(asked, ChatRequest) and asked.shows_tools
+        form = AnswerFormat(chat, self.names[0], self._token_text, asked.alternatives is not None, has_tools=tools)
         for generation in generations:
             self.thread.submit(generation)
         if asked.stream:
@@ -166,12 +169,17 @@ class OwnEngine:
             raise ApiError(error.message, param="messages") from None
 
     def _rendered(self, asked: ChatRequest) -> list[int]:
-        messages = [message.rendered() for message in asked.messages]
-        self._check_characters(sum(len(message["content"]) for message in messages), "messages")
-        options = self.offer.template_kwargs | (asked.chat_template_kwargs or {})
-        if bad := {"tokenize", "return_dict", "return_tensors", "chat_template", "tools", "documents"} & options.keys():
-            raise ApiError(f"chat_template_kwargs: {min(bad)!r} is not allowed", param="chat_template_kwargs")
-        return self._checked(self.target.render(messages, **options), "messages")
+        conversation = asked.conversation
+        messages = conversation.messages
+        self._check_characters(sum(len(text_of(message)) for message in messages), "messages")
+        arguments = arguments_with(self.offer.template_kwargs, conversation.tools, conversation.options)
+        ids = self._checked(self.target.render(messages, **arguments), "messages")
+        if conversation.tools and not self._shows_tools:
+            if self.target.ignores_tools(messages, arguments):
+                message = "the chat template of this model does not render tools: leave 'tools' out"
+                raise ApiError(message, param="tools", code="unsupported_parameter")
+            self._shows_tools = True
+        return ids
 
     def _encoded(self, asked: CompletionRequest) -> list[list[int]]:
         made = []

@@ -27,8 +27,8 @@ from specctl.decoding.records import Decoded, Label, Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompts import Prompt, Rejections
-from specctl.errors import ChatTemplateError, DataError, Interrupted, UsageError
+from specctl.distillation.prompts import Prompt, Rejections, render
+from specctl.errors import DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record
 from specctl.measuring.transformers_baseline import PLAIN, load_generator
 from specctl.recipe import BenchRecipe, EvalRecipe, EvalServerRecipe, PoolRecipe, SamplingRecipe, SelectRecipe
@@ -79,25 +79,17 @@ def prepare(
     cases = []
     for prompt in prompts:
         progress.interrupts.check()
-        case = render_case(recipe, target, prompt)
-        if isinstance(case, Case):
-            cases.append(case)
-        else:
-            rejections.add(prompt.where, case, prompt.messages[-1]["content"])
+        ids = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
+        if ids is not None:
+            cases.append(case_of(recipe, target, prompt, ids))
     rejections.check()
     if not cases:
         raise DataError(f"target {target.name} can answer none of the prompts", hint="; ".join(rejections.reasons))
     return cases
 
 
-def render_case(recipe: PromptedRecipe, target: TargetText, prompt: Prompt) -> Case | str:
-    """Render one prompt to token ids, or say why it cannot be used: refused by the template, or too long."""
-    try:
-        ids = target.render(prompt.messages, **recipe.target.chat_template_kwargs)
-    except ChatTemplateError as error:
-        return error.message
-    if not 0 < len(ids) < target.context_length:
-        return f"{len(ids)} tokens do not fit the target's context of {target.context_length}"
+def case_of(recipe: PromptedRecipe, target: TargetText, prompt: Prompt, ids: list[int]) -> Case:
+    """A prompt with its ids, and with as many new tokens as the recipe and the context allow."""
     return Case(prompt, ids, min(recipe.sampling.max_new_tokens, target.context_length - len(ids)))
 
 

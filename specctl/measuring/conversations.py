@@ -10,8 +10,9 @@ from specctl.decoding.engine import Engine
 from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompts import prompt_id
-from specctl.measuring.contenders import Case, decode_batch, render_case
+from specctl.distillation.messages import prompt_id
+from specctl.distillation.prompts import prompt_ids
+from specctl.measuring.contenders import Case, case_of, decode_batch
 from specctl.recipe import EvalRecipe, EvalServerRecipe
 
 
@@ -30,16 +31,17 @@ def next_turn(
     messages = [*prompt.messages, *said]
     turn = replace(
         prompt,
-        id=prompt_id(messages),
+        id=prompt_id(messages, prompt.tools, prompt.options),
         messages=messages,
         later_turns=prompt.later_turns[1:],
         first_turn_id=prompt.first_turn_id or prompt.id,
     )
-    following = render_case(recipe, target, turn)
-    if isinstance(following, str):
-        progress.log(f"{prompt.where} ends {len(prompt.later_turns)} turns early: {following}")
+    try:
+        ids = prompt_ids(target, turn, recipe.target.chat_template_kwargs)
+    except ValueError as error:
+        progress.log(f"{prompt.where} ends {len(prompt.later_turns)} turns early: {error}")
         return None
-    return following
+    return case_of(recipe, target, turn, ids)
 
 
 def conversation_turns(recipe: EvalRecipe, target: Target, cases: Sequence[Case]) -> list[Case]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from specctl.distillation.messages import ChatMessage, text_of
 from specctl.selection.policies.policy import Array
 
 
@@ -21,6 +22,6 @@ class PromptPrior(Protocol):
         """[n, N] probability that each drafter is the right one for each prompt."""
 
 
-def prompt_text(messages: Sequence[dict[str, str]]) -> str:
+def prompt_text(messages: Sequence[ChatMessage]) -> str:
     """The text of a conversation as a classifier reads it: all messages."""
-    return "\n\n".join(message["content"] for message in messages)
+    return "\n\n".join(text_of(message) for message in messages)

@@ -77,7 +77,7 @@ def test_without_ids_the_template_makes_them(text):
         ({"finish_reason": "abort"}, "abort"),
         ({"finish_reason": "content_filter", "token_ids": None}, "content_filter"),
         ({"token_ids": None, "message": {"content": "a", "reasoning": "b"}}, "thinking outside its content"),
-        ({"token_ids": None, "message": {"content": "", "tool_calls": [{}]}}, "tools"),
+        ({"token_ids": None, "message": {"content": "", "tool_calls": [{}]}}, "no function name"),
     ],
 )
 def test_what_nothing_can_be_learnt_from_is_told(text, change, reason):

@@ -8,7 +8,7 @@ import pytest
 
 from specctl.commands.eval_server import evaluate_server, predict_worth
 from specctl.decoding.target_text import load_target_text
-from specctl.distillation.prompts import prompt_id
+from specctl.distillation.messages import prompt_id
 from specctl.errors import DataError
 from specctl.measuring import served_rows
 from specctl.recipe import EvalServerRecipe

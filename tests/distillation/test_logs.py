@@ -80,7 +80,7 @@ def test_what_a_log_says_of_a_response():
         ({"messages": [SAY]}, "no answer from the assistant"),
         ({"messages": [ASK, SAY | {"content": ""}]}, "empty assistant"),
         ({"messages": [ASK, SAY | {"content": None}]}, "must be a string"),
-        ({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "calls tools"),
+        ({"messages": [ASK, {"role": "assistant", "content": None, "tool_calls": [{}]}]}, "no function name"),
         ({"messages": [ASK | {"content": [{"type": "image_url"}]}, SAY]}, "not text"),
         ({"conversations": [{"from": "bing", "value": "x"}]}, "speaker 'bing'"),
         ({"conversations": [{"from": ["human"], "value": "x"}]}, "expected one of human"),
@@ -342,7 +342,7 @@ def test_a_template_that_changes_what_stands_before(text, monkeypatch):
 
 
 def test_a_response_that_is_too_long(text):
-    with pytest.raises(ValueError, match="the target's context is 2048"):
+    with pytest.raises(ValueError, match="do not fit the target's context of 2048"):
         logs.record(LoggedTurn([ASK], "5 " * 3000), "math", text, {})
 
 
@@ -491,7 +491,7 @@ def test_calls_of_tools_are_learnt_from_where_there_are_ids(text):
     other = served(message={"content": None, "tool_calls": [{"id": "1"}]}, token_ids=[7, 8, 10])
     assert logs.turns(other)[0].id != turn.id
     del tools["response"]["prompt_token_ids"]
-    with pytest.raises(ValueError, match="calls tools"):
+    with pytest.raises(ValueError, match="tool call 1 has no function name"):
         logs.turns(tools)
 
 

@@ -21,8 +21,8 @@ from specctl.distillation.prompts import (
     Rejections,
     check_files,
     open_prompts,
-    parse_line,
     prompt_id,
+    prompts_of_line,
     read_domains,
     read_prompts,
 )
@@ -56,8 +56,14 @@ BAD = {
     b'{"messages": [{"role": "system", "content": "x"}]}': "does not end with a user message",
     b"[" * 100_000: "nested too deeply",
     b"9" * 5000: "",
-    GOOD[:-2] + b"x" * module.MAX_LINE_BYTES + b'"}': "longer than 1 MiB",
+    GOOD[:-2] + b"x" * module.MAX_LINE_BYTES + b'"}': "longer than 8 MiB",
 }
+
+
+def parse_line(*line, **options):
+    """The only prompt of a line."""
+    (prompt,) = prompts_of_line(*line, **options)
+    return prompt
 
 
 def data(path, **fields) -> DataRecipe:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import resource
 import signal
 import weakref
@@ -26,10 +27,12 @@ from specctl.decoding.models.loading import builtin_path, is_gguf
 from specctl.errors import ChatTemplateError, CheckpointError
 from specctl.progress import interrupts
 
-SECONDS = 4  # CPU seconds for one conversation: published templates take milliseconds
+SECONDS = 4  # CPU seconds for one conversation, and one more for each MiB: published templates take milliseconds
 MEMORY = 2 << 30  # bytes beyond the initial size of the process
 POLL_S = 0.2  # seconds between two checks for SIGTERM
 LONGEST_REASON = 300  # characters
+PROBES = ("first part", "second part")
+PRINTED = re.compile(r"""['"]text['"]\s*:""")  # a list that was printed, and not gone through
 
 
 class Renderer:
@@ -52,8 +55,10 @@ class Renderer:
         same = self.tokenizer is tokenizer and self.template == tokenizer.chat_template
         return same and self._stop.alive and self._owner == os.getpid()
 
-    def __call__(self, name: str, messages: list[dict[str, str]], options: dict[str, Any]) -> list[int]:
-        """Render a conversation for target `name` to prompt ids. `options` are the template's arguments.
+    def __call__(self, name: str, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        """Render a conversation for target `name` to prompt ids. `options` are the template's arguments, with `tools`.
+
+        Text parts of a message reach a template as a list if it goes through lists, otherwise as one text.
 
         Raises:
             ChatTemplateError: the template refuses the conversation, or fails on it.
@@ -106,16 +111,32 @@ def _serve(tokenizer: Any, channel: Connection) -> NoReturn:
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, _size() + MEMORY)
         while True:
-            messages, options = json.loads(channel.recv_bytes())
+            request = channel.recv_bytes()
+            messages, options = json.loads(request)
             used = resource.getrusage(resource.RUSAGE_SELF)
-            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + SECONDS)
+            seconds = SECONDS + (len(request) >> 20)
+            _limit(resource.RLIMIT_CPU, int(used.ru_utime + used.ru_stime) + 1 + seconds)
             channel.send_bytes(json.dumps(_answer(tokenizer, messages, options)).encode())
     finally:
         os._exit(0)
 
 
-def _answer(tokenizer: Any, messages: list[dict[str, str]], options: dict[str, Any]) -> list[int] | str:
+def _answer(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int] | str:
     """Prompt ids, or the reason why there are none."""
+    if any(isinstance(one.get("content"), list) for one in messages) and not _takes_lists(tokenizer, options):
+        messages = [_with_joined_text(one) for one in messages]
+    answer = _rendered(tokenizer, messages, options)
+    if isinstance(answer, str) and any(one.get("tool_calls") for one in messages):
+        # Templates expect an object as arguments and may expect no content. Some expect strings for both.
+        for form in (_with_content, _with_string_arguments):
+            messages = [form(one) if one.get("tool_calls") else one for one in messages]
+            other = _rendered(tokenizer, messages, options)
+            if not isinstance(other, str):
+                return other
+    return answer
+
+
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int] | str:
     try:
         encoded = tokenizer.apply_chat_template(messages, **{"add_generation_prompt": True} | options, return_dict=True)
         return [int(token) for token in encoded["input_ids"]]
@@ -126,6 +147,37 @@ def _answer(tokenizer: Any, messages: list[dict[str, str]], options: dict[str, A
         said = " ".join(str(error).split())[:LONGEST_REASON]
         # A template refuses a conversation with `raise_exception("why")`, which is a plain TemplateError.
         return said if type(error) is TemplateError and said else f"{type(error).__name__}: {said}".rstrip(": ")
+
+
+def _takes_lists(tokenizer: Any, options: dict[str, Any]) -> bool:
+    """Whether the template goes through lists of text parts. Others fail on a list, or print it as Python's code."""
+    probe = [{"role": "user", "content": [{"type": "text", "text": text} for text in PROBES]}]
+    try:
+        shown = tokenizer.apply_chat_template(probe, **{"add_generation_prompt": True} | options, tokenize=False)
+    except MemoryError:
+        raise
+    except Exception:
+        return False
+    return all(text in shown for text in PROBES) and not PRINTED.search(shown)
+
+
+def _with_content(message: dict[str, Any]) -> dict[str, Any]:
+    return message | {"content": message.get("content") or ""}
+
+
+def _with_string_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    functions = [call["function"] for call in message["tool_calls"]]
+    strings = [json.dumps(function["arguments"], ensure_ascii=False) for function in functions]
+    calls = [
+        call | {"function": function | {"arguments": text}}
+        for call, function, text in zip(message["tool_calls"], functions, strings, strict=True)
+    ]
+    return message | {"tool_calls": calls}
+
+
+def _with_joined_text(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return message | {"content": "".join(part["text"] for part in content)} if isinstance(content, list) else message
 
 
 def _fate(child: int) -> str:

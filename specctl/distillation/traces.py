@@ -1,0 +1,94 @@
+"""Reader for conversations in the layouts of public data sets, one row per conversation.
+
+{"messages": […], "tools": […]}                                  OpenAI; `messages` may be a string of JSON (SWE-smith)
+{"conversations": [{"from": "human", "value": "…"}, …]}          ShareGPT, Hermes function calling
+{"system": "…", "conversations": […], "tools": "[…]"}            ToolACE, APIGen-MT, LLaMA-Factory
+{"conversations": [{"role": "user", "content": "…"}, …]}         SpecForge
+{"query": "…", "answers": "[{…}]", "tools": "[…]"}               xLAM
+{"trajectory": [{"role": "ai", "text": "…"}, …]}                 SWE-agent trajectories; also with OpenAI's messages
+{"history": [{"role": "assistant", "content": "…"}, …]}          files *.traj of SWE-agent
+
+Any row may have `tools` and `chat_template_kwargs`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from specctl.distillation.messages import Conversation, conversation_with, parsed_json
+
+SPEAKERS = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "ai": "assistant",
+    "system": "system",
+    "developer": "developer",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "assistant",
+}
+CALLS = "function_call"
+"""Speaker of a turn that is a tool call as JSON."""
+
+
+def conversation_of(row: Mapping[str, Any]) -> Conversation | None:
+    """The conversation of a row, with the assistant's turns, or None for a row in another layout. ValueError says what
+    is wrong with it."""
+    agent = False
+    if "messages" in row:
+        messages = _list(row, "messages")
+    elif "conversations" in row:
+        messages = [_from_conversation(part) for part in _list(row, "conversations")]
+        system = row.get("system")
+        if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system}, *messages]
+    elif name := next((name for name in ("history", "trajectory") if name in row), None):
+        messages, agent = [_from_step(step) for step in _list(row, name)], True
+    elif {"query", "answers"} <= row.keys():
+        calls = {"role": "assistant", "content": None, "tool_calls": _parsed(row["answers"], "`answers`")}
+        messages = [{"role": "user", "content": row["query"]}, calls]
+    else:
+        return None
+    return conversation_with(row, messages, agent=agent)
+
+
+def _list(row: Mapping[str, Any], key: str) -> list[Any]:
+    value = _parsed(row[key], f"`{key}`") if isinstance(row[key], str) and row[key].lstrip()[:1] == "[" else row[key]
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"`{key}` must be a non-empty list")
+    return list(value)
+
+
+def _parsed(value: Any, what: str) -> Any:
+    return parsed_json(value, what) if isinstance(value, str) else value
+
+
+def _from_conversation(part: Any) -> Any:
+    """A message of `conversations`, in either form, as a message with `role` and `content`."""
+    for speaker, text in (("from", "value"), ("role", "content")):
+        if isinstance(part, dict) and speaker in part and (text in part or part.get("tool_calls")):
+            name = str(part[speaker])
+            if speaker == "from" and name not in SPEAKERS:
+                raise ValueError(f"has the unknown speaker {name[:40]!r}, expected one of {', '.join(SPEAKERS)}")
+            message = part | {"role": SPEAKERS.get(name, name), "content": part.get(text)}
+            if name == CALLS:
+                called = _parsed(part.get(text), "a function call")
+                message |= {"content": None, "tool_calls": called if isinstance(called, list) else [called]}
+            return message
+    raise ValueError("each of `conversations` needs `from` and `value`, or `role` and `content`")
+
+
+def _from_step(step: Any) -> Any:
+    """A message of a trajectory, in which texts have other names."""
+    if not isinstance(step, dict):
+        return step
+    role = step.get("role")
+    message = step | ({"role": SPEAKERS.get(role, role)} if isinstance(role, str) else {})
+    if step.get("content") is None and not step.get("tool_calls"):
+        text = next((step[name] for name in ("text", "system_prompt") if step.get(name) is not None), None)
+        message |= {"content": text}
+    return message

@@ -1,0 +1,207 @@
+"""Tools in the gateway's own engine: they reach the chat template, and calls in the answer's text become calls."""
+
+import asyncio
+import json
+
+import pytest
+
+from specctl.decoding.controllers import Fixed
+from specctl.decoding.engine import Engine
+from specctl.decoding.engine_options import EngineOptions
+from specctl.engines.proxy_messages import joined
+from specctl.gateway import tool_calls
+from specctl.gateway.app import make_app
+from specctl.gateway.engine_thread import EngineThread, TextPart
+from specctl.gateway.metrics import Meter
+from specctl.gateway.own_engine import Offer, OwnEngine
+from specctl.gateway.tool_calls import HeldCalls
+from specctl.recipe import LimitsRecipe
+from tests.gateway.conftest import chat, served
+from tests.toys.agent_traces import tool
+from tests.toys.tool_templates import HERMES, PARTS
+
+CHAT = "/v1/chat/completions"
+TOOLS = [tool("get_weather"), tool("open_file")]
+ONE = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln <tool_call>", "days": 2}}\n</tool_call>'
+TWO = ONE + '\n<tool_call>{"name": "open_file", "arguments": {}}</tool_call>\n'
+
+
+class Scripted(EngineThread):
+    """A thread that answers with a given text, in pieces, and records the ids of its prompts."""
+
+    text, size, finish = "", 3, "stop"
+
+    def submit(self, generation):
+        self.prompts = [*getattr(self, "prompts", []), generation.request.prompt]
+        self.open.add(generation)
+        pieces = [self.text[at : at + self.size] for at in range(0, len(self.text), self.size)]
+        for piece in pieces:
+            generation.channel.put(TextPart(generation.index, piece, 1))
+        self.open.discard(generation)
+        generation.channel.put(TextPart(generation.index, "", finish=self.finish))
+
+
+@pytest.fixture
+def script(target, monkeypatch):
+    """`script(text)` → the application of a model that writes this text, and the thread."""
+    monkeypatch.setattr(target.tokenizer, "chat_template", HERMES)
+
+    def make(text, size=3, finish="stop"):
+        engine = Engine(target, Fixed.of(None), EngineOptions(slots=8))
+        thread = Scripted(engine, Meter("toy"), "plain")
+        thread.text, thread.size, thread.finish = text, size, finish
+        return make_app(OwnEngine(thread, target, ["toy"], Offer(256)), LimitsRecipe(), None), thread
+
+    return make
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_calls_by_the_openai_client(script, target, size):
+    """The conversation goes on with the calls and their results, as an agent does."""
+    openai = pytest.importorskip("openai")
+    app, thread = script("I look.\n" + TWO, size)
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Weather?"}]
+    with served(app) as address:
+        client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
+        ask = {"model": "toy", "tools": TOOLS, "tool_choice": "auto", "parallel_tool_calls": True}
+        (choice,) = client.chat.completions.create(**ask, messages=messages).choices
+        said = choice.message
+        assert (choice.finish_reason, said.content) == ("tool_calls", "I look.")
+        assert [call.function.name for call in said.tool_calls] == ["get_weather", "open_file"]
+        assert json.loads(said.tool_calls[0].function.arguments) == {"city": "Köln <tool_call>", "days": 2}
+        assert len({call.id for call in said.tool_calls}) == 2
+        parts = list(client.chat.completions.create(**ask, messages=messages, stream=True))
+        text = "".join(part.choices[0].delta.content or "" for part in parts)
+        calls = [call for part in parts for call in part.choices[0].delta.tool_calls or []]
+        assert text == "I look." and parts[-1].choices[0].finish_reason == "tool_calls"
+        assert [(call.index, call.function) for call in calls] == [
+            (number, type(calls[0].function)(**call.function.model_dump()))
+            for number, call in enumerate(said.tool_calls)
+        ]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in said.tool_calls]
+        more = [*messages, said.model_dump(), *results]
+        client.chat.completions.create(**ask, messages=more)
+        (choice,) = client.chat.completions.create(**ask | {"tool_choice": "none"}, messages=messages).choices
+        assert (choice.finish_reason, choice.message.content) == ("stop", "I look.\n" + TWO)
+        (choice,) = client.chat.completions.create(model="toy", messages=messages).choices
+        assert choice.message.tool_calls is None
+        for forced in ("required", {"type": "function", "function": {"name": "open_file"}}):
+            with pytest.raises(openai.BadRequestError, match="'tool_choice' can be 'none' or 'auto'"):
+                client.chat.completions.create(**ask | {"tool_choice": forced}, messages=messages)
+    said = {**said.model_dump(), "tool_calls": [json.loads(call.model_dump_json()) for call in said.tool_calls]}
+    for call in said["tool_calls"]:
+        call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+    wanted = [(messages, TOOLS)] * 2 + [([*messages, said, *results], TOOLS), (messages, None), (messages, None)]
+    render = target.tokenizer.apply_chat_template
+    assert thread.prompts == [
+        render(one, tools=tools, add_generation_prompt=True, return_dict=True)["input_ids"] for one, tools in wanted
+    ]
+
+
+OTHER = {
+    "half": ONE[:-5],
+    "no JSON": "<tool_call>{'name': 1}</tool_call>",
+    "no name": '<tool_call>{"arguments": {}}</tool_call>',
+    "a list": '<tool_call>{"name": "f", "arguments": [1]}</tool_call>',
+    "NaN": '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>',
+    "text after it": ONE + " done",
+    "another form": "[get_weather(city='x')]",
+    "deep": '<tool_call>{"name": "f", "arguments": {"a": ' + "[" * 5000 + "]" * 5000 + "}}</tool_call>",
+    "the beginning of a mark": "1 < 2 <tool",
+}
+
+
+@pytest.mark.parametrize("name", OTHER)
+def test_another_form_stays_text(script, name):
+    """An answer that only looks like a call must arrive whole, in a stream, too."""
+    text = "So: \n" + OTHER[name]
+    app, _ = script(text, 5)
+    whole, parts = answers(app, chat(tools=TOOLS))
+    assert whole["message"] == {"role": "assistant", "content": text} and whole["finish_reason"] == "stop"
+    assert "".join(part["delta"].get("content", "") for part in parts) == text
+    assert parts[-1]["finish_reason"] == "stop" and not any("tool_calls" in part["delta"] for part in parts)
+    app, _ = script(TWO, 5, "length")  # cut: the last call may be incomplete
+    whole, parts = answers(app, chat(tools=TOOLS))
+    assert whole["message"]["content"] == TWO == "".join(part["delta"].get("content", "") for part in parts)
+
+
+def answers(app, body):
+    """The choice of a whole answer, and the choices of a stream's pieces."""
+    import httpx
+
+    async def work():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
+            return await asyncio.gather(*[http.post(CHAT, json=body | {"stream": stream}) for stream in (False, True)])
+
+    whole, stream = asyncio.run(work())
+    assert whole.status_code == stream.status_code == 200, whole.text + stream.text
+    pieces = [json.loads(line[6:]) for line in stream.text.splitlines() if line.startswith("data: {")]
+    return whole.json()["choices"][0], [piece["choices"][0] for piece in pieces]
+
+
+def test_text_of_any_pieces_is_held_back_only_for_calls():
+    """Held text must come at the end, in order and once."""
+    for text in ("a < b <t <tool_call x", "ends with space \n ", "<", TWO, "x" + TWO):
+        for size in (1, 2, 11, 99):
+            held = HeldCalls()
+            sent = "".join(held.add(text[at : at + size]) for at in range(0, len(text), size))
+            assert "<tool_call>" not in sent and not sent.endswith((" ", "\n"))
+            rest, calls = held.end("stop")
+            parsed = tool_calls.parse(text)
+            assert (sent + rest == text and not calls) if parsed is None else (sent or None) == parsed.content
+            assert len(calls) == (len(parsed.calls) if parsed else 0)
+
+
+def test_streamed_calls_are_whole_in_the_log(script):
+    """The log had the fragments of arguments as calls of their own."""
+    app, _ = script("I look.\n" + TWO, 5)
+    whole, parts = answers(app, chat(tools=TOOLS))
+    first, rest = parts[-1]["delta"]["tool_calls"][0], parts[-1]["delta"]["tool_calls"][1:]
+    arguments = first["function"]["arguments"]
+    pieces = [*parts[:-1], parts[-1] | {"delta": {"tool_calls": [first | {"function": {"name": "get_weather"}}]}}]
+    pieces += [{"delta": {"tool_calls": [{"index": 0, "function": {"arguments": one}}]}} for one in arguments]
+    pieces += [{"delta": {"tool_calls": rest}, "finish_reason": "tool_calls"}]
+    (choice,) = joined([{"choices": [piece]} for piece in pieces])["choices"]
+    known = [call | {"id": None} for call in choice["message"]["tool_calls"]]
+    assert known == [call | {"id": None} for call in whole["message"]["tool_calls"]]
+    assert choice["message"]["content"] == "I look." and choice["finish_reason"] == "tool_calls"
+
+
+FAULTS = {
+    "messages": [
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],
+        [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}],
+        [{"role": "user", "content": 3}],
+    ],
+    "tools": [[{"type": "web_search"}], [{"type": "function", "function": {}}], [3], "x"],
+    "tool_choice": ["required", {"type": "function", "function": {"name": "f"}}, 3],
+    "chat_template_kwargs": [{"tools": []}, {"chat_template": "x"}, {"add_generation_prompt": False}],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in FAULTS.items() for value in values])
+def test_faults_are_named(script, name, value):
+    import httpx
+
+    app, _ = script("x")
+
+    async def work():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy") as http:
+            return await http.post(CHAT, json=chat(tools=TOOLS) | {name: value})
+
+    response = asyncio.run(work())
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["param"].partition(".")[0] == name and name in error["message"]
+
+
+def test_text_parts_and_arguments_of_the_template(script, target, monkeypatch):
+    """Parts were joined for templates that go through them."""
+    monkeypatch.setattr(target.tokenizer, "chat_template", PARTS + "{{ mode }}{{ tools }}")
+    app, thread = script("x")
+    content = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    body = chat(tools=TOOLS, chat_template_kwargs={"mode": "fast"}) | {
+        "messages": [{"role": "user", "content": content}]
+    }
+    answers(app, body)
+    shown = target.tokenizer.decode(thread.prompts[0])
+    assert "[one][two]" in shown and "fast[{" in shown
