@@ -46,6 +46,10 @@ def route(recipe: RouteRecipe, dry_run: bool) -> None:
 
 def steps(recipe: RouteRecipe) -> list[str]:
     """Return the plan in words. No server is asked."""
+    from specctl.cli import checks
+
+    if "target" in recipe.model_fields_set:
+        checks.target_config(recipe.target)
     return [
         f"check that {', '.join(recipe.server.urls)} serve the same model",
         f"accept requests at {recipe.listen}, and route each to the server that {recipe.algo[0]} chooses by the "
