@@ -4,8 +4,12 @@ would run the target, it refuses and names the commands that work."""
 import json
 
 import pytest
-from safetensors.torch import load_file
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
 
+from specctl.decoding.target_text import vocab_hash
+from specctl.distillation.store import ShardWriter
 from tests.toys.engine_targets import TARGETS, TargetEngine, write
 
 OFTEN = ["qwen3.5"]
@@ -34,8 +38,6 @@ def served(tmp_path, monkeypatch):
         model = write(name, directory)
         files = tmp_path / "states"
         files.mkdir()
-        import transformers
-
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
         engine = TargetEngine(name, model, tokenizer, files).__enter__()
         engines.append(engine)
@@ -95,6 +97,44 @@ def test_a_head_is_trained_on_an_engines_states_and_exported(specctl, tmp_path, 
     assert made["architecture"]["rope_theta"] == rope.get("rope_theta", 10_000.0)
     assert made["target"]["hidden_size"] == 64 and made["target"]["vocab_size"] == 4224
     assert load_file(tmp_path / "head" / "model.safetensors")["norm.weight"].shape == (64,)
+
+
+def test_import_and_a_datastore(specctl, tmp_path):
+    """The head is read back without a trial, and says so; a datastore needs only the texts."""
+    target = tmp_path / "target"
+    model = write("qwen3.5", target)
+    row = {"id": "0" * 32, "prompt_id": "1" * 16, "domain": "sums", "temperature": 0.0, "seed": 0, "stop": "eos"}
+    row |= {"messages": [{"role": "user", "content": "Q"}], "prompt_ids": [5, 6], "text": "A"}
+    row |= {"target": vocab_hash(transformers.AutoTokenizer.from_pretrained(target))}
+    with ShardWriter(tmp_path / "data", {"domain": "sums"}) as store:
+        store.append([row | {"response_ids": [7, 8, 9, 10, 11]}])
+        store.complete()
+    line = ["--target", str(target), *ON_CPU, "distilled=data", "--domain", "sums", "--output-dir", "store", "--json"]
+    done = specctl("train-drafter", "--arch", "retrieval", *line)
+    assert done.code == 0 and done.json["mat"] is None and done.json["train_tokens"] == 5, done.err
+    done = specctl("export", "store", "--to", "vllm", "--json")
+    assert done.code == 0, done.err
+
+    published = tmp_path / "published"
+    published.mkdir()
+    size, inner, heads = 64, 96, 64
+    shapes = {"fc": (size, 3 * size), "lm_head": (4224, size), "norm": (size,)}
+    layer = {"hidden_norm": (size,), "input_layernorm": (size,), "post_attention_layernorm": (size,)}
+    layer |= {f"self_attn.{one}_proj": (heads, 2 * size) for one in "qkv"} | {"self_attn.o_proj": (size, heads)}
+    layer |= {"mlp.gate_proj": (inner, size), "mlp.up_proj": (inner, size), "mlp.down_proj": (size, inner)}
+    shapes |= {f"midlayer.{name}": shape for name, shape in layer.items()}
+    tensors = {f"{name}.weight": torch.randn(shape) / 8 for name, shape in shapes.items()}
+    tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.detach().clone()
+    save_file(tensors, published / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "hidden_size": size}
+    config |= {"intermediate_size": inner, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 4224}
+    config |= {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+    (published / "config.json").write_text(json.dumps(config))
+    line = ["import", "published", "--target", str(target), *ON_CPU, "--output-dir", "imported"]
+    assert "do not test it: only an engine can run the target" in specctl(*line, "--dry-run").out
+    done = specctl(*line, "--json")
+    assert done.code == 0 and done.json["probe"] is None, done.err
+    assert any("the head was not tried" in note for note in done.json["notes"])
 
 
 REFUSED = {

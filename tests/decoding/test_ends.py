@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from specctl.decoding.models.weight_files import EMBEDDINGS, WeightFiles
 from specctl.decoding.target import load_target
 from specctl.errors import CheckpointError
+from specctl.formats.head import TargetFacts
 from tests.toys.engine_targets import TARGETS, forward, write
 
 FP32 = {"device": "cpu", "dtype": "fp32"}
@@ -34,6 +35,16 @@ def test_they_are_those_of_transformers(name, tmp_path):
     assert torch.equal(target.model.embedding, model.get_input_embeddings().weight)
     products = (normed @ target.head_weight.T).float()
     torch.testing.assert_close(products * target.squash.scale, logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
+def test_exports_read_the_embedding_without_loading_the_target(name, tmp_path):
+    """A head with a learned mask ships a copy of it. Files of Nemotron-H call it `backbone.embeddings.weight`."""
+    model = write(name, tmp_path)
+    made_for = {"name": str(tmp_path), "hidden_size": 64, "num_layers": 4, "vocab_size": 4224}
+    facts = TargetFacts.of_identity(made_for)
+    assert torch.equal(facts.token_embedding(), model.get_input_embeddings().weight)
+    assert facts.context_length == 512 and facts.architectures == model.config.architectures
 
 
 PREFIXES = {
