@@ -17,7 +17,12 @@ FP32 = {"device": "cpu", "dtype": "fp32"}
 IDS = [5, 100, 7, 300, 41, 9, 2000, 4090]
 
 
-@pytest.mark.parametrize("name", TARGETS)
+OFTEN = ("qwen3-next", "qwen3.5", "nemotron-h", "granite-hybrid", "llama4", "llava")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS]
+)
 def test_they_are_those_of_transformers(name, tmp_path):
     """From the state before the final norm to the logits: a norm's weight is the factor or the factor minus one, logits
     are scaled, heads tied. Another norm of the files (of a tower, of a draft layer) would show."""
