@@ -112,6 +112,8 @@ def steps(recipe: BenchRecipe) -> list[str]:
         theirs = "with `transformers`, " if recipe.shape is None else ""
         plans.append(f"decode {recipe.limit} prompts at batch sizes {recipe.batches}: plain, {theirs}with {names}")
     if "floors" in recipe.parts:
+        if recipe.shape is None:
+            checks.check_target(recipe.target)
         plans.append(f"compute the minimum time of a step at batch sizes {recipe.batches} on {', '.join(recipe.gpus)}")
     return plans
 

@@ -38,23 +38,47 @@ def check_label(domain: str) -> None:
 
 
 def check_target(target: TargetRecipe) -> str:
-    """Return one line about how the target would run, from its configuration.
+    """Return one line about how specctl itself would run the target, from its configuration.
 
     Raises CheckpointError if it cannot be used, UsageError if it cannot be sliced as the recipe says.
     """
-    where = local_target(target)
-    if where is None:
-        return f"target {target.name} is read from the Hugging Face hub; not checked"
     from specctl.decoding.models.describe import path_of
     from specctl.decoding.models.lean import check_slices
-    from specctl.decoding.models.loading import load_config
+    from specctl.decoding.models.supported import check_decodable
 
-    config = load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    config = target_config(target)
+    if config is None:
+        return f"target {target.name} is read from the Hugging Face hub; not checked"
+    check_decodable(target.name, config)
     path, why = path_of(config)
     if target.tensor_parallel > 1:
         check_slices(target.name, config, target.tensor_parallel)
         why = f"{why}, in {target.tensor_parallel} slices"
     return f"target {target.name} runs with {step_name(path)}: {why}"
+
+
+def target_config(target: TargetRecipe) -> Any:
+    """Return the configuration of a target that at least an engine can run, or None if it is not on this machine.
+
+    Raises CheckpointError if the target cannot be used.
+    """
+    from specctl.decoding.models.loading import load_config
+
+    where = local_target(target)
+    if where is None:
+        return None
+    return load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+
+
+def engine_only(target: TargetRecipe) -> str | None:
+    """Return the reason why only an engine can run the target, or None if specctl can, or if it is not on this machine.
+
+    Raises CheckpointError if the target cannot be used.
+    """
+    from specctl.decoding.models.supported import engine_only_reason
+
+    config = target_config(target)
+    return None if config is None else engine_only_reason(config)
 
 
 def local_target(target: TargetRecipe) -> str | None:
@@ -79,7 +103,8 @@ def local_target(target: TargetRecipe) -> str | None:
 
 def step_name(path: str) -> str:
     """Return the name, in words, of the code path that runs a target's steps."""
-    return "the lean step" if path == "lean" else "the forward of transformers"
+    names = {"lean": "the lean step", "transformers": "the forward of transformers", "engine": "an engine alone"}
+    return names[path]
 
 
 def check_drafters(names: list[str]) -> None:

@@ -58,7 +58,10 @@ def check_store(recipe: DistillRecipe) -> None:
 
 
 def server_step(recipe: DistillRecipe) -> str:
-    """Return one line about the servers, without asking them."""
+    """Return one line about the servers, without asking them. Raises CheckpointError if no engine runs the target."""
+    from specctl.cli import checks
+
+    checks.target_config(recipe.target)
     server = recipe.server
     return (
         f"request responses of {recipe.target.name} from {', '.join(server.urls)}, {server.concurrency} at a time; "
@@ -72,6 +75,7 @@ def steps(recipe: DistillRecipe) -> list[str]:
 
     data = recipe.data
     if recipe.log is not None:
+        checks.target_config(recipe.target)
         return [
             f"read the responses in {recipe.log}, and render them with the chat template of {recipe.target.name}",
             *prompt_filters(recipe),

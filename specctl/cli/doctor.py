@@ -16,6 +16,7 @@ import typer
 from specctl import regular_files
 from specctl.cli.command import command, library_output
 from specctl.cli.output import cell, fields, output
+from specctl.cli.target_commands import commands_of
 from specctl.errors import CheckpointError, SpecctlError
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ def doctor(target: TargetName = None) -> None:
         "missing": missing,
         "findings": [asdict(finding) for finding in findings],
         "target": asdict(about) if about is not None else None,
+        "commands": [asdict(use) for use in commands_of(about.path == "engine")] if about is not None else [],
     }
     shown = about if target is not None else None  # the built-in target is described only on request
     output.result(document, partial(_report, about=shown), brief="ok" if not missing else f"{missing} missing")
@@ -180,6 +182,8 @@ def describe_target(name: str) -> tuple[Description | None, Finding]:
         fix = "install specctl again, from its checkout" if name == "builtin" else error.hint
         return None, Finding(what, "missing", error.message, fix)
     path = f"{checks.step_name(about.path).removeprefix('the ')}: {about.why}"
+    if about.path == "engine" and about.chat_template:
+        return about, Finding(what, "note", path, "an engine runs it; the table shows the commands that work")
     if about.chat_template is None:
         return about, Finding(what, "missing", "its tokenizer cannot be read", "put its files next to config.json")
     if not about.chat_template:
@@ -271,6 +275,19 @@ def _in_words(about: Description) -> dict[str, Any]:
     }
 
 
+def _commands(uses: list[dict[str, Any]]) -> Any:
+    """Render the commands that work and the commands that do not; one line if all work."""
+    from specctl.cli.output import table
+
+    if all(use["works"] for use in uses):
+        return "commands: all work with this target"
+    groups: dict[tuple[bool, str], list[str]] = {}
+    for use in uses:
+        groups.setdefault((use["works"], use["without"]), []).append(use["command"])
+    rows = [[", ".join(names), "yes" if works else "no", without] for (works, without), names in groups.items()]
+    return table("commands", "work", "without the layers", rows=rows)
+
+
 def _report(document: dict[str, Any], about: Description | None) -> Any:
     from rich.console import Group
     from rich.table import Table
@@ -282,9 +299,8 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
         fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
         grid.add_row(state, cell(finding["what"]), f"{cell(finding['value'])}  {fix}".rstrip())
     missing = document["missing"]
-    verdict = (
-        "all requirements are met"
-        if not missing
-        else f"{missing} requirement{'s are' if missing > 1 else ' is'} missing"
+    count = "1 requirement is" if missing == 1 else f"{missing} requirements are"
+    verdict = f"{count} missing" if missing else "all requirements are met"
+    return Group(
+        grid, "", *([fields(_in_words(about)), "", _commands(document["commands"]), ""] if about else []), verdict
     )
-    return Group(grid, "", *([fields(_in_words(about)), ""] if about else []), verdict)

@@ -70,7 +70,10 @@ def evaluate_server(recipe: EvalServerRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: EvalServerRecipe) -> list[str]:
-    """Return the plan in words. No server is asked."""
+    """Return the plan in words. No server is asked. Raises CheckpointError if no engine runs the target."""
+    from specctl.cli import checks
+
+    checks.target_config(recipe.target)
     addresses = [*recipe.server.urls, *recipe.baseline_server.urls]
     return [
         f"request responses of {recipe.target.name} from {', '.join(addresses)}; the servers are not checked",

@@ -51,8 +51,23 @@ def writes(recipe: ExportRecipe) -> bool:
     return True
 
 
+def check_target(recipe: ExportRecipe) -> None:
+    """Check that the drafter fits its target, if that is on this machine. Raises CheckpointError."""
+    from specctl.cli import checks
+    from specctl.commands.export import facts_of
+    from specctl.drafters import checkpoint
+
+    made_for = checkpoint.read_json(recipe.source / checkpoint.CONFIG).get("target")
+    if not isinstance(made_for, dict) or not isinstance(made_for.get("name"), str):
+        return  # the run names the damaged file
+    own = {} if "name" in recipe.target.model_fields_set else {"name": made_for["name"]}
+    if checks.local_target(recipe.target.model_copy(update=own)) is not None:
+        facts_of(recipe.target, made_for)
+
+
 def steps(recipe: ExportRecipe) -> list[str]:
     """Return the plan of `export` in words."""
+    check_target(recipe)
     if not writes(recipe):
         servers = ", ".join(recipe.server.urls)
         end = f"publish its documents to {servers}, replacing earlier ones" if servers else "print its command"

@@ -53,11 +53,15 @@ def steps(recipe: ImportRecipe) -> list[str]:
     """Return the plan of `import` in words."""
     from specctl.cli import checks
 
-    what = f"{recipe.probe.prompts} prompts of {recipe.data.prompts or recipe.data.domain[0]}"
+    reason = checks.engine_only(recipe.target)
+    target = f"target {recipe.target.name} is loaded without its layers: {reason}"
+    what = f"test it on {recipe.probe.prompts} prompts of {recipe.data.prompts or recipe.data.domain[0]}"
+    if reason is not None:
+        what = "do not test it: only an engine can run the target"
     return [
-        checks.check_target(recipe.target),
+        target if reason is not None else checks.check_target(recipe.target),
         f"read {recipe.head} (format {recipe.format}), and check it against the target",
-        *([f"test it on {what}"] if recipe.probe.enabled else []),
+        *([what] if recipe.probe.enabled else []),
         f"write the drafter to {recipe.output}",
     ]
 

@@ -48,6 +48,7 @@ def learn_from_server(recipe: LearnFromServerRecipe, dry_run: bool) -> None:
 def steps(recipe: LearnFromServerRecipe) -> list[str]:
     """Return the plan in words. No server is asked."""
     from specctl.cli import checks
+    from specctl.commands.learn_from_server import check_target
 
     urls, source = ", ".join(recipe.server.urls), recipe.traffic
     texts = f"send prompts to {urls} ({stream_of(recipe)})"
@@ -57,6 +58,8 @@ def steps(recipe: LearnFromServerRecipe) -> list[str]:
         texts = f"read the texts of {urls} from {source.log}" + (" as it grows" if source.follow else "")
     (algo,), start = recipe.algo, recipe.initial_drafter(recipe.families[0])
     publish = "publish better versions, and roll back worse ones" if recipe.publication.enabled else "publish nothing"
+    if checks.local_target(recipe.target) is not None:
+        check_target(recipe)
     target = checks.check_target(recipe.target)
     return [target, texts, f"learn after every {recipe.chunk} texts: {algo} from {start}", publish]
 

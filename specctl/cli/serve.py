@@ -75,6 +75,8 @@ def steps(recipe: ServeRecipe) -> list[str]:
             "publish better versions to the servers, and roll back worse ones",
         ]
     if recipe.server.urls:
+        if "target" in recipe.model_fields_set:
+            checks.target_config(recipe.target)
         urls = ", ".join(recipe.server.urls)
         how = f", each by the server that {recipe.choose} chooses" if len(recipe.server.urls) > 1 else ""
         return [f"check that {urls} serve the same model", f"answer requests at {recipe.listen}{how}"]

@@ -59,6 +59,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     for training in recipes:
         checks.check_output("train-drafter", training.output, resume=recipe.resume, overwrite=recipe.overwrite)
     first = {path: data for training in recipes for path, data in distil_first(training).items()}
+    check_layers(recipe, first)
     if recipe.distilled is None:
         report_existing_data(recipe, [path for training in recipes for path in training.data_dirs if path not in first])
     if dry_run:
@@ -109,6 +110,29 @@ def check_target(recipe: TrainRecipe) -> None:
         from specctl.training.target_outline import Outline
 
         Outline.of(load_config(**recipe.target.described), DTYPES["bf16"]).drafter(recipe)
+
+
+def check_layers(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> None:
+    """Check that specctl itself can run the target, if it would: for the missing data in `first`, for features, or to
+    measure mat.
+
+    Raises CheckpointError.
+    """
+    from specctl.cli import checks
+    from specctl.decoding.models.supported import unsupported_error
+    from specctl.families import FAMILIES
+
+    reason = checks.engine_only(recipe.target)
+    if reason is None:
+        return
+    refused = unsupported_error(recipe.target.name, reason)
+    if first:
+        source = next(iter(first))
+        hint = f"let an engine write it: specctl distill --server http://host:8000 --output-dir {source}"
+        raise CheckpointError(f"no complete data in {source}, and {refused.message}", hint)
+    collected = FAMILIES[recipe.arch].trainable is None
+    if not collected and not (recipe.trains_without_layers and recipe.features.whole_target is not True):
+        raise refused
 
 
 def with_generalist(recipe: TrainRecipe) -> TrainRecipe:
@@ -268,17 +292,24 @@ def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[
     from specctl.families import trainable_families
 
     plans = [step for missing in first.values() for step in distill.steps(missing)]
-    if not first:
+    reason = checks.engine_only(recipes[0].target)
+    if reason is not None:
+        plans.append(f"target {recipes[0].target.name} is run by an engine only: {reason}")
+    elif not first:
         plans.append(checks.check_target(recipes[0].target))
     for recipe in recipes:
         plans.append(f"read distilled data from {', '.join(map(str, recipe.data_dirs))}")
-        plans += _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe)
+        plans += _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe, reason)
         plans.append(f"write the drafter to {recipe.output}")
     return plans
 
 
-def _collecting(recipe: TrainRecipe) -> list[str]:
-    return ["index the responses, without training", f"measure mat on {2 * recipe.eval.prompts} held-out prompts"]
+def _collecting(recipe: TrainRecipe, only_engines: str | None) -> list[str]:
+    measured = f"measure mat on {2 * recipe.eval.prompts} held-out prompts"
+    return [
+        "index the responses, without training",
+        measured if only_engines is None else "do not measure mat: that needs the target's layers",
+    ]
 
 
 def _training(recipe: TrainRecipe) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,7 +17,7 @@ from specctl.errors import DataError, UsageError
 from specctl.formats import gguf_writer, head_directory, registry, replaced_tensors, roundtrip, serving_commands
 from specctl.formats.head import Deployment, Files, Head, TargetFacts
 from specctl.measuring.served_costs import Tuning, tune
-from specctl.recipe import ExportRecipe
+from specctl.recipe import ExportRecipe, TargetRecipe
 from specctl.runs import Run, atomic_write, to_json
 
 NEVER_FASTER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
@@ -41,13 +42,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
             f"{recipe.drafter} is a head, but export publishes only datastores to running servers",
             "specctl learn-from-server publishes heads that learn",
         )
-    wanted = recipe.target
-    named = wanted.name if "name" in wanted.model_fields_set else None
-    # The revision, too, is the drafter's own unless the recipe names one.
-    options = {"revision": wanted.revision} if wanted.revision else {}
-    facts = TargetFacts.of_identity(
-        drafter.config["target"], named, trust_remote_code=wanted.trust_remote_code, **options
-    )
+    facts = facts_of(recipe.target, drafter.config["target"])
     if run is not None:
         run.target = facts.name
     if collected:
@@ -62,7 +57,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     check_free(place, recipe.overwrite)
     serving = form.serving(head, recipe.to, Deployment(place, facts, tokens, schedule))
     with checkpoint.staged(place) as draft:
-        _write(files, draft, facts, wanted.trust_remote_code)
+        _write(files, draft, facts, recipe.target.trust_remote_code)
         atomic_write(draft / RECORD, to_json(record(recipe, drafter, serving.commands), indent=2) + "\n")
         name = recipe.push or place.name
         commands = [command.replace(str(place), name) for command in serving.commands]
@@ -91,6 +86,13 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         notes=[*serving.notes, *(tuning.notes if tuning else ()), *([NEVER_FASTER] if tuning and not schedule else ())],
         pushed=pushed,
     )
+
+
+def facts_of(wanted: TargetRecipe, identity: dict[str, Any]) -> TargetFacts:
+    """Facts of the target that a drafter was made for (`identity`); name and revision may be given again."""
+    named = wanted.name if "name" in wanted.model_fields_set else None
+    options = {"revision": wanted.revision} if wanted.revision else {}
+    return TargetFacts.of_identity(identity, named, trust_remote_code=wanted.trust_remote_code, **options)
 
 
 def read_tuning(recipe: ExportRecipe, head: Head) -> Tuning | None:

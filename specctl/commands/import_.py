@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from specctl import progress
 from specctl.decoding import metrics
+from specctl.decoding.models.loading import load_config
+from specctl.decoding.models.supported import engine_only_reason
 from specctl.decoding.target import Target, load_target
 from specctl.distillation.prompts import read_prompts
 from specctl.drafters import checkpoint
@@ -53,7 +55,9 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
     checkpoint.check_free(recipe.output.absolute(), recipe.overwrite)
     found = head_directory.read(source)
     name = registry.detect(found) if recipe.format == "auto" else recipe.format
-    target = target or load_target(**recipe.target.loading)
+    if target is None:
+        reason = engine_only_reason(load_config(**recipe.target.described))
+        target = load_target(**recipe.target.loading, whole=reason is None)
     if run is not None:
         run.annotate(target=target.identity)
     head = registry.load(name).read(found, TargetFacts.of_target(target))
@@ -61,8 +65,11 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
         progress.warn(f"{recipe.head}: {note}")
     with prefix_errors(source):
         module = roundtrip.build_module(head)
+    notes = list(head.notes)
+    if recipe.probe.enabled and not target.whole:
+        notes.append(f"the head was not tried: only an engine can run target {target.name}")
     # Before the drafter is written, so that unreadable prompts leave nothing on disk.
-    probe = _probe(recipe, head, module, target) if recipe.probe.enabled else None
+    probe = _probe(recipe, head, module, target) if recipe.probe.enabled and target.whole else None
     info = {"imported_from": str(recipe.head), "format": name, "notes": list(head.notes)}
     checkpoint.save(
         recipe.output,
@@ -72,7 +79,7 @@ def import_head(recipe: ImportRecipe, run: Run | None = None, *, target: Target 
         overwrite=recipe.overwrite,
     )
     params = sum(tensor.numel() for tensor in head.tensors.values() if tensor.is_floating_point())
-    return ImportResult(str(recipe.head), name, head.family, params, str(recipe.output), list(head.notes), probe)
+    return ImportResult(str(recipe.head), name, head.family, params, str(recipe.output), notes, probe)
 
 
 def _probe(recipe: ImportRecipe, head: Head, module: object, target: Target) -> HeadProbe:

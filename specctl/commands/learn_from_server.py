@@ -17,12 +17,14 @@ from specctl.adaptation.stream import PromptStream
 from specctl.adaptation.traffic import LogTraffic, RequestedTraffic
 from specctl.commands.export import export
 from specctl.decoding import metrics
+from specctl.decoding.models.loading import load_config
+from specctl.decoding.models.supported import WITH_ENGINES, engine_only_reason
 from specctl.decoding.target import Target, load_target
 from specctl.distillation import logs
 from specctl.distillation.prompts import Rejections
 from specctl.drafters import checkpoint
 from specctl.engines.client import Client
-from specctl.errors import UsageError
+from specctl.errors import CheckpointError, UsageError
 from specctl.gateway import proxy_process
 from specctl.gateway.metrics import LearningCounts
 from specctl.gateway.proxy_process import DEFAULT_OPTIONS, ProxyOptions
@@ -99,6 +101,8 @@ def learn_from_server(
         SpecctlError: updates keep doing harm, or the disk is full.
     """
     recipe.check_server()
+    if target is None:
+        check_target(recipe)
     # A copy, because its context length is cut to the engines' context length.
     target = copy.copy(target) if target is not None else load_target(**recipe.target.loading)
     (algo,), (seed,) = recipe.algo, recipe.seeds
@@ -148,6 +152,17 @@ def learn_from_server(
         rejected=rejections.count,
         **_figures(rows, texts),
     )
+
+
+def check_target(recipe: LearnFromServerRecipe) -> None:
+    """Raise CheckpointError if only an engine can run the target: learning needs its forward over the texts."""
+    reason = engine_only_reason(load_config(**recipe.target.described))
+    if reason is not None:
+        raise CheckpointError(
+            f"learn-from-server runs target {recipe.target.name} over the servers' texts, but only an engine can run "
+            f"it: {reason}",
+            WITH_ENGINES,
+        )
 
 
 def make_exporter(client: Client) -> Callable[[Path, Path], None]:

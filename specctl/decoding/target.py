@@ -12,6 +12,7 @@ from torch import Tensor
 from specctl import processes
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean
+from specctl.decoding.models.ends import ModelEnds
 from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
@@ -25,7 +26,7 @@ from specctl.decoding.models.loading import (
 )
 from specctl.decoding.models.model import Model
 from specctl.decoding.models.parallel import WHOLE, Slice, load_slice
-from specctl.decoding.models.supported import unsupported_error, unsupported_reason
+from specctl.decoding.models.supported import check_decodable, unsupported_error, unsupported_reason
 from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill, prefill_shared
@@ -36,7 +37,6 @@ from specctl.kernels.distill import Squash
 
 if TYPE_CHECKING:
     from specctl.decoding.models.hf import HFModel
-    from specctl.decoding.models.lean import LeanModel
 
 
 class LoadedAs(NamedTuple):
@@ -100,17 +100,17 @@ class Target(TargetText):
         count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
         _check_finite(name, model, head)
-        if self.path == "lean":
-            own: LeanModel | HFModel = lean.LeanModel(model, consume, part)
-        else:
-            own = _checked_hf_model(name, model, whole)
         self.whole = whole
-        self.model: Model = own if whole else LayerlessModel(own)
+        own = lean.LeanModel(model, consume, part) if self.path == "lean" else None
+        if whole:
+            self.model: Model = own or _checked_hf_model(name, model)
+        else:
+            self.model = LayerlessModel(own or (model if isinstance(model, ModelEnds) else ModelEnds(model)))
         self.device, self.dtype = self.model.device, self.model.dtype
         self._pool: weakref.ref[PagePool] | None = None
         self.part, self._head = part, head.detach().to(self.device)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
-        self.norm_weight = _norm_weight(getattr(getattr(model, "model", None), "norm", None))
+        self.norm_weight = _norm_weight(_final_norm(model))
 
     @cached_property
     def head_weight(self) -> Tensor:
@@ -198,9 +198,16 @@ def _squash(model: Model, weight: Tensor, config: Any) -> Squash:
     return Squash(1.0 if abs(scale - 1) < 0.01 else scale, cap, shift if shift.any() else None)
 
 
+def _final_norm(model) -> Any:
+    """The final norm of a model, or None if it does not have one under a common name, or it is no RMS norm."""
+    if isinstance(model, ModelEnds):
+        return None if getattr(model.norm, "bias", None) is not None else model.norm
+    return getattr(getattr(model, "model", None), "norm", None)
+
+
 def _check_finite(name: str, model, head_weight: Tensor) -> None:
     """Check the final norm and one row of the vocabulary head: if a file was filled with NaN, these are NaN, too."""
-    norm = getattr(getattr(getattr(model, "model", None), "norm", None), "weight", None)
+    norm = getattr(_final_norm(model), "weight", None)
     for key, weight in (("model.norm.weight", norm), ("lm_head.weight", head_weight[0])):
         if weight is not None and not weight.isfinite().all():
             raise CheckpointError(
@@ -219,9 +226,9 @@ def _norm_weight(norm) -> Tensor | None:
     return weight + 1 if round(added) == 1 else weight
 
 
-def _checked_hf_model(name: str, model, whole: bool) -> HFModel:
-    """Wrap a model with its own `transformers` forward. If it is whole, a trial checks whether drafts can be verified
-    on it. CheckpointError if not."""
+def _checked_hf_model(name: str, model) -> HFModel:
+    """Wrap a model with its own `transformers` forward, after a trial whether drafts can be verified on it.
+    CheckpointError if not."""
     from specctl.decoding.models.hf import HFModel
     from specctl.decoding.models.self_check import trial
 
@@ -232,7 +239,7 @@ def _checked_hf_model(name: str, model, whole: bool) -> HFModel:
         except Exception as error:  # the code of an unknown architecture may raise anything
             reason = f"its code does not accept an external cache ({type(error).__name__}: {error})"
         else:
-            reason = trial(wrapped) if whole else None
+            reason = trial(wrapped)
     if reason is not None:
         raise unsupported_error(name, reason)
     return wrapped
@@ -266,6 +273,7 @@ def load_target(
     part = WHOLE
     if whole and tensor_parallel > 1:
         config = load_config(name, **options)
+        check_decodable(name, config)
         if path == "transformers":
             raise UsageError(
                 "the path 'transformers' does not support tensor parallelism", "use the path 'auto' or 'lean'"

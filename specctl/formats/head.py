@@ -5,20 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from specctl import regular_files
 from specctl.decoding.models import gguf_target
 from specctl.decoding.models.loading import builtin_path, is_gguf, load_config, load_errors
+from specctl.decoding.models.weight_files import EMBEDDINGS, WeightFiles
 from specctl.decoding.target import Target
 from specctl.errors import CheckpointError
-
-EMBEDDING = "embed_tokens.weight"
-"""Suffix of the embedding's name in a target's files."""
 
 
 @dataclass(frozen=True)
@@ -183,24 +179,13 @@ class TargetFacts:
             return self.embedding
         if is_gguf(self.name):
             return gguf_target.weights(self.name, torch.float32)["model.embed_tokens.weight"][:]
-        from transformers.utils import cached_file
-
-        def place(name: str) -> str | None:
-            options: dict[str, Any] = {"_raise_exceptions_for_missing_entries": False, "revision": self.revision}
-            return cached_file(self.name, name, **options)
-
         with load_errors(self.name):
-            index = place("model.safetensors.index.json")
-            parts = regular_files.read_json(index)["weight_map"] if index else {}
-            one = next((part for name, part in parts.items() if name.endswith(EMBEDDING)), "model.safetensors")
-            if (file := place(one)) is not None:
-                regular_files.check(file)
-                with safe_open(file, framework="pt") as weights:
-                    names = [name for name in weights.keys() if name.endswith(EMBEDDING)]  # noqa: SIM118  # no dict
-                    if names:
-                        return cast(Tensor, weights.get_tensor(names[0]))
+            files = WeightFiles(self.name, self.revision)
+            name = files.find(EMBEDDINGS, (self.vocab_size, self.hidden_size))
+            if name is not None:
+                return files.tensor(name)
         raise CheckpointError(
-            f"target {self.name} has no {EMBEDDING} in its safetensors files, and the head's files need a copy of it",
+            f"target {self.name} has no {EMBEDDINGS[0]} in its safetensors files, and the head's files need a copy",
             hint="name a copy of the target that has it with --target",
         )
 

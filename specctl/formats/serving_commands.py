@@ -27,30 +27,48 @@ def _names(text: str) -> frozenset[str]:
 # vLLM's own classes without the interface `SupportsEagle3`. Targets without a class in vLLM run by the class of
 # transformers, which has the interface.
 _VLLM_WITHOUT_EAGLE3 = _names("""
-    AXK1 Bloom Cohere2 Cohere Dbrx Ernie4_5_Moe Exaone4 ExaoneMoe Falcon GPT2LMHeadModel GPTJ Gemma2 Gemma3
-    Gemma3ForConditionalGeneration Gemma3n Gemma3nForConditionalGeneration Gemma Glm4 Glm4Moe Glm4MoeLite
-    GraniteMoe GraniteMoeHybrid GraniteMoeSWA GraniteMoeShared HYV3 HyperCLOVAX LongcatFlash Mixtral Nemotron
-    OPT Olmoe Qwen2Moe StableLm
+    AriaForConditionalGeneration AXK1 Bloom Cohere Cohere2 Cohere2VisionForConditionalGeneration Dbrx
+    Ernie4_5_Moe Ernie4_5_VLMoeForConditionalGeneration Exaone4 ExaoneMoe Falcon FalconH1 FalconMamba Gemma Gemma2
+    Gemma3 Gemma3ForConditionalGeneration Gemma3n Gemma3nForConditionalGeneration Glm4 Glm4Moe Glm4MoeLite
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GlmOcrForConditionalGeneration GPT2LMHeadModel
+    GPTJ GraniteMoe GraniteMoeHybrid GraniteMoeShared GraniteMoeSWA HyperCLOVAX HYV3
+    Idefics3ForConditionalGeneration InternS1ForConditionalGeneration InternVLForConditionalGeneration Jamba
+    KimiLinear KimiVLForConditionalGeneration Lfm2 Lfm2Moe
+    Lfm2VlForConditionalGeneration LlavaNextForConditionalGeneration LlavaNextVideoForConditionalGeneration
+    LlavaOnevisionForConditionalGeneration LongcatFlash Mamba Mamba2 Mixtral
+    Nemotron Olmoe OlmoHybrid OPT PaliGemmaForConditionalGeneration PhiMoE Qwen2_5OmniForConditionalGeneration
+    Qwen2AudioForConditionalGeneration Qwen2Moe Qwen2VLForConditionalGeneration SmolVLMForConditionalGeneration
+    StableLm VoxtralForConditionalGeneration Zamba2
 """)
 # SGLang's classes with `get_embed_and_head`, then the classes with `set_eagle3_layers_to_capture`.
 _SGLANG_EAGLE = _names("""
-    Apertus DeepseekV2 DeepseekV32 DeepseekV3 DeepseekV4 Ernie4_5_Moe Exaone4 ExaoneMoe FalconH1 Gemma3
-    Gemma3ForConditionalGeneration Gemma4 Gemma4ForConditionalGeneration Glm4 Glm4Moe Glm4MoeLite GlmMoeDsa
-    GptOss HYV3 HYV4 Laguna Llama4 Llama LongcatFlash Mellum MiMoV2Flash MiniMaxM2 Ministral3 Mistral NemotronH
-    OPT Phi3 Qwen2 Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
+    Apertus DeepseekV2 DeepseekV3 DeepseekV32 DeepseekV4 Ernie4_5_Moe Exaone4 ExaoneMoe FalconH1 Gemma3
+    Gemma3ForConditionalGeneration Gemma4 Gemma4ForConditionalGeneration Glm4 Glm4Moe Glm4MoeLite
+    Glm4vForConditionalGeneration Glm4vMoeForConditionalGeneration GlmMoeDsa GlmOcrForConditionalGeneration GptOss
+    HYV3 HYV4 InternS1ProForConditionalGeneration KimiK25ForConditionalGeneration Laguna Llama Llama4
+    Llama4ForConditionalGeneration LlavaForConditionalGeneration LongcatFlash Mellum MiMoV2Flash MiniMaxM2
+    MiniMaxM3SparseForConditionalGeneration Ministral3 Mistral Mistral3ForConditionalGeneration NemotronH OPT Phi3
+    PixtralForConditionalGeneration Qwen2 Qwen2_5_VLForConditionalGeneration Qwen3 Qwen3_5
+    Qwen3_5ForConditionalGeneration Qwen3_5Moe Qwen3_5MoeForConditionalGeneration Qwen3Moe Qwen3Next
+    Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
 """)
 _SGLANG_EAGLE3 = _names("""
-    Apertus DeepseekV2 DeepseekV32 DeepseekV3 ExaoneMoe Gemma3 Gemma3ForConditionalGeneration Gemma4
-    Gemma4ForConditionalGeneration Glm4Moe Glm4MoeLite GlmMoeDsa GptOss Llama4 Llama LongcatFlash Mellum
-    MiniMaxM2 Ministral3 Mistral Phi3 Qwen2 Qwen2Moe Qwen3 Qwen3Moe Qwen3Next Qwen3_5 Qwen3_5Moe
+    Apertus DeepseekV2 DeepseekV3 DeepseekV32 ExaoneMoe Gemma3 Gemma3ForConditionalGeneration Gemma4
+    Gemma4ForConditionalGeneration Glm4Moe Glm4MoeLite GlmMoeDsa GptOss InternS1ProForConditionalGeneration
+    KimiK25ForConditionalGeneration Llama Llama4 Llama4ForConditionalGeneration LongcatFlash Mellum MiniMaxM2
+    MiniMaxM3SparseForConditionalGeneration Ministral3 Mistral Phi3 Qwen2 Qwen2_5_VLForConditionalGeneration
+    Qwen2Moe Qwen3 Qwen3_5 Qwen3_5ForConditionalGeneration Qwen3_5Moe Qwen3_5MoeForConditionalGeneration Qwen3Moe
+    Qwen3Next Qwen3VLForConditionalGeneration Qwen3VLMoeForConditionalGeneration
 """)
 # Classes with `set_dflash_layers_to_capture`. Some classes have a separate hook for DSpark too.
 _SGLANG_DFLASH = _names("""
-    Beam DeepseekV2 DeepseekV32 DeepseekV3 Gemma4 Gemma4ForConditionalGeneration Glm4MoeLite GlmMoeDsa GptOss
-    IQuestCoder InklingForConditionalGeneration InternLM3 KimiK25ForConditionalGeneration
-    KimiK3ForConditionalGeneration KimiK3Linear Laguna Lfm2 Lfm2Moe Llama4 Llama Mellum MiMoV2Flash MiMoV2
-    MiniMaxM3SparseForConditionalGeneration Ministral3 Mistral Nanbeige NemotronH Phi3 Qwen3 Qwen3Moe Qwen3Next
-    Qwen3_5 Qwen3_5Moe TeleFLM
+    Beam DeepseekV2 DeepseekV3 DeepseekV32 Gemma4 Gemma4ForConditionalGeneration Glm4MoeLite GlmMoeDsa GptOss
+    InklingForConditionalGeneration InternLM3 InternS1ProForConditionalGeneration IQuestCoder
+    KimiK25ForConditionalGeneration KimiK3ForConditionalGeneration KimiK3Linear Laguna Lfm2 Lfm2Moe
+    Lfm2VlForConditionalGeneration Llama Llama4 Mellum MiMoV2 MiMoV2Flash MiniMaxM3SparseForConditionalGeneration
+    Ministral3 Mistral Nanbeige NemotronH Phi3 Qwen3 Qwen3_5 Qwen3_5ForConditionalGeneration Qwen3_5Moe
+    Qwen3_5MoeForConditionalGeneration Qwen3Moe Qwen3Next Qwen3VLForConditionalGeneration
+    Qwen3VLMoeForConditionalGeneration TeleFLM
 """)
 _SGLANG_DSPARK = _SGLANG_DFLASH | _names("BailingMoeV3 DeepseekV4 KimiLinear")
 _WITHOUT = {

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl import regular_files
-from specctl.decoding.target import Target
+from specctl.decoding.target_text import TargetText
 from specctl.distillation import store
 from specctl.distillation.prompts import json_object
 from specctl.errors import CheckpointError, DataError
@@ -55,7 +55,7 @@ class Corpus:
         return self.held_out[1::2]
 
 
-def load_corpus(recipe: TrainRecipe, target: Target) -> Corpus:
+def load_corpus(recipe: TrainRecipe, target: TargetText) -> Corpus:
     """Load the texts that a recipe trains on: `corpus`, or the distilled data of its domains."""
     limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
     if recipe.corpus is not None:
@@ -63,7 +63,9 @@ def load_corpus(recipe: TrainRecipe, target: Target) -> Corpus:
     return load_distilled(recipe.data_dirs, target, *limits)
 
 
-def load_distilled(directories: list[Path], target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:
+def load_distilled(
+    directories: list[Path], target: TargetText, max_length: int, held_out: float, prompts: int
+) -> Corpus:
     """Read distilled directories, in order.
 
     A prompt is held out if the hash of its id falls into the first `held_out` fraction, so adding data never changes
@@ -126,7 +128,7 @@ def load_distilled(directories: list[Path], target: Target, max_length: int, hel
     return Corpus(examples, held, digest.hexdigest()[:16], list(domains), responses, stored, kinds)
 
 
-def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: Target) -> None:
+def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: TargetText) -> None:
     """Raise CheckpointError if a response has another vocabulary, DataError if it has ids that the target lacks."""
     if record["target"] != target.identity["vocab_hash"]:
         raise CheckpointError(
@@ -145,7 +147,7 @@ def _share(key: str) -> float:
     return int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / 2**32
 
 
-def load_text(path: Path, target: Target, max_length: int, held_out: float, prompts: int) -> Corpus:
+def load_text(path: Path, target: TargetText, max_length: int, held_out: float, prompts: int) -> Corpus:
     """Read general text as training examples: JSONL with `text`, or plain text with a blank line between documents.
 
     Documents are cut into pieces of `max_length` tokens. Some documents are held out; their first tokens serve as

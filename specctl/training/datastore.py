@@ -6,11 +6,15 @@ import math
 import os
 import time
 
+from specctl.decoding.models.loading import load_config
+from specctl.decoding.models.supported import engine_only_reason
 from specctl.decoding.target import load_target
+from specctl.decoding.target_text import load_target_text
 from specctl.drafters import checkpoint
 from specctl.drafters.checkpoint import PROMPTS
 from specctl.drafters.family import load_family
 from specctl.errors import RecipeError, UsageError
+from specctl.progress import log
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.runs import Run
 from specctl.training.data import load_corpus
@@ -18,7 +22,8 @@ from specctl.training.outcome import TrainResult, drafter_info, held_out_accepta
 
 
 def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
-    """Index the responses of `recipe.sources`, measure the drafter on held-out prompts, write it to `recipe.output`.
+    """Index the responses of `recipe.sources` and write the drafter to `recipe.output`. It is measured on held-out
+    prompts unless only an engine can run the target.
 
     Raises:
         RecipeError, UsageError: the recipe has settings that only trained drafters have; several processes run.
@@ -31,22 +36,28 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"arch {recipe.arch} is built by a single process", hint="run it without torchrun")
     family = load_family(recipe.arch)
-    target = load_target(**recipe.target.loading)
-    run.annotate(target=target.identity)
-    corpus = load_corpus(recipe, target)
+    config = load_config(**recipe.target.described)
+    target = load_target(**recipe.target.loading) if engine_only_reason(config) is None else None
+    text = target or load_target_text(**recipe.target.described)
+    run.annotate(target=text.identity)
+    corpus = load_corpus(recipe, text)
     started = time.perf_counter()
     store = family.collect((list(example.tokens), example.prompt_length) for example in corpus.train)
     seconds = time.perf_counter() - started
     tokens = sum(example.response_length for example in corpus.train)
-    drafter = family.make_drafter(store, target, DraftingRecipe())
-    mat, acceptance = held_out_acceptance(recipe, target, corpus.held_out, drafter)
+    mat, acceptance, kinds = math.nan, list[float](), {}
+    if target is not None:
+        drafter = family.make_drafter(store, target, DraftingRecipe())
+        mat, acceptance = held_out_acceptance(recipe, target, corpus.held_out, drafter)
+        kinds = {PROMPTS: kinds_of(target, corpus, drafter)}
+    else:
+        log(f"mat is not measured: only an engine can run target {text.name}")
     run.metrics(step=0, mat=mat, acceptance_by_position=acceptance)
     checkpoint.save(
         recipe.output,
-        config=family.checkpoint_config(store, target.identity),
+        config=family.checkpoint_config(store, text.identity),
         tensors=family.tensors(store),
-        info=drafter_info(recipe, corpus, steps=0, tokens=tokens, mat=mat_by_prompts(corpus, reported=mat))
-        | {PROMPTS: kinds_of(target, corpus, drafter)},
+        info=drafter_info(recipe, corpus, steps=0, tokens=tokens, mat=mat_by_prompts(corpus, reported=mat)) | kinds,
         overwrite=True,
     )
     return TrainResult(

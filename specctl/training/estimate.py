@@ -15,6 +15,7 @@ from torch import nn
 
 from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config
+from specctl.decoding.models.supported import engine_only_reason
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead
 from specctl.recipe import TrainRecipe
@@ -149,6 +150,8 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
     chosen = recipe.features.whole_target
     if chosen is not None or not recipe.trains_without_layers:
         return chosen is not False
+    if outline.only_engines:
+        return False
     half = recipe.max_length / 2
     planned = PlannedTraining(recipe, outline, machine, Texts(1, half, half, counted=False))
     memory = planned.memory(batch_tokens(recipe, planned.target) / machine.processes)
@@ -157,13 +160,16 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
 
 def loads_layers_here(recipe: TrainRecipe) -> bool:
     """Whether training on this machine loads the whole target (`loads_layers`). If the recipe leaves that open, it does
-    on a GPU that the table does not know, and under tensor parallelism."""
+    on a GPU that the table does not know, and under tensor parallelism, unless only an engine can run the target."""
     chosen, machine = recipe.features.whole_target, machine_for(recipe)
-    if chosen is not None or recipe.target.tensor_parallel > 1 or not recipe.trains_without_layers or machine is None:
+    if chosen is not None or not recipe.trains_without_layers:
         return chosen is not False
-    target = recipe.target
-    config = load_config(target.name, revision=target.revision, trust_remote_code=target.trust_remote_code)
-    return loads_layers(recipe, Outline.of(config, machine.dtype(target.dtype)), machine)
+    config = load_config(**recipe.target.described)
+    if engine_only_reason(config) is not None:
+        return False
+    if recipe.target.tensor_parallel > 1 or machine is None:
+        return True
+    return loads_layers(recipe, Outline.of(config, machine.dtype(recipe.target.dtype)), machine)
 
 
 class PlannedTraining:

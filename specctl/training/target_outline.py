@@ -9,7 +9,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from specctl.decoding.models.ends import ModelEnds, model_on_meta
 from specctl.decoding.models.layerless import without_layers
+from specctl.decoding.models.supported import engine_only_reason
 from specctl.decoding.target import Target
 from specctl.drafters.family import load_family
 from specctl.kernels.distill import Squash
@@ -25,6 +27,7 @@ class Outline:
         active: parameters of matrices that every token is multiplied with (a mixture uses a few of its experts per
             token).
         non_layer_parameters: parameters outside the layers.
+        only_engines: only an engine can run the target.
     """
 
     config: Any
@@ -40,6 +43,7 @@ class Outline:
     model: Any
     dtype: torch.dtype
     device: torch.device
+    only_engines: bool = False
     squash: Squash = field(default_factory=Squash)
     eos_ids: frozenset[int] = frozenset()
     tokenizer: Any = field(default_factory=lambda: SimpleNamespace(bos_token_id=None, pad_token_id=None))
@@ -47,11 +51,9 @@ class Outline:
     @classmethod
     def of(cls, config: Any, dtype: torch.dtype) -> Outline:
         """Build the outline from `config`, as `load_config` returns it."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
-            ends = AutoModelForCausalLM.from_config(without_layers(config))
+        model = model_on_meta(config)
+        only_engines = engine_only_reason(config) is not None
+        ends = ModelEnds(model) if only_engines else model_on_meta(without_layers(config))
         text = config.get_text_config()
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         matrices = [(name, p.numel()) for name, p in model.named_parameters() if p.ndim >= 2]
@@ -60,6 +62,7 @@ class Outline:
             config=text,
             parameters=sum(p.numel() for p in model.parameters()),
             active=round(sum(count * _visited(name, text) for name, count in matrices)) - looked_up,
+            only_engines=only_engines,
             non_layer_parameters=sum(p.numel() for p in ends.parameters()),
             hidden_size=embedding.shape[1],
             vocab_size=embedding.shape[0],

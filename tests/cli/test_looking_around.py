@@ -160,7 +160,7 @@ def test_doctor_finds_a_target_in_the_hugging_face_cache(specctl, tmp_path, monk
 def test_doctor_refuses_targets_that_cannot_be_used(specctl, tmp_path):
     """Each with the exit code of a checkpoint that does not fit, and the reason by name."""
     (tmp_path / "empty").mkdir()
-    transformers.MambaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "mamba")
+    transformers.T5Config().save_pretrained(tmp_path / "t5")
     (tmp_path / "unknown").mkdir()
     (tmp_path / "unknown" / "config.json").write_text('{"model_type": "never-heard-of"}')
     (tmp_path / "seven").mkdir()
@@ -169,7 +169,7 @@ def test_doctor_refuses_targets_that_cannot_be_used(specctl, tmp_path):
     for name, words in {
         "./nowhere": "does not exist",
         "./empty": "not a model directory: it has no config.json",
-        "./mamba": "recurrent state",
+        "./t5": "not a decoder-only causal LM",
         "./unknown": "never-heard-of",
         "./seven": "not a multiple of the number of attention heads",
         "./mute": "tokenizer cannot be read",

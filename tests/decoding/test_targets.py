@@ -356,7 +356,7 @@ DAMAGED = {
     ),
     "vision": (
         config_with(model_type="llava", text_config={"model_type": "llama"}),
-        "no causal LM for model type 'llava'",
+        "cannot verify drafts: it is a vision-language or speech model",
     ),
     "layers": (config_with(num_hidden_layers=10**9), "num_hidden_layers is 1000000000"),
     "dtype": (config_with(dtype=math.nan), r"config\.json"),

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from specctl.decoding.models import gguf_target, lean, tensors
+from specctl.decoding.models.ends import model_on_meta
 from specctl.decoding.models.loading import (
     DTYPES,
     first_line,
@@ -17,7 +16,7 @@ from specctl.decoding.models.loading import (
     pick_device,
     pick_dtype,
 )
-from specctl.decoding.models.supported import context_limit, ropes, window_size
+from specctl.decoding.models.supported import context_limit, engine_only_reason, ropes, window_size
 from specctl.decoding.target_text import eos_ids
 from specctl.errors import CheckpointError
 
@@ -27,7 +26,7 @@ class Description:
     """A target as its configuration and tokenizer describe it.
 
     Attributes:
-        path, why: "lean" or "transformers", and the reason for it.
+        path, why: "lean", "transformers", or "engine" if only an engine can run it, and the reason for it.
         dtype: choice of `--dtype auto` on this machine; bytes: size of all parameters in this dtype.
         checkpoint_dtype: dtype of the stored weights, if the configuration names it; for a GGUF file its quantizations.
         kv_heads, head_dim: as configured, or None if layers differ.
@@ -64,22 +63,24 @@ class Description:
 
 
 def path_of(config) -> tuple[str, str]:
-    """Path of a configuration (as `load_config` returns it), "lean" or "transformers", and the reason for it."""
+    """Path of a configuration (as `load_config` returns it): "lean", "transformers" or "engine", and the reason."""
+    reason = engine_only_reason(config)
+    if reason is not None:
+        return "engine", reason
     reason = lean.unsupported_reason(config)
     return ("transformers", reason) if reason else ("lean", f"{config.model_type} is covered by the lean step")
 
 
 def describe(name: str, label: str | None = None) -> Description:
     """Describe the target `name`, shown as `label`. CheckpointError if it cannot be used."""
-    from transformers import AutoModelForCausalLM
-
     config = load_config(name)
     text = config.get_text_config()
-    tensors.check_quantisation(f"target {label or name}", config)
     path, why = path_of(config)
+    if path != "engine":  # engines read more kinds of quantized weights
+        tensors.check_quantisation(f"target {label or name}", config)
     try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+        model = model_on_meta(config)
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     except Exception as error:  # an architecture's code may raise anything for unusual sizes
         raise CheckpointError(
             f"transformers cannot build target {label or name} from its configuration: {first_line(error)}",
@@ -87,7 +88,6 @@ def describe(name: str, label: str | None = None) -> Description:
         ) from error
     dtype = pick_dtype("auto", pick_device("auto"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     heads = _value_of_all_layers(text, "num_attention_heads", None)
     try:
         tokenizer = load_tokenizer(name)

@@ -145,7 +145,18 @@ class _States(BaseModelOutputWithPast):
 
 
 class _Passed(nn.Module):
-    """Replacement for a model's decoder: returns its input embeddings as the last hidden state."""
+    """Replacement for a model's decoder: returns its input embeddings as the last hidden state. It has the decoder's
+    attributes, such as a factor of the logits."""
+
+    def __init__(self, original: nn.Module):
+        super().__init__()
+        self.original = [original]  # in a list, and so no submodule
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattribute__("original")[0], name)
 
     @property
     def decoder(self) -> _Passed:
@@ -156,6 +167,22 @@ class _Passed(nn.Module):
         return _States(last_hidden_state=inputs_embeds)
 
 
+def without_decoder(model: Any, child: str) -> Any:
+    """A copy of a model without its decoder, which is in the child module `child`: the head, and an architecture's
+    operations before and after it (scales, caps)."""
+    tail = copy.copy(model)
+    tail._modules = model._modules | {child: _Passed(model._modules[child])}
+    return tail
+
+
+def logits_of(tail: Any, hidden: Tensor) -> Tensor:
+    """Logits [..., V] of final hidden states [..., H], by a model of `without_decoder`."""
+    rows = hidden.reshape(1, -1, hidden.shape[-1])
+    # Not `tail(…)`: `accelerate`'s hooks on the model would run the decoder.
+    logits: Tensor = type(tail).forward(tail, inputs_embeds=rows, use_cache=False).logits
+    return logits.view(*hidden.shape[:-1], -1)
+
+
 class HFModel:
     """Model with the interface of `LeanModel`, for any decoder-only `transformers` model with a key/value cache."""
 
@@ -164,9 +191,7 @@ class HFModel:
         self.model = model
         prefix = model.base_model_prefix if model.base_model is not model else "model"
         self.body = getattr(model, prefix)
-        # The model without its decoder: the head, and an architecture's operations before and after it (scales, caps).
-        self.tail = copy.copy(model)
-        self.tail._modules = model._modules | {prefix: _Passed()}
+        self.tail = without_decoder(model, prefix)
         self.dtype = model.dtype
         self.device = model.get_input_embeddings().weight.device
         self.hidden_size = config.hidden_size
@@ -271,7 +296,4 @@ class HFModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute logits, like `LeanModel.logits`, with the model's own code. This includes heads of two layers and
         scaled or capped logits."""
-        rows = hidden.reshape(1, -1, hidden.shape[-1])
-        # Not `self.tail(…)`: `accelerate`'s hooks on the model would run the decoder.
-        logits = type(self.model).forward(self.tail, inputs_embeds=rows, use_cache=False).logits
-        return logits.to(self.device).view(*hidden.shape[:-1], -1)
+        return logits_of(self.tail, hidden).to(self.device)

@@ -13,19 +13,19 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.models import tensors
-from specctl.decoding.models.lean import LeanModel
+from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.loading import from_pretrained_of, load_config, load_errors
 from specctl.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from specctl.decoding.models.hf import HFModel
+    from specctl.decoding.models.ends import ModelEnds
 
 
 class LayerlessModel:
-    """The parts of a `LeanModel` or `HFModel` outside of the layers. A forward needs layers, so it raises
+    """The parts of a `LeanModel` outside of the layers, or a `ModelEnds`. A forward needs layers, so it raises
     RuntimeError."""
 
-    def __init__(self, model: LeanModel | HFModel):
+    def __init__(self, model: LeanModel | ModelEnds):
         self.dtype, self.device, self.hidden_size = model.dtype, model.device, model.hidden_size
         self.embedding: Tensor = model.embedding
         self.normed, self.logits = model.normed, model.logits
@@ -58,12 +58,17 @@ def without_layers(config: Any) -> Any:
 def load_layerless(
     name: str, *, device: torch.device, dtype: torch.dtype, revision: str | None = None, trust_remote_code: bool = False
 ) -> Any:
-    """Load the `transformers` model of a target without its layers. Their tensors are not read, but the returned
-    configuration keeps their number.
+    """Load a target without its layers, and without reading their tensors: as its `transformers` model if the lean step
+    computes it, with a configuration that keeps the number of layers, otherwise as a `ModelEnds`.
 
     Raises CheckpointError: the files lack other tensors, or the architecture cannot be built without layers.
     """
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    if unsupported_reason(config) is not None:
+        from specctl.decoding.models.ends import load_ends
+
+        options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        return load_ends(name, config, device=device, dtype=dtype, **options)
     with load_errors(name), tensors.quiet():  # the layers' tensors are unexpected here, as intended
         loaded: Any = from_pretrained_of(name, config, dtype)(
             config=without_layers(config),

@@ -13,7 +13,7 @@ from functools import partial
 from importlib import resources
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -21,7 +21,7 @@ import torch
 
 from specctl import regular_files
 from specctl.decoding.models import gguf_target, tensors
-from specctl.decoding.models.supported import context_limit, ropes, unsupported_error, unsupported_reason, window_size
+from specctl.decoding.models.supported import check_decodable, context_limit, ropes, window_size
 from specctl.errors import CheckpointError, UsageError
 
 HUB_S = 2.0  # seconds to wait for a connection to the hub
@@ -87,10 +87,14 @@ def cpu_has_bf16() -> bool:
 
 
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
-    """Load the configuration of a target, which must be a decoder-only causal LM."""
+    """Load the configuration of a target that an engine can run: a decoder-only causal LM, possibly with vision or
+    speech. Our own loop runs fewer of them: `supported.check_decodable`."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
     check_within_reach(name, revision)
     where = location(name)
@@ -124,14 +128,18 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
                     f"target {name}: config.json: {key[1:]} is {value!r:.60}, which may be code from a repository",
                     f"delete the key: specctl chooses one of {', '.join(filter(None, ATTENTION))}",
                 )
+    multimodal = config.model_type in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
     if config.is_encoder_decoder or (
-        names and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
+        names
+        and not multimodal
+        and not any("CausalLM" in n or "LMHead" in n or "ConditionalGeneration" in n for n in names)
     ):
         raise CheckpointError(
             f"target {name} is not a decoder-only causal LM (architecture {', '.join(names):.200})",
             "choose a causal LM such as Llama, Qwen or Mistral",
         )
-    if not trust_remote_code and not {config.model_type, kind} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    known = multimodal or {config.model_type, kind} <= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if not (trust_remote_code or known):
         raise CheckpointError(
             f"transformers has no causal LM for model type {config.model_type!r} of target {name}",
             "choose a causal LM such as Llama, Qwen or Gemma, or save the language model of this model separately",
@@ -139,9 +147,6 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     layers = getattr(text, "num_hidden_layers", 1)
     if not (type(layers) is int and 0 < layers <= MOST_LAYERS):
         raise CheckpointError(f"target {name}: config.json: num_hidden_layers is {layers!r:.60}, not 1 … {MOST_LAYERS}")
-    reason = unsupported_reason(config, cast(type | None, MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)))
-    if reason is not None:
-        raise unsupported_error(name, reason)
     return config
 
 
@@ -257,6 +262,7 @@ def load_model(
 
     transformers_logging.disable_progress_bar()  # one short bar per load says nothing; our own progress goes to stderr
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
+    check_decodable(name, config)
     with load_errors(name):
         if not trust_remote_code:
             tensors.check_quantisation(f"target {name}", config)

@@ -7,6 +7,10 @@ from typing import Any
 from specctl.errors import CheckpointError
 
 ATTENTION = {"full_attention", "sliding_attention"}
+WITH_ENGINES = (
+    "it works where an engine runs it: distill --server or --from-log, train-drafter --features-from, eval-server, "
+    "export; specctl doctor --target lists the commands"
+)
 ALIBI = {"bloom", "mpt"}  # in addition to configurations with `alibi`
 
 
@@ -32,11 +36,26 @@ def unsupported_reason(config, model_class: type | None = None) -> str | None:
     return None
 
 
+def engine_only_reason(config) -> str | None:
+    """Reason why only an engine can run a target that `load_config` has read, or None if our own loop can, too."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+    model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is None and type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return "it is a vision-language or speech model, and specctl itself runs only text models"
+    return unsupported_reason(config, model)
+
+
+def check_decodable(name: str, config: Any) -> None:
+    """Raise CheckpointError if only an engine can run the target `name`."""
+    reason = engine_only_reason(config)
+    if reason is not None:
+        raise unsupported_error(name, reason)
+
+
 def unsupported_error(name: str, reason: str) -> CheckpointError:
-    """Error for a target that `unsupported_reason` or a trial has rejected."""
-    return CheckpointError(
-        f"target {name} cannot verify drafts: {reason}", "choose a causal LM such as Llama, Qwen, Mistral or Gemma"
-    )
+    """Error for a target that `unsupported_reason` or a trial has rejected, where specctl itself would decode it."""
+    return CheckpointError(f"target {name} cannot verify drafts: {reason}", WITH_ENGINES)
 
 
 def ropes(config) -> dict[str, dict[str, Any]]:

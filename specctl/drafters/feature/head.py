@@ -108,7 +108,8 @@ def head_config(recipe: DrafterRecipe, target: Target) -> HeadConfig:
     Each family sets taps and draft vocabulary itself.
     """
     text = target.config
-    heads = recipe.num_heads or text.num_attention_heads
+    usual = max(1, target.hidden_size // 128)  # a target without attention names no heads
+    heads = recipe.num_heads or getattr(text, "num_attention_heads", None) or usual
     dim = None if recipe.num_heads else getattr(text, "head_dim", None)
     rope = getattr(text, "rope_parameters", None) or {}
     return HeadConfig(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from specctl.decoding.models.loading import load_config
+from specctl.decoding.models.supported import check_decodable
 from specctl.measuring.bench.shapes import config_of
 from specctl.recipe import BenchRecipe
 from specctl.training.machine import DEVICES, GB, Device
@@ -53,6 +54,7 @@ def measure(recipe: BenchRecipe) -> list[FloorRow]:
     """Floors of every GPU and batch size of the recipe, for its shape or the configuration of its target."""
     about = recipe.target.described
     config = config_of(recipe.shape) if recipe.shape else load_config(**about)
+    check_decodable(recipe.shape or recipe.target.name, config)
     outline = Outline.of(config, torch.float32 if recipe.target.dtype == "fp32" else torch.bfloat16)
     context, rows = recipe.context, recipe.drafted + 1
     return [row(gpu, DEVICES[gpu], outline, batch, context, rows) for gpu in recipe.gpus for batch in recipe.batches]
