@@ -70,7 +70,7 @@ def _place(recipe: TrainRouterRecipe, run: Run) -> Path:
 
 
 def examples(recipe: TrainRouterRecipe, paths: dict[str, str], rejections: Rejections) -> list[RouterExample]:
-    """Training prompts, each labelled with the arm that is right for it. `paths`: name → path of each arm.
+    """Training prompts, each labeled with the arm that is right for it. `paths`: name → path of each arm.
 
     Raises CheckpointError (the table lacks an arm), UsageError (no table is named), DataError.
     """

@@ -71,7 +71,7 @@ SMOOTHED = 9
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     played = [read(run) for run in runs]
-    policies = Looks()  # policies are not drafters, so they have separate colours
+    policies = Looks()  # policies are not drafters, so they have separate colors
     made = Contents(headline=_headline(runs))
     for draw, own in (
         (_regrets, policies),
