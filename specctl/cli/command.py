@@ -69,7 +69,9 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
         _set_signature(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
         row = SUBCOMMANDS.get(name)  # a command of a group, such as `recipes ls`, has no row
         panel = row.panel if row else None
-        app.command(name, epilog=f"Example: {example}" if example else None, rich_help_panel=panel)(wrapper)
+        summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())  # as one line: the list wraps it
+        ending = f"Example: {example}" if example else None
+        app.command(name, short_help=summary, epilog=ending, rich_help_panel=panel)(wrapper)
         return function
 
     return register

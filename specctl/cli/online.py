@@ -13,6 +13,7 @@ from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import distil_first
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.reporting.tables import machine, unusable_notes, with_mark
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, DrafterStreamRecipe, OnlineRecipe, TrainRecipe
@@ -112,7 +113,7 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
         where += ", without the target's layers,"
     return [
         *plans,
-        f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "
+        f"answer prompts ({stream_of(recipe)}), {counted(len(recipe.seeds), 'time')}, "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}"
         + (f"; every head drafts in one tree with {recipe.companion}" if recipe.companion else ""),
         f"{where} after every {recipe.chunk} prompts: "

@@ -20,10 +20,11 @@ OutputDir = Annotated[
     typer.Option("--output-dir", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."),
 ]
 Csv = Annotated[bool, typer.Option("--csv", help="Also write every table as a CSV file.")]
+EXAMPLE = "specctl report runs/eval-A runs/eval-B --csv"
 
 
 def register(app: typer.Typer) -> None:
-    command(app, "report")(report)
+    command(app, "report", EXAMPLE)(report)
 
 
 def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) -> None:

@@ -14,6 +14,7 @@ from specctl.cli.train_drafter import distil_first
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.errors import CheckpointError
 from specctl.families import LM
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.lab.reason.recipe import ReasonRecipe
@@ -110,10 +111,11 @@ def steps(recipe: ReasonRecipe) -> list[str]:
     learners = [mode for mode in recipe.modes if mode in LEARNING]
     inside = f", with {reasoning.drafter} drafting tokens of the target's steps," if reasoning.drafter else ""
     ahead = "as many steps as save time" if reasoning.depth == "auto" else f"up to {reasoning.depth} steps"
+    times = counted(len(recipe.seeds), "time")
     plans = [
         f"answer prompts ({stream_of(recipe)})",
         f"think in steps that end with {reasoning.delimiter!r}{inside} for up to {reasoning.budget} tokens, and "
-        f"answer in up to {reasoning.answer_tokens}, {len(recipe.seeds)} time(s), in modes {', '.join(recipe.modes)}",
+        f"answer in up to {reasoning.answer_tokens}, {times}, in modes {', '.join(recipe.modes)}",
         f"draft {ahead} with {recipe.draft}; {judge}{where} compares them with the target's steps",
     ]
     if learners:
