@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABELS = {
-    "mat": ("mat", "tokens per target pass"),
+    "mat": ("mat", "tokens per pass of the target"),
     "speedup": ("speed-up", "tokens/s over plain decoding"),
     "accept_rate": ("acceptance", "accepted share of the verified draft tokens"),
 }

@@ -10,7 +10,7 @@ import typer
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, output, table
-from specctl.cli.train_drafter import distil_first
+from specctl.cli.train_drafter import missing_distillations
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.errors import CheckpointError
 from specctl.families import LM
@@ -60,7 +60,7 @@ def reason(recipe: ReasonRecipe, dry_run: bool) -> None:
     if recipe.output_dir:
         checks.check_output("reason", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
-    data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
+    data = {path: distillation for training in first for path, distillation in missing_distillations(training).items()}
     if dry_run:
         return checks.show("reason", recipe, [*warm_up_steps(recipe, first, data), *steps(recipe)])
     check_draft(recipe)

@@ -145,7 +145,7 @@ def _compared(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     ]
     if not shown:
         return []
-    figure = bars.bars({"": shown}, "mat (tokens per target pass)", reference=1.0)
+    figure = bars.bars({"": shown}, "mat (tokens per pass of the target)", reference=1.0)
     over = sorted({str(run.result["intervals_over"]) for run in runs if run.result.get("intervals_over")})
     drawn = f" over {' or '.join(over)}" if over else ""
     return [Picture("policies", f"Policies on the same stream; whiskers: 95 % intervals{drawn}.", figure)]
@@ -164,7 +164,7 @@ def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
         Curve(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
         for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in by_policy.items())
     ]
-    panel = Panel("mat (tokens per target pass)", lines)
+    panel = Panel("mat (tokens per pass of the target)", lines)
     return curves.picture("pool-size", "Mat by number of drafters in the pool.", [panel], "drafters in the pool, N")
 
 
