@@ -19,7 +19,7 @@ OutputDir = Annotated[
     Path | None,
     typer.Option("--output-dir", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."),
 ]
-Csv = Annotated[bool, typer.Option("--csv", help="Also write every table as a CSV file.")]
+Csv = Annotated[bool, typer.Option("--csv", metavar="", help="Also write every table as a CSV file.")]
 EXAMPLE = "specctl report runs/eval-A runs/eval-B --csv"
 
 
