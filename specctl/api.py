@@ -160,7 +160,7 @@ def execute(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:
 
     Raises the errors of the command, and UsageError if another process is running in that directory.
     """
-    # Training synchronises its processes itself.
+    # Training synchronizes its processes itself.
     if recipe.target.tensor_parallel > 1 and not isinstance(recipe, TrainRecipe):
         return _execute_sliced(command, recipe)
     return _execute(command, recipe)

@@ -243,7 +243,7 @@ def recipe_seed(recipe: Any) -> int | None:
 
 
 def to_json(document: Any, indent: int | None = None, ascii: bool = False) -> str:
-    """Serialise to JSON that every reader accepts: NaN and infinity become null, paths become strings.
+    """Serialize to JSON that every reader accepts: NaN and infinity become null, paths become strings.
 
     `ascii`: escape all characters beyond ASCII.
     """

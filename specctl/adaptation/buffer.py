@@ -215,7 +215,7 @@ class ReplayBuffer(FeatureStore):
 
     def _with_best(self, example: Example, features: Features) -> Features:
         """Features with the target's most probable tokens in `best`. They are computed only here, because most texts
-        are never learnt from."""
+        are never learned from."""
         text = self.texts.get(example.index)
         if text is None or not text.sampled:
             return features

@@ -97,7 +97,7 @@ class OnlineDrafter(StreamLearner):
     def retarget(self, target: Target) -> None:
         """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
 
-        The learnt weights stay; texts of the old target are forgotten. Raises CheckpointError if the drafter does not
+        The learned weights stay; texts of the old target are forgotten. Raises CheckpointError if the drafter does not
         fit.
         """
         checkpoint.check_target(self.trainable.config(), target)
@@ -212,7 +212,7 @@ class OnlineDrafter(StreamLearner):
 
     def _texts(self) -> tuple[list[Example], list[Example]]:
         """(Texts of the newest chunk, texts of earlier chunks to learn from). The earlier texts are the judges of the
-        last update, which nothing was learnt from yet, and a random sample for replay."""
+        last update, which nothing was learned from yet, and a random sample for replay."""
         texts = self.buffer.examples(feedback(self.rule.algo))
         fresh = [example for example in texts if example.index >= self._seen]
         judges = [example for example in texts if example.index in self.held_out]

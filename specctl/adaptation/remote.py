@@ -105,7 +105,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
 
     @property
     def pending(self) -> int:
-        """Number of chunks that were answered and are not learnt from yet."""
+        """Number of chunks that were answered and are not learned from yet."""
         return len(self.sent) + len(self.waiting)
 
     def learn_chunk(self, acceptance: Acceptance, decode_s: float) -> Lesson:
@@ -180,7 +180,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
         return super().played() if self._vector is None else self._vector
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The learner's state after the last chunk known to be learnt from, and the chunks that still wait."""
+        """The learner's state after the last chunk known to be learned from, and the chunks that still wait."""
         facts, tensors = self._learner_state
         waiting = [chunk.state() for chunk in [*self.sent, *self.waiting]]
         for place, (_, features) in enumerate(waiting):

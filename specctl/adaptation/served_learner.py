@@ -64,7 +64,7 @@ class ServedLearner:
     """Learns chunk by chunk from the texts that engines write, and publishes its drafter to these engines."""
 
     def __init__(self, recipe: LearnFromServerRecipe, online_drafter: OnlineDrafter, publisher: Publisher, place: Path):
-        """`place`: directory that the learnt drafter is saved in."""
+        """`place`: directory that the learned drafter is saved in."""
         self.recipe, self.online_drafter, self.publisher, self.place = recipe, online_drafter, publisher, place
         self._before = Acceptance()  # acceptance in the chunk before
         self._since = 0.0  # time at which the present version was published, in seconds since 1970
@@ -79,7 +79,7 @@ class ServedLearner:
 
     @property
     def publishes(self) -> bool:
-        """Whether the learnt drafter is published to the engines."""
+        """Whether the learned drafter is published to the engines."""
         return self.recipe.publication.enabled
 
     def begin(self, start: Path) -> None:
@@ -181,7 +181,7 @@ class ServedLearner:
         return self.online_drafter.save(self.place, {"mat": {}})
 
     def save(self, start: Path) -> Path:
-        """Write the learnt drafter as a drafter directory."""
+        """Write the learned drafter as a drafter directory."""
         learnt = f"{self.recipe.algo[0]} from texts of {', '.join(redacted(self.recipe.server.urls))}, from {start}"
         return self.online_drafter.save(self.place, {**checkpoint.read_info(start), "learnt": learnt, "mat": {}})
 

@@ -27,13 +27,13 @@ class Lesson:
 
     ruling: Ruling
     outcome: UpdateOutcome
-    texts: int  # texts learnt from
+    texts: int  # texts learned from
     tokens: int  # response tokens of these texts
     dropped: int  # texts that the buffer had no room for, in total
     rates: tuple[float, ...]  # η of the members after the update
     learn_s: float
     swap_s: float = 0.0  # building a drafter with the new weights
-    lag_chunks: int = 0  # lag: answered chunks not learnt from yet
+    lag_chunks: int = 0  # lag: answered chunks not learned from yet
 
 
 def new_buffer(recipe: DrafterStreamRecipe, target: Target, taps: tuple[int, ...]) -> ReplayBuffer:
@@ -74,7 +74,7 @@ class StreamLearner(ABC):
     def retarget(self, target: Target) -> None:
         """Draft for, and learn from, another target from now on: a later checkpoint of the same model.
 
-        The learnt weights stay; texts of the old target are forgotten. Raises CheckpointError if a drafter does not
+        The learned weights stay; texts of the old target are forgotten. Raises CheckpointError if a drafter does not
         fit.
         """
 
@@ -96,7 +96,7 @@ class StreamLearner(ABC):
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
-        """Context in which answers leave no trace: they are not learnt from, and displace no buffered text."""
+        """Context in which answers leave no trace: they are not learned from, and displace no buffered text."""
         kept, self.buffer = self.buffer, self._new_buffer()
         try:
             yield

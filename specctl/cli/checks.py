@@ -139,10 +139,11 @@ def check_gpu(key: str, device: str) -> None:
     import torch
 
     from specctl.errors import RecipeError
+    from specctl.threads import counted
 
     count = torch.cuda.device_count()
     if device.startswith("cuda") and (torch.device(device).index or 0) >= count:
-        raise RecipeError(f"{key}: {device} does not exist, this machine has {count} GPU(s)")
+        raise RecipeError(f"{key}: {device} does not exist, this machine has {counted(count, 'GPU')}")
 
 
 def pool_members(pool: Path) -> list[str]:

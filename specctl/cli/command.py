@@ -70,8 +70,9 @@ def command(app: typer.Typer, name: str, example: str = "") -> Callable[[Callabl
         _set_signature(wrapper, _parameters(function) + [_option(key, kind, False) for key, kind in GLOBALS.items()])
         row = SUBCOMMANDS.get(name)  # a command of a group, such as `recipes ls`, has no row
         panel = row.panel if row else None
-        epilog, hidden = f"Example: {example}" if example else None, TODAY.get(name, name) != name
-        app.command(name, epilog=epilog, rich_help_panel=panel, hidden=hidden)(wrapper)
+        summary = " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())  # as one line: the list wraps it
+        ending, hidden = f"Example: {example}" if example else None, TODAY.get(name, name) != name
+        app.command(name, short_help=summary, epilog=ending, rich_help_panel=panel, hidden=hidden)(wrapper)
         return function
 
     return register

@@ -11,6 +11,7 @@ from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields
 from specctl.errors import DataError
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe
@@ -88,8 +89,8 @@ def steps(recipe: DistillRecipe) -> list[str]:
         server_step(recipe) if recipe.server.urls else checks.check_target(recipe.target),
         f"read {number} prompts {origin} for {', '.join(data.domain)}",
         *prompt_filters(recipe),
-        f"generate {recipe.samples_per_prompt} response(s) per prompt, up to {recipe.sampling.max_new_tokens} tokens "
-        f"each, at temperatures {', '.join(map(str, recipe.temperatures))}",
+        f"generate {counted(recipe.samples_per_prompt, 'response')} per prompt, up to "
+        f"{recipe.sampling.max_new_tokens} tokens each, at temperatures {', '.join(map(str, recipe.temperatures))}",
         *response_filters(recipe),
         f"write {recipe.format} shards to {recipe.output}",
     ]

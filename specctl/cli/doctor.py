@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 TargetName = Annotated[
     str | None, typer.Option("--target", help="Also describe this target and how it would run.", show_default=False)
 ]
+EXAMPLE = "specctl doctor --target meta-llama/Llama-3.1-8B-Instruct"
 LOW_DISK_GB = 5
 LOW_MEMORY_GB = 5
 
@@ -44,7 +45,7 @@ class Finding:
 
 
 def register(app: typer.Typer) -> None:
-    command(app, "doctor")(doctor)
+    command(app, "doctor", EXAMPLE)(doctor)
 
 
 def doctor(target: TargetName = None) -> None:
@@ -292,6 +293,8 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
     from rich.console import Group
     from rich.table import Table
 
+    from specctl.threads import counted
+
     colours = {"ok": "green", "note": "yellow", "missing": "bold red"}
     grid = Table.grid(padding=(0, 2))
     for finding in document["findings"]:
@@ -299,8 +302,8 @@ def _report(document: dict[str, Any], about: Description | None) -> Any:
         fix = f"→ {cell(finding['fix'])}" if finding["fix"] else ""
         grid.add_row(state, cell(finding["what"]), f"{cell(finding['value'])}  {fix}".rstrip())
     missing = document["missing"]
-    count = "1 requirement is" if missing == 1 else f"{missing} requirements are"
-    verdict = f"{count} missing" if missing else "all requirements are met"
+    lacking = f"{counted(missing, 'requirement')} {'is' if missing == 1 else 'are'} missing"
+    verdict = lacking if missing else "all requirements are met"
     return Group(
         grid, "", *([fields(_in_words(about)), "", _commands(document["commands"]), ""] if about else []), verdict
     )

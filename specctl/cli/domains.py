@@ -33,7 +33,7 @@ def ls() -> None:
 
 
 def show(name: Name, samples: Samples = 3, seed: Seed = 0) -> None:
-    """Show a domain: its public data set, prompt layout and licence, and some generated prompts."""
+    """Show a domain: its public data set, prompt layout and license, and some generated prompts."""
     from dataclasses import asdict
 
     from specctl import data_prep

@@ -11,6 +11,7 @@ from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
 from specctl.reporting.tables import machine, unusable_notes, with_mark
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.recipe import EvalRecipe, EvalServerRecipe
@@ -40,7 +41,7 @@ def register(app: typer.Typer) -> None:
 
 
 def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
-    """Measure drafters × domains: mat (tokens per round), acceptance, tokens/s, speed-up, and losslessness."""
+    """Measure drafters × domains: mat (tokens per pass of the target), acceptance, speed, and losslessness."""
     from specctl.cli import checks
 
     checks.check_drafters(recipe.drafters)
@@ -82,7 +83,7 @@ def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
 
     return [
         checks.check_target(recipe.target),
-        f"decode {describe_prompts(recipe)}, {len(recipe.seeds)} time(s)",
+        f"decode {describe_prompts(recipe)}, {counted(len(recipe.seeds), 'time')}",
         f"with {', '.join(drafters) or 'no drafter'}; baselines {', '.join(recipe.baselines) or 'none'}",
         "compare every text with the text of plain decoding",
     ]

@@ -93,7 +93,7 @@ def _is_address(url: str) -> bool:
 def _out_of_memory(error: BaseException) -> bool:
     """Whether an exception means that memory ran out, in Python or in PyTorch.
 
-    PyTorch's exceptions are recognised by name and text: importing torch takes longer than most commands.
+    PyTorch's exceptions are recognized by name and text: importing torch takes longer than most commands.
     """
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True

@@ -65,7 +65,7 @@ def steps(recipe: GenerateRecipe) -> list[str]:
 
 
 def show(document: dict[str, Any]) -> Any:
-    """Render the text, with accepted draft tokens in colour, then the numbers."""
+    """Render the text, with accepted draft tokens in color, then the numbers."""
     from rich.console import Group
     from rich.text import Text
 

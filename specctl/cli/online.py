@@ -10,9 +10,10 @@ from specctl.cli.command import library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
-from specctl.cli.train_drafter import distil_first
+from specctl.cli.train_drafter import missing_distillations
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.reporting.tables import machine, unusable_notes, with_mark
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.recipe import DistillRecipe, DrafterStreamRecipe, OnlineRecipe, TrainRecipe
@@ -61,7 +62,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     if recipe.output_dir:
         checks.check_output("online", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
-    data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
+    data = {path: distillation for training in first for path, distillation in missing_distillations(training).items()}
     if dry_run:
         return checks.show("online", recipe, steps(recipe, first, data))
     checks.check_gpu("learner_device", recipe.learner_device[0])
@@ -112,7 +113,7 @@ def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, Distil
         where += ", without the target's layers,"
     return [
         *plans,
-        f"answer prompts ({stream_of(recipe)}), {len(recipe.seeds)} time(s), "
+        f"answer prompts ({stream_of(recipe)}), {counted(len(recipe.seeds), 'time')}, "
         f"with {', '.join([*recipe.baselines, *recipe.algo])}"
         + (f"; every head drafts in one tree with {recipe.companion}" if recipe.companion else ""),
         f"{where} after every {recipe.chunk} prompts: "

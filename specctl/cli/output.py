@@ -72,7 +72,7 @@ class Output:
         self._print(to_json(document, indent=2, ascii=not utf8))
 
     def _print_rich(self, shown: RenderableType) -> None:
-        """Print with colours and at the terminal's width; without a terminal, plain lines, never wrapped or padded."""
+        """Print with colors and at the terminal's width; without a terminal, plain lines, never wrapped or padded."""
         from rich.console import Console
 
         if sys.stdout.isatty():

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from specctl.cli import options
 from specctl.cli.command import command
 from specctl.cli.output import cell, fields, output
 
@@ -19,11 +20,12 @@ OutputDir = Annotated[
     Path | None,
     typer.Option("--output-dir", help="Default: RUN/report, or ./runs/report-<time>-<id> for several runs."),
 ]
-Csv = Annotated[bool, typer.Option("--csv", help="Also write every table as a CSV file.")]
+Csv = Annotated[bool, typer.Option("--csv", metavar=options.SWITCH, help="Also write every table as a CSV file.")]
+EXAMPLE = "specctl report runs/eval-A runs/eval-B --csv"
 
 
 def register(app: typer.Typer) -> None:
-    command(app, "report")(report)
+    command(app, "report", EXAMPLE)(report)
 
 
 def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) -> None:

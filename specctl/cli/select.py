@@ -53,8 +53,8 @@ COLUMNS = {
 }
 """Row fields shown to people, with their headings."""
 MODELLED = {
-    "speedup": "× plain, modelled",
-    "over_best_arm": "× fastest arm, modelled",
+    "speedup": "× plain, modeled",
+    "over_best_arm": "× fastest arm, modeled",
 }
 """Headings in a replay."""
 BY_SPEED = {
@@ -100,7 +100,7 @@ def with_pool(recipe: Pooled) -> tuple[Pooled, list[str]]:
     from specctl.cli import checks
 
     checks.check_drafters(recipe.drafters)
-    # These imports take seconds, so they come after the checks for misspelt names.
+    # These imports take seconds, so they come after the checks for misspelled names.
     from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import pool_paths
 

@@ -58,7 +58,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         recipes.insert(0, general)
     for training in recipes:
         checks.check_output("train-drafter", training.output, resume=recipe.resume, overwrite=recipe.overwrite)
-    first = {path: data for training in recipes for path, data in distil_first(training).items()}
+    first = {path: data for training in recipes for path, data in missing_distillations(training).items()}
     check_layers(recipe, first)
     if recipe.distilled is None:
         report_existing_data(recipe, [path for training in recipes for path in training.data_dirs if path not in first])
@@ -172,15 +172,15 @@ def with_init_arch(recipe: TrainRecipe, init: Path) -> TrainRecipe:
     return recipe.model_copy().set_family(family)
 
 
-def distil_first(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:
+def missing_distillations(recipe: TrainRecipe) -> dict[Path, DistillRecipe]:
     """Return the recipes that distil the missing data, or finish it with --resume, by directory.
 
     Raises UsageError if the user has named the data, or if several processes would each write it.
     """
     return {
-        source: first
-        for source, domains in zip(recipe.data_dirs, _domains(recipe), strict=False)
-        if (first := _missing(recipe, source, domains)) is not None
+        directory: distillation
+        for directory, domains in zip(recipe.data_dirs, _domains(recipe), strict=False)
+        if (distillation := _missing(recipe, directory, domains)) is not None
     }
 
 

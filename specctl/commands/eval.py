@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from specctl import threads
 from specctl.decoding.protocols import Drafter
@@ -14,7 +15,7 @@ from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.families import WEIGHTLESS_DRAFTERS
 from specctl.measuring import lossless
-from specctl.measuring.contenders import VANILLA, RecordJournal, Shown, contenders, measure, prepare
+from specctl.measuring.contenders import VANILLA, Case, RecordJournal, Shown, contenders, measure, prepare
 from specctl.measuring.conversations import conversation_turns
 from specctl.measuring.drafter_rows import Row, drafter_row, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
@@ -31,6 +32,9 @@ from specctl.measuring.records import (
 from specctl.measuring.transformers_baseline import PLAIN, load_assistant
 from specctl.recipe import EvalRecipe
 from specctl.runs import Run, threads_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -73,7 +77,7 @@ def evaluate(
     Interrupted (SIGTERM; the records are kept, and `resume` continues the run).
     """
     target = target or load_target(**recipe.target.loading)
-    paths, assistants = named(recipe), {}
+    paths = named(recipe)
     stamp = recipe_stamp(recipe) | {"target": target.identity, "drafters": fingerprints(paths)}
     if recipe.resume:
         check_stamp(run.dir, stamp)
@@ -83,39 +87,55 @@ def evaluate(
     prompts = read_domains(data, rejections, split=recipe.split, sample=True, suite=True)
     asked = prepare(recipe, target, prompts, rejections)
     cases = conversation_turns(recipe, target, asked)
+    assistants: dict[str, PreTrainedModel] = {}
     if drafters is None:
-        bases: dict[str, Drafter] = {}
-        drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
-        models = {name: load_assistant(path, target) for name, path in paths.items() if PLAIN in recipe.baselines}
-        assistants = {name: model for name, model in models.items() if model is not None}
-    competing = contenders(recipe, target, drafters, assistants)
-    keep = functools.partial(write_records, run.dir, stamp=stamp)
+        drafters, assistants = _load(recipe, target, paths)
+    keep = functools.partial(write_records, run.dir, stamp=stamp)  # every write has the stamp: `resume` checks it
     earlier = read_records(run.dir, stamp, {case.prompt.id: case.ids for case in cases}) if recipe.resume else []
-    turns = [[case] for case in cases]
+    competing = contenders(recipe, target, drafters, assistants)
     run.annotate(target=target.identity)  # from here on, this run replaces an earlier one
     rejections.release()
-    records = measure(recipe, turns, competing, Shown("eval", set(drafters) or {VANILLA}), RecordJournal(keep, earlier))
+    shown, journal = Shown("eval", set(drafters) or {VANILLA}), RecordJournal(keep, earlier)
+    records = measure(recipe, [[case] for case in cases], competing, shown, journal)
     records, agreement = with_agreement(recipe, target, records, set(drafters))
     keep(records)
     if recipe.save_outputs:
         write_outputs(run.dir, records, target.tokenizer)
-    names = dict.fromkeys([*drafters, *(record.drafter for record in records)])
-    domains = dict.fromkeys(case.prompt.domain for case in cases)
-    first_turn_ids = {
-        case.prompt.id: case.prompt.first_turn_id for case in cases if case.prompt.first_turn_id is not None
-    }
-    rows = [drafter_row(name, domain, records, first_turn_ids) for domain in domains for name in names]
-    rows = [row for row in rows if row.prompts]
+    rows = _rows(records, cases, [*drafters])
+    matrix = None
+    if recipe.matrix:
+        matrix = tabulate(recipe.metric, rows, records, _competing(paths, drafters), _first_turn_ids(cases))
     return EvalResult(
         rows=rows,
         lossless=agreement,
         lossless_transformers=_agreement_with_transformers(recipe, target, records),
         rejected=rejections.count,
-        matrix=tabulate(recipe.metric, rows, records, _competing(paths, drafters), first_turn_ids)
-        if recipe.matrix
-        else None,
+        matrix=matrix,
         later_turns=len(cases) - len(asked),
     )
+
+
+def _load(
+    recipe: EvalRecipe, target: Target, paths: Mapping[str, str]
+) -> tuple[dict[str, Drafter], dict[str, PreTrainedModel]]:
+    """Load the drafters by name, and language models among them also as assistants of `transformers`."""
+    bases: dict[str, Drafter] = {}
+    drafters = {name: pool.load_drafter(path, target, recipe.drafting, bases) for name, path in paths.items()}
+    models = {name: load_assistant(path, target) for name, path in paths.items() if PLAIN in recipe.baselines}
+    return drafters, {name: model for name, model in models.items() if model is not None}
+
+
+def _rows(records: Sequence[Record], cases: Sequence[Case], drafters: list[str]) -> list[Row]:
+    """Rows of all drafters and baselines, domain by domain, without rows that have no prompt."""
+    names = dict.fromkeys([*drafters, *(record.drafter for record in records)])
+    domains = dict.fromkeys(case.prompt.domain for case in cases)
+    rows = [drafter_row(name, domain, records, _first_turn_ids(cases)) for domain in domains for name in names]
+    return [row for row in rows if row.prompts]
+
+
+def _first_turn_ids(cases: Sequence[Case]) -> dict[str, str]:
+    """Id of the first turn, by the id of each later turn of a conversation."""
+    return {case.prompt.id: case.prompt.first_turn_id for case in cases if case.prompt.first_turn_id is not None}
 
 
 def named(recipe: EvalRecipe) -> dict[str, str]:

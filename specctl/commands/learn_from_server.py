@@ -52,7 +52,7 @@ class LearnFromServerResult:
             interval is over prompts.
         over_baseline_last: the same ratio over the last chunk.
         version: published version that the engines have.
-        drafter: directory of the learnt drafter.
+        drafter: directory of the learned drafter.
         passed_over: texts that were skipped because learning was slower than the traffic.
         per_chunk: fields of `ServedChunk`.
     """

@@ -125,7 +125,7 @@ def _starts(recipe: OnlineRecipe) -> list[Path]:
 def _pass(
     recipe: OnlineRecipe, target: Target, seed: int, stream: PromptStream, journal: Journal, trackers: Trackers
 ) -> None:
-    """Run one pass over the stream, and save the learnt drafters after it."""
+    """Run one pass over the stream, and save the learned drafters after it."""
     stage = OnlineContenders(recipe, target, seed)
     mark = journal.mark
     try:

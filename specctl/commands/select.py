@@ -23,6 +23,7 @@ from specctl.recipe import GameRecipe, PoolRecipe, SelectRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, named, pool_paths, trained_on
 from specctl.selection.game.rules import overridden_options
+from specctl.threads import counted
 
 Pooled = TypeVar("Pooled", bound=PoolRecipe)
 
@@ -155,7 +156,7 @@ def _decoded(
         reset=recipe.reset,
         seeds=len(recipe.seeds),
         yardstick=recipe.game.yardstick,
-        intervals_over=f"{len(stage.stream)} sessions",
+        intervals_over=counted(len(stage.stream), "session"),
         speeds="measured",
         queries=len(questions),
         sessions=len(stage.stream),

@@ -32,7 +32,7 @@ def ratio(numerator: float, denominator: float) -> float | None:
 
 
 def mat(decoded: Sequence[Decoded]) -> float | None:
-    """Mean accepted tokens (micro): Σ tokens ÷ Σ target passes, bonus tokens included. Plain decoding has exactly 1."""
+    """Tokens per pass of the target over all sequences: Σ tokens ÷ Σ passes. Plain decoding has exactly 1."""
     return ratio(sum(d.decoded_tokens for d in decoded), sum(d.target_passes for d in decoded))
 
 

@@ -109,7 +109,7 @@ class OnDevice(Protocol):
 
     Attributes:
         fixed_shape: its drafts have one shape for any text; otherwise the host decides in every round.
-        kind: key under which graphs of its rounds are refused, with the batch size.
+        kind: key under which graphs of this drafter's rounds are refused, with the batch size.
     """
 
     @property

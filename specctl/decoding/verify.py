@@ -8,6 +8,8 @@ Algorithm 1; Chen et al. 2023, Algorithm 2; or for the chain as a block, Sun et 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -81,7 +83,7 @@ def _plan(state: DecodeState, draft: DraftTree, parents: list[list[int]]) -> tup
     if state.exact_rows and rows > state.exact_rows:
         raise ValueError(f"exact mode has {state.exact_rows} rows per step, but the draft needs {rows}")
     span = state.capacity if state.exact_rows else None
-    options = dict(device=state.device, dtype=state.dtype, span=span)
+    options: dict[str, Any] = dict(device=state.device, dtype=state.dtype, span=span)
     if draft.chain:
         depth = [[i + 1 for i, parent in enumerate(row) if parent != PADDING] for row in parents]
         return plan_rows(state.cached, padded, **options), depth

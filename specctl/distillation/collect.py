@@ -72,12 +72,12 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
                 rows += [] if row["id"] in store.done or row["id"] in responses.dropped else [row]
                 bar.update(1)
             if len(rows) >= recipe.batch_size or progress.interrupts.requested():
-                store.append(responses.keep(rows))
+                store.append(responses.filter_rows(rows))
                 rows = []
                 progress.interrupts.check()
             if len(found) == recipe.data.limit:
                 break
-        store.append(responses.keep(rows))
+        store.append(responses.filter_rows(rows))
         seconds = time.perf_counter() - started
         rejections.check()
         left_out.report()

@@ -175,7 +175,7 @@ def _generate(
         for jobs in _bounded_lists(planned.jobs(done)):
             for rows in _records(recipe.batch_size, target, jobs, answered(jobs), ordered):
                 answered_now = len(rows)
-                rows = up_to_budget(responses.keep(rows), None if budget is None else budget - total)
+                rows = up_to_budget(responses.filter_rows(rows), None if budget is None else budget - total)
                 store.append(rows)
                 new = sum(len(row["response_ids"]) for row in rows)
                 total, generated = total + new, generated + new

@@ -51,17 +51,17 @@ class NearDuplicateIndex:
 
     def find(self, text: str) -> int | None:
         """The number of a text that is nearly the same, or None."""
-        found = word_ngrams(text)
-        return self._find(found, _signature(found)) if len(found) >= SHORTEST else None
+        ngrams = word_ngrams(text)
+        return self._find(ngrams, _signature(ngrams)) if len(ngrams) >= SHORTEST else None
 
     def add(self, text: str) -> int | None:
         """Return the number of a near-duplicate, or else add the text under the next number and return None."""
-        found, number = word_ngrams(text), len(self)
-        signature = _signature(found)
-        if len(found) >= SHORTEST:
-            same = self._find(found, signature)
-            if same is not None:
-                return same
+        ngrams, number = word_ngrams(text), len(self)
+        signature = _signature(ngrams)
+        if len(ngrams) >= SHORTEST:
+            duplicate = self._find(ngrams, signature)
+            if duplicate is not None:
+                return duplicate
             for key in self._keys(signature):
                 self._buckets.add(key, number)
         self._signatures += signature.astype(np.uint8).tobytes()
@@ -71,19 +71,19 @@ class NearDuplicateIndex:
     def __len__(self) -> int:
         return len(self._signatures) // VALUES
 
-    def _find(self, found: list[str], signature: np.ndarray) -> int | None:
-        there = sorted({number for key in self._keys(signature) for number in self._buckets.of(key)})
-        if not there:
+    def _find(self, ngrams: list[str], signature: np.ndarray) -> int | None:
+        candidates = sorted({number for key in self._keys(signature) for number in self._buckets.entries(key)})
+        if not candidates:
             return None
-        kept = np.frombuffer(self._signatures, np.uint8).reshape(-1, VALUES)[there]
-        estimates = (kept == signature.astype(np.uint8)).mean(axis=1)
-        wanted = set(found)
+        signatures = np.frombuffer(self._signatures, np.uint8).reshape(-1, VALUES)[candidates]
+        estimates = (signatures == signature.astype(np.uint8)).mean(axis=1)
+        distinct = set(ngrams)
         for place in np.argsort(-estimates, kind="stable"):
             if estimates[place] < self.threshold - MARGIN:
                 break
-            other = set(word_ngrams(self._texts[there[place]].decode()))
-            if len(wanted & other) >= self.threshold * len(wanted | other):
-                return there[place]
+            other = set(word_ngrams(self._texts[candidates[place]].decode()))
+            if len(distinct & other) >= self.threshold * len(distinct | other):
+                return candidates[place]
         return None
 
     def _keys(self, signature: np.ndarray) -> Iterator[int]:
@@ -111,12 +111,12 @@ class _Buckets:
         else:
             self._link(len(self._keys))
 
-    def of(self, key: int) -> Iterator[int]:
+    def entries(self, key: int) -> Iterator[int]:
         """Numbers under a key, newest first, at most `CROWD`."""
-        entry, left = self._heads[key % len(self._heads)], CROWD
-        while entry and left:
+        entry, remaining = self._heads[key % len(self._heads)], CROWD
+        while entry and remaining:
             if self._keys[entry - 1] == key:
-                left -= 1
+                remaining -= 1
                 yield self._numbers[entry - 1]
             entry = self._before[entry - 1]
 
@@ -130,8 +130,8 @@ def _shared(similarity: float, rows: int) -> float:
     return 1.0 - (1.0 - similarity**rows) ** BANDS
 
 
-def _signature(found: list[str]) -> np.ndarray:
+def _signature(ngrams: list[str]) -> np.ndarray:
     """MinHash signature of n-grams: [VALUES] of uint32."""
     sketch = RMinHash(VALUES, SEED)
-    sketch.update(found)
+    sketch.update(ngrams)
     return np.array(sketch.digest(), np.uint32)

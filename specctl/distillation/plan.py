@@ -91,7 +91,7 @@ class ResponsePlan:
         """Yield the responses that are not done yet, in the order of generation.
 
         Inside a window they are sorted by prompt length, for dense batches. Then the batches of the window are
-        shuffled, so that stopping early does not favour short prompts.
+        shuffled, so that stopping early does not favor short prompts.
         """
         size = self.recipe.batch_size
         for number, window in enumerate(batched(self.planned(), WINDOW_BATCHES * size)):

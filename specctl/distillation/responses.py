@@ -81,20 +81,22 @@ class ResponseFilter:
         path = directory / f"filtered-{writer[0]}of{writer[1]}.jsonl"
         return cls(recipe.filters, path, stored, partial(target.tokenizer.decode, skip_special_tokens=True))
 
-    def keep(self, rows: list[Record]) -> list[Record]:
-        """Return the rows that are kept, with loops cut."""
-        kept, decided = [], []
+    def filter_rows(self, rows: list[Record]) -> list[Record]:
+        """Filter the rows, cut loops, and append the decisions to the file. Returns the rows to store."""
+        kept, new_decisions = [], []
         for row in rows:
             row, reason, action = self._decide(row)
             if reason:
-                decided.append({"id": row["id"], "prompt_id": row["prompt_id"], "reason": reason, "action": action})
+                new_decisions.append(
+                    {"id": row["id"], "prompt_id": row["prompt_id"], "reason": reason, "action": action}
+                )
             if action == "drop":
                 self.dropped[row["id"]] = 0
             else:
                 kept.append(row)
-        if decided:
+        if new_decisions:
             with regular_files.open_regular(self.path, "a", encoding="utf-8", follow=False) as file:
-                file.writelines(json.dumps(decision) + "\n" for decision in decided)
+                file.writelines(json.dumps(decision) + "\n" for decision in new_decisions)
         return kept
 
     def _decide(self, row: Record) -> tuple[Record, str, str]:

@@ -11,8 +11,8 @@ from specctl.decoding.models.loading import is_hub_id
 
 LIBRARIES = {"hf": "transformers", "speculators": "speculators", "llama.cpp": "gguf"}  # the hub's names, by reader
 LENGTHS = {
-    "mat": "Tokens per target pass (mat), decoded greedily by `specctl train-drafter`",
-    "expected_mat": "Tokens per target pass, estimated from held-out responses and not measured (expected mat)",
+    "mat": "Tokens per pass of the target (mat), decoded greedily by `specctl train-drafter`",
+    "expected_mat": "Tokens per pass of the target, estimated from held-out responses and not measured (expected mat)",
 }
 OWN = "specctl"
 """Reader of our own directories."""

@@ -2,7 +2,7 @@
 
 config.json         family, architecture, identity of the target
 model.safetensors   weights (no other weight format is ever opened)
-drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, licence
+drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, license
 README.md           model card
 manifest.json       size and sha256 of every other file, written last
 """

@@ -2,7 +2,7 @@
 
 Fairness: sequences are decoded one at a time unless the recipe sets a batch size. The order of the contenders rotates
 from prompt to prompt, so a machine that slows down slows every contender. Each contender is warmed up before timing
-starts. Prompts are tokenised before timing; answers are compared and written after it.
+starts. Prompts are tokenized before timing; answers are compared and written after it.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Agreement = Literal["equal", "tie", "mismatch"]
 
 # Largest difference of two logits that the order of summation may cause. Measured on the built-in target (largest
 # logits 10–20; 1 row, 8 rows, whole prefill, `transformers`' own forward): the top-2 margin differs by up to 2e-5 in
-# fp32, and by 0.25 in bf16, where neighbouring numbers are 0.06–0.125 apart; fp16 steps are 8 times finer than bf16. In
+# fp32, and by 0.25 in bf16, where neighboring numbers are 0.06–0.125 apart; fp16 steps are 8 times finer than bf16. In
 # bf16 a tenth of all positions have so small a margin, so nine of ten real errors are still seen as mismatches.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.25}
 

@@ -65,9 +65,9 @@ class ChunkRow:
         loss: mean per token, before learning from the chunk.
         losses, weights: one per expert of an ensemble.
         rates: learning rates η for the next chunk.
-        texts: number of texts that the update learnt from.
+        texts: number of texts that the update learned from.
         dropped: texts that the replay buffer had no room for, up to now.
-        behind: lag in chunks: answered, but not yet learnt from.
+        behind: lag in chunks: answered, but not yet learned from.
         draft_length: mean k of the chunk's rounds, if the learner chooses it.
         untrained_mat: mat of lookup, suffix and retrieval.
         store_s: seconds spent on adding the chunk's texts to the store of `retrieval`; part of `learn_s` if learners
@@ -209,7 +209,7 @@ class OnlineContenders:
         return self.engines[name]
 
     def warm_up(self, turns: Sequence[PromptBatch]) -> None:
-        """Run every contender before timing starts. Learnt and restored state is left unchanged."""
+        """Run every contender before timing starts. Learned and restored state is left unchanged."""
         known = {name: length.state() for name, length in self.lengths.items()}
         pasts = {name: past.state() for name, past in self.gate_statistics.items()}
         with ExitStack() as stack:

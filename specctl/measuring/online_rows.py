@@ -62,7 +62,7 @@ class LearnerRow:
     learn_s: float
     learn_share: float | None  # learning ÷ (decoding + learning), in seconds
     rollbacks: int
-    refused: int  # chunks that were not learnt from: a loss or gradient was not finite
+    refused: int  # chunks that were not learned from: a loss or gradient was not finite
     dropped: int  # texts that the replay buffer had no room for
     unusable: str | None  # why the speed-up cannot be used (`metrics.why_unusable`)
 

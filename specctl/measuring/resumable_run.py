@@ -203,7 +203,7 @@ class ResumableRun:
         return (self.mark.stream or {}).get("prompts", 0)
 
     def drafter_dir(self, name: str, seed: int) -> Path:
-        """Directory of the drafter that a contender learnt in the pass of this seed."""
+        """Directory of the drafter that a contender learned in the pass of this seed."""
         return self.run.dir / "drafters" / (name if seed == self.recipe.seeds[0] else f"{name}-seed{seed}")
 
     @property

@@ -137,28 +137,32 @@ class SelectContenders:
         prior: RouterPrior = NO_ROUTER,
     ):
         self.recipe, self.target, self.stream = recipe, target, stream
-        self.drafters, (router, self.warm_tokens) = pool.drafters, prior
-        self.router = router
-        if router is None and registry.ROUTER in recipe.algo:
-            raise UsageError("the policy router needs a trained router", hint="see specctl train-router")
-        if router is not None and [*pool.drafters] != router.arms:
-            raise UsageError("a router chooses drafters, not their shapes or sizes", hint="leave arms.* out")
+        self.drafters = pool.drafters
+        self.router, self.warm_tokens = prior
+        self._check_router()
         self.companion = pool.companion or companion_of(recipe, target)
         self.store_s = 0.0  # seconds spent on adding texts to the store
         self.arms = make_arms(recipe, target, pool.drafters, pool.kinds)
         prompts = [(n, case.prompt) for n, session in enumerate(stream) for case in session]
         self.session_of = {(prompt.domain, prompt.id): n for n, prompt in prompts}  # a prompt may be in two domains
         self.prompts = {prompt.id: prompt for _, prompt in prompts}
-        self.algo = {name: name for name in recipe.algo}  # contender → its policy
+        self.policy_of = {name: name for name in recipe.algo}  # by contender
         if RECOMPUTING in recipe.baselines:
-            self.algo |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
-        self.with_plain_arm = {name for name in self.algo if self._has_plain_arm(name)}
+            self.policy_of |= {f"{name} {RECOMPUTING}": name for name in recipe.algo}
+        self.with_plain_arm = {name for name in self.policy_of if self._has_plain_arm(name)}
         self.arms = [*([plain_arm()] if self.with_plain_arm else []), *self.arms]
         # Game, arm and committed tokens of every round, by contender.
-        self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.algo}
-        self.selectors = {name: self._selector(name) for name in self.algo}
+        self.plays: dict[str, list[tuple[str, str, int]]] = {name: [] for name in self.policy_of}
+        self.selectors = {name: self._selector(name) for name in self.policy_of}
         self.fixed = self._fixed_contenders()
         self._lines: list[tuple[str, RoundLine]] = []  # rounds of the current turn, to be written outside of timing
+
+    def _check_router(self) -> None:
+        """Raise UsageError if a policy lacks its router, or if the router was trained for other arms."""
+        if self.router is None and registry.ROUTER in self.recipe.algo:
+            raise UsageError("the policy router needs a trained router", hint="see specctl train-router")
+        if self.router is not None and [*self.drafters] != self.router.arms:
+            raise UsageError("a router chooses drafters, not their shapes or sizes", hint="leave arms.* out")
 
     @functools.cached_property
     def _step(self) -> float:
@@ -182,7 +186,7 @@ class SelectContenders:
 
     def _has_plain_arm(self, name: str) -> bool:
         """Whether plain decoding is an additional arm of a contender's policy."""
-        recipe, policy = self.recipe, self.algo[name]
+        recipe, policy = self.recipe, self.policy_of[name]
         if any(arm.plain for arm in self.arms):
             return False
         if recipe.arms.plain is not None:
@@ -198,7 +202,7 @@ class SelectContenders:
     def _selector(self, name: str) -> Selector | BatchSelector:
         joined = self.with_plain_arm and name not in self.with_plain_arm
         arms = self._copies_of([arm for arm in self.arms if not (joined and arm.plain)])
-        recipe, policy = self.recipe, self.algo[name]
+        recipe, policy = self.recipe, self.policy_of[name]
         new_policy = functools.partial(self._policy, policy)
         decoding = Decoding(
             lambda: self._step,
@@ -233,22 +237,22 @@ class SelectContenders:
         Raises UsageError if two contenders have the same name.
         """
         recipe = self.recipe
-        alone: dict[str, FixedContender] = {}
+        contenders: dict[str, FixedContender] = {}
         if "fixed" in recipe.baselines:
-            alone |= {arm.name: arm.copy() for arm in self.arms}
+            contenders |= {arm.name: arm.copy() for arm in self.arms}
         if "beside" in recipe.baselines and self.companion.name and self.companion.text:
-            alone[self.companion.name] = Arm(self.companion.name, self.companion.text)
+            contenders[self.companion.name] = Arm(self.companion.name, self.companion.text)
         if DRAFT_ALL in recipe.baselines:
-            alone[DRAFT_ALL] = DraftAll([Arm(name, drafter) for name, drafter in self.drafters.items()])
+            contenders[DRAFT_ALL] = DraftAll([Arm(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}
-        twice = {*rivals, *self.algo} & {*self.drafters, *alone, VANILLA} or {*rivals} & {*self.algo}
+        twice = {*rivals, *self.policy_of} & {*self.drafters, *contenders, VANILLA} or {*rivals} & {*self.policy_of}
         if twice:
             raise UsageError(f"two contenders are called {min(twice)!r}", hint="rivals must not be in the pool")
         loaded = {
             name: self.companion.with_text_drafter(path, pool.load_drafter(path, self.target, recipe.drafting))
             for name, path in rivals.items()
         }
-        return alone | {name: Arm(name, drafter) for name, drafter in loaded.items()}
+        return contenders | {name: Arm(name, drafter) for name, drafter in loaded.items()}
 
     def play(self, log: IO[str], keep: Callable[[Sequence[Record]], Path]) -> list[Record]:
         """Return all contenders' answers. Rounds are written to `log`, records are handed to `keep`."""
@@ -270,23 +274,23 @@ class SelectContenders:
             selector.forget()
             self.plays[name].clear()
         self._lines.clear()
-        for alone in self.fixed.values():
-            alone.forget()
-        heard = 0
+        for fixed in self.fixed.values():
+            fixed.forget()
+        turns = 0
 
         def remember(records: Sequence[Record]) -> None:
             """Write the rounds of a turn, and add its texts, which all contenders share, to the store.
 
             The store is emptied after each seed.
             """
-            nonlocal heard
-            heard += 1
+            nonlocal turns
+            turns += 1
             for algo, line in self._lines:
                 self.plays[algo].append((self.game_of(line.domain, line.query, line.seed), line.arm, line.committed))
                 line.weights = [round(weight, 4) for weight in line.weights]
                 log.write(json.dumps({"algo": algo, **asdict(line)}) + "\n")
             self._lines.clear()
-            if heard % len(asked) == 0:
+            if turns % len(asked) == 0:
                 self.companion.store.clear()
             elif self.companion.name == STREAM_RETRIEVAL:
                 texts = [record.decoded for record in records if record.drafter == recipe.algo[0]]
@@ -334,8 +338,8 @@ class SelectContenders:
 
     def _label(self, name: str, case: Case, seed: int) -> Label:
         repeat = seed - case.seed(self.recipe.sampling.seed)
-        alone = self.recipe.reset == "query" or self.algo[name] == registry.ROUTER
-        key = None if alone else self.game_of(*case.question(repeat))
+        forgets_each_prompt = self.recipe.reset == "query" or self.policy_of[name] == registry.ROUTER
+        key = None if forgets_each_prompt else self.game_of(*case.question(repeat))
         return Label(case.prompt.id, case.prompt.domain, key, repeat)
 
     def game_of(self, domain: str, id: str, repeat: int) -> str:

@@ -52,7 +52,7 @@ class SelectResult:
         seeds: number of repetitions, each with other random draws.
         yardstick: measure that decides the best arm of a game: mat or throughput.
         intervals_over: unit that is resampled for the intervals.
-        speeds: whether speeds are measured, or modelled from the costs in the table.
+        speeds: whether speeds are measured, or modeled from the costs in the table.
         oracle_mat: mat of playing each game's best arm. Like `regret` and `best_arm_ratio` it needs the baseline
             `fixed`, which a replay always has.
         curves: by policy; live by prompt, in a replay by token since the reset, as means over its games.

@@ -32,7 +32,7 @@ from specctl.formats.head import LengthRange
 NEAR_BEST = 0.05
 """Lengths that lose at most this share of the best tokens per second count as about as good."""
 WARN_ERROR = 0.15
-"""Relative error of a modelled time above which the user is warned."""
+"""Relative error of a modeled time above which the user is warned."""
 MAX_NUMBER = 1e18  # upper limit for numbers in a result document
 SWEEP = "specctl eval-server --server URL --baseline-server URL --concurrency 1,4,16,64"
 
@@ -87,7 +87,7 @@ class RoundCosts:
 
 @dataclass(frozen=True)
 class Fit:
-    """Measured and modelled times of one load."""
+    """Measured and modeled times of one load."""
 
     concurrency: int
     batch: float
@@ -204,7 +204,7 @@ def best_length(acceptance: Sequence[float], costs: RoundCosts, batch: float, le
 
 
 def fit_line(at: Sequence[float], values: Sequence[float], weights: Sequence[float]) -> tuple[float, float]:
-    """Coefficients a, c ≥ 0 that minimise Σ w (a + c·at − value)²; c is 0 if all `at` are equal."""
+    """Coefficients a, c ≥ 0 that minimize Σ w (a + c·at − value)²; c is 0 if all `at` are equal."""
 
     def error(a: float, c: float) -> float:
         return sum(w * (a + c * x - y) ** 2 for x, y, w in zip(at, values, weights, strict=True))
@@ -236,7 +236,7 @@ def fit_costs(sweep: Sweep) -> RoundCosts:
 
 
 def tuned_ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[TunedRange]:
-    """Find the best of `lengths` for every batch size from 1 to the largest measured one, and join equal neighbours."""
+    """Find the best of `lengths` for every batch size from 1 to the largest measured one, and join equal neighbors."""
     largest = max(1, round(max(load.batch for load in sweep.loads)))
     made = []
     for tokens, some in groupby(

@@ -6,7 +6,7 @@ batches. The answers are returned as `Decoded`, so they get the same metrics.
 Timing. `generate` hands tokens to a streamer after each target pass. In plain mode the first hand-over ends the
 prefill, and the rest is the decode phase. In assisted modes the first pass already verifies a draft and cannot be
 split. There the prefill time of plain mode on the same prompt is subtracted from the total. This gives the assisted
-mode the tokens of its first pass for free: in doubt the baseline is favoured.
+mode the tokens of its first pass for free: in doubt the baseline is favored.
 """
 
 from __future__ import annotations

@@ -104,17 +104,18 @@ class _Document:
         except RecursionError:
             raise NotYaml(f"{self.source}: nested too deeply") from None
 
-    def _build(self, node: yaml.Node, path: KeyPath, parents: frozenset[int]) -> Any:
+    def _build(self, node: yaml.Node, path: KeyPath, ancestors: frozenset[int]) -> Any:
+        """Python values of a node; collects duplicate keys in `problems`. `ancestors`: ids of the nodes around it."""
         self._values += 1
         if self._values > MOST_VALUES:
             raise _too_many(node.start_mark)
-        if id(node) in parents:
+        if id(node) in ancestors:
             raise _ForbiddenYaml(None, None, "a value that contains itself", node.start_mark)
-        if len(parents) > DEEPEST:
+        if len(ancestors) > DEEPEST:
             raise _ForbiddenYaml(None, None, f"nested too deeply, over {DEEPEST} levels", node.start_mark)
-        below = parents | {id(node)}
+        ancestors |= {id(node)}
         if isinstance(node, yaml.SequenceNode):
-            return [self._build(item, (*path, i), below) for i, item in enumerate(node.value)]
+            return [self._build(item, (*path, i), ancestors) for i, item in enumerate(node.value)]
         if not isinstance(node, yaml.MappingNode):
             return self._scalar(node)
         mapping: dict[str, Any] = {}
@@ -122,14 +123,14 @@ class _Document:
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.constructor.ConstructorError(None, None, "a key that is not text", key_node.start_mark)
             key, line = key_node.value, key_node.start_mark.line + 1
-            here = (*path, key)
+            key_path = (*path, key)
             if key in mapping:
-                name = ".".join(map(str, here))
-                first = self.lines[here]
+                name = ".".join(map(str, key_path))
+                first = self.lines[key_path]
                 self.problems.append(f"{self.source}:{line}: {name}: duplicate key, first given in line {first}")
                 continue
-            self.lines[here] = line
-            mapping[key] = self._build(value_node, here, below)
+            self.lines[key_path] = line
+            mapping[key] = self._build(value_node, key_path, ancestors)
         return mapping
 
     def _scalar(self, node: yaml.Node) -> Any:

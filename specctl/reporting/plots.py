@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LABELS = {
-    "mat": ("mat", "tokens per target pass"),
+    "mat": ("mat", "tokens per pass of the target"),
     "speedup": ("speed-up", "tokens/s over plain decoding"),
     "accept_rate": ("acceptance", "accepted share of the verified draft tokens"),
 }
-COLOURS = "YlGnBu"  # sequential, readable in grey and by colour-blind readers
+COLOURS = "YlGnBu"  # sequential, readable in grey and by color-blind readers
 NOTHING = "#ededed"  # a cell without a measurement
 GAP = 0.18  # fraction of a cell, separates averages and baselines from the rest
 ROW, COLUMN, CHARACTER = 0.34, 0.72, 0.082  # inches
-MARGIN_X, MARGIN_Y = 1.0, 1.1  # inches: colour bar and padding; title and labels
+MARGIN_X, MARGIN_Y = 1.0, 1.1  # inches: color bar and padding; title and labels
 SMALLEST = 5.0, 2.2  # inches
 DPI = 160
 LARGEST = 8000  # pixels per side; bars of a hundred runs make a tall picture

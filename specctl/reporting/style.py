@@ -1,4 +1,4 @@
-"""Visual style of pictures: one colour, dash and marker per name, and axes without decoration."""
+"""Visual style of pictures: one color, dash and marker per name, and axes without decoration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe & Ito 2008, distinguishable by colour-blind readers, without the yellow that is invisible on white paper.
+# Okabe & Ito 2008, distinguishable by color-blind readers, without the yellow that is invisible on white paper.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#4d4d4d")
 DASHES = ("-", (0, (4, 1.5)), (0, (1, 1)), (0, (5, 1, 1, 1)))
 MARKERS = "osD^vPX"
@@ -34,7 +34,7 @@ class Look:
 class Looks:
     """Assigns a style to every name, the same in all pictures of a report.
 
-    After seven names the colours repeat with other dashes, markers and hatches. `name #2` has the colour of `name` with
+    After seven names the colors repeat with other dashes, markers and hatches. `name #2` has the color of `name` with
     a different dash and hatch. Baselines are grey.
     """
 

@@ -22,7 +22,7 @@ from specctl.selection.policies.contextual import TRIAL_ROUNDS, ArmRounds, Belie
 from specctl.selection.policies.policy import Array
 
 WINDOW = 64  # remembered texts of each arm: the oldest makes room
-CENTER = 256  # number of recent prompts that features are centred by
+CENTER = 256  # number of recent prompts that features are centered by
 # Constants of the model, chosen on 140 development prompts of seven domains. Halving or doubling one changes results by
 # 1 to 4 %.
 WIDTH = 0.5  # w, for the distance of two directions: 0 if they are equal, 2 if opposite
@@ -42,7 +42,7 @@ SIGNAL = NOISE = 0.005  # s² and σ² until then
 UNKNOWN = 1e3  # τ² until then: the mean of rewards is not known
 # Prior standard deviation of θ, in units of its prior mean, s. Chosen with 100 development prompts of five domains, one
 # of them not trained for by any arm, and with four arms in 16 orders. With more, single orders lose a fifth. With less,
-# all orders lose if arms are labelled with the kinds of other arms.
+# all orders lose if arms are labeled with the kinds of other arms.
 PRIOR_SLOPE_SD = 0.7
 ERROR_WEIGHT = 4.0  # weight of the squared relative error of a kind's mean, which lowers the trust in that kind
 EMPTY_VARIANCE = 1e9  # variance of an empty entry, in units of s²
@@ -138,7 +138,7 @@ class PromptFit:
 
     Attributes:
         x, y, factor: as in `regression`, for M remembered texts; y is the residual of the trend.
-        center: [D] mean that features are centred by.
+        center: [D] mean that features are centered by.
         trend: μ and θ.
         noise, signal, shared: σ², s² and τ².
     """
@@ -161,7 +161,7 @@ class PromptMemory:
     correlated, and the exact posterior would move further on the first few texts. In streams of 60 to 80 texts the two
     choose alike.
 
-    φ expresses what each arm was trained on. The worth of φ is learnt from the rewards of all arms at all kinds,
+    φ expresses what each arm was trained on. The worth of φ is learned from the rewards of all arms at all kinds,
     beginning with a guess, so that choices are right before any reward was seen.
     """
 
@@ -184,7 +184,7 @@ class PromptMemory:
 
     def forget(self) -> None:
         """Forget all prompts."""
-        self._texts_seen = 0  # number of texts learnt from
+        self._texts_seen = 0  # number of texts learned from
         self._fit: PromptFit | None = None
         self._prompts = torch.zeros(CENTER, 0)
         self._x = torch.zeros(self.count, WINDOW, self._kinds.shape[1])
@@ -252,7 +252,7 @@ class PromptMemory:
         return PromptFit(x, off, factor, center, told, noise, signal, shared)
 
     def _place(self, x: Tensor, center: Tensor) -> Tensor:
-        """[…, D + P] prompts as the covariance compares them: directions from the centre, and memberships in kinds."""
+        """[…, D + P] prompts as the covariance compares them: directions from the center, and memberships in kinds."""
         directions = _direction(x - center)
         if not len(self._kinds):
             return directions

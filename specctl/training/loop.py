@@ -1,6 +1,6 @@
 """Training loop of `specctl train-drafter`: one loop for all drafter families, on a DeepSpeed engine.
 
-The metric that counts is `mat`, the mean accepted tokens per target pass. The decoding core measures it on held-out
+The metric that counts is `mat`, tokens per pass of the target. The decoding core measures it on held-out
 prompts during training, because high training accuracy with low acceptance in service is the most frequent complaint in
 this field. The drafter with the best mat is kept. It is measured once more on held-out prompts that had no part in the
 choice. If the target's layers are not loaded, the expected length on held-out responses replaces mat

@@ -37,7 +37,7 @@ DEVICES = {
     "h200": Device(989, 141, 4.8),
     "l40s": Device(362, 48, 0.864),
     "rtx4090": Device(165, 24, 1.008),
-    # One core with AVX512-BF16; the utilisation is measured with a head for the built-in target.
+    # One core with AVX512-BF16; the utilization is measured with a head for the built-in target.
     "cpu": Device(0.4, math.nan, math.nan, 0.07),
 }
 """Devices by the names of `resources.gpu`."""
@@ -63,7 +63,7 @@ class Machine:
 
     @property
     def flops(self) -> float:
-        """FLOP/s of all processes together, at the assumed utilisation."""
+        """FLOP/s of all processes together, at the assumed utilization."""
         device = DEVICES[self.gpu]
         return device.tflops * 1e12 * device.utilisation * (self.gpus if self.gpu == "cpu" else self.processes)
 

@@ -11,7 +11,7 @@ from specctl.recipe import TrainRecipe
 
 # Least and most response tokens per step. A small target learns from many small steps, and a GPU works best on large
 # steps. But a head needs about `STEPS` steps. On 2,400 sql responses of SmolLM2-135M, 70 steps of 16,384 tokens gave
-# 2.5 tokens per round, and 1,200 steps of 768 tokens gave 5.1 (held-out prompts, one H100).
+# mat 2.5, and 1,200 steps of 768 tokens gave 5.1 (held-out prompts, one H100).
 BATCH_TOKENS = {"cpu": (384, 384), "cuda": (768, 16_384)}
 STEPS = 1200
 # The first draft position matters most, but each later step costs as much. On a CPU only a third of the positions takes

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from specctl.lab.routing.labels import RouterExample, perturb_all
 from specctl.lab.routing.options import Perturbation
+from specctl.lab.routing.training import RouterExample, perturb_all
 
 
 def main() -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import transformers
+from typer.main import get_command
 
 from specctl import data_prep
 from specctl.cli import doctor
+from specctl.cli.main import app
 from specctl.threads import CpuFacts
 from tests.conftest import SIZES, write_tiny
 
@@ -243,7 +245,11 @@ def test_a_model_directory_that_is_half_there(specctl, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["distill", "train-drafter", "eval", "export", "import", "generate", "select", "online", "bench"]
+    "name",
+    [
+        *("distill", "train-drafter", "eval", "export", "import", "generate", "select", "online", "bench"),
+        *("doctor", "report"),
+    ],
 )
 def test_help_ends_with_an_example_of_its_own_options(specctl, name):
     """An example that names an option of another command would be the first thing a newcomer types."""
@@ -253,6 +259,21 @@ def test_help_ends_with_an_example_of_its_own_options(specctl, name):
     for option in [word for word in example.split() if word.startswith("--")]:
         assert f" {option} " in about
     assert "<bool>" not in about.replace("--help -h <bool>", "")
+
+
+def test_the_list_of_commands_breaks_lines_only_at_its_width(specctl):
+    """The summary of `import` broke after "Hydra," at any width."""
+    listed = " ".join(specctl("--help").out.replace("│", " ").split())
+    summaries = {name: command.short_help for name, command in get_command(app).commands.items() if command.short_help}
+    assert {"import", "eval", "report"} <= summaries.keys()
+    for name, summary in summaries.items():
+        assert "\n" not in summary and summary in listed, name
+
+
+@pytest.mark.parametrize(("missing", "verdict"), [(1, "1 requirement is missing"), (2, "2 requirements are missing")])
+def test_the_verdict_of_doctor_has_a_real_plural(missing, verdict):
+    """It said "1 requirements are missing"."""
+    assert doctor._report({"findings": [], "missing": missing}, None).renderables[-1] == verdict
 
 
 @pytest.mark.parametrize("make_other", [lambda file: None, os.mkfifo, os.mkdir], ids=["nothing", "pipe", "directory"])

@@ -65,8 +65,8 @@ def test_what_policies_bring_is_told(specctl):
 @pytest.mark.parametrize(
     ("mode", "yardstick", "there", "absent"),
     [
-        ("live", "mat", ["in games of 256 tokens", "× plain "], ["after 256", "modelled"]),
-        ("replay", "mat", ["after 256 tokens", "modelled", "of best arm"], ["in games of"]),
+        ("live", "mat", ["in games of 256 tokens", "× plain "], ["after 256", "modeled"]),
+        ("replay", "mat", ["after 256 tokens", "modeled", "of best arm"], ["in games of"]),
         ("replay", "throughput", ["fastest arm played", "the fastest arm of every"], ["of best arm"]),
     ],
 )
@@ -77,7 +77,7 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
     document = {"policies": [row], "mode": mode, "yardstick": yardstick, "oracle_mat": 2.0, "reset": "query"}
     document |= {
         "intervals_over": "2 seeds × 3 queries",
-        "speeds": "measured" if mode == "live" else "modelled",
+        "speeds": "measured" if mode == "live" else "modeled",
         "pulls": {},
     }
     document |= {"algo": "hedgespec", "run_dir": "run", "machine": {"cores": 2, "threads": 1, "others_busy": 0.5}}
@@ -122,7 +122,7 @@ def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     done = specctl("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "t.parquet")
     assert done.code == 0 and "table: t.parquet" in done.out, done.err
     done = specctl("select", "--replay", "t.parquet", "--algo", "hedgespec,random")
-    assert done.code == 0 and "modelled" in done.out and "the fastest arm of every query" in done.out
+    assert done.code == 0 and "modeled" in done.out and "the fastest arm of every query" in done.out
     assert "1 seed × 2 queries" in done.out and "catching up and scoring" in done.out
     run = tmp_path / "run"
     again = ("select", "--prompts", str(prompts), "--max-new-tokens", "12", "--record", "u.parquet")

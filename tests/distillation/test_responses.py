@@ -41,7 +41,7 @@ def test_what_is_no_loop():
 )
 def test_loops_are_cut_kept_or_dropped_and_counted_each_time(tmp_path, filters, kept, action):
     whole = BEGINNING + [1, 2] * 20
-    rows = made(tmp_path, **filters).keep([row(whole), row(whole, stop="eos", id="b")])
+    rows = made(tmp_path, **filters).filter_rows([row(whole), row(whole, stop="eos", id="b")])
     lengths = {kept_row["id"]: len(kept_row["response_ids"]) for kept_row in rows}
     assert lengths == {"b": 90} | ({} if kept is None else {"a": kept}), "a text that ends by itself is no loop"
     assert all(kept_row["text"] == str(kept_row["response_ids"]) for kept_row in rows if len(kept_row["text"]) > 1)
@@ -52,28 +52,28 @@ def test_loops_are_cut_kept_or_dropped_and_counted_each_time(tmp_path, filters, 
 
 def test_truncated_responses_are_kept_unless_told(tmp_path):
     rows = [row(BEGINNING), row(BEGINNING, stop="eos", id="b")]
-    assert len(made(tmp_path).keep(rows)) == 2
-    assert [kept["id"] for kept in made(tmp_path, truncated="drop").keep(rows)] == ["b"]
+    assert len(made(tmp_path).filter_rows(rows)) == 2
+    assert [kept["id"] for kept in made(tmp_path, truncated="drop").filter_rows(rows)] == ["b"]
     assert decisions(tmp_path / "filtered-0of1.jsonl")["a"]["reason"] == "truncated"
 
 
 def test_near_duplicate_responses_are_dropped_when_told_and_again_after_a_stop(tmp_path):
     words = " ".join(f"w{n}" for n in range(90))
     rows = [row([n], "eos", id=str(n), text=text) for n, text in enumerate([words, words + "!", "else", "else"])]
-    assert len(made(tmp_path).keep(rows)) == 4
+    assert len(made(tmp_path).filter_rows(rows)) == 4
     first = made(tmp_path, near_responses=0.9)
-    assert [kept["id"] for kept in first.keep(rows[:1])] == ["0"]
+    assert [kept["id"] for kept in first.filter_rows(rows[:1])] == ["0"]
     resumed = made(tmp_path, rows[:1], near_responses=0.9)
-    assert [kept["id"] for kept in resumed.keep(rows[1:])] == ["2", "3"] and [*resumed.dropped] == ["1"]
+    assert [kept["id"] for kept in resumed.filter_rows(rows[1:])] == ["2", "3"] and [*resumed.dropped] == ["1"]
 
 
 def test_a_file_of_decisions_survives_a_kill_and_other_settings(tmp_path):
     """Half a line, as a kill leaves it, takes no decision with it; what is no longer dropped is generated again."""
     looping = [1, 2] * 40
-    made(tmp_path, loops="drop").keep([row(looping)])
+    made(tmp_path, loops="drop").filter_rows([row(looping)])
     path = tmp_path / "filtered-0of1.jsonl"
     path.write_bytes(path.read_bytes() + b'{"id": "to')
     resumed = made(tmp_path, loops="drop")
-    resumed.keep([row(looping, id="c")])
+    resumed.filter_rows([row(looping, id="c")])
     assert made(tmp_path, loops="drop").dropped == {"a": 0, "c": 0} and not made(tmp_path).dropped
     assert all(json.loads(line) for line in path.read_text().splitlines() if line)

@@ -53,7 +53,7 @@ def test_axes_and_colours_are_labelled():
     assert [label.get_text() for label in axes.get_yticklabels()] == ["sql-head", "chat-head", "vanilla"]
     assert [label.get_text() for label in axes.get_xticklabels()][:3] == MATRIX["domains"]
     assert bar.get_ylabel() == "mat"
-    assert "tokens per target pass (target builtin)" in figure.get_suptitle()
+    assert "tokens per pass of the target (target builtin)" in figure.get_suptitle()
 
 
 def test_text_is_readable_on_its_cell():

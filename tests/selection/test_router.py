@@ -16,7 +16,9 @@ from specctl.drafters.pool import find_pool
 from specctl.errors import CheckpointError, DataError, SpecctlError, UsageError
 from specctl.lab.recorded.hindsight import round_starts
 from specctl.lab.recorded.trace import Table, Trace
-from specctl.lab.routing.labels import (
+from specctl.lab.routing.options import RouterRecipe
+from specctl.lab.routing.router import RECORD, Router
+from specctl.lab.routing.training import (
     RouterExample,
     label_by_domain,
     label_by_hindsight,
@@ -24,8 +26,6 @@ from specctl.lab.routing.labels import (
     split,
     train_router,
 )
-from specctl.lab.routing.options import RouterRecipe
-from specctl.lab.routing.router import RECORD, Router
 
 ARMS = ["sql-eagle", "math-eagle", "code-eagle"]
 DOMAINS = ["sql", "math", "code"]

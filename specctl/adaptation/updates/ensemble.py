@@ -95,7 +95,7 @@ class Ensemble:
     def learn(self, chunk: Iterable[Any], held: Sequence[Any] = ()) -> UpdateOutcome:
         """Learn from a chunk that was decoded with `play()`: batches, which are iterated once per epoch.
 
-        `held` are held-out texts, a batch each, that are not learnt from here. They decide how far every member moves
+        `held` are held-out texts, a batch each, that are not learned from here. They decide how far every member moves
         along its descent, or whether it goes back to the start. (A rate that follows a change of domain fast does harm
         if there is nothing to follow. So the result of the descent is judged, and the rate stays.)
         """
@@ -154,7 +154,7 @@ class Ensemble:
             member.eta *= factor
 
     def state(self) -> dict[str, Tensor]:
-        """Everything learnt, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
+        """Everything learned, as tensors that are never changed afterwards: for a checkpoint, and to go back to."""
         tensors = {"t": torch.tensor([self._t, self._draw, self._judged]), "L": self.L, "guess": self._guess}
         for place, member in enumerate(self.members):
             tensors |= add_prefix(f"{place}.", member.state())

@@ -132,7 +132,7 @@ class EnsembleMember:
     """
 
     def __init__(self, start: Tensor, options: LearnerRecipe, eta: float, optimizer: str, hint: formulas.Hint):
-        """`start` [P] is w_1 = ŵ_1, and the centre of the ball; `options` are resolved."""
+        """`start` [P] is w_1 = ŵ_1, and the center of the ball; `options` are resolved."""
         self.options, self.eta, self._hint = options, eta, hint
         self.direction, self._vectors = OPTIMIZERS[optimizer]
         self.w_hat, self.origin, self.t = start, start, 0
@@ -163,7 +163,7 @@ class EnsembleMember:
         self.w_hat, self.h, self.t, self.buffers = descent.w_hat, descent.h, descent.t, descent.buffers
 
     def state(self) -> dict[str, Tensor]:
-        """Everything learnt. The tensors are never changed afterwards."""
+        """Everything learned. The tensors are never changed afterwards."""
         tensors = {"w_hat": self.w_hat, "t": torch.tensor(self.t), "eta": torch.tensor(self.eta, dtype=torch.float64)}
         if self.h is not None:
             tensors["h"] = self.h

@@ -29,7 +29,7 @@ class Learner(Protocol):
         """Learn from a decoded chunk: its batches, which can be iterated once per epoch. `held` are held-out texts, a
         batch each, that judge the result.
 
-        A loss or gradient that is not finite raises no exception. The outcome is `refused`, and nothing is learnt.
+        A loss or gradient that is not finite raises no exception. The outcome is `refused`, and nothing is learned.
         """
         ...
 
@@ -38,7 +38,7 @@ class Learner(Protocol):
         ...
 
     def state(self) -> dict[str, Tensor]:
-        """Everything learnt. The tensors are not changed later, so a state can be kept without a copy."""
+        """Everything learned. The tensors are not changed later, so a state can be kept without a copy."""
         ...
 
     def restore(self, state: dict[str, Tensor]) -> None:

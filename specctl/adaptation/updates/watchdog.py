@@ -94,7 +94,7 @@ class Watchdog:
         self._before = Acceptance()  # in the last chunk that was decoded with weights that stayed
         self._before_update: dict[str, Tensor] = {}
         self._loss = math.nan  # of the last chunk, before the update on it
-        self._vain = self._rest = 0  # chunks in a row that were learnt from in vain; chunks still to skip
+        self._vain = self._rest = 0  # chunks in a row that were learned from in vain; chunks still to skip
 
     def learn(
         self,
@@ -112,8 +112,8 @@ class Watchdog:
         If the learner refuses the chunk, it tries again with the weights from before the last update. If that works,
         the present weights were beyond recovery, and the ruling is a rollback, whether acceptance fell or not. (A
         drafter that was never right cannot fall.) `held` are held-out texts of the chunk, a batch each, by which the
-        new update is tested at once. If `no_time` of time, nothing is learnt, and the last update is only taken back if
-        it did harm.
+        new update is tested at once. If `no_time` of time, nothing is learned, and the last update is taken back only
+        if it did harm.
         """
         if self.rests(acceptance, short=no_time):
             self._skip_chunk(acceptance)

@@ -140,8 +140,8 @@ class _Reader:
 
     def contents(self) -> tuple[dict[str, Any], dict[str, StoredTensor], int]:
         tensors, pairs = self._number("Q"), self._number("Q")
-        self._room(pairs, 13)  # a key's length, its value's type, and a value
-        self._room(tensors, 24)  # lengths, type and offset
+        self._check_room(pairs, 13)  # a key's length, its value's type, and a value
+        self._check_room(tensors, 24)  # lengths, type and offset
         metadata: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()
@@ -162,7 +162,7 @@ class _Reader:
             raise _damaged(self.path, f"it ends inside its header, after {len(self.data):,} bytes")
         return start
 
-    def _room(self, count: int, size: int) -> None:
+    def _check_room(self, count: int, size: int) -> None:
         """Raise CheckpointError if the header has no room for `count` entries of at least `size` bytes."""
         if count * size > self.limit - self.at:
             raise _damaged(self.path, f"its header declares {count:,} entries, more than fit in the file")
@@ -172,7 +172,7 @@ class _Reader:
 
     def _string(self) -> str:
         size = self._number("Q")
-        self._room(size, 1)
+        self._check_room(size, 1)
         start = self._take(size)
         try:
             return self.data[start : self.at].decode()
@@ -187,10 +187,10 @@ class _Reader:
         element, count = (self._number("I"), self._number("Q")) if kind == ARRAY else (kind, 0)
         if element in SCALARS:
             numbers = np.dtype(SCALARS[element]).newbyteorder("<")
-            self._room(count, numbers.itemsize)
+            self._check_room(count, numbers.itemsize)
             return np.frombuffer(self.data[self._take(count * numbers.itemsize) : self.at], numbers)
         if element == STRING:
-            self._room(count, 8)
+            self._check_room(count, 8)
             return [self._string() for _ in range(count)]
         raise _damaged(self.path, f"{key:.60} has a value of type {element}, which is not supported")
 

@@ -174,17 +174,17 @@ class BlockLayer(HeadLayer):
         """Output [n, S, H] for x [n, S, H] at `positions` [n, S], and the context [M, H] at `places` [M]."""
         attention, inputs = self.self_attn, self.input_layernorm(x)
         kernel = None if self.attention_conv is None else self.attention_conv(inputs)
-        inputs = _before(inputs, kernel)
+        inputs = _convolve_input(inputs, kernel)
         key, value = self._pairs(context, places)
         own = torch.stack(self._pairs(inputs.flatten(0, 1), positions.flatten()))
         query = attention.q_proj(inputs).flatten(0, 1).unflatten(-1, (-1, self.config.head_dim))
         query = self.rope(attention.q_norm(query.float()).to(own.dtype), positions.flatten())
         blocks = x.shape[:2]
         out = block_attention(query.unflatten(0, blocks), key, value, own.unflatten(1, blocks), layout)
-        x = x + _behind(attention.o_proj(out.flatten(2)), kernel)
+        x = x + _convolve_output(attention.o_proj(out.flatten(2)), kernel)
         inputs = self.post_attention_layernorm(x)
         kernel = None if self.mlp_conv is None else self.mlp_conv(inputs)
-        return x + _behind(self.mlp(_before(inputs, kernel)), kernel)
+        return x + _convolve_output(self.mlp(_convolve_input(inputs, kernel)), kernel)
 
     def _pairs(self, inputs: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Normed and rotated keys, and values, each [N, Hkv, D], for inputs [N, H]."""
@@ -194,12 +194,12 @@ class BlockLayer(HeadLayer):
         return self.rope(key, positions), value
 
 
-def _before(x: Tensor, kernel: Tensor | None) -> Tensor:
+def _convolve_input(x: Tensor, kernel: Tensor | None) -> Tensor:
     """Apply the convolution, if any, before a sublayer."""
     return x if kernel is None else convolve(x, kernel[..., 0, :, :]).to(x.dtype)
 
 
-def _behind(x: Tensor, kernel: Tensor | None) -> Tensor:
+def _convolve_output(x: Tensor, kernel: Tensor | None) -> Tensor:
     """Apply the convolution, if any, after a sublayer."""
     return x if kernel is None else convolve(x, kernel[..., 1, :, :])
 

@@ -381,7 +381,7 @@ class DraftHead(nn.Module):
     def teacher(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
         """Training targets of a batch's rows: the target's tokens or its distributions, depending on `objective`.
 
-        Distributions are renormalised on the draft vocabulary, as in EAGLE-3. `target_head` [Vd, Ht] holds the rows of
+        Distributions are renormalized on the draft vocabulary, as in EAGLE-3. `target_head` [Vd, Ht] holds the rows of
         the target's vocabulary head.
         """
         if self.objective == "ce":
@@ -389,7 +389,7 @@ class DraftHead(nn.Module):
         return self.distributions(batch, target_head)
 
     def distributions(self, batch: SlotBatch, target_head: Tensor) -> Teacher:
-        """Distributions of the target at a batch's rows, renormalised on the draft vocabulary."""
+        """Distributions of the target at a batch's rows, renormalized on the draft vocabulary."""
         if batch.distributions is not None:
             return Teacher(batch.distributions)
         return Teacher(batch.teacher, target_head, self.squash)

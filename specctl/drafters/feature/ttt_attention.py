@@ -4,7 +4,7 @@ A query row at slot s attends to the document's step-0 slots 0 .. s (with a wind
 training-time test (`attention`) it also attends, at step k, to its own rows of steps 1 .. k (EAGLE-3, Fig. 6). If a
 block is drafted at once (`block_attention`), it also attends to all rows of its block.
 
-The two parts are computed separately and merged by their normalisers, so later steps do not widen the attention matrix:
+The two parts are computed separately and merged by their normalizers, so later steps do not widen the attention matrix:
 
     out = (e^{lse₀} out₀ + Σ_j e^{s_j} v_j) / e^m,   m = log(e^{lse₀} + Σ_j e^{s_j})
 
@@ -237,7 +237,7 @@ def _read_backward(
     Args:
         grad: [N, Hkv, G, D] gradient of the result.
         delta: [N, Hkv, G] δ, the row sums of `grad` ∘ `out`.
-        lse: [N, Hkv, G] m, the normaliser of the merged attention.
+        lse: [N, Hkv, G] m, the normalizer of the merged attention.
     """
     q, key, value = inputs
     if _by_kernel(q):

@@ -13,7 +13,7 @@ from specctl.drafters.hybrid.candidates import Calibration, Candidates
 
 TEXT, HEAD = 0, 1  # indices of the drafters in claims
 # Ratio of outcomes to claims of a text drafter and a head, by eighths of the claimed probability. Greedy texts take the
-# likeliest token more often than a head predicts, as it has learnt the target's distribution. Measured on development
+# likeliest token more often than a head predicts, as it has learned the target's distribution. Measured on development
 # prompts of four domains with eagle3 heads (for a store of responses, on two domains). Each text corrects these priors.
 TEXT_CALIBRATION = (2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95)
 STORE_CALIBRATION = (0.85, 1.0, 1.25, 1.3, 1.4, 1.2, 1.0, 0.97)

@@ -1,6 +1,6 @@
 """Validate `transformers` configurations read from files: only known keys with plain values are accepted.
 
-A configuration may also name kernels to fetch and load, a quantiser, or custom code. All of these are rejected.
+A configuration may also name kernels to fetch and load, a quantizer, or custom code. All of these are rejected.
 """
 
 from __future__ import annotations

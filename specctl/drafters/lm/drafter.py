@@ -236,7 +236,7 @@ class LMDrafter(BaseDrafter):
                     growing |= step + 1 < depths[b] and joint[b] >= self.shape.stop_below
             if not growing:
                 break
-            logits = self._behind(state, memory, step, picked)
+            logits = self._logits_after(state, memory, step, picked)
         drawn_from = stacked(rows) if sampled else None
         return DraftTree.from_chains(chains, state.device, drawn_from, self.shape.rule, ChainRows(asked))
 
@@ -254,15 +254,15 @@ class LMDrafter(BaseDrafter):
                 chain[b] = len(tree.tokens) - len(ids)
             if step + 1 == depth or not pays([tree.joint[node] for tree, node in zip(growing, chain, strict=True)]):
                 break
-            logits = self._behind(state, memory, step, index[:, 0].tolist())
+            logits = self._logits_after(state, memory, step, index[:, 0].tolist())
         return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
-    def _behind(self, state: DecodeState, memory: _Memory, step: int, tokens: list[int]) -> Tensor:
+    def _logits_after(self, state: DecodeState, memory: _Memory, step: int, tokens: list[int]) -> Tensor:
         """Read the tokens [B] drafted at `step`. Returns the logits [B, V] that follow them."""
         plan = plan_rows([n + step for n in memory.length], 1, device=state.device, dtype=state.dtype)
         hidden = self._forward(torch.tensor(tokens, device=state.device).unsqueeze(1), memory.cache, plan)
-        for fed, token in zip(memory.drafted, tokens, strict=True):
-            fed.append(token)
+        for drafted, token in zip(memory.drafted, tokens, strict=True):
+            drafted.append(token)
         return self.logits(hidden[:, 0])
 
     def _samples(self, state: DecodeState) -> bool:

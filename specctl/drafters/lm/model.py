@@ -54,7 +54,7 @@ class LM(nn.Module):
     def forward(self, batch: LMBatch, target_head: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Loss of the response tokens given all preceding tokens: (sum of the losses, number of tokens).
 
-        The caller normalises over ranks and micro-batches. Padding is on the right, so causal attention never reads it.
+        The caller normalizes over ranks and micro-batches. Padding is on the right, so causal attention never reads it.
         `target_head` [V, Ht] turns the batch's teacher states into the target's distributions, which every objective
         except "ce" needs.
         """

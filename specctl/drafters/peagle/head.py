@@ -1,7 +1,7 @@
 """P-EAGLE head as a trainable module: all draft depths in one pass (Hui et al. 2026, arXiv 2602.01469).
 
 A draft consists of one row per depth. The row of depth 0 is EAGLE-3's: the target's features g_i and the token x_{i+1}.
-The rows of further depths have no known input: they read a mask token and a learnt replacement for the tapped states.
+The rows of further depths have no known input: they read a mask token and a learned replacement for the tapped states.
 The row of anchor slot i and depth d has position i + d and predicts x_{i+2+d}. It attends to the rows of depth 0 up to
 its anchor, and to the rows of its own draft up to itself.
 

@@ -58,7 +58,7 @@ class ReasoningResult:
         modes: results over all passes.
         per_chunk: rows of the first pass; chunks.jsonl has all passes.
         judges: counts of the judge's rulings on pairs of steps, by mode.
-        drafters: directories of the learnt draft LMs, in their state after the first pass.
+        drafters: directories of the learned draft LMs, in their state after the first pass.
     """
 
     algo: str
@@ -118,7 +118,7 @@ def _pass(
     journal: ReasoningJournal,
     stream: PromptStream,
 ) -> None:
-    """Run one pass over the stream, and save the learnt draft LMs after it."""
+    """Run one pass over the stream, and save the learned draft LMs after it."""
     recipe = journal.recipe
     options = recipe.reasoning.model_copy(update={"seed": recipe.reasoning.seed + seed})
     inside = pool.load_drafter(options.drafter, target, recipe.drafting) if options.drafter else None
@@ -164,7 +164,7 @@ def _difference(now: Mapping[str, int], before: Mapping[str, int]) -> dict[str, 
 def _save(
     recipe: ReasonRecipe, place: Path, model: PreTrainedModel, draft: DraftLM, target: Target, learnt: str
 ) -> None:
-    """Write a learnt draft LM in its original form: a drafter of family lm, or a model of `transformers`."""
+    """Write a learned draft LM in its original form: a drafter of family lm, or a model of `transformers`."""
     start = _directory(draft.name)
     if start is None:
         with checkpoint.staged(place) as folder:

@@ -10,10 +10,11 @@ import typer
 from specctl.cli.command import library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, output, table
-from specctl.cli.train_drafter import distil_first
+from specctl.cli.train_drafter import missing_distillations
 from specctl.cli.warm_up import stream_of, warm_up, warm_up_steps, warm_ups
 from specctl.errors import CheckpointError
 from specctl.families import LM
+from specctl.threads import counted
 
 if TYPE_CHECKING:
     from specctl.lab.reason.recipe import ReasonRecipe
@@ -59,7 +60,7 @@ def reason(recipe: ReasonRecipe, dry_run: bool) -> None:
     if recipe.output_dir:
         checks.check_output("reason", recipe.output_dir, resume=recipe.resume, overwrite=recipe.overwrite)
     first = warm_ups(recipe)
-    data = {path: distillation for training in first for path, distillation in distil_first(training).items()}
+    data = {path: distillation for training in first for path, distillation in missing_distillations(training).items()}
     if dry_run:
         return checks.show("reason", recipe, [*warm_up_steps(recipe, first, data), *steps(recipe)])
     check_draft(recipe)
@@ -110,10 +111,11 @@ def steps(recipe: ReasonRecipe) -> list[str]:
     learners = [mode for mode in recipe.modes if mode in LEARNING]
     inside = f", with {reasoning.drafter} drafting tokens of the target's steps," if reasoning.drafter else ""
     ahead = "as many steps as save time" if reasoning.depth == "auto" else f"up to {reasoning.depth} steps"
+    times = counted(len(recipe.seeds), "time")
     plans = [
         f"answer prompts ({stream_of(recipe)})",
         f"think in steps that end with {reasoning.delimiter!r}{inside} for up to {reasoning.budget} tokens, and "
-        f"answer in up to {reasoning.answer_tokens}, {len(recipe.seeds)} time(s), in modes {', '.join(recipe.modes)}",
+        f"answer in up to {reasoning.answer_tokens}, {times}, in modes {', '.join(recipe.modes)}",
         f"draft {ahead} with {recipe.draft}; {judge}{where} compares them with the target's steps",
     ]
     if learners:

@@ -136,7 +136,7 @@ class Lookahead:
     def forget(self) -> None:
         """Clear cached texts and the measurements of drafting.
 
-        After that, results and work do not depend on where a run was resumed, and a draft LM that has learnt is
+        After that, results and work do not depend on where a run was resumed, and a draft LM that has learned is
         measured anew.
         """
         self.target.forget()

@@ -74,7 +74,7 @@ class PreferenceLearner:
 
     Attributes:
         model: the LM in fp32, with a LoRA adapter if it is large.
-        chunks: number of chunks learnt from. It seeds the shuffles, so there is no other random state.
+        chunks: number of chunks learned from. It seeds the shuffles, so there is no other random state.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, recipe: LookaheadRecipe, mode: LearningMode):
@@ -105,7 +105,7 @@ class PreferenceLearner:
     def learn(self, mismatches: Sequence[Mismatch]) -> PreferenceLesson:
         """Train for several epochs on the pairs of a chunk.
 
-        Raises Interrupted between two optimizer steps, with part of the chunk learnt; resume from a `state()`.
+        Raises Interrupted between two optimizer steps, with part of the chunk learned; resume from a `state()`.
         """
         pairs = pairs_dataset(mismatches, self.recipe.learning.max_length)
         self.chunks += 1
@@ -145,7 +145,7 @@ class PreferenceLearner:
     def _dpo_trainer(self, pairs: Any, place: str) -> Any:
         """Build a DPO trainer on pairs of token ids.
 
-        TRL's own preparation tokenises text, possibly differently than it was written. It also ends every step with the
+        TRL's own preparation tokenizes text, possibly differently than it was written. It also ends every step with the
         end-of-sequence token, so a draft LM that learns from it would stop after each step.
         """
         from trl import DPOConfig, DPOTrainer

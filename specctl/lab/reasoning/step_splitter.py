@@ -32,7 +32,7 @@ class Step:
 class StepSplitter:
     """Cuts the tokens of one model into steps.
 
-    A step ends with the token that completes the delimiter, so no text is ever tokenised again. Other characters of
+    A step ends with the token that completes the delimiter, so no text is ever tokenized again. Other characters of
     this token ("\\n   ") also belong to the step.
 
     Attributes:

@@ -71,7 +71,7 @@ def result_of(recipe: ReplayRecipe, done: Replayed) -> SelectResult:
         seeds=len(recipe.seeds),
         yardstick=recipe.game.yardstick,
         intervals_over=f"{len(recipe.seeds)} seed{'s' * (len(recipe.seeds) > 1)} × {done.games} {unit}",
-        speeds=f"modelled: rounds{overheads}",
+        speeds=f"modeled: rounds{overheads}",
         queries=len(recipe.seeds) * len(done.table.traces),
         sessions=len(games),
         oracle_mat=done.oracle_mat,

@@ -23,7 +23,7 @@ def register(app: typer.Typer) -> None:
 def replay(recipe: ReplayRecipe, dry_run: bool) -> None:
     """Play policies on a recorded table in seconds, beside every arm and the oracle. No model is loaded.
 
-    `specctl record` writes the table. Speeds are modelled from the costs in the table."""
+    `specctl record` writes the table. Speeds are modeled from the costs in the table."""
     from specctl.cli import checks
     from specctl.selection.policies import registry
 

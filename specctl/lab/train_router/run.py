@@ -12,14 +12,14 @@ from specctl.distillation.prompts import Rejections, read_domains
 from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.lab.recorded.table_file import read_table
-from specctl.lab.routing.labels import (
+from specctl.lab.routing.router import Router, check_free
+from specctl.lab.routing.training import (
     RouterExample,
     RouterReport,
     label_by_domain,
     label_by_hindsight,
     train_router,
 )
-from specctl.lab.routing.router import Router, check_free
 from specctl.lab.train_router.recipe import TrainRouterRecipe
 from specctl.measuring.select_contenders import RouterPrior, SelectContenders
 from specctl.measuring.select_result import SelectResult
@@ -70,7 +70,7 @@ def _place(recipe: TrainRouterRecipe, run: Run) -> Path:
 
 
 def examples(recipe: TrainRouterRecipe, paths: dict[str, str], rejections: Rejections) -> list[RouterExample]:
-    """Training prompts, each labelled with the arm that is right for it. `paths`: name → path of each arm.
+    """Training prompts, each labeled with the arm that is right for it. `paths`: name → path of each arm.
 
     Raises CheckpointError (the table lacks an arm), UsageError (no table is named), DataError.
     """

@@ -43,5 +43,5 @@ def steps(recipe: TrainRouterRecipe, pool: list[str]) -> list[str]:
     label = {"domain": "their domains", "hindsight": f"the best drafters in {recipe.replay}"}[recipe.router.labels]
     router = f"load the router in {recipe.router_dir}"
     if recipe.train_router:
-        router = f"train a router on up to {recipe.router.limit} prompts per domain, labelled by {label}"
+        router = f"train a router on up to {recipe.router.limit} prompts per domain, labeled by {label}"
     return [target, router, *rest]

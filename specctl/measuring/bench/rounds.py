@@ -60,7 +60,7 @@ def measure(
 
 
 def random_head(recipe: BenchRecipe, target: Target) -> Drafter:
-    """EAGLE-3 head of the target's size, as initialised for training.
+    """EAGLE-3 head of the target's size, as initialized for training.
 
     Its proposals are worth little, but it takes the same time as a trained head.
     """

@@ -14,7 +14,7 @@ Maker = Callable[[Sequence[RunRecord], Looks], Contents]
 
 
 def contents(command: str, runs: Sequence[RunRecord], looks: Looks) -> Contents:
-    """Build one command's part of a report; all parts share `looks`, so a drafter keeps its colour."""
+    """Build one command's part of a report; all parts share `looks`, so a drafter keeps its color."""
     row = SUBCOMMANDS.get(TODAY.get(command, command))  # a run may be of a command that no longer exists
     if row is None or row.report is None:
         return fallback_contents(runs)

@@ -122,7 +122,7 @@ def _steps(rows: Sequence[Row]) -> Figure:
 
 
 def _kernels(rows: Sequence[Row]) -> Figure:
-    """Draw the kernels of a run in one colour, as their names stand next to the bars."""
+    """Draw the kernels of a run in one color, as their names stand next to the bars."""
     looks = Looks()
     panels: dict[str, list[Bar]] = {}
     for row in rows:

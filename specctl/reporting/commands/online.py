@@ -15,7 +15,7 @@ from specctl.reporting.style import Looks, grey
 from specctl.reporting.tables import usable_value
 
 CHUNK = {
-    "mat": "mat\n(tokens per target pass)",
+    "mat": "mat\n(tokens per pass of the target)",
     "accept_rate": "accepted share",
     "tokens_per_s": "tokens/s",
     "loss": "loss",

@@ -50,7 +50,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         made.headline = {title: usable_value(runs[0].result, key) for key, title in HEADLINE.items()}
     caption = "An online drafter, chunk by chunk: the engine drafts with it, and it learns from the engine's texts."
     losses = [_line(rows, name, "loss", name, learners[name]) for name in names]
-    panels = [Panel("mat\n(tokens per target pass)", known), Panel("loss", losses)]
+    panels = [Panel("mat\n(tokens per pass of the target)", known), Panel("loss", losses)]
     made.pictures += curves.picture("served", caption, panels, "chunk")
     made.tables = [records("served", "Chunks and published versions", rows, CHUNK)]
     return made

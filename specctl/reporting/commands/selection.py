@@ -69,7 +69,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 def _here(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     played = [read(run) for run in runs]
-    policies = Looks()  # policies are not drafters, so they have separate colours
+    policies = Looks()  # policies are not drafters, so they have separate colors
     made = Contents(headline=_headline(runs))
     for draw, own in (
         (_regrets, policies),
@@ -143,7 +143,7 @@ def _compared(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
     ]
     if not shown:
         return []
-    figure = bars.bars({"": shown}, "mat (tokens per target pass)", reference=1.0)
+    figure = bars.bars({"": shown}, "mat (tokens per pass of the target)", reference=1.0)
     over = sorted({str(run.result["intervals_over"]) for run in runs if run.result.get("intervals_over")})
     drawn = f" over {' or '.join(over)}" if over else ""
     return [Picture("policies", f"Policies on the same stream; whiskers: 95 % intervals{drawn}.", figure)]
@@ -162,7 +162,7 @@ def _pool_size(runs: Sequence[RunRecord], policies: Looks) -> list[Picture]:
         Curve(name, numbers(row["arms"] for row in rows), numbers(row.get("mat") for row in rows), policies[name])
         for name, rows in ((name, sorted(rows, key=lambda row: row["arms"])) for name, rows in by_policy.items())
     ]
-    panel = Panel("mat (tokens per target pass)", lines)
+    panel = Panel("mat (tokens per pass of the target)", lines)
     return curves.picture("pool-size", "Mat by number of drafters in the pool.", [panel], "drafters in the pool, N")
 
 

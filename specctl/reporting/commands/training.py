@@ -58,7 +58,7 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
             ],
         ),
         Panel(
-            "mat on held-out prompts\n(tokens per target pass)",
+            "mat on held-out prompts\n(tokens per pass of the target)",
             [_line(training.name, training.checks, "mat", looks) for training in trainings if len(training.checks) > 1],
         ),
     ]

@@ -200,10 +200,10 @@ class Game:
             self._restart(self._drift)
         self._success_share[arm] += (1 - outcome.failed - self._success_share[arm]) / min(self._played[arm], RECENT)
         if outcome.failed:
-            self._schedule.hurry()  # until something is learnt, the failing arm plays on
+            self._schedule.hurry()  # until something is learned, the failing arm plays on
 
     def _restart(self, drift: Drift) -> None:
-        """Forget everything learnt before the change that the drift test has noticed; scoring begins anew."""
+        """Forget everything learned before the change that the drift test has noticed; scoring begins anew."""
         hurried = self._realised is not None and self.rules.unit == "token"
         if hurried:  # as at the start of a game, one scored depth tells something at once
             self._feed(self._delay.flush())

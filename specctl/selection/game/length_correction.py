@@ -8,7 +8,7 @@ import numpy as np
 
 from specctl.selection.policies.policy import AnyArray, Array
 
-# Standard errors that are subtracted from the distance of a ratio to its centre; only the rest counts. An arm that was
+# Standard errors that are subtracted from the distance of a ratio to its center; only the rest counts. An arm that was
 # unlucky in its first rounds is not played again, so nothing would correct a ratio that is too low.
 STANDARD_ERRORS = 1.0
 

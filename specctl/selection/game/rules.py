@@ -32,7 +32,7 @@ class Rules:
             throughput, the length that follows from γ at depth 1.
         warmup_rounds, batch_rounds: all rounds of the warm-up are scored, afterwards one in `batch_rounds`. This
             interval grows by the factor `batch_growth` with every scoring: the longer a game, the less is still to be
-            learnt.
+            learned.
         score_ends: whether the last tokens of a text that ends within a game are scored, too.
         tokens_per_update: after the warm-up, number of vectors in the mean that is one update.
         drift: threshold of the test (`drift.py`) for a game that has changed: its learner forgets, all is scored, and

@@ -57,7 +57,7 @@ def normalizer(u: Numbers, N: int, start: float, tolerance: float = 1e-9) -> flo
 def normalhedge_weights(R: Numbers, start: float) -> tuple[Numbers, float]:
     """p ∝ [R]₊/c · exp([R]₊²/2c) with mean exp([R]₊²/2c) = e; uniform when no R is positive.
 
-    NormalHedge (Chaudhuri, Freund and Hsu 2009, Figure 1). Scaled by the largest R, r = [R]₊/max R, the normaliser is y
+    NormalHedge (Chaudhuri, Freund and Hsu 2009, Figure 1). Scaled by the largest R, r = [R]₊/max R, the normalizer is y
     = max R²/2c with mean exp(r² y) = e. It is bounded for any scale of R, so nothing overflows.
 
     Returns:
@@ -94,7 +94,7 @@ class HedgeLearner(BasePolicy):
 
     @abstractmethod
     def forget(self) -> None:
-        """Begin again with nothing learnt."""
+        """Begin again with nothing learned."""
 
 
 class FollowTheLeader(HedgeLearner):

@@ -72,7 +72,7 @@ class Policy(Protocol):
         ...
 
     def forget(self) -> None:
-        """Begin again with nothing learnt: the world has changed. Full information only."""
+        """Begin again with nothing learned: the world has changed. Full information only."""
         ...
 
 

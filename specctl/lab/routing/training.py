@@ -103,54 +103,54 @@ def train_router(
     On a CPU the same recipe and examples give the same router. Raises DataError (a split without prompts),
     CheckpointError (`recipe.model` cannot be used), SpecctlError (the loss is not finite).
     """
-    kept, held = split(examples, recipe)
+    train, held_out = split(examples, recipe)
     started = time.perf_counter()
     with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
         torch.manual_seed(recipe.seed)
         router = Router.new(recipe, arms, target)
         router.model.to(target.device)
-        _fit(router, kept, recipe)
+        _fit(router, train, recipe)
     seconds = time.perf_counter() - started
-    return router, measure(router, held, recipe, trained=len(kept), seconds=seconds)
+    return router, measure(router, held_out, recipe, trained=len(train), seconds=seconds)
 
 
 def split(examples: Sequence[RouterExample], recipe: RouterRecipe) -> tuple[list[RouterExample], list[RouterExample]]:
     """Split examples into (for training, held out). A share of each domain is held out, drawn with the recipe's seed.
     Raises DataError if either part is empty."""
-    kept: list[RouterExample] = []
-    held: list[RouterExample] = []
+    train: list[RouterExample] = []
+    held_out: list[RouterExample] = []
     for domain in dict.fromkeys(example.domain for example in examples):
         mine = [example for example in examples if example.domain == domain]
         Random(f"{recipe.seed}/{domain}").shuffle(mine)
         count = max(round(recipe.held_out * len(mine)), 1) if len(mine) > 1 else 0
-        held += mine[:count]
-        kept += mine[count:]
-    if not kept or not held:
+        held_out += mine[:count]
+        train += mine[count:]
+    if not train or not held_out:
         raise DataError(
             f"{len(examples)} labeled prompts are too few to train a router on some and evaluate it on the others",
             hint="give at least two prompts of one domain; a few hundred per domain work well",
         )
-    return kept, held
+    return train, held_out
 
 
 def measure(
-    router: Router, held: Sequence[RouterExample], recipe: RouterRecipe, *, trained: int, seconds: float
+    router: Router, held_out: Sequence[RouterExample], recipe: RouterRecipe, *, trained: int, seconds: float
 ) -> RouterReport:
     """The accuracy of a router on these prompts, both unchanged and perturbed by the recipe."""
-    right = np.array([example.arm for example in held])
-    domains = np.array([example.domain for example in held])
-    texts = [example.text for example in held]
+    right = np.array([example.arm for example in held_out])
+    domains = np.array([example.domain for example in held_out])
+    texts = [example.text for example in held_out]
     chosen = router.probabilities(texts).argmax(1)
     names = [str(name) for name in np.unique(domains)]
     routed = {name: Counter(router.arms[arm] for arm in chosen[domains == name]) for name in names}
     perturbed = {}
     for kind, strength in recipe.perturbations.items():
-        changed = perturb_all(held, kind, strength, recipe.seed)
+        changed = perturb_all(held_out, kind, strength, recipe.seed)
         perturbed[kind] = float((router.probabilities(changed).argmax(1) == right).mean())
     return RouterReport(
         arms=router.arms,
         trained=trained,
-        held_out=len(held),
+        held_out=len(held_out),
         accuracy=float((chosen == right).mean()),
         per_domain={name: float((chosen == right)[domains == name].mean()) for name in names},
         confusion={name: dict(counts.most_common()) for name, counts in routed.items()},
