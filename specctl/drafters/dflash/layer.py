@@ -29,12 +29,12 @@ class ConvPass(HeadWeights):
         self.base = conv.base_kernel.detach().to(self.device, torch.float32)
         self.delta = self.linear(conv.kernel_projection)
 
-    def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Convolve the rows [N, H] to the sublayer's input. Also returns the kernels [n, S, T, H] for `behind`."""
+    def convolve_input(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Convolve the rows [N, H] to the sublayer's input. Also returns the kernels [n, S, T, H] of the output."""
         kernel = kernels(self.base, self.delta(x), self.group).unflatten(0, (-1, self.size))
         return self._convolved(x, kernel[:, :, 0]).to(x.dtype), kernel[:, :, 1]
 
-    def behind(self, x: Tensor, kernel: Tensor) -> Tensor:
+    def convolve_output(self, x: Tensor, kernel: Tensor) -> Tensor:
         """Convolve the sublayer's output. Returns [N, H] in fp32."""
         return self._convolved(x, kernel)
 
@@ -65,17 +65,17 @@ class BlockPass(HeadWeights):
         """
         heads, kernel, inputs = table[0].shape[1], None, self.input_norm(x)
         if self.convs:
-            inputs, kernel = self.convs[0].before(inputs)
+            inputs, kernel = self.convs[0].convolve_input(inputs)
         qkv = self.qkv(inputs).view(len(x), heads, -1)
         return Rope.rotate(torch.cat((self.norms(qkv[:, : self.normed]), qkv[:, self.normed :]), 1), table), kernel
 
     def layer_output(self, x: Tensor, attended: Tensor, kernel: Tensor | None) -> Tensor:
         """Output [N, H] fp32 of the layer, from its residual stream and the attention output [N, Hq·D]."""
         out = self.o(attended)
-        x = x + (out if kernel is None else self.convs[0].behind(out, kernel))
+        x = x + (out if kernel is None else self.convs[0].convolve_output(out, kernel))
         inputs = self.post_norm(x)
         if kernel is not None:
-            inputs, kernel = self.convs[1].before(inputs)
+            inputs, kernel = self.convs[1].convolve_input(inputs)
         gate, up = self.gate_up(inputs).chunk(2, -1)
         out = self.down(F.silu(gate).mul_(up))
-        return x + (out if kernel is None else self.convs[1].behind(out, kernel))
+        return x + (out if kernel is None else self.convs[1].convolve_output(out, kernel))
