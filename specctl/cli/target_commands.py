@@ -14,7 +14,6 @@ WITH_ENGINES = {
     "export": "",
     "import": "the head is not tried",
     "serve --server": "",
-    "route": "",
 }
 """Commands in which specctl never runs the target's layers, and the measurement that is left out without the layers."""
 OWN_FORWARD = (

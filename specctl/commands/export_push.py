@@ -16,7 +16,7 @@ TOKEN_HINT = "run `hf auth login`, or set HF_TOKEN to a token that may write"
 def push(directory: Path, name: str, private: bool) -> str:
     """Upload a directory into a model repository, which is created if it is missing. Returns its address.
 
-    export.json stays here: it holds paths of this machine. The token is the one of `hf auth login`, or `HF_TOKEN`.
+    export.json stays here: it holds paths of this machine. The token comes from `hf auth login` or `HF_TOKEN`.
 
     Raises SpecctlError if the hub cannot be reached or refuses; the directory remains.
     """

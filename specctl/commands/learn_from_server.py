@@ -190,7 +190,7 @@ def open_traffic(
     guard: ProxyOptions,
 ) -> Iterator[tuple[Traffic, Callable[[LearningCounts], None]]]:
     """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile. Also
-    yields a function that shows counts to those who watch the proxy."""
+    yields a function that shows counts on the proxy's page."""
     (client, other), options, source = clients, recipe.target.chat_template_kwargs, recipe.traffic
     if source.listen is None and source.log is None:
         stream = PromptStream.of_pass(recipe, target, rejections, recipe.seeds[0])
@@ -228,7 +228,7 @@ def _count(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
 
 
 def _unseen(counts: LearningCounts) -> None:
-    """Show counts where nobody watches."""
+    """Ignore counts: there is no page to show them."""
 
 
 def _figures(rows: list[dict[str, Any]], texts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -31,7 +31,7 @@ MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
 
 @dataclass(frozen=True)
 class EngineWork:
-    """Facts about running engines behind a gateway, by address, which the meter does not count.
+    """Facts about the running engines of a gateway, by address, which the meter does not count.
 
     Attributes:
         engines: name and version of every engine.

@@ -47,6 +47,7 @@ RESERVED = frozenset(
         "sanitize_control_tokens",
         "return_tensors",
         "return_dict",
+        "self",
         "return_assistant_tokens_mask",
         "tokenizer_kwargs",
     )

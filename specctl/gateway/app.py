@@ -60,7 +60,7 @@ def make_app(
     routes = [Route(path, texts, methods=["POST"]) for path in text_paths]
     routes += [Route(path, backend.other, methods=["GET"]) for path in other_paths]
     routes += [Route("/metrics", metrics), Route("/health", health), Route("/", front)]
-    handlers = {ApiError: _api_error, HTTPException: _http_error}
+    handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
     return Guard(app, limits, backend.meter, key)
@@ -73,6 +73,11 @@ def front_page() -> str:
 
 async def _api_error(request: Request, error: ApiError) -> Response:
     return error.response
+
+
+async def _fault(request: Request, error: Exception) -> Response:
+    """Answer for a fault of ours, which `Guard` then reports."""
+    return ApiError("the gateway failed on this request", 500).response
 
 
 async def _http_error(request: Request, error: HTTPException) -> Response:

@@ -15,6 +15,7 @@ from specctl.recipe.serve import LimitsRecipe
 
 MOST_CONNECTIONS = 16384
 SPARE_FILES = 192  # files that remain for engines, templates, logs, and connections being accepted
+READ_BYTES = 16384  # most bytes of one read of a connection
 BACKLOG = 64  # connections that are accepted in one turn of the event loop, before the limit can act
 
 
@@ -80,6 +81,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        # Parsing a body in chunks of one byte takes seconds for a read of 256 KiB, asyncio's size.
+        transport.max_size = READ_BYTES  # type: ignore[attr-defined]
         if self.table.opened(self):
             self._await_headers()
         else:

@@ -139,7 +139,7 @@ class EngineThread:
         self._threads, self._rows = ExitStack(), 0
         self._thread = threading.Thread(target=self._main, name="engine", daemon=True)
         engine.on_round, engine.on_prefill = self._on_round, self._logprobs.on_prefill
-        meter.watch(lambda: len(engine.texts), lambda: len(self.open) - len(engine.texts))
+        meter.watch(lambda: len(engine.texts), lambda: max(0, len(self.open) - len(engine.texts)))
 
     def start(self) -> None:
         """Start the thread."""
@@ -280,10 +280,11 @@ class EngineThread:
         known, generation.tokens = len(generation.tokens), generation.tokens + event.tokens
         text, now = stream.add(event.tokens), time.perf_counter()
         self._time(generation, now, bool(event.tokens))
+        if event.ended is not None:
+            text += stream.finish()
         finish = "stop" if stream.stopped is not None else None
         if event.ended is not None:
             finish = finish or FINISHED[event.ended.stop]
-            text += stream.finish()
         used = stream.used - known
         logprobs = None
         if generation.top_logprobs is not None:

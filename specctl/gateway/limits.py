@@ -80,7 +80,7 @@ class Guard:
             self.meter.refused("key")
             hint = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
             raise ApiError(hint, 401, code="invalid_api_key")
-        if self.in_flight > limits.requests:
+        if self.in_flight > limits.requests and scope["path"] not in OPEN_PATHS:
             self.meter.refused("requests")
             raise ApiError("too many requests in flight: try again later", 503, code="busy", retry_s=BUSY_S)
 

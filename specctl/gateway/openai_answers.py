@@ -144,13 +144,27 @@ class AnswerFormat:
     def _completion_logprobs(self, found: list[TokenLogprob], offset: int) -> dict[str, Any]:
         tokens = [self.token_text(one.token) for one in found]
         offsets = list(_offsets(tokens, offset))
-        tops = [{self.token_text(token): logprob for token, logprob in one.top} for one in found]
+        tops = [self._alternatives(one) if one.top else {} for one in found]
         return {
             "tokens": tokens,
             "token_logprobs": [one.logprob for one in found],
             "top_logprobs": tops if any(tops) else None,
             "text_offset": offsets,
         }
+
+    def length_of(self, part: TextPart) -> int:
+        """Characters by which a part moves the offset of the next token. A part with log probabilities holds tokens
+        with text that may be held back."""
+        if part.logprobs is None:
+            return len(part.text)
+        return sum(len(self.token_text(one.token)) for one in part.logprobs)
+
+    def _alternatives(self, one: TokenLogprob) -> dict[str, float]:
+        """Log probabilities of the drawn token and of the likeliest ones. Of tokens with equal texts, the likeliest."""
+        shown: dict[str, float] = {}
+        for token, logprob in [(one.token, one.logprob), *one.top]:
+            shown.setdefault(self.token_text(token), logprob)
+        return shown
 
 
 def _offsets(tokens: list[str], start: int) -> Iterator[int]:

@@ -7,6 +7,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
 
+LONGEST_NAME = 100  # characters of a field's name in a message
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
@@ -48,7 +49,7 @@ class ApiError(Exception):
 def of_validation(error: ValidationError) -> ApiError:
     """The first fault of a request body. The message names the field and never quotes its value."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    names = [str(part) for part in first["loc"]]
+    names = [str(part)[:LONGEST_NAME] for part in first["loc"]]
     param = ".".join(name for name in names if name != "str" and "[" not in name)  # without the kinds of a union
     if first["type"] == "extra_forbidden":
         return ApiError(f"Unrecognized request argument supplied: {param}", param=param, code="unknown_parameter")

@@ -13,7 +13,9 @@ from specctl.distillation.messages import Conversation, checked_messages, templa
 from specctl.gateway.openai_errors import ApiError, of_validation
 
 MOST_ANSWERS = 64  # texts of one request
-MOST_STOPS = 16
+MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings, and characters of one
+MOST_FIELDS = 64  # of an object in a body
+MOST_MESSAGES = 10_000
 COLDEST = 1e-3  # a lower temperature is greedy: its logits would overflow
 MOST_SEED = 2**63
 
@@ -46,13 +48,21 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_fields(cls, document: Any) -> Any:
+        """Refuse objects with many fields: naming each unknown one takes seconds."""
+        if isinstance(document, dict) and len(document) > MOST_FIELDS:
+            raise ApiError(f"an object has {len(document)} fields: at most {MOST_FIELDS} are allowed")
+        return document
+
 
 class StreamOptions(_Body):
     """Options of a stream: `include_usage` adds a last event with the numbers of tokens."""
 
     include_usage: bool | None = None
     include_obfuscation: bool | None = None
-    continuous_usage_stats: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
 
 
 class TextsRequest(_Body):
@@ -65,7 +75,11 @@ class TextsRequest(_Body):
     repetition_penalty: Annotated[float, Field(ge=0.1, le=10)] | None = None
     max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     seed: Annotated[int, Field(ge=-MOST_SEED, lt=MOST_SEED)] | None = None
-    stop: str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MOST_STOPS)] | None = None
+    stop: (
+        Annotated[str, Field(max_length=LONGEST_STOP)]
+        | Annotated[list[Annotated[str, Field(min_length=1, max_length=LONGEST_STOP)]], Field(max_length=MOST_STOPS)]
+        | None
+    ) = None
     n: Annotated[int, Field(ge=1, le=MOST_ANSWERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -167,7 +181,7 @@ class Message(_Body):
 class ChatRequest(TextsRequest):
     """Body of /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -219,13 +233,17 @@ class ChatRequest(TextsRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Text = TypeVar("Text")
+Several = Annotated[
+    list[Text], Field(max_length=MOST_ANSWERS, fail_fast=True)
+]  # one error for a bad list, not a million
 
 
 class CompletionRequest(TextsRequest):
     """Body of /v1/completions."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: str | Several[str] | Ids | Several[Ids]
     logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
     best_of: int | None = None
     return_token_ids: bool | None = None

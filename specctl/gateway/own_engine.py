@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from specctl.decoding.records import Label, Request
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.messages import arguments_with, text_of
-from specctl.errors import DataError
+from specctl.errors import CheckpointError, DataError
 from specctl.gateway import openai_requests
 from specctl.gateway.engine_thread import Channel, EngineThread, Generation
 from specctl.gateway.metrics import Meter
@@ -74,10 +74,10 @@ class OwnEngine:
             self.target.render([{"role": "user", "content": "Hi"}], **self.offer.template_kwargs)
 
     async def texts(self, request: HttpRequest, body: bytes) -> Response:
-        chat = request.url.path == CHAT
+        chat = request.scope["path"] == CHAT  # `request.url` also depends on the header Host
         asked: TextsRequest = openai_requests.parse(ChatRequest if chat else CompletionRequest, body)
         self._check_model(asked)
-        prompts = await self._prompts(asked)
+        prompts = await unless_gone(request.receive, self._prompts(asked))
         self._check_room(len(prompts) * asked.answers)
         channel = Channel()
         generations = self._generations(asked, prompts, channel)
@@ -103,7 +103,8 @@ class OwnEngine:
             choices = await unless_gone(request.receive, self._finished(generations, channel, usage))
         finally:
             self._cancel(generations)
-        return JSONResponse(form.whole(choices, usage))
+        # Log probabilities of a long answer take seconds.
+        return await asyncio.to_thread(lambda: JSONResponse(form.whole(choices, usage)))
 
     async def other(self, request: HttpRequest) -> Response:
         name = request.path_params.get("name")
@@ -165,8 +166,9 @@ class OwnEngine:
             return await loop.run_in_executor(self._tokenizing, self._encoded, asked)
         except ApiError:
             raise
-        except DataError as error:
-            raise ApiError(error.message, param="messages") from None
+        except (CheckpointError, DataError) as error:  # the template's process may have ended
+            message = error.message.replace(self.target.name, self.names[0])  # clients need not know the path
+            raise ApiError(message, param="messages" if isinstance(asked, ChatRequest) else "prompt") from None
 
     def _rendered(self, asked: ChatRequest) -> list[int]:
         conversation = asked.conversation
@@ -215,9 +217,10 @@ class OwnEngine:
             room = self.target.context_length - len(ids)
             limit = min(asked.limit or room, self.offer.most_tokens or room, room)
             for number in range(asked.answers):
-                label = Label(str(next(self._queries)))
-                request = Request(ids, asked.sampling, limit, (seed + number) % 2**63, label=label)
-                index = place * asked.answers + number
+                label, index = Label(str(next(self._queries))), place * asked.answers + number
+                # With a seed, equal prompts get equal texts.
+                own_seed = (seed + (index if asked.seed is None else number)) % openai_requests.MOST_SEED
+                request = Request(ids, asked.sampling, limit, own_seed, label=label)
                 made.append(Generation(request, channel, index, asked.stops, asked.alternatives))
         return made
 
@@ -256,7 +259,7 @@ class OwnEngine:
                 usage.completion += part.tokens
                 if part.text or part.logprobs or part.last:
                     made.append(form.piece(part, offsets[part.index]))
-                offsets[part.index] += len(part.text)
+                offsets[part.index] += form.length_of(part)
                 if part.last:
                     unfinished -= 1
                     stats += [part.stats] if part.stats is not None else []

@@ -16,6 +16,7 @@ from specctl.gateway.connections import BACKLOG, ConnectionTable
 from specctl.gateway.limits import Guard
 
 POLL_S = 0.1  # longest delay of a signal
+UNREAD_S = 60  # a connection is closed if its client reads nothing of an answer for this time
 QUEUE = 2048  # connections that the system holds until they are accepted
 
 
@@ -30,6 +31,8 @@ def listening(listen: str) -> Iterator[tuple[socket.socket, str]]:
     # With the protocol named: asyncio sends small packets at once on such sockets alone; others wait 40 ms for each.
     with socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP) as place:
         place.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux; accepted connections inherit it
+            place.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_S)
         try:
             place.bind((host.strip("[]"), int(port)))
         except (OSError, OverflowError) as error:  # OverflowError: ports beyond 65535

@@ -80,10 +80,15 @@ class TextStream:
         """Number of characters at the end of the text with which a stop string may begin."""
         if self.stopped is not None:
             return 0
-        longest = max(map(len, self._stops), default=0)
-        for size in range(min(longest - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self._stops):
-                return size
+        return max((self._begun(stop) for stop in self._stops), default=0)
+
+    def _begun(self, stop: str) -> int:
+        """Number of characters at the end of the text with which a stop string begins."""
+        at = self.text.find(stop[0], max(0, len(self.text) - len(stop) + 1))
+        while at >= 0:
+            if stop.startswith(self.text[at:]):
+                return len(self.text) - at
+            at = self.text.find(stop[0], at + 1)
         return 0
 
     def _send(self, end: int) -> str:

@@ -1,8 +1,10 @@
 """Texts of the gateway are the texts of `generate`; no request changes or ends another one."""
 
 import asyncio
+import functools
 import json
 import math
+import operator
 import random
 import threading
 
@@ -287,3 +289,16 @@ def test_the_thread_that_dies_is_noticed(make_gateway, monkeypatch):
 
     failed, health, refused = asyncio.run(work())
     assert failed.status_code == 500 and health.status_code == refused.status_code == 503
+
+
+def test_log_probabilities_of_completions(make_gateway):
+    """Offsets of a stream equal those of the whole answer, also if a stop string holds text back; the drawn token is
+    among the likely ones."""
+    body = {"prompt": "SELECT name", "temperature": 1.5, "seed": 1, "max_tokens": 16, "logprobs": 1, "stop": ["e;;;;"]}
+    gateway = make_gateway()
+    whole, stream = gateway.ask(COMPLETIONS, body, body | {"stream": True})
+    found = whole.json()["choices"][0]["logprobs"]
+    parts = [one["choices"][0]["logprobs"] for one in pieces(stream.text)]
+    assert functools.reduce(operator.iadd, (part["text_offset"] for part in parts if part), []) == found["text_offset"]
+    for token, logprob, top in zip(found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert top[token] == logprob or token == "\ufffd"

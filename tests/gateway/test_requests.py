@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+from inspect import signature
 
 import pytest
+from transformers import PreTrainedTokenizerBase
 
+from specctl.gateway import openai_requests
 from specctl.recipe import LimitsRecipe
 from tests.gateway.conftest import chat
 
@@ -161,3 +164,65 @@ def test_other_types_of_bodies_are_refused(send):
     error(send(body, headers={"content-type": "text/plain"}), 415)
     error(send(body, headers={}), 415)
     assert send(body, headers={"content-type": "Application/JSON; charset=utf-8"}).status_code == 200
+
+
+def test_a_long_bad_list_has_one_error(send, monkeypatch):
+    """pydantic collected an error for every element, on the event loop: 8 MiB stopped all clients for minutes."""
+    counts = []
+    real = openai_requests.of_validation
+    monkeypatch.setattr(
+        openai_requests, "of_validation", lambda error: counts.append(error.error_count()) or real(error)
+    )
+    for body in (
+        {"prompt": [-1] * 5000},
+        {"prompt": [[1]] * 5000},
+        {"prompt": [[-1] * 5000] * 9},
+        {"prompt": [None] * 5000},
+    ):
+        error(send(json.dumps(body), COMPLETIONS), 400)
+    error(send(json.dumps({"messages": [{"role": 1}] * 5000})), 400)
+    assert len(counts) == 5 and max(counts) < 10
+    error(send(json.dumps({"messages": MESSAGES} | {f"field{n}": 1 for n in range(5000)})), 400)
+
+
+@pytest.mark.parametrize("stop", ["x" * 1025, ["a", "x" * 1025], ["x"] * 17])
+def test_long_stop_strings_are_refused(send, stop):
+    """The search for their beginnings slowed the thread of the engine for everybody."""
+    assert error(send(json.dumps({"messages": MESSAGES, "stop": stop})), 400)["param"].startswith("stop")
+
+
+def test_no_argument_of_the_template_call_can_be_set(send):
+    """`padding` and `max_length` made the template's process allocate gigabytes, and `self` was a traceback."""
+    for name in signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys() - {"kwargs"}:
+        body = {"messages": MESSAGES, "chat_template_kwargs": {name: 3}}
+        assert error(send(json.dumps(body)), 400)["param"] == "chat_template_kwargs", name
+
+
+def test_a_fault_of_ours_is_an_error_object(make_gateway, monkeypatch):
+    """It was a page of plain text."""
+    gateway = make_gateway()
+    monkeypatch.setattr(gateway.backend, "_check_model", lambda asked: 1 / 0)
+    (response,) = gateway.ask(CHAT, chat(max_tokens=2))
+    assert error(response, 500)["type"] == "server_error"
+
+
+def test_health_is_told_while_the_gateway_is_full(make_gateway):
+    """A flood of requests looked like a failed engine to a supervisor."""
+    gateway = make_gateway(limits=LimitsRecipe(requests=1))
+    gateway.app.in_flight = 1
+
+    async def work():
+        async with gateway.client() as http:
+            return await http.get("/health"), await http.get("/v1/models")
+
+    health, models = asyncio.run(work())
+    gateway.app.in_flight = 0
+    assert (health.status_code, models.status_code) == (200, 503)
+
+
+def test_equal_prompts_get_texts_of_their_own(make_gateway):
+    """Without a seed, all texts of one list of prompts began with the same random numbers."""
+    ask = {"prompt": ["SELECT"] * 6, "temperature": 1.5, "max_tokens": 12}
+    free, seeded = make_gateway().ask(COMPLETIONS, ask, ask | {"seed": 3})
+    texts = [[choice["text"] for choice in one.json()["choices"]] for one in (free, seeded)]
+    assert len({*texts[0]}) > 1 and len({*texts[1]}) == 1

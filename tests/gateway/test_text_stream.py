@@ -62,3 +62,15 @@ def test_tokens_after_a_stop_string_are_not_used(target, decode):
     stream = TextStream(decode, ["two"])
     stream.add(ids)
     assert stream.used < len(ids) and stream.text == "one "
+
+
+def test_the_held_end_is_the_longest_beginning_of_a_stop_string():
+    """Against the definition, on random texts of two letters."""
+    draw = random.Random(1)
+    for _ in range(2000):
+        stops = ["".join(draw.choices("ab", k=draw.randint(1, 6))) for _ in range(draw.randint(1, 3))]
+        stream = TextStream(str, stops)
+        stream.text = text = "".join(draw.choices("ab", k=draw.randint(0, 9)))
+        ends = [size for size in range(1, len(text) + 1) for stop in stops if len(stop) > size]
+        held = [size for size in ends if any(stop.startswith(text[-size:]) and len(stop) > size for stop in stops)]
+        assert stream._held() == max(held, default=0)
