@@ -32,7 +32,8 @@ def pool_paths(recipe: PoolRecipe | ServeRecipe) -> list[str]:
 
     Raises UsageError (a drafter twice), CheckpointError (no drafter in a pool other than the default one).
     """
-    names = [*map(str, _directories(recipe.pool)), *recipe.drafters]
+    named_alone = isinstance(recipe, ServeRecipe) and recipe.pool is None  # without the default pool of experiments
+    names = [*([] if named_alone else map(str, _directories(recipe.pool))), *recipe.drafters]
     places = [Path(name).resolve() for name in names]  # ./a and a are the same
     twice = [name for name, place in zip(names, places, strict=True) if places.count(place) > 1]
     if twice:

@@ -9,9 +9,10 @@ from specctl.drafters.eagle3.head import Eagle3Head
 from specctl.drafters.text.lookup import DEPTH, Lookup
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, UsageError
-from specctl.recipe import DrafterRecipe, DraftingRecipe, SelectRecipe
+from specctl.recipe import DrafterRecipe, DraftingRecipe, SelectRecipe, ServeRecipe
 from specctl.selection.arms import load_pool, longest_draft, make_arms, pool_paths
 from tests.drafters.test_pool import write
+from tests.measuring.streams import write_head
 
 
 def test_a_small_pool_is_joined_by_those_that_need_no_training(tmp_path, monkeypatch, capsys, target):
@@ -103,3 +104,11 @@ def test_how_far_a_drafter_reaches(target):
 
 def test_a_shape_is_a_recipe_of_drafting():
     assert DraftingRecipe(width=2) == SelectRecipe(arms={"shapes": [{"width": 2}]}).arms.shapes[0]
+
+
+def test_serve_chooses_among_the_named_drafters_alone(tmp_path, target, monkeypatch):
+    """Every drafter in ./drafters joined them, and a head named from there was "in the pool twice"."""
+    monkeypatch.chdir(tmp_path)
+    write_head(tmp_path / "drafters/head", target, "eagle3")
+    assert pool_paths(ServeRecipe(drafters=["drafters/head", "lookup"])) == ["drafters/head", "lookup"]
+    assert pool_paths(ServeRecipe(pool="drafters")) == ["drafters/head", "lookup", "suffix"]
