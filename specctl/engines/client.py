@@ -113,7 +113,8 @@ class Client:
     def in_flight(self) -> int:
         """Requests in flight: `recipe.concurrency`, but no more than the servers have slots, if all have a number."""
         slots = [server.facts.slots for server in self.servers]
-        return min(self.recipe.concurrency, sum(filter(None, slots))) if all(slots) else self.recipe.concurrency
+        limited = slots and all(slots)
+        return min(self.recipe.concurrency, sum(filter(None, slots))) if limited else self.recipe.concurrency
 
     def compare(self, target: TargetText) -> None:
         """Check that the servers serve `target`: they use its tokenizer, and all have equal weights.

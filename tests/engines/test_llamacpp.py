@@ -139,3 +139,9 @@ def test_hidden_states_and_new_drafters_are_refused(engine, text, tmp_path):
             client.loaded()
         with pytest.raises(UsageError, match="does not accept corpora"):
             client.publish_corpus("c", None)
+
+
+def test_no_servers_have_no_limit_of_slots():
+    """`learn-from-server` without a baseline server said "texts at a time: 0"."""
+    with Client(ServerRecipe(concurrency=7)) as client:
+        assert client.in_flight == 7
