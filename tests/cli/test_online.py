@@ -204,7 +204,7 @@ def test_it_warms_up_first_and_says_so(specctl, tmp_path):
     planned = specctl("online", *options, "--dry-run", "--json")
     assert planned.code == 0, planned.err
     said = " ".join(planned.json["steps"])
-    assert "distil 8 prompts of sql" in said and "train a drafter of family hydra" in said
+    assert "distill 8 prompts of sql" in said and "train a drafter of family hydra" in said
     done = specctl("online", *options, "--json")
     assert done.code == 0, done.err
     assert "no drafter in drafters/sql-hydra: training one on 8 responses first" in done.err
