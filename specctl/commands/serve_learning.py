@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specctl import progress
 from specctl.adaptation.stream_learner import Lesson
@@ -69,22 +70,29 @@ class LearningSummary:
 
 def online_recipe(recipe: ServeRecipe, start: Path) -> OnlineRecipe:
     """The recipe of `online` with which the drafter `start` learns."""
-    learn = recipe.learn
     return OnlineRecipe(
-        target=recipe.target,
-        drafting=recipe.drafting,
-        algo=[learn.algo],
-        arch=checkpoint.family(start),
-        init=start,
-        learner=learn.learner,
-        buffer=learn.buffer,
-        stream=StreamRecipe(chunk=learn.chunk),
-        seeds=[learn.seed],
+        **shared_keys(recipe, start),
         beside="none",
         baselines=[],
         asynchronous=True,
-        learner_device=[learn.device],
+        learner_device=[recipe.learn.device],
     )
+
+
+def shared_keys(recipe: ServeRecipe, start: Path) -> dict[str, Any]:
+    """Keys that `online` and `learn-from-server` share, for the drafter `start`."""
+    learn = recipe.learn
+    return {
+        "target": recipe.target,
+        "drafting": recipe.drafting,
+        "algo": [learn.algo],
+        "arch": checkpoint.family(start),
+        "init": start,
+        "learner": learn.learner,
+        "buffer": learn.buffer,
+        "stream": StreamRecipe(chunk=learn.chunk),
+        "seeds": [learn.seed],
+    }
 
 
 @contextmanager
@@ -139,15 +147,7 @@ def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> tu
     """
     learn, start = recipe.learn, pool.learnable_part(recipe.drafters[0])
     made = LearnFromServerRecipe(
-        target=recipe.target,
-        drafting=recipe.drafting,
-        algo=[learn.algo],
-        arch=checkpoint.family(start),
-        init=start,
-        learner=learn.learner,
-        buffer=learn.buffer,
-        stream=StreamRecipe(chunk=learn.chunk),
-        seeds=[learn.seed],
+        **shared_keys(recipe, start),
         server=recipe.server,
         traffic=TrafficRecipe(listen=recipe.listen, max_log_mb=learn.max_log_mb),
         publication=learn.publication,

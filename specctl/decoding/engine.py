@@ -17,7 +17,7 @@ from specctl.decoding.device.kept_batches import KeptBatches
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.engine_options import DEFAULT_OPTIONS, EngineOptions
 from specctl.decoding.host_runner import HostRunner
-from specctl.decoding.protocols import Controller, OnPrefill, OnRound, Proposer
+from specctl.decoding.protocols import Controller, OnDevice, OnPrefill, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, RoundResult, Sequence
 from specctl.decoding.row_budget import MAX_NODES, budget_for
 from specctl.decoding.state import DecodeState
@@ -198,7 +198,8 @@ class Engine:
             if self.device is None:
                 if isinstance(self.controller, Fixed):  # other controllers may choose a drafter that can
                     self._host_batch = self.state.batch
-                    self._ahead = not graphs.any_refused(self.state.device)
+                    kind = proposer.kind if isinstance(proposer, OnDevice) else ""
+                    self._ahead = not graphs.have_failed(self.state.device, kind)
                 return False
         return self.device.play(proposer)
 

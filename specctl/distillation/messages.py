@@ -250,7 +250,7 @@ def tool_list(value: Any) -> list[Tool] | None:
 
 
 def template_options(value: Any) -> dict[str, Any]:
-    """The `chat_template_kwargs` of a row or a request. ValueError names an argument that they may not set."""
+    """The `chat_template_kwargs` of a row or a request. ValueError names a forbidden argument."""
     if value is None:
         return {}
     if not isinstance(value, dict):

@@ -137,13 +137,8 @@ class LiveLearner:
         meter: Meter,
         report: Callable[[Lesson, LearningCounts], None] = lambda lesson, counts: None,
     ):
-        self.online_drafter, self.drafter, self.plan, self.meter, self.report = (
-            online_drafter,
-            drafter,
-            plan,
-            meter,
-            report,
-        )
+        self.online_drafter, self.drafter, self.plan = online_drafter, drafter, plan
+        self.meter, self.report = meter, report
         self.counts = meter.learning = LearningCounts(on=True)
         own = online_drafter.buffer
         self.buffer = TrafficBuffer(own.target, own.taps, max_bytes=own.max_bytes, feedback=own.feedback)
@@ -183,7 +178,7 @@ class LiveLearner:
             rounds = self._by_version[self.counts.version]
             for one in result.counts.values():
                 rounds.add(one.committed, one.accepted, one.depth)
-        except Exception as error:  # whatever happens here, the round stands
+        except Exception as error:  # learning must not harm the round
             self._fail(error)
 
     def after_step(self, engine: Engine, events: list[Event], seconds: float) -> None:
@@ -263,7 +258,7 @@ class LiveLearner:
             self._offer(self.online_drafter.drafter)
 
     def _offer(self, head: Drafter) -> None:
-        """Offer new weights to the engine, in a hybrid if the engine drafts with one."""
+        """Offer new weights to the engine, inside a hybrid if the engine drafts with a hybrid."""
         present = self.drafter
         if isinstance(present, Hybrid):
             assert isinstance(head, CandidateDrafter)

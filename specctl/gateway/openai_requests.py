@@ -15,7 +15,7 @@ from specctl.gateway.openai_errors import ApiError, of_validation
 MOST_ANSWERS = 64  # texts of one request
 MOST_STOPS, LONGEST_STOP = 16, 1024  # stop strings, and characters of one
 MOST_FIELDS = 64  # of an object in a body
-MOST_MESSAGES = 10_000
+MOST_MESSAGES, MOST_IDS = 10_000, 2**20  # beyond any context
 COLDEST = 1e-3  # a lower temperature is greedy: its logits would overflow
 MOST_SEED = 2**63
 
@@ -233,7 +233,7 @@ class ChatRequest(TextsRequest):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(max_length=MOST_IDS, fail_fast=True)]
 Text = TypeVar("Text")
 Several = Annotated[
     list[Text], Field(max_length=MOST_ANSWERS, fail_fast=True)

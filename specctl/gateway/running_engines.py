@@ -115,7 +115,7 @@ class RunningEngines:
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
         self._warned: set[str] = set()
         self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learnt from
-        self._learn_s = 0.0  # seconds that it took to learn, the last time
+        self._learn_s = 0.0  # seconds of the last learning
         self._learn_at = 0.0  # time of the next call of `learn`
         checked = any(url.startswith("https:") for url in servers)
         timeout = httpx.Timeout(None, connect=CONNECT_S)

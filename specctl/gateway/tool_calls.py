@@ -68,7 +68,7 @@ class HeldCalls:
         return ("", parsed.calls) if parsed else (self._send(len(self._text)), [])
 
     def _safe(self) -> int:
-        """Number of characters before a possible call, and before the whitespace that leads to it."""
+        """Number of characters before a possible call and the whitespace in front of that call."""
         place = self._text.find(OPENING, self._sent)
         if place < 0:
             sizes = range(min(len(OPENING) - 1, len(self._text)), 0, -1)

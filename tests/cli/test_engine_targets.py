@@ -178,7 +178,7 @@ ACCEPTED = {
 
 
 def test_plans_where_an_engine_runs_it(specctl, tmp_path, distilled):
-    """And an unusable target is refused there too: the plan of `distill --server` did not look at it."""
+    """The plan of `distill --server` did not look at the target."""
     write("qwen3-next", tmp_path / "target")
     (tmp_path / "log.jsonl").write_text("")
     distilled(tmp_path / "data")
@@ -189,7 +189,7 @@ def test_plans_where_an_engine_runs_it(specctl, tmp_path, distilled):
 
 
 def test_missing_data_is_to_come_from_an_engine(specctl, tmp_path):
-    """`train-drafter` would distil it first, and only then find that it cannot."""
+    """`train-drafter` distilled its data first, and was refused afterwards."""
     write("qwen3-next", tmp_path / "target")
     line = ["train-drafter", "--domain", "sql", "--target", "./target", "--features-from", "http://h:1", "--dry-run"]
     done = specctl(*line)

@@ -1,4 +1,4 @@
-"""llama-server behind the gateway. The answers have the forms of a real server, shortened."""
+"""llama-server as an engine of the gateway. The answers have the forms of a real server, shortened."""
 
 import json
 
@@ -89,7 +89,7 @@ def test_texts_go_to_the_server_with_accepted_drafts(stream, capfd):
     [(COMPLETION, {"prompt": ["a", "b"]}), (COMPLETIONS, {"prompt": "a", "n": 2}), (COMPLETION, {"n_cmpl": 2})],
 )
 def test_requests_for_several_texts_are_not_counted(path, fields):
-    """Their counters are those of one of the texts."""
+    """The counters of an answer with several texts belong to one text alone."""
     with hostile(answering(DRAFTS)) as engines:
         app, backend = gateway(*engines, engine="llama.cpp")
         (said,) = ask(app, ("POST", path, {"json": fields}))

@@ -292,7 +292,7 @@ def test_the_thread_that_dies_is_noticed(make_gateway, monkeypatch):
 
 
 def test_log_probabilities_of_completions(make_gateway):
-    """Offsets of a stream equal those of the whole answer, also if a stop string holds text back; the drawn token is
+    """A stream has the offsets of the whole answer, also if a stop string holds text back; the drawn token is
     among the likely ones."""
     body = {"prompt": "SELECT name", "temperature": 1.5, "seed": 1, "max_tokens": 16, "logprobs": 1, "stop": ["e;;;;"]}
     gateway = make_gateway()

@@ -34,9 +34,9 @@ def refuse(device: torch.device, shape: Shape) -> None:
     _refused.add((device, shape))
 
 
-def any_refused(device: torch.device) -> bool:
-    """Whether graphs of some shape have failed on this device."""
-    return any(where == device for where, _ in _refused)
+def have_failed(device: torch.device, kind: str) -> bool:
+    """Whether graphs of rounds of this kind have failed on this device, for any batch size."""
+    return any((where, shape[0]) == (device, kind) for where, shape in _refused)
 
 
 def span_for(needed: int, capacity: int) -> int:
