@@ -78,11 +78,16 @@ def software() -> Iterator[Finding]:
 
     from specctl import runs
 
-    yield package("python", metadata.metadata("specctl")["Requires-Python"], platform.python_version())
-    for line in metadata.requires("specctl") or []:
-        requirement = Requirement(line)
-        if requirement.marker is None:
-            yield package(requirement.name, str(requirement.specifier), runs.version(requirement.name))
+    try:
+        own = metadata.distribution("specctl")
+    except metadata.PackageNotFoundError:
+        advice = "in the folder with pyproject.toml: pip install -e ."
+        yield Finding("specctl", "note", "not installed, so versions of packages cannot be checked", advice)
+    else:
+        yield package("python", own.metadata["Requires-Python"] or "", platform.python_version())
+        for requirement in map(Requirement, own.requires or []):
+            if requirement.marker is None:
+                yield package(requirement.name, str(requirement.specifier), runs.version(requirement.name))
     triton = runs.version("triton")
     if triton:
         yield Finding("triton", "ok", triton)

@@ -212,9 +212,11 @@ def domains_of(path_or_name: str) -> list[str]:
 def find_pool(directory: str | Path) -> list[Path]:
     """Return every drafter directory at or below `directory`, sorted by path.
 
+    A link to a drafter directory is a member. Links to other directories are not followed.
+
     Raises:
         UsageError: `directory` does not exist.
-        CheckpointError: it contains no drafter, or a link leads out of the directory.
+        CheckpointError: it contains no drafter, or a directory with a control character in its name.
     """
     root = Path(directory).expanduser()
     if not root.is_dir():
@@ -224,15 +226,14 @@ def find_pool(directory: str | Path) -> list[Path]:
     found: list[Path] = []
     for here, below, _ in os.walk(root):
         for name in below:
-            if not name.isprintable() or not (Path(here) / name).resolve().is_relative_to(root.resolve()):
-                raise CheckpointError(
-                    f"{Path(here) / name!r} points outside the pool", hint="copy the drafter into the pool"
-                )
+            if not name.isprintable():
+                raise CheckpointError(f"{root} has a directory {name!r}", hint="rename it: use printable characters")
         # Skip drafters that are being written or replaced (hidden directories) and the checkpoints of training runs.
         below[:] = [name for name in below if not name.startswith(".") and not name.endswith(checkpoint.TRAINING)]
         if checkpoint.is_drafter(Path(here)):
             found.append(Path(here))
             below.clear()
+        found += [link for name in below if (link := Path(here) / name).is_symlink() and checkpoint.is_drafter(link)]
     if not found:
         raise CheckpointError(f"no drafters in {root}", hint="train one: specctl train-drafter --domain sql")
     return sorted(found)

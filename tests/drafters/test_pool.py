@@ -127,11 +127,15 @@ def test_a_damaged_member_is_listed_and_fails_by_name(pool, target):
         load_drafter(str(pool / "sql"), target, DRAFTING)
 
 
-def test_no_way_out_of_the_pool(pool, tmp_path, target):
-    write(tmp_path / "elsewhere", target)
-    (pool / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="points outside the pool"):
-        find_pool(pool)
+def test_a_link_to_a_drafter_is_a_member(pool, tmp_path, target):
+    """A pool made of links to ./drafters was refused, with `PosixPath('…')` in the message."""
+    write(tmp_path / "elsewhere" / "math", target)
+    before = find_pool(pool)
+    (pool / "link").symlink_to(tmp_path / "elsewhere" / "math")
+    (pool / "loop").symlink_to(pool)
+    (pool / "away").symlink_to(tmp_path / "elsewhere")  # not a drafter itself
+    assert find_pool(pool) == sorted([*before, pool / "link"])
+    assert load_drafter(str(pool / "link"), target, DRAFTING)
 
 
 def test_names_that_garble_a_report(pool):

@@ -1,10 +1,9 @@
 """Device rounds, kernels and forwards on a real GPU, which all other tests replace by an interpreter or fake tensors.
 
-python -m pytest tests/gpu                              # on a machine with a CUDA GPU: about three minutes
-SPECCTL_TEST_DEVICE=cpu python -m pytest tests/gpu      # the same code without graphs, to check the tests themselves
+python -m pytest tests/gpu                  # on a machine with a CUDA GPU: about three minutes
+python -m pytest tests/gpu -m ''             # on a CPU: the same code without graphs, to check the tests themselves
 """
 
-import os
 import warnings
 
 import pytest
@@ -30,7 +29,7 @@ from specctl.recipe import GenerateRecipe
 from tests.decoding import test_device_round as toys
 from tests.toys.decoding import decode
 
-DEVICE = os.environ.get("SPECCTL_TEST_DEVICE", "cuda")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE != "cpu"
 FASTEST = "1" if ON_GPU else "eager"  # value of SPECCTL_GRAPHS
 MODES = ["0", "eager", "1"] if ON_GPU else ["0", "eager"]
@@ -38,9 +37,9 @@ NEW = [80, 90, 60, 50, 100] if ON_GPU else toys.NEW
 FREE = Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0)
 
 pytestmark = [
-    pytest.mark.skipif(ON_GPU and not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.filterwarnings("error:.*(CUDA graphs|kernel|unfused|PyTorch|contiguous)"),  # nothing falls back
 ]
+slow_on_cpu = [] if ON_GPU else [pytest.mark.slow]  # tests/decoding has shorter ones for a CPU
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="a CPU has no such kernels")
 
 
@@ -101,7 +100,7 @@ def test_forward_against_transformers(kind, more, dtype, close):
     torch.manual_seed(0)
     config = getattr(transformers, kind)(**sizes, **own, **more)
     model = transformers.AutoModelForCausalLM.from_config(config).eval().to(DEVICE, dtype)
-    target = Target("random", model, load_tokenizer("builtin"), revision=None)
+    target = Target("random", model, load_tokenizer("builtin"))
     ids = torch.randint(5, 1000, (1, 200), generator=torch.Generator().manual_seed(1)).to(DEVICE)
     with torch.inference_mode():
         expected = model(ids).logits[0, 149:].float()
@@ -116,7 +115,7 @@ def test_forward_against_transformers(kind, more, dtype, close):
 
 
 @pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (toys.MIXED, 2)], ids=["greedy", "mixed"])
-@pytest.mark.parametrize("name", toys.MADE)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_on_cpu) for name in toys.MADE])
 def test_every_drafter_commits_the_texts_of_the_host(target, monkeypatch, name, sampling, slots):
     how = dict(drafter=made(name, target), slots=slots, sampling=sampling)
     host, *others = [texts(target, monkeypatch, mode, **how) for mode in MODES]
@@ -124,7 +123,7 @@ def test_every_drafter_commits_the_texts_of_the_host(target, monkeypatch, name, 
 
 
 @pytest.mark.parametrize("head", ["eagle3 tree", "hydra tree", "medusa tree", "dflash tree", "peagle tree"])
-@pytest.mark.parametrize("text", ["lookup", "suffix"])
+@pytest.mark.parametrize("text", [pytest.param(name, marks=slow_on_cpu) for name in ("lookup", "suffix")])
 def test_hybrids_commit_the_texts_of_plain_decoding(target, monkeypatch, head, text):
     plain = texts(target, monkeypatch, "0", sampling=toys.MIXED, slots=2)
     hybrid = Hybrid(made(head, target), made(text, target), FREE)
