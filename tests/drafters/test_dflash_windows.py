@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from specctl.decoding.device.rounds import DeviceRounds
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.drafters.dflash import drafter as dflash
 from specctl.drafters.dflash.drafter import BlockDrafter
@@ -64,7 +65,9 @@ def dense(head, kinds, features, anchor, embedding):
     config = head.config
     size, place = config.block_size, len(features)
     at = torch.arange(place + size)
-    context = F.rms_norm(features @ head.fc.weight.T, (config.hidden_size,), head.hidden_norm.weight, config.rms_norm_eps)
+    context = F.rms_norm(
+        features @ head.fc.weight.T, (config.hidden_size,), head.hidden_norm.weight, config.rms_norm_eps
+    )
     x = torch.stack([embedding[anchor], *[head.mask(embedding)] * (size - 1)])
     for layer, (window, causal) in zip(head.layers, kinds, strict=True):
         attention = layer.self_attn
@@ -191,13 +194,18 @@ def test_score_equals_training(target, head, examples):
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_lossless_past_the_window(target, head, prompts, long_prompt, sampling, batch):
-    """Some texts are longer than the window and some grow past it; chains sampled with seeds equal plain decoding."""
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_lossless_past_the_window(target, head, prompts, long_prompt, monkeypatch, sampling, batch, place):
+    """Some texts are longer than the window and some grow past it; with seeds, sampled text equals plain decoding."""
     texts, seeds = [long_prompt, long_prompt[30:], prompts[0]][:batch], [11, 12, 13][:batch]
-    options = dict(sampling=sampling, max_new_tokens=16, seeds=seeds)
-    drafter = BlockDrafter(head, target, CHAIN if batch == 3 else TreeShape(4, 3, 9, 2, 0.0))
-    plain, drafted = decode(target, texts, **options), decode(target, texts, drafter=drafter, **options)
+    options, shapes = dict(sampling=sampling, max_new_tokens=12, seeds=seeds), (TreeShape(4, 3, 9, 2, 0.0), CHAIN)
+    plain, rounds, whole = decode(target, texts, **options), [], DeviceRounds.round
+    if place == "device":
+        monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+        monkeypatch.setattr(DeviceRounds, "round", lambda self, span: (rounds.append(span), whole(self, span))[1])
+    drafted = decode(target, texts, drafter=BlockDrafter(head, target, shapes[batch == 3]), **options)
     assert [one.output_ids for one in drafted] == [one.output_ids for one in plain]
+    assert bool(rounds) == (place == "device")
 
 
 def test_a_batch_drafts_as_each_text_alone(target, head, prompts, long_prompt):

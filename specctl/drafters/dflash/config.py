@@ -128,13 +128,19 @@ def layer_attention(recipe: DrafterRecipe, block: int) -> dict[str, Any]:
     layers = recipe.num_layers or (len(kinds) if kinds else LAYERS)
     given = f"drafter.layer_types=[{','.join(kinds or ())}]"
     if kinds and len(kinds) != layers:
-        raise UsageError(f"{given} names {len(kinds)} layers, but drafter.num_layers={layers}", "name one type per layer")
+        raise UsageError(
+            f"{given} names {len(kinds)} layers, but drafter.num_layers={layers}", "name one type per layer"
+        )
     if kinds and window is None and SLIDING in kinds:
         raise UsageError(f"{given} needs the size of the window", "add drafter.sliding_window=2048")
     if kinds and window is not None and SLIDING not in kinds:
         hint = f"leave it out, or name {SLIDING} in drafter.layer_types"
         raise UsageError(f"drafter.sliding_window={window}: no layer has the window ({given})", hint)
     if window is not None and window <= block:
-        raise UsageError(f"drafter.sliding_window={window} must exceed the {block} slots of a block", "use a larger one")
+        raise UsageError(
+            f"drafter.sliding_window={window} must exceed the {block} slots of a block", "use a larger one"
+        )
     types = None if window is None else tuple(kinds or [SLIDING] * layers)
-    return {"num_layers": layers, "sliding_window": window, "layer_types": types, "is_causal": recipe.is_causal}
+    usual = {kind == SLIDING for kind in types or (FULL,)}
+    causal = None if usual == {recipe.is_causal} else recipe.is_causal
+    return {"num_layers": layers, "sliding_window": window, "layer_types": types, "is_causal": causal}

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.dflash.config import GROUP, BlockConfig
+from specctl.drafters.dflash.config import BlockConfig
 from specctl.drafters.feature.head import (
     DraftHead,
     HeadAttention,
@@ -46,6 +46,7 @@ from specctl.drafters.feature.head import (
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
 from specctl.kernels.distill import linear_distill
+
 
 class BlockAttention(HeadAttention):
     """Attention with norms on each head's queries and keys, as in Qwen3."""

@@ -2,7 +2,7 @@
 
 A query row at slot s attends to the document's step-0 slots 0 .. s (with a window, only to the last ones). In the
 training-time test (`attention`) it also attends, at step k, to its own rows of steps 1 .. k (EAGLE-3, Fig. 6). If a
-block is drafted at once (`block_attention`), it also attends to all rows of its block, or only to the rows up to itself.
+block is drafted at once (`block_attention`), it also attends to all rows of its block, or to the rows up to itself.
 
 The two parts are computed separately and merged by their normalizers, so later steps do not widen the attention matrix:
 
