@@ -235,7 +235,7 @@ def _read_block(found: HeadDirectory, layer: dict[str, Any], facts: TargetFacts)
 
 
 def _override(found: HeadDirectory, layer: dict[str, Any]) -> bool | None:
-    """What vLLM makes of `sliding_window_non_causal`: whether all layers are causal, or None if it ignores the key.
+    """Causal flag of all layers that vLLM derives from `sliding_window_non_causal`, or None if it ignores the key.
 
     Raises CheckpointError if the key is missing and matters.
     """
