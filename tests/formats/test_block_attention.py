@@ -1,12 +1,15 @@
 """Windows and causal layers of block-parallel heads in every format: the head drafts what the engine computes."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from specctl.drafters import checkpoint
 from specctl.errors import CheckpointError
+from specctl.formats import roundtrip
+from specctl.formats.head import Head
 from tests.formats import consumers
 from tests.formats.conftest import export, import_head
 from tests.formats.test_export import assert_same, drafted
@@ -176,6 +179,17 @@ def test_a_speculators_head_has_to_say_its_causality(make, target, tmp_path):
     with pytest.raises(CheckpointError, match="sliding_window_non_causal is missing") as error:
         import_head(place, target, tmp_path / "drafter")
     assert "true in vLLM and false in the package" in error.value.hint
+
+
+@pytest.mark.parametrize("family", ["dflash", "eagle3"])
+def test_the_check_of_export_sees_another_window(make, family):
+    """Its random text is shorter than a window, so equal outputs prove nothing about the window."""
+    options = WINDOWS if family == "dflash" else {"sliding_window": 64, "draft_vocab": 64}
+    found = checkpoint.load(make(family, **options))
+    head = Head(family, found.config["architecture"], found.tensors)
+    assert roundtrip.check(head, head, 3) == 0
+    with pytest.raises(CheckpointError, match="differs by inf"):
+        roundtrip.check(head, replace(head, architecture=head.architecture | {"sliding_window": 128}), 3)
 
 
 def test_the_comparison_sees_a_window_off_by_one(make, ours, model, text, tmp_path):
