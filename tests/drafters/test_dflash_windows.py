@@ -195,6 +195,11 @@ def test_score_equals_training(target, head, examples):
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 1.0)], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize(
+    "head",
+    [pytest.param(name, marks=() if name == "mixed" else pytest.mark.slow) for name in SIGHTS],
+    indirect=True,
+)
 def test_lossless_past_the_window(target, head, prompts, long_prompt, monkeypatch, sampling, batch, place):
     """Some texts are longer than the window and some grow past it; with seeds, sampled text equals plain decoding."""
     texts, seeds = [long_prompt, long_prompt[30:], prompts[0]][:batch], [11, 12, 13][:batch]

@@ -31,7 +31,16 @@ HEADS = {
     "dflash2 windows": WINDOWS | {"conv_kernel_size": 2, "selector_rank": 4},
 }
 REFUSED = {("speculators", "mixed")}
-CASES = [(to, name) for to in ("vllm", "sglang", "speculators") for name in HEADS]
+FAST = {
+    "vllm": ("mixed", "open windows", "causal mixed", "dspark windows"),
+    "sglang": ("mixed", "causal mixed"),
+    "speculators": ("windows", "mixed", "dspark open"),
+}
+CASES = [
+    pytest.param(to, name, marks=() if name in FAST[to] else pytest.mark.slow, id=f"{to}-{name}")
+    for to in FAST
+    for name in HEADS
+]
 
 
 @pytest.mark.parametrize(("to", "name"), CASES)
