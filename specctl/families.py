@@ -75,6 +75,9 @@ class Family:
 
 
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "sliding_window")
+SLIDING, FULL = "sliding_attention", "full_attention"
+LayerType = Literal["sliding_attention", "full_attention"]
+"""Attention of a layer, under the names of `layer_types` in published configurations."""
 ONE_LAYER = {"adamw": 1e-4, "muon": 2.5e-4}
 LAYER = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -105,7 +108,10 @@ FAMILIES: dict[str, Family] = {
         "specctl.drafters.dflash.drafter:FAMILY",
         rates=ONE_LAYER,
         lora_modules=("fc", *LAYER),
-        options=("block_size", "markov_rank", "confidence", "conv_kernel_size", "selector_rank"),
+        options=(
+            *("block_size", "markov_rank", "confidence", "conv_kernel_size", "selector_rank"),
+            *("sliding_window", "layer_types", "is_causal"),
+        ),
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "mtp": Family(

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from specctl.formats import eagle3, head_directory, llama
+from specctl.formats import block_attention, eagle3, head_directory, llama
 from specctl.formats.head import Head, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
 
@@ -35,10 +35,6 @@ OTHER_NAMES = {
 """Prefixes of tensor names, and the prefixes that engines replace them by."""
 
 MUST_BE: dict[str, tuple[Any, ...]] = {
-    "is_causal": (None, False),
-    "causal": (None, False),
-    "use_swa": (None, False),
-    "use_sliding_window": (None, False),
     "attention_sink_bias": (None, False),
     "add_swa_attention_sink_bias": (None, False),
     "attention_value_scale": (None, 1.0),
@@ -136,6 +132,7 @@ def _shipped_mask(found: HeadDirectory, token: int) -> Tensor | None:
 def read_parts(found: HeadDirectory, config: Mapping[str, Any], block: Block, facts: TargetFacts) -> Head:
     """Read a head with its layer keys in `config`. Raises CheckpointError as `read` does."""
     layers, shape = _read_layers(found, config, facts)
+    attention = block_attention.read(found, config, layers, block.block_size)
     vocab = config["vocab_size"]
     notes = llama.check_vocabulary(found, vocab, facts)
     found, confident, dropped = _confidence(_renamed(found), config, block)
@@ -189,6 +186,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], block: Block, fa
         "confidence": confident,
         **{name: value for name, value in block._asdict().items() if name != "mask"},
         "taps": list(block.taps),
+        **attention,
     }
     return Head("dflash", architecture, tensors, (*notes, *more, *dropped))
 
@@ -231,18 +229,13 @@ def _read_layers(found: HeadDirectory, config: Mapping[str, Any], facts: TargetF
         if config.get(key) not in allowed:
             right = " or ".join(str(value) for value in allowed if value is not None) or "missing"
             raise found.invalid(key, config[key], f"must be {right}: specctl's head supports nothing else")
-    layers, types = config.get("num_hidden_layers"), config.get("layer_types")
+    layers = config.get("num_hidden_layers")
     if type(layers) is not int or layers < 1:
         raise found.invalid("num_hidden_layers", layers, "must be the number of decoder layers")
-    if types is not None and (not isinstance(types, list) or set(types) != {"full_attention"}):
-        raise found.invalid(
-            "layer_types", types, "must contain only full_attention: the layers of specctl's head see the whole context"
-        )
     for key in ("head_dim", "num_key_value_heads"):
         if config.get(key) is None:
             raise found.invalid(key, "missing", "must be given: the default differs between Qwen3 and other families")
-    # Ignore keys without effect: a window under full attention, and tied embeddings, as the head uses the target's
-    # matrices.
+    # Ignore tied embeddings, as the head uses the target's matrices. `block_attention` reads the keys of attention.
     same = {"num_hidden_layers": 1, "sliding_window": None, "layer_types": None, "tie_word_embeddings": False}
     return layers, llama.read_config(found, {"rope_theta": THETA, **config, **same}, facts)
 

@@ -6,16 +6,17 @@ candidate_selector.*. A smaller draft vocabulary adds lm_head and d2t (int64 [Vd
 indices of layer outputs, which are one less than indices into hidden_states.
 
 Blocks. In DFlash and DFlash 2, `block_size` includes the anchor, which drafts no token. In DSpark all slots draft.
-Engines feed one mask per draft token, and all slots see each other: with another number of tokens, the head computes
-something else.
+Engines feed one mask per draft token, and in layers without a causal mask all slots see each other: with another number
+of tokens, the head computes something else. Windows and causal layers: see `block_attention`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from specctl.errors import CheckpointError
-from specctl.formats import eagle3, llama, serving_commands
+from specctl.formats import block_attention, eagle3, llama, serving_commands
 from specctl.formats.block import (
     DFLASH2_KEYS,
     EMBEDDING,
@@ -85,7 +86,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
         config["dflash_config"] = {
             LAYERS: layers,
             "mask_token_id": shape["mask_token_id"],
-            "causal": False,
+            **block_attention.nested_causal(shape),
             **dflash2_keys(head),
         }
     return files(head, facts, config)
@@ -93,14 +94,11 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
 
 def layer_config(head: Head, facts: TargetFacts) -> dict[str, Any]:
     """The config keys of the decoder layers, which are Qwen3 layers."""
-    layers = head.architecture["num_layers"]
     return {
         **llama.write_config(head.architecture, facts, head.tensors["fc.weight"].dtype),
         "model_type": "qwen3",
-        "num_hidden_layers": layers,
-        "layer_types": ["full_attention"] * layers,
-        "use_sliding_window": False,
-        "sliding_window": None,
+        "num_hidden_layers": head.architecture["num_layers"],
+        **block_attention.keys(head.architecture),
     }
 
 
@@ -116,6 +114,11 @@ def files(head: Head, facts: TargetFacts, config: dict[str, Any]) -> Files:
         embedding[token] = mask
         return Files(config, tensors | {EMBEDDING: embedding})
     return Files(config, tensors, pickles={MASK_FILE: {"mask_token_id": token, "embedding": mask.clone()}})
+
+
+def needs_v2_runner(head: Head) -> bool:
+    """Whether vLLM runs the head only in its V2 model runner: by its kind, or as only some layers have a window."""
+    return kind_of(head) in V2_RUNNER or len({*block_attention.kinds(head.architecture)}) > 1
 
 
 def kind_of(head: Head) -> str:
@@ -222,13 +225,18 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
     for key in ("conv_kernel_size", "selector_rank") if known[0] != DFLASH2 else ():
         if said.get(key):
             raise found.invalid(key, said[key], f"must be missing: only a {ARCHITECTURES[DFLASH2]} has it")
-    return read_parts(found, said, block, facts)
+    # vLLM reads `causal` inside dflash_config only.
+    outer, said = config.get("causal"), said | {"causal": nested.get("causal")}
+    head = read_parts(found, said, block, facts)
+    if outer is not None and {*block_attention.causal_layers(head.architecture)} != {outer}:
+        raise found.invalid("causal", outer, "must be in dflash_config, where vLLM reads it, or be named is_causal")
+    return replace(head, notes=(*head.notes, *block_attention.sglang_notes(said, head.architecture)))
 
 
 def serving(head: Head, to: str, use: Deployment) -> Serving:
     """The command line of an engine."""
     kind = kind_of(head)
-    found = serving_commands.serving(to, METHODS[to, kind], use, v2_runner=kind in V2_RUNNER)
+    found = serving_commands.serving(to, METHODS[to, kind], use, v2_runner=needs_v2_runner(head))
     if to == "sglang" and head.architecture["own_mask"]:
         found.notes.append(MASK_ROW_NOTE.format(head.architecture["mask_token_id"]))
     return found

@@ -1,10 +1,11 @@
 """Heads in llama.cpp's GGUF files, architectures `eagle3` and `dflash` (DFlash and DSpark).
 
 The file follows the sources of llama.cpp (src/models/eagle3.cpp, src/models/dflash.cpp). It differs from the published
-directories in five points: `d2t` holds target ids instead of offsets, and there is no `t2d`; the query and key rows of
+directories in six points: `d2t` holds target ids instead of offsets, and there is no `t2d`; the query and key rows of
 an EAGLE-3 layer have their rotary dimensions in pairs; `target_layers` are indices into hidden_states for both
-architectures; a DFlash head with a mask embedding ships a whole embedding matrix; and the file holds the target's
-tokenizer, which is copied from the target's own GGUF file.
+architectures; a DFlash head with a mask embedding ships a whole embedding matrix; all layers of a DFlash head have a
+causal mask, or none has one; and the file holds the target's tokenizer, which is copied from the target's own GGUF
+file.
 
 Matrices are rounded to bf16, in which engines run heads anyway. Norms stay in fp32.
 """
@@ -25,7 +26,8 @@ from specctl.decoding.models import gguf_file
 from specctl.decoding.models.gguf_target import HEAD_NORMS, NORMS, PROJECTIONS
 from specctl.decoding.models.loading import is_gguf
 from specctl.errors import CheckpointError
-from specctl.formats import dflash, eagle3
+from specctl.families import FULL, SLIDING
+from specctl.formats import block_attention, dflash, eagle3
 from specctl.formats.block import EMBEDDING, MARKOV, MASK_FILE
 from specctl.formats.gguf_writer import ARCHITECTURE
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
@@ -33,6 +35,8 @@ from specctl.formats.head_directory import HeadDirectory
 
 WEIGHTS = "model.gguf"
 TOKENIZER = "tokenizer."
+WINDOW, PATTERN = "attention.sliding_window", "attention.sliding_window_pattern"
+CAUSAL = "attention.causal"
 MASK_TOKEN = "tokenizer.ggml.mask_token_id"
 BF16 = 32  # llama.cpp's number of a file with matrices in bf16
 SIZES = {
@@ -106,6 +110,7 @@ def _dflash(head: Head, facts: TargetFacts, tokens: int) -> Files:
             "the head has convolutions and a candidate selector (DFlash 2), which specctl does not write for llama.cpp",
             "use --to vllm, or train without drafter.conv_kernel_size and drafter.selector_rank",
         )
+    causal = block_attention.causal_windows(head.architecture, alike=True)
     files, shape = dflash.write(head, facts, tokens, "vllm"), head.architecture
     tensors = files.tensors
     if MASK_FILE in files.pickles:
@@ -119,7 +124,11 @@ def _dflash(head: Head, facts: TargetFacts, tokens: int) -> Files:
         "block_size": shape["block_size"],
         "sample_from_anchor": shape["sample_from_anchor"],
         "has_confidence_head": bool(shape.get("confidence")),
+        **({CAUSAL: True} if causal else {}),
     }
+    if shape.get(block_attention.WINDOW):
+        sliding = [kind == SLIDING for kind in block_attention.kinds(shape)]
+        metadata |= {WINDOW: shape[block_attention.WINDOW], PATTERN: np.array(sliding)}
     files = _translated("dflash", files.config, metadata, tensors, facts)
     return replace(files, config=files.config | {MASK_TOKEN: shape["mask_token_id"]})
 
@@ -210,6 +219,12 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
                 tensors[f"midlayer.self_attn.{name}.weight"] = in_halves(weight, heads)
         return eagle3.read(replace(found, config=config, tensors=tensors), facts)
     spark = MARKOV[0] in tensors
+    config[block_attention.CAUSAL] = own.get(CAUSAL, False)
+    if own.get(WINDOW):
+        pattern = own.get(PATTERN)
+        sliding = pattern.tolist() if isinstance(pattern, np.ndarray) else []
+        types = [SLIDING if slides else FULL for slides in sliding]
+        config |= {block_attention.WINDOW: own[WINDOW], block_attention.TYPES: types}
     nested = {"target_layer_ids": [tap - 1 for tap in taps], "mask_token_id": found.config.get(MASK_TOKEN)}
     config |= {
         "architectures": [dflash.ARCHITECTURES[dflash.DSPARK if spark else dflash.DFLASH]],

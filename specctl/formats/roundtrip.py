@@ -17,15 +17,16 @@ from specctl.formats.head import Head
 
 TOLERANCE = 1e-4
 SLOTS, QUERIES = 24, 12  # of the random document
+WINDOWS = ("sliding_window", "layer_types")  # the random document is shorter than any window
 KNOWN = 1000  # distinct tokens in it: a full random embedding would take gigabytes
 
 
 def difference(one: Head, other: Head, steps: int) -> float:
     """Largest absolute difference between the outputs of two modules' parts, including logits of steps 1 … `steps`.
 
-    Infinite if even their shapes differ.
+    Infinite if even their shapes or windows differ.
     """
-    if one.family != other.family:
+    if one.family != other.family or any(one.architecture.get(k) != other.architecture.get(k) for k in WINDOWS):
         return float("inf")
     first, second = (_outputs(head, steps) for head in (one, other))
     if [part.shape for part in first] != [part.shape for part in second]:

@@ -3,9 +3,15 @@
 Its layer ids are indices into hidden_states, as in vLLM. If `norm_before_residual` is missing, vLLM takes it for true.
 By default the package trains heads with three of EAGLE-3.1's norms (all but `fc_norm`) and a window of 2,048 tokens.
 
-Block-parallel heads (types dflash, dspark and dflash2). `block_size` always includes the anchor. Layers without a
-window see the whole block, whether or not `sliding_window_non_causal` is set. But vLLM's dflash runs them causally
-unless this key is true. The package itself uses the target's row of `mask_token_id` as mask embedding.
+Block-parallel heads (types dflash, dspark and dflash2). `block_size` always includes the anchor. The package itself
+uses the target's row of `mask_token_id` as mask embedding. By default it trains a window of 2,048 tokens in all layers.
+Heads are read and written as vLLM 0.32 runs them. The package's own forward differs in three points:
+
+- It shows all slots of a block the last `sliding_window` tokens before the block. vLLM counts the window from each
+  slot's own position, so slot s sees s + 1 tokens less of the context.
+- Its layers without a window are never causal. vLLM's dflash and dflash2 run all layers causally unless
+  `sliding_window_non_causal` is true.
+- Its dspark reads this key too. vLLM's dspark ignores it: exactly the layers with a window are causal.
 
 MTP layers. The format covers targets with tensors `mtp.*`, under names of the package. `speculators stitch-mtp` writes
 the tensors back into the target. For a dense target the layer is Qwen3's.
@@ -21,7 +27,8 @@ from typing import Any
 from specctl.drafters.mtp import layouts
 from specctl.drafters.mtp.layouts import LAYOUTS
 from specctl.errors import CheckpointError
-from specctl.formats import dflash, eagle3, llama, mtp, peagle, serving_commands
+from specctl.families import SLIDING
+from specctl.formats import block_attention, dflash, eagle3, llama, mtp, peagle, serving_commands
 from specctl.formats.block import BlockValues, read_block, read_parts
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
@@ -33,6 +40,7 @@ BLOCKS = dflash.ARCHITECTURES | {dflash.DSPARK: "DSparkDraftModel"}
 """Type of a block-parallel head → its architecture."""
 TYPES = ("eagle3", "peagle", *BLOCKS, "mtp")
 LAYER = "transformer_layer_config"
+NON_CAUSAL = "sliding_window_non_causal"
 BLOCK_LAYERS = "aux_hidden_state_layer_ids"
 MTP_LAYOUT = replace(
     LAYOUTS["mimo"], prefix="mtp_layers.", first="mtp_layers.0.", state_first=False, normed=LAYOUTS["qwen"].normed
@@ -155,7 +163,7 @@ def _write_block(head: Head, facts: TargetFacts, tokens: int) -> Files:
         "mask_token_id": shape["mask_token_id"],
         "block_size": shape["block_size"],
         "sample_from_anchor": shape["sample_from_anchor"],
-        "sliding_window_non_causal": True,
+        NON_CAUSAL: not block_attention.causal_windows(shape, alike=kind != dflash.DSPARK),
         **dflash.dflash2_keys(head),
         **_layer_keys(head, facts, dflash.layer_config(head, facts)),
     }
@@ -221,7 +229,23 @@ def _read_block(found: HeadDirectory, layer: dict[str, Any], facts: TargetFacts)
     )
     confidence = ("enable_confidence_head", "confidence_head_with_markov")
     more = ("draft_vocab_size", "target_hidden_size", "markov_head_type", "use_aux_hidden_state", *confidence)
-    return read_parts(found, {**layer, **{key: config[key] for key in more if key in config}}, block, facts)
+    found_keys = {key: config[key] for key in more if key in config}
+    head = read_parts(found, {**layer, **found_keys, "causal": _override(found, layer)}, block, facts)
+    return replace(head, notes=(*head.notes, *block_attention.package_notes(head.architecture, config.get(NON_CAUSAL))))
+
+
+def _override(found: HeadDirectory, layer: dict[str, Any]) -> bool | None:
+    """Causal flag of all layers that vLLM derives from `sliding_window_non_causal`, or None if it ignores the key.
+
+    Raises CheckpointError if the key is missing and matters.
+    """
+    kind, said = found.config[TYPE], found.config.get(NON_CAUSAL)
+    if said not in (None, True, False):
+        raise found.invalid(NON_CAUSAL, said, "must be true or false")
+    if said is None and kind == dflash.DFLASH and SLIDING in (layer.get(block_attention.TYPES) or []):
+        right = "must be given, true or false: the default is true in vLLM and false in the package"
+        raise found.invalid(NON_CAUSAL, "missing", right)
+    return None if kind == dflash.DSPARK else said is False
 
 
 def serving(head: Head, to: str, use: Deployment) -> Serving:
@@ -237,10 +261,13 @@ def serving(head: Head, to: str, use: Deployment) -> Serving:
     kind = dflash.kind_of(head) if block else None
     method = "eagle3" if kind is None else dflash.METHODS["vllm", kind]
     options = {"parallel_drafting": True} if parallel else None
-    found = serving_commands.serving("vllm", method, use, options, kind in dflash.V2_RUNNER)
+    found = serving_commands.serving("vllm", method, use, options, block and dflash.needs_v2_runner(head))
     # vLLM cannot serve such a directory alone if its verifier is a local path.
     if found.commands and not Path(use.facts.name).is_dir():
         found.commands.append(f"vllm serve {shlex.quote(str(use.place))}")
     if block and head.architecture["own_mask"]:
         found.notes.append(OWN_MASK)
+    if block:
+        shape = head.architecture
+        found.notes.extend(block_attention.package_notes(shape, not block_attention.causal_windows(shape)))
     return found

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.families import DEFAULT, FAMILIES, MIN_SLIDING_WINDOW, listed
+from specctl.families import DEFAULT, FAMILIES, MIN_SLIDING_WINDOW, LayerType, listed
 from specctl.recipe.sections import (
     DataRecipe,
     Fraction,
@@ -52,7 +52,12 @@ class DrafterRecipe(Section):
     norm_before_fc: bool = False  # one norm for all concatenated states instead
     norm_before_residual: bool = False  # start the layer's residual stream after its norm
     norm_output: bool | None = None  # eagle3: pass the state after the final norm to the next draft step (None = yes)
-    sliding_window: Annotated[int, Field(ge=MIN_SLIDING_WINDOW)] | None = None  # eagle3, peagle: attention window
+    # eagle3, peagle, dflash: number of positions that a layer attends to (None = all)
+    sliding_window: Annotated[int, Field(ge=MIN_SLIDING_WINDOW)] | None = None
+    # dflash: sliding_attention or full_attention for each layer (None = all layers have the window, if there is one)
+    layer_types: Annotated[list[LayerType], Field(min_length=1)] | None = None
+    # dflash: slots of a block see only earlier ones, in all layers (None = in layers with a window)
+    is_causal: bool | None = None
     normed_features: bool | None = None  # mtp: read target states after the final norm (None = as vLLM feeds it)
 
     @model_validator(mode="after")

@@ -177,6 +177,7 @@ def parallel_eagle(target, shape, **sizes):
     return PEagleDrafter(head, target, shape)
 
 
+MIXED_LAYERS = ["sliding_attention", "full_attention"]
 MADE = {
     "plain": lambda target: None,
     **{f"eagle3 {name}": lambda target, shape=shape: eagle3(target, shape) for name, shape in SHAPES.items()},
@@ -195,6 +196,11 @@ MADE = {
     "dflash with a Markov head": lambda target: block(target, SHAPES["tree"]),
     "dflash of all words": lambda target: block(target, SHAPES["wide"], None),
     "dflash 2": lambda target: block(target, SHAPES["chain"], conv_kernel_size=2, selector_rank=8),
+    "dflash windows": lambda target: block(target, SHAPES["chain"], sliding_window=64),
+    "dflash mixed": lambda target: block(
+        target, SHAPES["tree"], sliding_window=64, layer_types=MIXED_LAYERS, markov_rank=0
+    ),
+    "dflash causal": lambda target: block(target, SHAPES["chain"], is_causal=True),
     "peagle chain": lambda target: parallel_eagle(target, SHAPES["chain"]),
     "peagle tree": lambda target: parallel_eagle(target, SHAPES["tree"], num_layers=2),
     "lookup": lambda target: Lookup(),
@@ -329,7 +335,7 @@ def test_a_round_with_a_text_draft_counts_the_drafting(tiny, drafters, on_device
     assert len(seconds) == len(drafted) and min(seconds) > 0.01
 
 
-@pytest.mark.parametrize("name", [*EACH, "eagle3 chain", "eagle3.1", "dflash 2", "lm sampled"])
+@pytest.mark.parametrize("name", [*EACH, "eagle3 chain", "eagle3.1", "dflash 2", "dflash mixed", "lm sampled"])
 def test_lengths_and_ancestors_instead_of_masks(tiny, drafters, on_device, monkeypatch, name):
     """On the host and on the device: the same texts, without a mask and, on the device, with one span; fused layers."""
     how = dict(sampling=MIXED, drafter=drafters(name), slots=2)
@@ -388,6 +394,10 @@ WINDOWED = {
     "eagle3 chain": lambda target, window: eagle3(target, SHAPES["chain"], **EAGLE31 | {"sliding_window": window}),
     "eagle3 tree": lambda target, window: eagle3(target, SHAPES["tree"], **EAGLE31 | {"sliding_window": window}),
     "peagle": lambda target, window: parallel_eagle(target, SHAPES["tree"], sliding_window=window, num_layers=2),
+    "dflash": lambda target, window: block(target, SHAPES["chain"], sliding_window=window),
+    "dflash mixed": lambda target, window: block(
+        target, SHAPES["tree"], sliding_window=window, layer_types=window and MIXED_LAYERS, is_causal=False
+    ),
 }
 
 
@@ -509,7 +519,7 @@ def loaded(target, drafter, sampling, monkeypatch, **options):
         *((name, MIXED, "sdpa", False) for name in [*EACH, "eagle3 chain", "lm sampled"]),
         *((name, GREEDY, "sdpa", False) for name in ("plain", "medusa chain", "dflash 2")),
         *((name, MIXED, "kernel", True) for name in ("plain", "eagle3 tree", "dflash with a Markov head", "lm")),
-        ("dflash 2", GREEDY, "kernel", True),
+        *((name, GREEDY, "kernel", True) for name in ("dflash 2", "dflash windows")),
     ],
 )
 def test_a_round_can_be_captured(tiny, drafters, monkeypatch, name, sampling, attention, keeps):
@@ -566,7 +576,7 @@ def elsewhere(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "attention"),
     [
-        *((name, "sdpa") for name in [*EACH, "dflash tree", "dflash 2", "lm sampled"]),
+        *((name, "sdpa") for name in [*EACH, "dflash tree", "dflash 2", "dflash mixed", "lm sampled"]),
         *((name, "kernel") for name in ("plain", "eagle3 tree", "dflash with a Markov head", "lm")),
     ],
 )

@@ -36,6 +36,7 @@ PLACE = Path(os.environ.get("SPECCTL_LLAMACPP") or Path(__file__).parents[2] / "
 PYTHON = PLACE / "bin/python"
 SCRIPT = Path(__file__).with_name("llamacpp_served.py")
 NEW, TOKENS = 40, 3
+MIXED = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"]}
 NO_LLAMACPP = f"no xllamacpp in {PLACE}: `make engines`, or name an environment by SPECCTL_LLAMACPP"
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=NO_LLAMACPP)]
 
@@ -79,8 +80,10 @@ def serving(log, *arguments):
         ("eagle3", {"fc_norm": False, "norm_output": False, "norm_before_residual": True}),
         ("dflash", {"block_size": 5, "markov_rank": 0}),
         ("dflash", {"block_size": 4, "markov_rank": 8, "confidence": True}),
+        ("dflash", {"block_size": 5, "markov_rank": 0, "sliding_window": 64}),
+        ("dflash", {"block_size": 5, "markov_rank": 8, "is_causal": False, **MIXED}),
     ],
-    ids=["eagle3 with a norm", "eagle3", "dflash", "dspark"],
+    ids=["eagle3 with a norm", "eagle3", "dflash", "dspark", "windows", "open windows"],
 )
 def test_rounds_are_those_of_our_own_loop(family, options, target, file, prompts, responses, tmp_path, monkeypatch):
     drafter = trained(family, responses, tmp_path / "drafter", **options)

@@ -177,13 +177,15 @@ class BlockLayer(Layer):
         super().__init__(config, tensors, prefix)
         self.base = lambda name: tensors.get(f"{prefix}{name}.base_kernel")
         self.group = config.get("dflash_config", {}).get("conv_group_size")
+        self.window, self.causal = None, False
 
     def pairs(self, inputs, positions):
         k, v = ((inputs @ self.get(f"self_attn.{name}_proj").T).view(len(inputs), self.kv, self.dim) for name in "kv")
         return self.rotate(self.norm(k, self.get("self_attn.k_norm")), positions), v
 
     def over(self, x, positions, context):
-        """The stream behind the layer for the block x; all of it sees the context and all of it, itself included."""
+        """The stream behind the layer for the block x. A row sees its window of the context and of the block, itself
+        included; of the block only what is not later, where the layer is causal."""
         normed = self.norm(x, self.get("input_layernorm"))
         normed, attended = self.convolved("attention_conv", normed)
         q = (normed @ self.get("self_attn.q_proj").T).view(len(x), self.heads, self.dim)
@@ -192,7 +194,13 @@ class BlockLayer(Layer):
         keys, values = (
             torch.cat(two).repeat_interleave(self.heads // self.kv, 1) for two in zip(before, own, strict=True)
         )
-        weights = (torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5).softmax(-1)
+        places = torch.cat((torch.arange(len(context)), positions))
+        far = positions[:, None] - places
+        hidden = far >= (self.window or len(places))
+        if self.causal:
+            hidden |= far < 0
+        scores = torch.einsum("qhd,khd->hqk", q, keys) / self.dim**0.5
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         x = x + attended(torch.einsum("hqk,khd->qhd", weights, values).flatten(1) @ self.get("self_attn.o_proj").T)
         y, fed = self.convolved("mlp_conv", self.norm(x, self.get("post_attention_layernorm")))
         return x + fed(
@@ -215,6 +223,28 @@ class BlockLayer(Layer):
             return out
 
         return side(0, inputs), lambda out: side(1, out)
+
+
+def attention_in_vllm(config, layer):
+    """(window, causal) by qwen3_dflash.py's `_resolve_layer_attention`. The configuration is read by `transformers`."""
+    nested, types = config.get("dflash_config") or {}, config.get("layer_types")
+    sliding = types is not None and types[layer] == "sliding_attention"
+    causal = sliding
+    for said in (nested.get("causal"), config.get("is_causal")):
+        causal = causal if said is None else said
+    if nested.get("use_swa") and "sliding_attention" not in (types or []):
+        sliding = True
+    window = nested.get("swa_window_size", config["sliding_window"] if config["use_sliding_window"] else None)
+    assert not sliding or window is not None, "the engine stops"
+    return (window if sliding else None), causal
+
+
+def attention_in_sglang(config, layer):
+    """(window, causal) by models/dflash.py's `_get_dflash_layer_attention_params`, which knows no dflash_config."""
+    sliding = config["layer_types"][layer] == "sliding_attention"
+    assert not sliding or (config["use_sliding_window"] and config["sliding_window"] is not None), "the engine stops"
+    said = config.get("is_causal")
+    return (config["sliding_window"] if sliding else None), (sliding if said is None else said)
 
 
 def speculators_block_in_vllm(config):
@@ -248,8 +278,7 @@ def block(directory, model, committed, forced, engine, tokens):
     spark = {"DFlashDraftModel": False, "DFlash2DraftModel": False, "Qwen3DSparkModel": True}[name]
     selects = name == "DFlash2DraftModel"
     assert ("candidate_selector.predecessor_codebook" in tensors) == selects
-    assert config["model_type"] == "qwen3" and not nested.get("causal"), "a causal block is another head"
-    assert set(config["layer_types"]) == {"full_attention"} and nested.get("sample_from_anchor", spark) is spark
+    assert config["model_type"] == "qwen3" and nested.get("sample_from_anchor", spark) is spark
     assert config.get("sample_from_anchor", True)
     if engine == "sglang":
         assert config["block_size"] == (tokens if spark else tokens + 1), "of a dspark the slots that draft"
@@ -268,6 +297,9 @@ def block(directory, model, committed, forced, engine, tokens):
         assert saved["mask_token_id"] == mask
         row = saved["embedding"].reshape(-1)
     parts = [BlockLayer(config, tensors, f"layers.{k}.") for k in range(config["num_hidden_layers"])]
+    resolve = attention_in_sglang if engine == "sglang" else attention_in_vllm
+    for k, part in enumerate(parts):
+        part.window, part.causal = resolve(config, k)
     norm = parts[0].norm
     context = torch.cat([hidden[i + 1] for i in sorted(layers)], -1) @ tensors["fc.weight"].T
     context = norm(context, tensors["hidden_norm.weight"])

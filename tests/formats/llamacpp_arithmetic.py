@@ -95,7 +95,8 @@ def eagle3(file, model, committed, forced):
 
 
 def block(file, model, committed, forced, tokens):
-    """DFlash and DSpark. Features are read at the inputs of `target_layers`, and all of a block is seen by all."""
+    """DFlash and DSpark. Features are read at the inputs of `target_layers`. One flag for all layers says whether a
+    row sees later rows of its block; windows are by layer."""
     kind, metadata, tensors, config = opened(file)
     assert kind == "dflash"
     spark = "markov_w1.weight" in tensors
@@ -104,6 +105,10 @@ def block(file, model, committed, forced, tokens):
     hidden, shared = states(model, committed)
     embedding = tensors.get("token_embd.weight", shared)
     parts = [BlockLayer(config, named(tensors, k), "") for k in range(metadata["block_count"])]
+    window = metadata.get("attention.sliding_window", 0)
+    pattern = metadata["attention.sliding_window_pattern"] if window else [False] * len(parts)
+    for part, slides in zip(parts, pattern, strict=True):
+        part.window, part.causal = (window if slides else None), metadata.get("attention.causal", False)
     norm = parts[0].norm
     context = torch.cat([hidden[i] for i in metadata["target_layers"]], -1) @ tensors["fc.weight"].T
     context = norm(context, tensors["enc.output_norm.weight"])

@@ -330,7 +330,7 @@ def test_a_pruned_medusa_has_no_place_in_vllm(target, tmp_path):
 def test_a_target_that_an_engine_refuses_gets_a_note_and_no_command(target, to, family, architecture, refused):
     """`vllm serve google/gemma-3-4b-it …` was printed for what vLLM stops at."""
     facts = replace(TargetFacts.of_target(target), architectures=[architecture])
-    head = Head(family, {"markov_rank": 0, "own_mask": False}, {})
+    head = Head(family, {"markov_rank": 0, "own_mask": False, "num_layers": 1}, {})
     serving = registry.writer(family, to).serving(head, to, Deployment(Path("/out"), facts, 3))
     assert any(architecture in note for note in serving.notes) == refused
     assert bool(serving.commands) != refused

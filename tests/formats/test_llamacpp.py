@@ -77,6 +77,41 @@ def test_blocks_as_llama_cpp_computes_them(make, ours, model, text, tmp_path, fi
     assert f"--spec-type {'draft-dspark' if rank else 'draft-dflash'}" in result.commands[0]
 
 
+SLIDING, FULL = "sliding_attention", "full_attention"
+MIXED = {"sliding_window": 70, "layer_types": (SLIDING, FULL)}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sliding_window": 64, "layer_types": (SLIDING, SLIDING)},
+        {"is_causal": True},
+        MIXED | {"is_causal": True},
+        MIXED | {"is_causal": False, "rank": 8},
+    ],
+    ids=str,
+)
+def test_windows_and_causal_blocks_as_llama_cpp_computes_them(
+    make, ours, target, model, text, tmp_path, file, exact, options
+):
+    """Catches a window without its pattern, and a causal mask that the file does not name."""
+    drafter = make("dflash", **options)
+    result = export(drafter, tmp_path / "out", file)
+    found = drafted(llamacpp_arithmetic.block, tmp_path / "out", model, text, tokens=result.tokens)
+    assert_same(found, ours(drafter))
+    back = ImportRecipe(head=tmp_path / "out", output_dir=tmp_path / "back", probe={"enabled": False})
+    import_head(back, target=target)
+    one, two = (checkpoint.load(path).config["architecture"] for path in (drafter, tmp_path / "back"))
+    assert {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)} <= {"max_position_embeddings"}
+
+
+def test_llama_cpp_has_one_causal_flag_for_all_layers(make, tmp_path, file):
+    """Catches a file from which llama.cpp would draft without the causal mask of the layers with a window."""
+    with pytest.raises(CheckpointError, match="only some layers of the head are causal") as error:
+        export(make("dflash", **MIXED), tmp_path / "out", file)
+    assert "--to vllm" in error.value.hint and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("named", ["out", "out/model.gguf"])
 def test_the_command_imports_what_export_wrote(make, tmp_path, file, monkeypatch, named):
     """The command line looked for a config.json, which such a directory does not have."""

@@ -1,6 +1,7 @@
 """Attention of training rows over spans of slots, and its gradients."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,8 +121,8 @@ def test_a_wrong_answer_is_seen(name):
 
 
 @pytest.mark.usefixtures("products_of_bf16")
-@pytest.mark.parametrize("blocks", [False, True])
-def test_heads_train_by_the_backend(backend, blocks, monkeypatch):
+@pytest.mark.parametrize(("blocks", "window"), [(False, None), (True, None), (True, 33)])
+def test_heads_train_by_the_backend(backend, blocks, window, monkeypatch):
     """Rows of the training-time test, and of blocks, in bf16: by the kernel where that is Triton's, with the result and
     the gradients of fp32 without it."""
     name = backend.__name__.rpartition(".")[2].removesuffix("_backend")
@@ -130,7 +131,7 @@ def test_heads_train_by_the_backend(backend, blocks, monkeypatch):
     read = kernels.span_attention
     monkeypatch.setattr(kernels, "span_attention", lambda *args: calls.append(args) or read(*args))
     spans = layout("last slots")
-    spans = spans.blockwise(3) if blocks else spans
+    spans = replace(spans.blockwise(3).within(window, 1), causal=window is not None) if blocks else spans
     rows, slots = len(spans.at), spans.slots[-1][1]
     torch.manual_seed(0)
     shapes = [(rows, 4, 64), (slots, 2, 64), (slots, 2, 64), (rows, 2, 64), (rows, 2, 64)]

@@ -80,6 +80,7 @@ def random_heads(name, target, **drafting):
     )
 
 
+WINDOWS = {"sliding_window": 64, "layer_types": ["sliding_attention", "full_attention"], "num_layers": 2}
 DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 8}
 
 
@@ -137,6 +138,7 @@ DRAFTERS = {
     "dflash tree": lambda target, texts: random_block(target, width=2, nodes=9, children=2),
     "dflash2 chain": lambda target, texts: random_block(target, DFLASH2, width=1, children=1),
     "dflash2 tree": lambda target, texts: random_block(target, DFLASH2, width=2, nodes=9, children=2),
+    "dflash windows": lambda target, texts: random_block(target, WINDOWS, width=2, nodes=9, children=2),
     "peagle chain": lambda target, texts: random_heads("peagle", target, width=1, children=1),
     "peagle tree": lambda target, texts: random_heads("peagle", target, width=2, nodes=9, children=2),
     "hydra": lambda target, texts: random_heads("hydra", target),

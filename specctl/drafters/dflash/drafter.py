@@ -22,7 +22,8 @@ from specctl.decoding.records import ChainRows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.drafters.dflash.head import GROUP, BlockConfig, BlockHead, layers_of
+from specctl.drafters.dflash.config import GROUP, BlockConfig, Sight, layer_attention
+from specctl.drafters.dflash.head import BlockHead, layers_of
 from specctl.drafters.dflash.layer import BlockPass
 from specctl.drafters.family import HeadFamily
 from specctl.drafters.feature.head import head_config, mask_token, taps_of
@@ -33,7 +34,6 @@ from specctl.errors import UsageError
 from specctl.recipe import DrafterRecipe
 
 BLOCK = 8  # slots of a block
-LAYERS = 2  # for targets with ten layers; the papers use five for 36
 CANDIDATES = 32  # tokens per slot from which a Markov head chooses
 RANK = 32  # rank of the Markov head or the selector; the papers use 256 for vocabularies of 150,000 tokens
 
@@ -73,7 +73,7 @@ class BlockDrafter(ParallelDrafter):
         super().__init__(head, head.config, layers[0].inv_freq, target)
         self.size = 0
         self.config, self.shape, self.depths = head.config, shape, head.config.depth
-        self.layers = len(layers)
+        self.layers, self.sights = len(layers), head.config.sights
         self.embedding = target.model.embedding
         self.mask = head.mask(self.embedding).detach().to(self.device, torch.float32)
         self.fc, self.hidden_norm = self.linear(head.fc), self.rms_norm(head.hidden_norm)
@@ -165,29 +165,46 @@ class BlockDrafter(ParallelDrafter):
 
     def block(self, state: DecodeState, depth: int) -> Tensor:
         cache, base = self.current(state).cache, state.cached
-        size, batch = self.config.block_size, state.batch
-        positions = torch.tensor(base, device=state.device)[:, None] + torch.arange(size, device=state.device)
-        if len(set(base)) == 1:  # every row attends to all slots
-            plan = Plan(base, positions, base[0] + size, None, False, True)
-        else:
-            every = torch.ones(batch, size, size, dtype=torch.bool, device=state.device)
-            plan = plan_rows(base, size, device=state.device, dtype=state.dtype, visible=every)
-        anchors = torch.tensor([row.ids[-1] for row in state.rows], device=state.device)
-        return self._block(anchors, cache, plan.without_slots(cache.skipped, state.dtype))[:, :depth]
+        size, device = self.config.block_size, state.device
+
+        def plan_of(sight: Sight) -> Plan:
+            if len(set(base)) == 1 and not sight.causal:  # every row attends to all slots
+                positions = torch.tensor(base, device=device)[:, None] + torch.arange(size, device=device)
+                plan = Plan(base, positions, base[0] + size, None, False, True)
+            else:
+                visible = self._visible(sight, device).expand(state.batch, -1, -1)
+                plan = plan_rows(base, size, device=device, dtype=state.dtype, visible=visible)
+            return plan.with_window(sight.window, state.dtype).without_slots(cache.skipped, state.dtype)
+
+        anchors = torch.tensor([row.ids[-1] for row in state.rows], device=device)
+        return self._block(anchors, cache, plan_of)[:, :depth]
 
     def block_at(self, sequences: DeviceBatch, hidden: Tensor, cache: KVCache, span: int) -> Tensor:
-        size = self.config.block_size
-        every = torch.ones(sequences.batch, size, size, dtype=torch.bool, device=sequences.device)
-        place = torch.arange(size, device=sequences.device)
-        plan = plan_at(sequences.length - 1, every, place, span=span, dtype=sequences.dtype)
-        return self._block(sequences.last[:, 0], cache, plan)
+        place = torch.arange(self.config.block_size, device=sequences.device)
 
-    def _block(self, anchors: Tensor, cache: KVCache, plan: Plan) -> Tensor:
-        """States [B, depths, H] of the blocks that begin with the tokens `anchors` [B]."""
+        def plan_of(sight: Sight) -> Plan:
+            visible = self._visible(sight, sequences.device).expand(sequences.batch, -1, -1)
+            plan = plan_at(sequences.length - 1, visible, place, span=span, dtype=sequences.dtype)
+            return plan.with_window(sight.window, sequences.dtype)
+
+        return self._block(sequences.last[:, 0], cache, plan_of)
+
+    def _visible(self, sight: Sight, device: torch.device) -> Tensor:
+        """Mask [S, S], True for the rows of a block that each of its rows attends to."""
+        every = torch.ones(self.config.block_size, self.config.block_size, dtype=torch.bool, device=device)
+        return every.tril() if sight.causal else every
+
+    def _block(self, anchors: Tensor, cache: KVCache, plan_of: Callable[[Sight], Plan]) -> Tensor:
+        """States [B, depths, H] of the blocks that begin with the tokens `anchors` [B].
+
+        `plan_of` makes the plan of all layers with a sight. The plans differ only in their masks.
+        """
         rope, size = cache.rope or self._rope_for(cache.capacity), self.config.block_size
-        table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
+        plans = {sight: plan_of(sight) for sight in dict.fromkeys(self.sights)}
+        table = rope.at(plans[self.sights[0]], self.heads + self.kv_heads, self.kv_heads)
         x = self._entered(anchors)
         for place, layer in enumerate(self.passes):
+            plan = plans[self.sights[place]]
             qkv, kernel = layer.project(x, table)
             cache.write(place, qkv[:, self.heads :], plan)
             query = qkv[:, : self.heads].unflatten(0, (-1, size))
@@ -216,8 +233,13 @@ class BlockDrafter(ParallelDrafter):
         positions = (at[..., None] + 1 + torch.arange(size, device=state.device)).clamp_max(cache.capacity - 1)
         table = self._rope_for(cache.capacity).rows(positions.flatten(), self.heads + self.kv_heads, self.kv_heads)
         context = hidden_context(at, end, [cache.skipped[b] for b in live], own=True)
-        inside = torch.ones(size, size, dtype=torch.bool, device=state.device)
-        mask = block_mask(context.unsqueeze(2).expand(-1, -1, size, -1), inside, state.dtype)
+        context = context.unsqueeze(2).expand(-1, -1, size, -1)
+
+        def mask_of(sight: Sight) -> Tensor:
+            far = torch.arange(end, device=state.device) <= positions[..., None] - (sight.window or cache.capacity)
+            return block_mask(context | far, self._visible(sight, state.device), state.dtype)
+
+        masks = {sight: mask_of(sight) for sight in dict.fromkeys(self.sights)}
         x = self._entered(
             torch.tensor(
                 [[state.rows[b].ids[s + 1] for s in p] for b, p in zip(live, slots, strict=True)], device=state.device
@@ -230,7 +252,7 @@ class BlockDrafter(ParallelDrafter):
             keys = torch.cat((cache.keys[place][index, :, :end], key), 2)
             values = torch.cat((cache.values[place][index, :, :end], value), 2)
             out = F.scaled_dot_product_attention(
-                query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
+                query, keys, values, attn_mask=masks[self.sights[place]], scale=self.dim**-0.5, enable_gqa=True
             )
             x = layer.layer_output(x, out.transpose(1, 2).flatten(0, 1).flatten(1), kernel)
         first = self.config.first
@@ -245,7 +267,7 @@ class BlockFamily(HeadFamily):
     def architecture(self, recipe: DrafterRecipe, target: Target) -> BlockConfig:
         """Shape of a head as the recipe sets it; options left out follow the target's own layers.
 
-        Raises UsageError if the convolutions do not fit a block or the target's states.
+        Raises UsageError if the convolutions or the window do not fit a block or the target's states.
         """
         layer, block, convolved = head_config(recipe, target), recipe.block_size or BLOCK, recipe.conv_kernel_size or 0
         if convolved > block:
@@ -262,7 +284,7 @@ class BlockFamily(HeadFamily):
                     layer, taps=taps, draft_vocab_size=min(recipe.vocab_size or target.vocab_size, target.vocab_size)
                 )
             ),
-            num_layers=recipe.num_layers or LAYERS,
+            **layer_attention(recipe, block),
             block_size=block,
             sample_from_anchor=rank > 0,
             mask_token_id=mask_token(target),

@@ -5,7 +5,8 @@ August 2026.
 
 A block begins with an anchor, the last committed token x_p, followed by masks. Decoder layers run once over the whole
 block. Queries come from the block, keys and values from the target's features before the anchor and from the whole
-block, without a causal mask. The target's own vocabulary head maps the result to all drafted tokens.
+block, without a causal mask. The target's own vocabulary head maps the result to all drafted tokens. A layer may also
+have a sliding window over the context, or a causal mask inside the block (`BlockConfig.sights`).
 
 The slots of a block do not know which tokens the previous slots will draft. DSpark's Markov head restores this
 dependency cheaply at the end: after token y the logits of the next token change by the low-rank term W₂ W₁[y]. DSpark's
@@ -21,18 +22,17 @@ slot i has the anchor x_{i+1}, and its step k = 0, 1, … predicts x_{i+2+k}.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from specctl.decoding.target import Target
-from specctl.drafters.blueprint import Count
+from specctl.drafters.dflash.config import BlockConfig
 from specctl.drafters.feature.head import (
     DraftHead,
     HeadAttention,
@@ -40,77 +40,12 @@ from specctl.drafters.feature.head import (
     HeadLayer,
     Losses,
     SlotBatch,
-    check_mask_token,
     copy_vocabulary_head,
     pass_through,
 )
 from specctl.drafters.feature.ttt_attention import Layout, block_attention
 from specctl.drafters.lora import Product
 from specctl.kernels.distill import linear_distill
-
-GROUP, CANDIDATES = 16, 16  # as in the published DFlash 2 heads
-
-
-@dataclass(frozen=True)
-class BlockConfig(HeadConfig):
-    """Shape of a block-parallel head.
-
-    Attributes:
-        block_size: slots of a block, including the anchor.
-        sample_from_anchor: the anchor's slot predicts the token after it, and slot k the token k + 1 after it.
-            Otherwise the anchor's slot predicts nothing, and slot k predicts its own token.
-        mask_token_id: token in the slots after the anchor, for engines that need one.
-        own_mask: the mask embedding is a parameter of the head; otherwise it is the mask token's embedding in the
-            target.
-        markov_rank: rank of the Markov head; 0 = no Markov head.
-        confidence: add a confidence head, which reads the Markov head's W₁.
-        conv_kernel_size: taps of the convolutions around every sublayer, including the slot itself; 0 = no
-            convolutions.
-        conv_group_size: channels that share a slot's addition to the convolution kernel.
-        selector_rank: rank of the candidate selector, which replaces the Markov head; 0 = no selector.
-        selector_top_k: tokens per slot among which the selector chooses.
-    """
-
-    num_layers: Count
-    block_size: Annotated[int, Field(strict=True, ge=2, le=64)]
-    sample_from_anchor: bool
-    mask_token_id: Annotated[int, Field(strict=True, ge=0)]
-    own_mask: bool
-    markov_rank: Annotated[int, Field(strict=True, ge=0, le=65_536)]
-    confidence: Annotated[bool, Field(strict=True)] = False
-    conv_kernel_size: Annotated[int, Field(strict=True, ge=0, le=64)] = 0
-    conv_group_size: Count = GROUP
-    selector_rank: Annotated[int, Field(strict=True, ge=0, le=65_536)] = 0
-    selector_top_k: Count = CANDIDATES
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.confidence and not self.markov_rank:
-            raise ValueError("a confidence head needs a Markov head, but markov_rank is 0")
-        if self.selector_rank and self.markov_rank:
-            raise ValueError("a candidate selector replaces the Markov head, but markov_rank is not 0")
-        if self.conv_kernel_size > self.block_size:
-            raise ValueError(
-                f"convolutions have {self.conv_kernel_size} taps, but blocks have only {self.block_size} slots"
-            )
-        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
-            raise ValueError(
-                f"{self.hidden_size} channels do not divide into groups of {self.conv_group_size} (conv_group_size)"
-            )
-
-    @property
-    def depth(self) -> int:
-        """Number of tokens that a block drafts."""
-        return self.block_size - self.first
-
-    @property
-    def first(self) -> int:
-        """Index of the first slot that predicts a token."""
-        return 0 if self.sample_from_anchor else 1
-
-    def check(self, target: Target) -> None:
-        super().check(target)
-        check_mask_token(self, self.mask_token_id)
 
 
 class BlockAttention(HeadAttention):
@@ -323,10 +258,11 @@ class BlockHead(DraftHead):
         x[:, 0] = F.embedding(batch.key_tokens[anchors], embedding).float()
         ahead = torch.arange(config.block_size, device=rows.device)
         positions = batch.key_positions[anchors][:, None] + 1 + ahead
-        layout = batch.later_layout.blockwise(config.block_size)
-        for layer in self.layers:
+        whole = batch.later_layout.blockwise(config.block_size)
+        layouts = {sight: replace(whole.within(sight.window, 1), causal=sight.causal) for sight in set(config.sights)}
+        for layer, sight in zip(self.layers, config.sights, strict=True):
             run = partial(checkpoint, layer, use_reentrant=False) if self.gradient_checkpointing else layer
-            x = run(x, context, positions, batch.key_positions, layout)
+            x = run(x, context, positions, batch.key_positions, layouts[sight])
         hidden = (
             self.norm(x[:, config.first :]).transpose(0, 1).flatten(0, 1)
         )  # step by step, the order of `distill_losses`

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, cast
 
 import torch
@@ -108,10 +108,7 @@ class FusionHead(DraftHead):
 
     def within_window(self, layout: Layout, k: int) -> Layout:
         """Return `layout` with the sliding window at step k, when a row's position is k after its slot."""
-        window = self.config.sliding_window
-        if window is None or all(stop - start + k <= window for start, stop in layout.slots):
-            return layout
-        return replace(layout, window=window, ahead=k)
+        return layout.within(self.config.sliding_window, k)
 
     @torch.no_grad()
     def initialise(self, target: Target) -> None:

@@ -2,7 +2,7 @@
 
 A query row at slot s attends to the document's step-0 slots 0 .. s (with a window, only to the last ones). In the
 training-time test (`attention`) it also attends, at step k, to its own rows of steps 1 .. k (EAGLE-3, Fig. 6). If a
-block is drafted at once (`block_attention`), it also attends to all rows of its block.
+block is drafted at once (`block_attention`), it also attends to all rows of its block, or to the rows up to itself.
 
 The two parts are computed separately and merged by their normalizers, so later steps do not widen the attention matrix:
 
@@ -49,6 +49,8 @@ class Layout:
         device: device of the queries and keys.
         window: number of positions that a row attends to, including its own (None = all up to its own).
         ahead: number of positions between a row's slot and the row's position in the text, which shifts its window.
+        height: number of rows of a block. They follow each other in the text, from `ahead` positions after their slot.
+        causal: the rows of a block attend only to the rows of the block up to themselves.
     """
 
     slots: list[tuple[int, int]]
@@ -57,16 +59,28 @@ class Layout:
     device: torch.device | str = "cpu"
     window: int | None = None
     ahead: int = 0
+    height: int = 1
+    causal: bool = False
 
-    @property
-    def reach(self) -> int | None:
-        """Number of document slots, up to its own, that a row attends to, or None without a window."""
-        return None if self.window is None else self.window - self.ahead
+    @cached_property
+    def reach(self) -> Tensor | None:
+        """[N] number of document slots, up to its own, that each row attends to, or None without a window."""
+        if self.window is None:
+            return None
+        return self.window - self.ahead - torch.arange(len(self.at)) % self.height
 
     def blockwise(self, height: int) -> Layout:
-        """Replace each row of the layout by a block of `height` rows, which all attend to the same slots."""
+        """Replace each row by a block of `height` rows of the same slot, the first of them one position after it."""
         rows = [(height * first, height * end) for first, end in self.rows]
-        return Layout(self.slots, rows, [slot for slot in self.at for _ in range(height)], self.device)
+        at = [slot for slot in self.at for _ in range(height)]
+        return Layout(self.slots, rows, at, self.device, ahead=1, height=height)
+
+    def within(self, window: int | None, ahead: int) -> Layout:
+        """This layout with a sliding window, or the layout itself if no document is longer than the window."""
+        longest = ahead + self.height - 1
+        if window is None or all(stop - start + longest <= window for start, stop in self.slots):
+            return self
+        return replace(self, window=window, ahead=ahead)
 
     def of_rows(self, kept: list[int]) -> Layout:
         """Layout of a subset of the query rows, given by ascending indices."""
@@ -81,12 +95,24 @@ class Layout:
 
     @cached_property
     def spans(self) -> tuple[Tensor, Tensor]:
-        """Return low and high [N] int32: first and last of the M slots that each query row attends to. Both ascend."""
+        """Return low and high [N] int32: first and last of the M slots that each query row attends to."""
         counts = torch.tensor([end - first for first, end in self.rows])
         document = torch.tensor([first for first, _ in self.slots]).repeat_interleave(counts)
         high = document + torch.tensor(self.at, dtype=torch.long)
         low = document if self.reach is None else torch.maximum(document, high - self.reach + 1)
         return low.to(self.device, torch.int32), high.to(self.device, torch.int32)
+
+    @cached_property
+    def ascending(self) -> list[tuple[slice, Tensor, Tensor]]:
+        """Parts of the rows in which both ends of the spans ascend: their rows, low and high.
+
+        Within a window, the later rows of a block begin at later slots than the first rows of the next block. So a part
+        has one row of every block.
+        """
+        low, high = self.spans
+        step = self.height if self.window is not None else 1
+        parts = [slice(first, None, step) for first in range(step)]
+        return [(part, low[part].contiguous(), high[part].contiguous()) for part in parts]
 
     def _parts(self) -> Iterator[list[tuple[int, int, int]]]:
         """Yield groups of (document, first row, last row + 1).
@@ -119,7 +145,7 @@ class _Block:
     """
 
     def __init__(self, layout: Layout, part: list[tuple[int, int, int]], keep: bool):
-        self.count, device, self._reach = len(part), layout.device, layout.reach
+        self.count, device = len(part), layout.device
         slots = [layout.slots[document] for document, _, _ in part]
         _, first, last = part[-1]
         if last > first:  # half of the scores of a cut document lie beyond the diagonal
@@ -129,12 +155,19 @@ class _Block:
         self.rows = slice(part[0][1], part[-1][2])
         self.slots = slice(slots[0][0], slots[-1][1])
         row_places = _places([stop - start for _, start, stop in part], self.height)
-        at = torch.zeros(self.count * self.height, dtype=torch.long)
-        at[row_places] = torch.tensor(layout.at[self.rows], dtype=torch.long)
-        self.at = at.view(self.count, self.height, 1).to(device)
+        at = self._padded(row_places, torch.tensor(layout.at[self.rows], dtype=torch.long))
+        self.at = at.to(device)
+        reach = layout.reach
+        self._reach = None if reach is None else self._padded(row_places, reach[self.rows]).to(device)
         self.row_places = row_places.to(device)
         self.slot_places = _places([stop - start for start, stop in slots], self.width).to(device)
         self._bias = self._make_bias() if keep else None
+
+    def _padded(self, places: Tensor, values: Tensor) -> Tensor:
+        """Place the rows' `values` [n] among the padded rows: [B, R, 1], with zeros for padding."""
+        padded = torch.zeros(self.count * self.height, dtype=torch.long)
+        padded[places] = values
+        return padded.view(self.count, self.height, 1)
 
     @property
     def bias(self) -> Tensor:
@@ -146,8 +179,11 @@ class _Block:
         return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, float("-inf"))[:, None, None]
 
 
-def _hidden(at: Tensor, width: int, reach: int | None) -> Tensor:
-    """Mask […, width], True for the slots of a document that rows at slots `at` [..., 1] must not attend to."""
+def _hidden(at: Tensor, width: int, reach: Tensor | None) -> Tensor:
+    """Mask […, width], True for the slots of a document that rows at slots `at` [..., 1] must not attend to.
+
+    `reach` [..., 1] is the number of slots that each row attends to.
+    """
     slots = torch.arange(width, device=at.device)
     return slots > at if reach is None else (slots > at) | (slots <= at - reach)
 
@@ -181,13 +217,13 @@ def attention(
 
 
 def block_attention(query: Tensor, key: Tensor, value: Tensor, own: Tensor, layout: Layout) -> Tensor:
-    """Attention of blocks of R rows: a row attends to slots 0 … `at` of its document and to all rows of its block.
+    """Attention of blocks of R rows: a row attends to slots of its document up to `at`, and to rows of its block.
 
     Args:
         query: [n, R, H, D].
         key, value: [M, Hkv, D] of the documents' slots.
         own: [2, n, R, Hkv, D] keys and values of the blocks' rows.
-        layout: layout of the n·R rows, block by block.
+        layout: layout of the n·R rows, block by block; its `causal` decides which rows of its block a row attends to.
 
     Returns:
         [n, R, H, D] in the dtype of `query`.
@@ -216,7 +252,12 @@ def _tried(device: torch.device, dtype: torch.dtype, kv_heads: int, groups: int,
 def _read(q: Tensor, key: Tensor, value: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """Attend from scaled queries q [N, Hkv, G, D] to documents: (`out` [N, Hkv, G, D], `lse` [N, Hkv, G]) in fp32."""
     if _by_kernel(q):
-        return kernels.span_attention(q, key, value, *layout.spans)
+        if len(layout.ascending) == 1:
+            return kernels.span_attention(q, key, value, *layout.spans)
+        out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
+        for part, *span in layout.ascending:
+            out[part], lse[part] = kernels.span_attention(q[part], key, value, *span)
+        return out, lse
     out, lse = torch.empty_like(q, dtype=torch.float32), q.new_empty(q.shape[:3], dtype=torch.float32)
     for block in layout.blocks:
         scores = _scores(_fold(q, block), _pad(key, block), block)
@@ -240,11 +281,17 @@ def _read_backward(
         lse: [N, Hkv, G] m, the normalizer of the merged attention.
     """
     q, key, value = inputs
-    if _by_kernel(q):
+    if _by_kernel(q) and len(layout.ascending) == 1:
         return kernels.span_attention_backward(q, key, value, grad, delta, lse, *layout.spans)
     dq = torch.empty_like(q)
     # A long document's keys sum over hundreds of blocks; in bf16 the late terms would be rounded away.
     dk, dv = torch.zeros_like(key, dtype=torch.float32), torch.zeros_like(value, dtype=torch.float32)
+    if _by_kernel(q):
+        for part, *span in layout.ascending:
+            given = q[part], key, value, grad[part], delta[part], lse[part]
+            dq[part], more_keys, more_values = kernels.span_attention_backward(*given, *span)
+            dk, dv = dk.add_(more_keys), dv.add_(more_values)
+        return dq, dk, dv
     for block in layout.blocks:
         folded, keys, folded_grad = _fold(q, block), _pad(key, block), _fold(grad, block)
         share = _scores(folded, keys, block).sub_(_fold(lse.unsqueeze(-1), block)).exp_()
@@ -319,7 +366,7 @@ class _Blocks(torch.autograd.Function):
         q = query.view(count * height, kv_heads, heads // kv_heads, dim) * dim**-0.5
         out, lse = _read(q, key, value, layout)
         own_keys, own_values = _of_blocks(own)
-        scores = torch.matmul(_by_blocks(q, count).float(), own_keys.float().mT)
+        scores = _of_block(torch.matmul(_by_blocks(q, count).float(), own_keys.float().mT), layout)
         merged = torch.logaddexp(_by_blocks(lse.unsqueeze(-1), count), scores.logsumexp(-1, keepdim=True))
         mixed = torch.matmul((scores - merged).exp_().to(own.dtype), own_values).float()
         groups = q.shape[2]
@@ -338,7 +385,7 @@ class _Blocks(torch.autograd.Function):
         dq, dk, dv = _read_backward((q, key, value), grad, delta, lse, ctx.layout)
         own_keys, own_values = _of_blocks(own)
         folded, folded_grad = _by_blocks(q, count), _by_blocks(grad, count)
-        scores = torch.matmul(folded.float(), own_keys.float().mT)
+        scores = _of_block(torch.matmul(folded.float(), own_keys.float().mT), ctx.layout)
         share = scores.sub_(_by_blocks(lse.unsqueeze(-1), count)).exp_()
         dp = torch.matmul(folded_grad, own_values.mT).float()
         ds = dp.sub_(_by_blocks(delta.unsqueeze(-1), count)).mul_(share).to(own.dtype)
@@ -350,6 +397,14 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
         return _side_by_side(_Blocks, 2, info, in_dims, *inputs)
+
+
+def _of_block(scores: Tensor, layout: Layout) -> Tensor:
+    """Scores [n, Hkv, G·R, R] of a block's rows for its own rows; in a causal layout later rows get −∞."""
+    if not layout.causal:
+        return scores
+    later = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool, device=scores.device).triu(1)
+    return scores.masked_fill_(later.repeat(scores.shape[-2] // scores.shape[-1], 1), float("-inf"))
 
 
 def _of_blocks(own: Tensor) -> tuple[Tensor, Tensor]:
