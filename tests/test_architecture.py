@@ -54,7 +54,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"errors", "lock", "progress", "redaction", "regular_files", "subcommands", "threads"},
     "threads": {"progress"},
     "recipe": {
-        *("errors", "families", "formats.registry", "progress", "recipes", "redaction", "regular_files", "subcommands"),
+        *("errors", "families", "formats.registry", "progress", "recipes", "redaction", "regular_files", "subcommands")
     },
     "recipes": set(),
     "data_prep": {"errors"},

@@ -46,14 +46,7 @@ class OnlineDrafter(StreamLearner):
         held_out: indices of the held-out texts that judged the last update. The next update learns from these texts.
     """
 
-    def __init__(
-        self,
-        recipe: DrafterStreamRecipe,
-        algo: str,
-        target: Target,
-        seed: int,
-        start: Path | None = None,
-    ):
+    def __init__(self, recipe: DrafterStreamRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
         """
         Args:
             algo: one of the names in `recipe.algo`.

@@ -111,17 +111,9 @@ FLAGS: dict[str, Flag] = {
         metavar="URL",
     ),
     "baseline_server": Flag(
-        ("baseline_server.urls",),
-        str,
-        "Server without a drafter, to compare with.",
-        metavar="URL",
+        ("baseline_server.urls",), str, "Server without a drafter, to compare with.", metavar="URL"
     ),
-    "listen": Flag(
-        ("traffic.listen", "listen"),
-        str,
-        "Address at which clients send requests.",
-        metavar="HOST:PORT",
-    ),
+    "listen": Flag(("traffic.listen", "listen"), str, "Address at which clients send requests.", metavar="HOST:PORT"),
     "features_from": Flag(
         ("features.server.urls",), str, "vLLM or SGLang server that computes the target's hidden states.", metavar="URL"
     ),
@@ -146,13 +138,7 @@ FLAGS: dict[str, Flag] = {
     "init": Flag(("init",), Path, "Drafter to start from.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
     "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
-    "drafters": Flag(
-        ("drafters",),
-        list[str],
-        f"{DRAFTERS}; repeatable.",
-        _names,
-        metavar="PATH",
-    ),
+    "drafters": Flag(("drafters",), list[str], f"{DRAFTERS}; repeatable.", _names, metavar="PATH"),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
     "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), floors, or some of them.", _none_or_names),
     "shape": Flag(("shape",), str, "Random weights of a size (1b, 8b, 32b, 70b) instead of a target."),

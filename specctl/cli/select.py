@@ -52,15 +52,9 @@ COLUMNS = {
     "switch_ms": "ms a switch",
 }
 """Row fields shown to people, with their headings."""
-MODELLED = {
-    "speedup": "× plain, modeled",
-    "over_best_arm": "× fastest arm, modeled",
-}
+MODELLED = {"speedup": "× plain, modeled", "over_best_arm": "× fastest arm, modeled"}
 """Headings in a replay."""
-BY_SPEED = {
-    "share_of_best": "of fastest arm, by game",
-    "best_arm_ratio": "fastest arm played",
-}
+BY_SPEED = {"share_of_best": "of fastest arm, by game", "best_arm_ratio": "fastest arm played"}
 """Headings if policies play for tokens per second."""
 EXAMPLE = "specctl select --algo cgp-ucb,hedgespec --pool ./drafters"
 

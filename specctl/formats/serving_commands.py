@@ -143,11 +143,7 @@ def speculative(method: Mapping[str, Any], use: Deployment) -> dict[str, Any]:
 
 
 def serving(
-    engine: str,
-    method: str,
-    use: Deployment,
-    options: Mapping[str, Any] | None = None,
-    v2_runner: bool = False,
+    engine: str, method: str, use: Deployment, options: Mapping[str, Any] | None = None, v2_runner: bool = False
 ) -> Serving:
     """The command line that serves the target with the drafter; only a note if the engine would refuse it.
 

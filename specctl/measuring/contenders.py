@@ -67,10 +67,7 @@ PromptedRecipe = EvalRecipe | EvalServerRecipe | BenchRecipe | PoolRecipe
 
 
 def prepare(
-    recipe: PromptedRecipe,
-    target: TargetText,
-    prompts: Sequence[Prompt],
-    rejections: Rejections,
+    recipe: PromptedRecipe, target: TargetText, prompts: Sequence[Prompt], rejections: Rejections
 ) -> list[Case]:
     """Render prompts to token ids. A prompt is rejected if the chat template refuses it or it does not fit the context.
 

@@ -200,9 +200,7 @@ class OnlineContenders:
         if engine is not None and _same(engine.controller, controller):
             return engine
         options = EngineOptions(
-            exact=self.recipe.sampling.exact,
-            keeps_hidden=learner is not None and learner.keeps_hidden,
-            on_host=on_host,
+            exact=self.recipe.sampling.exact, keeps_hidden=learner is not None and learner.keeps_hidden, on_host=on_host
         )
         on_round = learner.observe if learner is not None else None
         self.engines[name] = Engine(self.target, controller, options, on_round)

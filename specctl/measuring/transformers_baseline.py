@@ -57,13 +57,7 @@ class TransformersBaseline:
     `assistants`: the drafters that are language models, by name.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        target: Target,
-        sampling: Sampling,
-        assistants: Mapping[str, PreTrainedModel],
-    ):
+    def __init__(self, model: Any, target: Target, sampling: Sampling, assistants: Mapping[str, PreTrainedModel]):
         self.model, self.eos_ids, self.row_flops = model, target.eos_ids, target.row_flops
         # Replaces the model's own configuration, which `generate` would merge into every call (penalties, sampling).
         model.generation_config = configuration = _configuration(target.eos_ids, sampling)

@@ -54,6 +54,5 @@ def check_same(recipe: TrainRecipe, path: Path, there: RunState, now: RunState) 
     for key, digest in now.made_of.items():
         if there.made_of.get(key) != digest:
             raise UsageError(
-                f"{names[key]} changed since {path} was made",
-                "restore the original, or start over with --overwrite",
+                f"{names[key]} changed since {path} was made", "restore the original, or start over with --overwrite"
             )

@@ -368,11 +368,7 @@ def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
 
 def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
     made = recipe(
-        prompts,
-        algo=["ucbspec"],
-        arms={"draft_nodes": [0, 2]},
-        game={"reward": "throughput"},
-        reset="stream",
+        prompts, algo=["ucbspec"], arms={"draft_nodes": [0, 2]}, game={"reward": "throughput"}, reset="stream"
     )
     found, _, rounds = selected(tmp_path, made, target, pool)
     assert found.arms == ["no draft", "good ×2", "lookup ×2", "suffix ×2"]
@@ -758,10 +754,7 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        (
-            "hedgespec",
-            {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None},
-        ),
+        ("hedgespec", {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None}),
         ("metasd", {"reward": "bd"}),
         ("banditspec", {"reward": "tokens"}),
     ],

@@ -732,10 +732,7 @@ FAILURES = {
     "capture": lambda patch, install: (install(), patch.setattr(graphs, "capture", raising)),
     "replay": lambda patch, install: install(raising),
     "other tokens": lambda patch, install: install(lambda run: None),
-    "the round itself": lambda patch, install: (
-        install(),
-        patch.setattr(device_round.DeviceRounds, "round", raising),
-    ),
+    "the round itself": lambda patch, install: (install(), patch.setattr(device_round.DeviceRounds, "round", raising)),
 }
 
 
@@ -899,7 +896,7 @@ def test_places_that_only_the_device_knows():
 
 def test_spans_are_few_and_wide_enough():
     assert [graphs.span_for(n, 10_000) for n in (1, 256, 257, 1024, 1025, 2049, 8000)] == [
-        *(256, 256, 512, 1024, 1280, 2560, 8192),
+        *(256, 256, 512, 1024, 1280, 2560, 8192)
     ]
     assert graphs.span_for(300, 310) == 310
     for needed in range(1, 5000):

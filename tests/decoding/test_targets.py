@@ -61,7 +61,7 @@ GEMMA3_ROPE = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    }
 }
 MLA = {
     "q_lora_rank": 16,

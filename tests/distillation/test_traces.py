@@ -108,8 +108,7 @@ def test_tools_written_in_the_text_are_not_rendered_again(text):
 
 
 @pytest.mark.parametrize(
-    ("template", "shown"),
-    [(HERMES, "a  b\n and more<|end|>"), (PARTS, "[a  b][and more]<|end|>")],
+    ("template", "shown"), [(HERMES, "a  b\n and more<|end|>"), (PARTS, "[a  b][and more]<|end|>")]
 )
 def test_text_parts_reach_the_template_as_it_takes_them(text, template, shown):
     """A list in a template for text was printed as Python's code; a joined text loses the template's own marks."""

@@ -111,10 +111,7 @@ def test_an_old_corpus_that_stays_is_named(engine, first, second, capsys):
 
 
 UNABLE = [
-    (
-        dict(algorithm="EAGLE3"),
-        "drafts by EAGLE3, but only NGRAM uses corpora | start SGLang with --speculative-alg",
-    ),
+    (dict(algorithm="EAGLE3"), "drafts by EAGLE3, but only NGRAM uses corpora | start SGLang with --speculative-alg"),
     (dict(algorithm=None), "it does not draft"),
     (dict(budget=0), "it does not draft from corpora (budget 0) | start SGLang with"),
     (dict(budget=None), "it does not support external corpora | SGLang 0.5.23 does"),

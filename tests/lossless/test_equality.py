@@ -194,12 +194,7 @@ def test_batched_speculative_is_single_plain(target, prompts, plain, make, sampl
     expected = [plain(sampling)[i] for i, sampling in enumerate(samplings)]
     limits = [NEW, 3, NEW - 9]
     found = decode(
-        target,
-        prompts,
-        sampling=samplings,
-        max_new_tokens=limits,
-        seeds=SEEDS,
-        drafter=make(target, whole(expected)),
+        target, prompts, sampling=samplings, max_new_tokens=limits, seeds=SEEDS, drafter=make(target, whole(expected))
     )
     assert [one.output_ids for one in found] == [
         one.output_ids[:limit] for one, limit in zip(expected, limits, strict=True)
@@ -486,12 +481,7 @@ def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
     monkeypatch.setattr(kernels, "walk_tree", walk)
     texts = whole(plain(sampling))
     found = decode(
-        target,
-        prompts,
-        sampling=sampling,
-        max_new_tokens=NEW,
-        seeds=SEEDS,
-        drafter=ragged(texts, 0, target.vocab_size),
+        target, prompts, sampling=sampling, max_new_tokens=NEW, seeds=SEEDS, drafter=ragged(texts, 0, target.vocab_size)
     )
     assert whole(found) != texts
 

@@ -66,11 +66,7 @@ class Ensemble:
     """
 
     def __init__(
-        self,
-        objective: Objective,
-        members: list[EnsembleMember],
-        options: LearnerRecipe,
-        hint: formulas.Hint,
+        self, objective: Objective, members: list[EnsembleMember], options: LearnerRecipe, hint: formulas.Hint
     ):
         self.members = members
         self._objective, self._options, self._hint = objective, options, hint

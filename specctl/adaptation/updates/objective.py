@@ -37,13 +37,7 @@ class Objective:
     times as long as one (heads on the built-in target, one thread).
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Run,
-        seed: int = 0,
-        prepare: Prepare = lambda batch: batch,
-    ):
+    def __init__(self, module: nn.Module, run: Run, seed: int = 0, prepare: Prepare = lambda batch: batch):
         """
         Args:
             seed: of dropout and noise.

@@ -105,13 +105,7 @@ class Hybrid(BaseDrafter):
         )
 
     def _ask(
-        self,
-        state: DecodeState,
-        budget: int,
-        gates: list[Gate],
-        drafts: list[Candidates],
-        rate: float,
-        costs: Costs,
+        self, state: DecodeState, budget: int, gates: list[Gate], drafts: list[Candidates], rate: float, costs: Costs
     ) -> int:
         """Add the head's candidates to the drafts. Returns the number of levels it has drafted."""
         levels = 1

@@ -25,15 +25,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from specctl.drafters.feature.head import (
-    DraftHead,
-    HeadAttention,
-    HeadConfig,
-    HeadLayer,
-    OwnPairs,
-    SlotBatch,
-    StepRows,
-)
+from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, OwnPairs, SlotBatch, StepRows
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 Flag = Annotated[bool, Field(strict=True)]

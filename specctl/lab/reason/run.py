@@ -111,12 +111,7 @@ def _directory(name: str) -> Path | None:
 
 
 def _pass(
-    seed: int,
-    target: Target,
-    draft: DraftLM,
-    judge: Judge,
-    journal: ReasoningJournal,
-    stream: PromptStream,
+    seed: int, target: Target, draft: DraftLM, judge: Judge, journal: ReasoningJournal, stream: PromptStream
 ) -> None:
     """Run one pass over the stream, and save the learned draft LMs after it."""
     recipe = journal.recipe

@@ -55,12 +55,7 @@ EVERY_QUERY = Resets()
 
 
 def replay(
-    name: str,
-    hindsight: Hindsight,
-    policy: PolicyRecipe,
-    game: GameRecipe,
-    resets: Resets = EVERY_QUERY,
-    seed: int = 0,
+    name: str, hindsight: Hindsight, policy: PolicyRecipe, game: GameRecipe, resets: Resets = EVERY_QUERY, seed: int = 0
 ) -> Replay:
     """Play a policy on every trace, with a fresh one at every reset.
 

@@ -13,13 +13,7 @@ from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.lab.recorded.table_file import read_table
 from specctl.lab.routing.router import Router, check_free
-from specctl.lab.routing.training import (
-    RouterExample,
-    RouterReport,
-    label_by_domain,
-    label_by_hindsight,
-    train_router,
-)
+from specctl.lab.routing.training import RouterExample, RouterReport, label_by_domain, label_by_hindsight, train_router
 from specctl.lab.train_router.recipe import TrainRouterRecipe
 from specctl.measuring.select_contenders import RouterPrior, SelectContenders
 from specctl.measuring.select_result import SelectResult

@@ -43,12 +43,7 @@ LENGTHS = {
         for key in ("requests", "request_tokens_per_s", "first_token_s", "token_s", "mat", "mat_interval", "speedup")
     },
 }
-WORTH = {
-    "label": "run",
-    "concurrency": "in flight",
-    "mat": "mat",
-    "break_even": "even at mat",
-}
+WORTH = {"label": "run", "concurrency": "in flight", "mat": "mat", "break_even": "even at mat"}
 
 Row = Mapping[str, Any]
 

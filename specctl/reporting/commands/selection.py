@@ -52,10 +52,7 @@ POLICIES = {
     "scorings": "scorings",
     **{key: SUMMARY[key] for key in OF_A_RUN},
 }
-REGRETS = {
-    "loss_regret": "cumulative\nloss regret",
-    "stopping_regret": "cumulative\nstopping-time regret (rounds)",
-}
+REGRETS = {"loss_regret": "cumulative\nloss regret", "stopping_regret": "cumulative\nstopping-time regret (rounds)"}
 SMOOTHED = 9
 """Window of the running mean over plays, which change from round to round."""
 
