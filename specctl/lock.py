@@ -12,8 +12,6 @@ Child processes do not inherit the flock: Python closes descriptors on exec, our
 process (`decoding.models.chat`) closes them. So a child that outlives its parent does not keep the lock.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

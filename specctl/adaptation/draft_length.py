@@ -1,7 +1,5 @@
 """Adaptive draft length: longer drafts while they are accepted, none while they do not pay."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Online drafter: a draft model with its replay buffer, learner, watchdog and time budget."""
 
-from __future__ import annotations
-
 import math
 import random
 import time

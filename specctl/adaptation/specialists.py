@@ -4,8 +4,6 @@ The pool changes while it is chosen from. So the policy forgets its knowledge of
 before it can be about weights that no longer exist.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator

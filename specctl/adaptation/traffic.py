@@ -1,7 +1,5 @@
 """Served traffic to learn from: texts that engines write for requested prompts, or lines of a proxy's growing log."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """Command-line flags of the commands that run a recipe, with the recipe keys set by each flag."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

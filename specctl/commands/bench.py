@@ -1,7 +1,5 @@
 """`specctl bench`: kernels, target steps and batches on this machine, each against its baseline in the same run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """`specctl learn-from-server`: a drafter that learns from the texts of running engines, and is published into them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """`specctl online`: drafters that learn along a stream of prompts, side by side with fixed drafters and baselines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`specctl select`: policies that choose among the drafters of a pool, side by side on one stream of prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

@@ -3,8 +3,6 @@
 It names prompts and responses by their ids and contains none of their text. `specctl report RUN` shows it as a page.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys

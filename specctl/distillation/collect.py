@@ -1,7 +1,5 @@
 """`specctl distill --from-log`: store responses that already exist, with the target's chat template applied."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

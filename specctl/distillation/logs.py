@@ -12,8 +12,6 @@ it are its prompt. A message may have its thinking separate from its content, as
 `thinking`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -4,8 +4,6 @@ It computes no hidden states and cannot replace a drafter while it runs. The for
 running server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

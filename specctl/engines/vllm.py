@@ -3,8 +3,6 @@
 Draft weights are replaced through the worker extension in `vllm_worker.py`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ tokenizer, which is copied from the target's own GGUF file.
 Matrices are rounded to bf16, in which engines run heads anyway. Norms stay in fp32.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace

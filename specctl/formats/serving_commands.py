@@ -5,8 +5,6 @@ EAGLE-1 asks the class for its embedding and head. If the class lacks the interf
 lists of classes come from the sources of `VERSIONS`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

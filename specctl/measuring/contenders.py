@@ -5,8 +5,6 @@ from prompt to prompt, so a machine that slows down slows every contender. Each 
 starts. Prompts are tokenized before timing; answers are compared and written after it.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence

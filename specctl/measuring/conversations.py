@@ -1,7 +1,5 @@
 """Conversations of several turns, as in benchmark suites: the user's next message follows the target's own answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Result row of one drafter in one domain, and the comparison of drafters with plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType

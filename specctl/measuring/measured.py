@@ -1,7 +1,5 @@
 """Ratios with their intervals, and the two columns of each ratio in a result row."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Contenders of `specctl online` on one stream: plain decoding, fixed drafters, and learners."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack

@@ -4,8 +4,6 @@ chunks.jsonl        one line per learner and chunk
 records/            one file per chunk with every answer; at the end all answers are in records.parquet, too
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 

@@ -6,8 +6,6 @@ number in different seeds are drawn together: a file that is read in order gives
 seeds add no independent prompts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ samples. Intervals are bootstraps over sessions, at 95 %, with all repeats of a 
 one reset of the policy to the next. A policy is compared with the best arm of each of its games, as in a replay.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ All numbers and intervals of a result can be recomputed from the records. A run 
 the file also holds the recipe, target and drafters under which they were made (its `stamp`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace

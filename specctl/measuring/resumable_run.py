@@ -7,8 +7,6 @@ checkpoints/    newest states of all learners, with their place in the stream
 A resumed run deletes everything that was written after the checkpoint it goes on from, and answers those chunks again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Contenders of `specctl select` on one stream: the sessions of prompts, and the policies and drafters that answer."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random

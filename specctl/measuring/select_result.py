@@ -1,7 +1,5 @@
 """Result document of `select`, `record`, `replay` and `train-router`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """Verification counters of texts that engines wrote, compared with a server that keeps its drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Result rows of answers from servers: by domain, and by prompt length."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass

@@ -9,8 +9,6 @@ split. There the prefill time of plain mode on the same prompt is subtracted fro
 mode the tokens of its first pass for free: in doubt the baseline is favored.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ If a field is None, the library chooses its value: a measured default for the dr
 that depends on the domain. Loading, overrides and error reports are in `specctl.recipe.resolve`.
 """
 
-from __future__ import annotations
-
 import pkgutil
 
 from specctl.recipe.bench import BenchRecipe

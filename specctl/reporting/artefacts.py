@@ -1,7 +1,5 @@
 """Write the files that accompany result.json: pictures and tables for human readers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -7,8 +7,6 @@ verifies and a valid trainer.json. A manifest does not protect from an attacker 
 checkpoint holds nothing but data: JSON and tensors.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Distilled responses or general text as training examples, with held-out prompts and batches."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 from collections import Counter

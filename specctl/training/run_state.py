@@ -1,8 +1,6 @@
 """Progress of a training run: the state that resuming needs besides weights and optimizer, and a check that a
 checkpoint belongs to the same run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Ensemble of N learners with different rates under Hedge; a single learner is the case N = 1."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Loss f of a module as a function of its trainable parameters, flattened into one vector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any

@@ -10,8 +10,6 @@ Trees chosen by expected tokens follow Sequoia (Chen et al. 2024, arXiv 2402.123
 arXiv 2406.17276). The gate between two kinds of drafters is ours.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 

@@ -14,8 +14,6 @@ tapped state, which is taken after the norm, is divided by the norm's weight. Th
 because RMSNorm(h_i) is invariant to scale.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, cast

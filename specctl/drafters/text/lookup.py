@@ -4,8 +4,6 @@ It has no weights, as the text itself is the model. It is strong if the output r
 summaries).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

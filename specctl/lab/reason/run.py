@@ -1,7 +1,5 @@
 """`specctl reason`: lookahead reasoning along a stream, all modes side by side."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ pairs/          one file per chunk: the steps that the judge ruled to differ, as
                 datasets.load_dataset("RUN/pairs") reads them
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any

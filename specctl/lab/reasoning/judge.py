@@ -4,8 +4,6 @@ With every judge, two steps that are equal after folding are aligned without a r
 without a ruling, a time-out and an unreachable judge all count as not aligned: then the target's own step is used.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

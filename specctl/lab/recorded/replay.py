@@ -1,7 +1,5 @@
 """Replaying recorded tables: the exact rounds that a policy would have played, without a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 Everything a reader uses is under one digest. It detects a file that was cut short, altered or made by another program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping

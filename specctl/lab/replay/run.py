@@ -1,7 +1,5 @@
 """`specctl replay`: play policies on a recorded table in seconds, without a model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`specctl train-router`: a router, trained on prompts of the pool's domains or loaded, beside the policies."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Benchmark of the attention, verification and distillation kernels against a few lines of eager PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Benchmark of target steps with several rows, and of decoding in batches with and without drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial

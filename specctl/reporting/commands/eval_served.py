@@ -1,7 +1,5 @@
 """Report of `eval-server`: speed and mat by requests in flight, acceptance, and the expected gain at other mats."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Report of `eval`: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any

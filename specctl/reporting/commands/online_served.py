@@ -1,7 +1,5 @@
 """Report of `learn-from-server`: mat per chunk compared with a fixed drafter, and the published versions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The comparison includes how often a mode's answers agree with the answers of the target alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Aggregate rounds.jsonl of `select`: arms played per domain, and weights over time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

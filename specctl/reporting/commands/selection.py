@@ -4,8 +4,6 @@ Pictures come from `curves`, `policies`, `pool_size` and `rewards` of the result
 per round. Missing data is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
