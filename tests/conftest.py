@@ -1,6 +1,7 @@
 """Targets shared by all tests: the built-in one, and tiny random ones of other architectures."""
 
 import errno
+import functools
 import gc
 import os
 import threading
@@ -229,14 +230,20 @@ def write_tiny(directory, kind, sizes):
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory):
     """`tiny_directory(name)`: directory of a random model of `ARCHITECTURES[name]` with the built-in tokenizer."""
-    made = {}
 
+    @functools.cache
     def make(name):
-        if name not in made:
-            made[name] = write_tiny(tmp_path_factory.mktemp(name), *ARCHITECTURES[name])
-        return made[name]
+        return write_tiny(tmp_path_factory.mktemp(name), *ARCHITECTURES[name])
 
     return make
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    """A tiny target that is sure of its tokens. Its texts have hardly any line breaks."""
+    from tests.measuring.streams import sure_target
+
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
 
 
 @pytest.fixture(scope="session")

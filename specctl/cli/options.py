@@ -15,25 +15,21 @@ from specctl.formats.registry import readers
 SWITCH = " "  # metavar of a switch, which takes no value
 
 
-def _comma_ints(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{text!r} is not a list of whole numbers", hint="such as 0,1,2") from None
+def _comma_separated(kind: Callable[[str], Any], wrong: str, example: str) -> Callable[[str], list[Any]]:
+    """Return the conversion of a text to a list of numbers. `wrong`: message for another text, which stands for {}."""
+
+    def convert(text: str) -> list[Any]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise UsageError(wrong.format(repr(text)), hint=f"such as {example}") from None
+
+    return convert
 
 
-def _comma_floats(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--temperature: {text!r} is not a number or a list of them", hint="such as 0,0.7") from None
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{text!r} is not a list of numbers", hint="such as 2,2.5,3") from None
+_comma_ints = _comma_separated(int, "{} is not a list of whole numbers", "0,1,2")
+_comma_floats = _comma_separated(float, "--temperature: {} is not a number or a list of them", "0,0.7")
+_numbers = _comma_separated(float, "{} is not a list of numbers", "2,2.5,3")
 
 
 def _json_object(text: str) -> dict[str, Any]:

@@ -20,20 +20,8 @@ Pooled = TypeVar("Pooled", bound="PoolRecipe")
 Played = TypeVar("Played", bound="SelectRecipe")
 
 FLAGS = (
-    *(
-        "algo",
-        "pool",
-        "drafters",
-        "strict",
-        "beside",
-        "domain",
-        "prompts",
-        "limit",
-        "reset",
-        "session",
-        "select_baselines",
-    ),
-    *("rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
+    *("algo", "pool", "drafters", "strict", "beside", "domain", "prompts", "limit", "reset", "session"),
+    *("select_baselines", "rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
 )
 EARLIER = ("record", "replay", "train_router", "router_dir", "warm_start", "server", "listen", "resume")
 """Flags of commands that were modes of this one."""

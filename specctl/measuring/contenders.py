@@ -76,16 +76,16 @@ def prepare(
         progress.interrupts.check()
         ids = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
         if ids is not None:
-            cases.append(case_of(recipe, target, prompt, ids))
+            cases.append(case_of(recipe.sampling, target, prompt, ids))
     rejections.check()
     if not cases:
         raise DataError(f"target {target.name} can answer none of the prompts", hint="; ".join(rejections.reasons))
     return cases
 
 
-def case_of(recipe: PromptedRecipe, target: TargetText, prompt: Prompt, ids: list[int]) -> Case:
+def case_of(sampling: SamplingRecipe, target: TargetText, prompt: Prompt, ids: list[int]) -> Case:
     """A prompt with its ids, and with as many new tokens as the recipe and the context allow."""
-    return Case(prompt, ids, min(recipe.sampling.max_new_tokens, target.context_length - len(ids)))
+    return Case(prompt, ids, min(sampling.max_new_tokens, target.context_length - len(ids)))
 
 
 def contenders(

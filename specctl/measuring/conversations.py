@@ -39,7 +39,7 @@ def next_turn(
     except ValueError as error:
         progress.log(f"{prompt.where} ends {len(prompt.later_turns)} turns early: {error}")
         return None
-    return case_of(recipe, target, turn, ids)
+    return case_of(recipe.sampling, target, turn, ids)
 
 
 def conversation_turns(recipe: EvalRecipe, target: Target, cases: Sequence[Case]) -> list[Case]:

@@ -33,10 +33,10 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
 from specctl.measuring.contenders import (
     VANILLA,
-    Case,
     Contender,
     PromptBatch,
     answer_batch,
+    case_of,
     decode_batch,
     engine_contender,
     rotated_order,
@@ -258,17 +258,14 @@ class OnlineContenders:
     def _companion(self, store: GrowingDatastore) -> Companion:
         return Companion(self.recipe.companion, self.target, self.recipe.drafting, store)
 
-    def case(self, arrival: EncodedPrompt) -> Case:
-        room = self.target.context_length - len(arrival.ids)
-        return Case(arrival.prompt, arrival.ids, min(self.recipe.sampling.max_new_tokens, room))
-
     def answer(self, chunk: Sequence[EncodedPrompt], done: Callable[[int, list[Record]], None]) -> list[Record]:
         """Return all contenders' answers to a chunk.
 
         `done` is called after every turn, with the size of the turn and the chunk's records up to then. Raises
         Interrupted between two turns.
         """
-        cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
+        cases = [case_of(self.recipe.sampling, self.target, arrival.prompt, arrival.ids) for arrival in chunk]
+        size = self.recipe.batch
         turns: list[PromptBatch] = [cases[start : start + size] for start in range(0, len(cases), size)]
         if not self._warm:
             self.warm_up(turns)

@@ -44,52 +44,6 @@ from specctl.recipe.train import (
 )
 from specctl.subcommands import SUBCOMMANDS
 
-__all__ = [
-    "RECIPES",
-    "Arch",
-    "BenchRecipe",
-    "CheckpointRecipe",
-    "CommandRecipe",
-    "ConverterRecipe",
-    "DataRecipe",
-    "DistillRecipe",
-    "DrafterRecipe",
-    "DrafterStreamRecipe",
-    "DraftingRecipe",
-    "EvalRecipe",
-    "EvalServerRecipe",
-    "ExportRecipe",
-    "FeatureRecipe",
-    "FilterRecipe",
-    "GameRecipe",
-    "GenerateRecipe",
-    "Gpu",
-    "HeldOutRecipe",
-    "ImportRecipe",
-    "LearnFromServerRecipe",
-    "LearnerOptions",
-    "LearnerRecipe",
-    "LearningRecipe",
-    "LimitsRecipe",
-    "LoraRecipe",
-    "OnlineRecipe",
-    "OptimizerRecipe",
-    "PolicyRecipe",
-    "PoolRecipe",
-    "PublicationRecipe",
-    "ResourceRecipe",
-    "SamplingRecipe",
-    "Section",
-    "SelectRecipe",
-    "ServeRecipe",
-    "ServerRecipe",
-    "StreamRecipe",
-    "TargetRecipe",
-    "TrainRecipe",
-    "WriterRecipe",
-    "command_for",
-]
-
 RECIPES: dict[str, type[CommandRecipe]] = {
     name: pkgutil.resolve_name(f"specctl.{row.recipe}") for name, row in SUBCOMMANDS.items() if row.recipe is not None
 }

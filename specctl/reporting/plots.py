@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl.reporting.tables import matrix_csv
 from specctl.runs import atomic_write
 
 if TYPE_CHECKING:
@@ -26,6 +27,14 @@ MARGIN_X, MARGIN_Y = 1.0, 1.1  # inches: color bar and padding; title and labels
 SMALLEST = 5.0, 2.2  # inches
 DPI = 160
 LARGEST = 8000  # pixels per side; bars of a hundred runs make a tall picture
+
+
+def write_matrix(document: dict[str, Any], directory: Path) -> None:
+    """Write the matrix of a result of `eval`, if it has one, as a picture and as CSV into its run directory."""
+    matrix = document.get("matrix")
+    if matrix:
+        atomic_write(directory / "matrix.csv", matrix_csv(matrix))
+        save(heat_map(matrix, title=f"target {Path(document['target']).name}"), directory / "matrix.png")
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -9,12 +9,7 @@ import pytest
 from specctl import lock
 from specctl.drafters import checkpoint
 from specctl.errors import Interrupted
-from tests.measuring.streams import contents, sure_target, write_copy, write_prompts
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+from tests.measuring.streams import contents, write_copy, write_prompts
 
 
 @pytest.fixture

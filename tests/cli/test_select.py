@@ -91,8 +91,7 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
 
 def test_it_selects(specctl, tmp_path):
     """The installed command on the built-in target, with drafters that need no training; then its report."""
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Count to three.", "Say hi.")))
+    prompts = write_prompts(tmp_path, ("Count to three.", "Say hi."))
     options = ("--prompts", str(prompts), "--max-new-tokens", "12", "--output-dir", str(tmp_path / "run"))
     done = specctl("select", *options, "--baselines", "vanilla,fixed", "--json")
     assert done.code == 0, done.err
@@ -114,8 +113,7 @@ def test_a_table_that_is_none(specctl, tmp_path):
 
 def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     """Speeds of a replay are those of a cost model: to show them as measured would be a lie."""
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Count to three.", "Say hi.")))
+    prompts = write_prompts(tmp_path, ("Count to three.", "Say hi."))
     for option in ("--record", "--replay"):
         planned = specctl("select", "--prompts", str(prompts), option, "t.parquet", "--dry-run", "--json")
         assert planned.code == 0 and "t.parquet" in " ".join(planned.json["steps"]), planned.err

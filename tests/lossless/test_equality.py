@@ -30,7 +30,7 @@ from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, full_tree, own_weights, perfect, ragged
 from tests.toys import mtp
-from tests.toys.decoding import decode
+from tests.toys.decoding import decode, plain_answers, whole
 
 NEW = 20
 HOT = Sampling(1.0, 0, 1.0)
@@ -100,21 +100,7 @@ def random_block(target, parts=None, **drafting):
 @pytest.fixture(scope="module")
 def plain(target, prompts):
     """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
-    known = {}
-
-    def texts(sampling):
-        if sampling not in known:
-            known[sampling] = [
-                decode(target, [prompt], sampling=sampling, max_new_tokens=NEW, seeds=[seed])[0]
-                for prompt, seed in zip(prompts, SEEDS, strict=True)
-            ]
-        return known[sampling]
-
-    return texts
-
-
-def whole(decoded):
-    return [one.prompt_ids + one.output_ids for one in decoded]
+    return plain_answers(target, prompts, SEEDS, NEW)
 
 
 DRAFTERS = {

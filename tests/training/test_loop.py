@@ -33,6 +33,7 @@ from specctl.training import loop
 from specctl.training.data import load_corpus
 from specctl.training.outcome import held_out_acceptance
 from tests.training import small
+from tests.training.small import metrics, train
 
 
 def recipe(distilled, place, **changes):
@@ -47,17 +48,9 @@ def recipe(distilled, place, **changes):
     return small.recipe(distilled, place, **{**values, **changes})
 
 
-def train(recipe, place):
-    return loop.train_drafter(recipe, Run.create("train-drafter", recipe, place))
-
-
 def make(place):
     place.mkdir(parents=True, exist_ok=True)
     return place
-
-
-def metrics(place):
-    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

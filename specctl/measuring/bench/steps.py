@@ -139,7 +139,11 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
         named.append((PLAIN, None, partial(_theirs, generator)))
     for name in recipe.drafters:
         for length in (None, *recipe.draft_lengths):
-            drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
+            drafting = (
+                recipe.drafting
+                if length is None
+                else recipe.drafting.model_copy(update={"nodes": length, "depth": length})
+            )
             drafter = pool.load_drafter(name, target, drafting)
             named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, {})))
     found: dict[tuple[int, int], Timed] = {}  # by contender and batch
@@ -191,10 +195,6 @@ def _row(drafter: str, length: int | None, batch: int, timed: Timed, references:
         graphs=any(one.replays for one in timed.texts),
         unusable=why_unusable(speedup, None, mat),
     )
-
-
-def _of_length(nodes: int) -> dict[str, int]:
-    return {"nodes": nodes, "depth": nodes}
 
 
 def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> list[Timed]:
