@@ -300,7 +300,6 @@ def remove_leftovers(directory: Path, name: str = "") -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether a process with this pid runs on this machine."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -49,7 +49,6 @@ class AutoLength(Controller):
         self.use(drafter)
 
     def forget(self) -> None:
-        """Forget all statistics."""
         self.accepted = self.verified = 0.0
         self.draft_s = self.draft_tokens = self.step_s = self.steps = 0.0
         self.rounds.clear()

@@ -242,7 +242,6 @@ class Specialists(StreamLearner):
         return facts, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Restore a `state`."""
         self.chunks = facts["chunks"]
         self.buffer.restore(facts["buffer"], {})  # no texts, but their numbering goes on
         for name, online_drafter in self.online_drafters.items():

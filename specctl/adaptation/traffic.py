@@ -12,7 +12,8 @@ from specctl import progress, regular_files
 from specctl.adaptation.stream import EncodedPrompt, PromptStream
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import logs
-from specctl.distillation.prompts import Rejections, json_object
+from specctl.distillation.line_streams import json_object
+from specctl.distillation.rejections import Rejections
 from specctl.engines.client import Client
 from specctl.engines.records import DraftCounters, GenerationRequest, GenerationResult
 from specctl.errors import DataError

@@ -241,7 +241,6 @@ def _cpu_flags() -> set[str]:
 
 
 def _in_words(about: Description) -> dict[str, Any]:
-    """Put a description into words for people."""
     from specctl.cli.checks import step_name
 
     context: Any = about.context_length

@@ -93,7 +93,6 @@ def with_pool(recipe: Pooled) -> tuple[Pooled, list[str]]:
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    """Return the plan of `select` in words."""
     arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
     plain = {None: " (and plain decoding, for policies that count seconds)", True: " and plain decoding"}.get(
         recipe.arms.plain, ""

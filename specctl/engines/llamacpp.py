@@ -96,12 +96,10 @@ def own_drafting(document: Mapping[str, Any]) -> DraftCounters | None:
 
 
 def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
-    """Make a request's body ask for a streamed answer."""
     return body | {"stream": True}
 
 
 def has_token(piece: Any) -> bool:
-    """Whether a piece of a stream holds a token."""
     return bool(piece.get("tokens"))
 
 
@@ -120,7 +118,6 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
 
 
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
-    """Body of a request for the token ids of a text."""
     return {"model": model, "content": text, "add_special": False, "parse_special": False}
 
 

@@ -83,12 +83,10 @@ def own_drafting(about: Mapping[str, Any]) -> DraftCounters | None:
 
 
 def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
-    """Make a request's body ask for a streamed answer."""
     return body | {"stream": True}
 
 
 def has_token(piece: Any) -> bool:
-    """Whether a piece of a stream holds a token."""
     return bool(piece.get("output_ids"))
 
 
@@ -112,12 +110,10 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
 
 
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
-    """Body of a request for the token ids of a text."""
     return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
 def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
-    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},

@@ -81,7 +81,6 @@ def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_token(piece: Any) -> bool:
-    """Whether a piece of a stream holds a token."""
     return bool(piece.get("choices") and piece["choices"][0].get("token_ids"))
 
 
@@ -105,12 +104,10 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
 
 
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
-    """Body of a request for the token ids of a text."""
     return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
 def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
-    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
 
 
@@ -197,7 +194,6 @@ def check_response(call: AdminCall, document: Any) -> float | None:
 
 
 def error_for_status(call: AdminCall, status: int, said: str) -> EngineError:
-    """The error that a status other than 200 means."""
     if status == 404:
         return EngineError(
             f"it does not have {RPC}",

@@ -25,7 +25,8 @@ from specctl.decoding.records import Decoded, Label, Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompts import Prompt, Rejections, render
+from specctl.distillation.prompt_rows import Prompt, render
+from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record
 from specctl.measuring.transformers_baseline import PLAIN, load_generator
@@ -226,7 +227,6 @@ def measure(
 def answer_batch(
     sampling: SamplingRecipe, turn: PromptBatch, seed: int, competing: Sequence[Contender]
 ) -> list[Record]:
-    """All contenders' answers to one turn."""
     seeds = [case.seed(sampling.seed + seed) for case in turn]
     return [
         Record(case.prompt.id, case.prompt.domain, name, seed, sampling.temperature, decoded)
@@ -237,6 +237,5 @@ def answer_batch(
 
 
 def rotated_order(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
-    """The contenders, in an order that rotates from turn to turn."""
     first = turn % len(competing)
     return [*competing[first:], *competing[:first]]

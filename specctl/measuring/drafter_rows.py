@@ -44,7 +44,6 @@ class Row:
 
 
 def records_by_question(records: Sequence[Record], name: str) -> dict[Question, Record]:
-    """Records of one drafter, by question."""
     return {record.question: record for record in records if record.drafter == name}
 
 

@@ -42,7 +42,6 @@ class Journal(ResumableRun):
             self.write_chunk(rows)
 
     def rows(self) -> list[ChunkRow]:
-        """Rows of all chunks, in order."""
         names = {field.name for field in fields(ChunkRow)}
         return [ChunkRow(**{name: value for name, value in row.items() if name in names}) for row in self.read(CHUNKS)]
 

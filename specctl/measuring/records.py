@@ -95,7 +95,6 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
 
 
 def chunk_file_name(number: int) -> str:
-    """File name of a chunk."""
     return f"{number:08d}.parquet"
 
 

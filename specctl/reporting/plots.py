@@ -44,7 +44,6 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def png(figure: Figure) -> bytes:
-    """Render a figure to the bytes of a PNG file."""
     image = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # for names in a script that matplotlib's font lacks

@@ -33,7 +33,6 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 def directory(output: Path) -> Path:
-    """Directory for the checkpoints of the drafter at `output`."""
     return output.with_name(output.name + TRAINING)
 
 

@@ -262,7 +262,6 @@ def sample(texts: Texts) -> list[Example]:
 
 
 def mean_tokens(epoch: list[Batch]) -> float:
-    """Mean response tokens per batch."""
     return sum(example.response_length for batch in epoch for share in batch for example in share) / len(epoch)
 
 

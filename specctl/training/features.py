@@ -242,7 +242,6 @@ def over_ranks(values: list[int], device: torch.device) -> list[int]:
 
 
 def _barrier() -> None:
-    """Wait for the other ranks."""
     if dist.is_initialized():
         dist.barrier()
 

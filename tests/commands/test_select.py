@@ -17,7 +17,8 @@ from specctl.decoding.plain import PLAIN
 from specctl.decoding.prompt_features import cluster_of
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import load_target
-from specctl.distillation.prompts import Prompt, Rejections
+from specctl.distillation.prompt_rows import Prompt
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint
 from specctl.drafters import pool as drafters
 from specctl.drafters.lm.drafter import LMDrafter
@@ -480,16 +481,19 @@ def test_a_replay_reads_prompts_as_live_decoding_does(tmp_path, target, pool, mo
     assert first[0] == "good" and len(first) == 10
 
 
-def familiar(place, target, drafted):
-    """A pool of datastores, each of which says that it was made of these questions."""
-    for name, asked in drafted.items():
+def numbers_after_stories(tmp_path, target, count):
+    """A pool of two datastores, `a` of stories and `b` of numbers, and a file with `count` prompts about numbers."""
+    numbers = [f"Count from {n} to {n + 9}." for n in range(6 + count)]
+    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
+    place = tmp_path / "pool"
+    for name, asked in (("a", stories), ("b", numbers[:6])):
         store = Datastore.of([target.tokenizer(text)["input_ids"] for text in asked])
         prompts = [prompt_ids(target, text) for text in asked]
         mean, error = cluster_of(target, prompts, (target.num_layers,))
         told = {"taps": [target.num_layers], "kinds": {"sql": {"mean": mean.tolist(), "error": error}}}
         made = {"config": retrieval.checkpoint_config(store, target.identity), "tensors": retrieval.tensors(store)}
         checkpoint.save(place / name, **made, info={"domain": ["sql"], "prompts": told})
-    return place
+    return place, write_prompts(tmp_path, numbers[6:])
 
 
 def prompt_ids(target, text):
@@ -500,10 +504,7 @@ def prompt_ids(target, text):
 
 def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, target):
     """From the first text on; in a replay, too; not by drafters that say nothing."""
-    numbers = [f"Count from {n} to {n + 9}." for n in range(12)]
-    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
-    place = familiar(tmp_path / "pool", target, {"a": stories, "b": numbers[:6]})
-    path = write_prompts(tmp_path, numbers[6:])
+    place, path = numbers_after_stories(tmp_path, target, 6)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset="query", pool=place)
     live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
     assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0
@@ -523,10 +524,7 @@ def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, ta
 def test_a_drafter_that_reads_other_layers_does_not_hide_what_the_others_were_trained_on(tmp_path, target, monkeypatch):
     """A pool keeps the states of all layers that any drafter reads; kinds are told by those of most."""
     monkeypatch.setattr(Lookup, "taps", (1, target.num_layers))
-    numbers = [f"Count from {n} to {n + 9}." for n in range(8)]
-    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
-    place = familiar(tmp_path / "pool", target, {"a": stories, "b": numbers[:6]})
-    path = write_prompts(tmp_path, numbers[6:])
+    place, path = numbers_after_stories(tmp_path, target, 2)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], pool=place, drafters=["lookup"])
     live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
     assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0

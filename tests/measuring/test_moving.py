@@ -16,7 +16,7 @@ from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
 from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint
 from specctl.drafters.hybrid import costs
 from specctl.errors import CheckpointError, SpecctlError

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.distillation import prompts
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint as checkpoints
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import online_contenders, online_journal

@@ -303,14 +303,19 @@ def test_features_that_do_not_fit_leave_the_earlier_training(trained, distilled,
     assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == there
 
 
-def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):
+def poison(monkeypatch, change):
+    """Let `change` have the loss of the step after the second."""
     real = loop.Trainer.forward
 
     def poisoned(self, chosen):
         total, weight, steps = real(self, chosen)
-        return (total * float("nan") if self.state.step == 2 else total), weight, steps
+        return (change(total) if self.state.step == 2 else total), weight, steps
 
     monkeypatch.setattr(loop.Trainer, "forward", poisoned)
+
+
+def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):
+    poison(monkeypatch, lambda total: total * float("nan"))
     with pytest.raises(SpecctlError, match="loss is nan at step 2"):
         train(recipe(distilled, tmp_path), tmp_path)
     assert [p.name for p in (tmp_path / "drafter.checkpoints").glob("step-*")] == ["step-00000002"]
@@ -319,15 +324,12 @@ def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypa
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, stage):
     """Under every ZeRO stage, with the checkpoint of the step before intact."""
-    real = loop.Trainer.forward
 
-    def poisoned(self, chosen):
-        total, weight, steps = real(self, chosen)
-        if self.state.step == 2:
-            total.register_hook(lambda gradient: gradient * float("nan"))
-        return total, weight, steps
+    def poisoned(total):
+        total.register_hook(lambda gradient: gradient * float("nan"))
+        return total
 
-    monkeypatch.setattr(loop.Trainer, "forward", poisoned)
+    poison(monkeypatch, poisoned)
     options = dict(zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"))
     with pytest.raises(SpecctlError, match="gradient is not finite at step 2"):
         train(recipe(distilled, tmp_path, **options), tmp_path)

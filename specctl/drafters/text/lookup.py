@@ -132,5 +132,4 @@ class NGramIndex:
 
 
 def make_drafter(drafting: DraftingRecipe) -> Lookup:
-    """Build the drafter `lookup` from a recipe."""
     return Lookup(drafting.depth)

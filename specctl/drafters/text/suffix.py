@@ -123,5 +123,4 @@ class SuffixText:
 
 
 def make_drafter(drafting: DraftingRecipe) -> Suffix:
-    """Build the drafter `suffix` from a recipe."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children)

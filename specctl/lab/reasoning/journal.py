@@ -108,7 +108,6 @@ class ReasoningJournal(ResumableRun):
             atomic_write(self.chunk_dir / chunk_file_name(self.number), sink.getvalue().to_pybytes())
 
     def rows(self) -> list[ReasoningChunk]:
-        """Rows of all chunks, in order."""
         return [ReasoningChunk(**row) for row in self.read(CHUNKS)]
 
     def traces(self) -> dict[tuple[ReasoningMode, int], list[ReasoningTrace]]:

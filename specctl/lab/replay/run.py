@@ -56,7 +56,6 @@ def play_table(recipe: ReplayRecipe, run: Run) -> SelectResult:
 
 
 def result_of(recipe: ReplayRecipe, done: Replayed) -> SelectResult:
-    """Build the result document of a replay."""
     shown = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
     unit = {"query": "queries", "session": "sessions", "stream": "streams"}[recipe.reset]

@@ -6,7 +6,8 @@ from pathlib import Path
 from specctl.commands.select import load_stream, log_overridden_options, play
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
-from specctl.distillation.prompts import Rejections, read_domains
+from specctl.distillation.prompts import read_domains
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.lab.recorded.table_file import read_table

@@ -176,7 +176,6 @@ class ReferenceRates(NamedTuple):
 
 
 def _row(drafter: str, length: int | None, batch: int, timed: Timed, references: ReferenceRates) -> DecodingRow:
-    """Row of one contender at one batch size."""
     plain, alone, theirs = references
     rate, tokens = timed.rate, timed.tokens
     mat = tokens / max(1, sum(one.target_passes for one in timed.texts))

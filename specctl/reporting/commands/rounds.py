@@ -51,7 +51,6 @@ class Rounds:
 
     @property
     def middles(self) -> list[float]:
-        """Middle round of each stretch."""
         return [(n + 0.5) * self.stretch for n in range(len(self.weights))]
 
     def _index(self, arm: int | str) -> int:
