@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.records import DraftTree
 from specctl.decoding.target import load_target
+from specctl.decoding.target_text import load_target_text
 
 torch.set_num_threads(1)
 
@@ -109,7 +110,7 @@ def cache_of_its_own(tmp_path_factory):
     """Later runs reuse the compiled C++ step and measured costs from a cache. Tests have one, apart from the user's.
 
     All processes of a test run share it, so that one of them compiles. Costs are medians of few repeats here, and runs
-    are warmed up by answers of three tokens: no test depends on the seconds.
+    are warmed up by answers of three tokens: no test depends on the seconds. A failed request is sent again at once.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -121,6 +122,7 @@ def cache_of_its_own(tmp_path_factory):
         patch.setattr("specctl.decoding.timing.WARM_UP", 1)
         patch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 3)
         patch.setattr("specctl.lab.reasoning.modes.WARMUP_TOKENS", 3)
+        patch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
         yield
 
 
@@ -197,6 +199,12 @@ def shallow(tmp_path_factory):
     )
     AutoTokenizer.from_pretrained(builtin_path()).save_pretrained(place)
     return load_target(str(place), device="cpu", dtype="fp32")
+
+
+@pytest.fixture(scope="module")
+def text():
+    """The built-in target without its layers: its tokenizer and chat template."""
+    return load_target_text("builtin")
 
 
 @pytest.fixture(scope="session")

@@ -262,8 +262,7 @@ def test_hybrids_on_the_device(tiny, drafters, graphs_on, monkeypatch, head, tex
     graphs_on()
     steps = {}
     for name, drafter in {"both": together, head: drafters(head), text: drafters(text)}.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             found = decode(tiny, drafter=drafter, **how)
         assert [one.output_ids for one in found] == [one.output_ids for one in plain]
         assert any(one.ahead for one in found)
@@ -628,8 +627,7 @@ def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
     host = decode(tiny, **how)
     monkeypatch.delenv("SPECCTL_GRAPHS")
     captured = graphs_on()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert decode(tiny, **how) == host
     assert captured
 
@@ -652,8 +650,7 @@ def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypat
     captured = graphs_on()
     prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(8)]
     how = dict(sampling=HOT, seeds=[*range(8)], max_new_tokens=[2, 3, 2, *[30] * 5], share_rows=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         texts = decoding.decode(tiny, prompts, drafter=drafters(name), **how)
     assert captured and texts[-1].replays > 0
     monkeypatch.setenv("SPECCTL_KV", "contiguous")
@@ -760,8 +757,7 @@ def test_a_text_drafter_that_raises_fails_one_text(tiny, graphs_on, monkeypatch,
     for request in decoding.requests([[40, 41], [600, 41], [44, 44]], sampling=GREEDY, max_new_tokens=9, seeds=[0] * 3):
         engine.add(request)
     ends = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         while engine.busy:
             ends |= {event.id: event for event in engine.step() if event.ended}
     assert str(ends[1].error) == "I will not" and ends[1].ended.stop == "failed"

@@ -27,11 +27,6 @@ LOGGED = {
 }
 
 
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
-
-
 @pytest.mark.parametrize(
     "row",
     [

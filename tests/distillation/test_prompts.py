@@ -1,7 +1,5 @@
 """Prompt files as they come: what is read, what is rejected, and how that is said."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json

@@ -2,7 +2,6 @@
 
 import pytest
 
-from specctl.decoding.target_text import load_target_text
 from specctl.engines.client import Client
 from specctl.engines.records import EngineError
 from specctl.errors import SpecctlError, UsageError
@@ -11,11 +10,6 @@ from specctl.recipe import ServerRecipe
 from tests.toys.engine import Corpora, FakeEngine
 
 ADD, REMOVE, LIST = "/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
 
 
 def corpus(text, *texts):

@@ -1,7 +1,5 @@
 """Decoding of prompts with a new engine, in one call."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from typing import Any
