@@ -116,7 +116,7 @@ def hardware() -> Iterator[Finding]:
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {threads.counted(threads.cores(), 'core')}")
     yield threads_finding(threads.read_cpu_facts(threads.cores(), environ={}), threads.requested_threads(os.environ))
     bf16 = "yes, --dtype auto selects bf16" if cpu_has_bf16() else "no native instructions, --dtype auto selects fp32"
-    amx = ", AMX" if "amx_bf16" in _cpu_flags() else ""
+    amx = ", AMX" if "amx_bf16" in runs.cpu_field("flags").split() else ""
     yield Finding("bf16 on cpu", "ok", bf16 + amx)
     memory = psutil.virtual_memory()
     text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
@@ -230,14 +230,6 @@ def weights(directory: Path) -> Finding:
     except CheckpointError as error:
         return Finding("weights", "missing", error.message, error.hint)
     return Finding("weights", "ok", f"{', '.join(file.name for file in files[:2])}{' …' if len(files) > 2 else ''}")
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
 
 
 def _in_words(about: Description) -> dict[str, Any]:

@@ -123,15 +123,8 @@ def test_what_is_in_the_way_is_said_before_anything_is_loaded(specctl, tmp_path,
 def test_flags_overrides_and_prompt_find_their_keys(specctl):
     done = specctl(
         *(
-            "generate",
-            "Which = is it?",
-            "--drafter",
-            "lookup",
-            "--top-p",
-            "0.9",
-            "sampling.top_k=5",
-            "--dry-run",
-            "--json",
+            *("generate", "Which = is it?", "--drafter", "lookup", "--top-p", "0.9", "sampling.top_k=5"),
+            *("--dry-run", "--json"),
         ),
         *("--chat-template-kwargs", '{"enable_thinking": false}'),
     )

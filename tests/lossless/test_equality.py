@@ -158,13 +158,8 @@ def misprinted(text):
 
 ONE_OF_EACH = ["ragged", "trees", "lookup", "suffix", "retrieval", "lm", "eagle", "eagle3 tree", "eagle3.1 tree"]
 ONE_OF_EACH += [
-    "dflash2 tree",
-    "peagle tree",
-    "hydra tree",
-    "medusa tree",
-    "mtp tree",
-    "lm + lookup",
-    "dflash + lookup",
+    *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree"),
+    *("lm + lookup", "dflash + lookup"),
 ]
 """Drafters with one memory each, which does not depend on the shape of a draft."""
 
@@ -352,17 +347,8 @@ def test_shrinking_batch(target, prompts, plain):
     batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 11, 4, 6, 9, 13]
     sizes = set()
     for name in (
-        "lookup",
-        "retrieval",
-        "lm",
-        "trees",
-        "eagle3 tree",
-        "dflash tree",
-        "dflash2 tree",
-        "peagle tree",
-        "hydra tree",
-        "medusa",
-        "eagle3 + suffix",
+        *("lookup", "retrieval", "lm", "trees", "eagle3 tree", "dflash tree", "dflash2 tree", "peagle tree"),
+        *("hydra tree", "medusa", "eagle3 + suffix"),
     ):
         found = decode(
             target,
