@@ -1,8 +1,7 @@
 """Report of `eval-server`: speed and mat by requests in flight, acceptance, and the expected gain at other mats."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
@@ -41,8 +40,6 @@ LENGTHS = {
     },
 }
 WORTH = {"label": "run", "concurrency": "in flight", "mat": "mat", "break_even": "even at mat"}
-
-Row = Mapping[str, Any]
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
