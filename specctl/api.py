@@ -32,7 +32,7 @@ from specctl.recipe import (
     command_for,
 )
 from specctl.recipe.resolve import Setting, resolve
-from specctl.reporting import artefacts
+from specctl.reporting.plots import write_matrix
 from specctl.runs import Run, path_in_errors
 from specctl.subcommands import SUBCOMMANDS, TODAY
 
@@ -176,7 +176,7 @@ def _execute(command: str, recipe: CommandRecipe, place: Path | None = None) -> 
         result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
         document = run.result(dataclasses.asdict(result))
         if "matrix" in document:
-            artefacts.write(document, run.dir)
+            write_matrix(document, run.dir)
     return result, document
 
 

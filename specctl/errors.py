@@ -3,8 +3,6 @@
 Each class carries its exit code of the command line. Programming errors stay ordinary exceptions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 

@@ -4,8 +4,6 @@ This module imports no other module of specctl, because help texts and recipes r
 path, `module:name`, for `pkgutil.resolve_name`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal

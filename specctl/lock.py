@@ -12,8 +12,6 @@ Child processes do not inherit the flock: Python closes descriptors on exec, our
 process (`decoding.models.chat`) closes them. So a child that outlives its parent does not keep the lock.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json
@@ -75,7 +73,6 @@ class Lock:
         os.close(self._fd)
 
     def _acquire(self) -> int:
-        """Acquire the lock, and return the descriptor of its file."""
         while True:
             fd = self._create()
             if fd is None:
@@ -234,7 +231,6 @@ def hold(path: Path, what: Path) -> Iterator[None]:
 
 
 def describe_holder(holder: Signature) -> str:
-    """Describe a holder in words."""
     if not holder:
         return "an unknown process"
     return f"process {holder.get('pid')} on {holder.get('host')} since {holder.get('time')}"

@@ -1,7 +1,5 @@
 """Removal of passwords and API keys from plans, resolved recipes, reports and messages."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

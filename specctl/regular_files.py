@@ -5,8 +5,6 @@ end. A symbolic link that another user has put at the path of an output file red
 library is imported, because vLLM's workers read drafters with this module, too.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

@@ -36,7 +36,7 @@ SCHEMA_VERSION = 1
 METRICS = "metrics.jsonl"
 PRIVATE, PRIVATE_DIRECTORY = 0o600, 0o700  # permissions if a run holds users' texts
 MOST_THREADS = 4096  # largest count of threads that is believed
-_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]*)(-[0-9a-f]+)?\.tmp")
+_LEFT = re.compile(r"\.(?P<name>.+)\.(?P<pid>[1-9][0-9]{0,6})(-[0-9a-f]+)?\.tmp")
 VERSIONED = ("torch", "transformers", "deepspeed", "specctl")
 
 
@@ -289,25 +289,16 @@ def remove_leftovers(directory: Path, name: str = "") -> None:
     """
     if not progress.is_rank_zero() or not directory.is_dir():
         return
+    import psutil
+
     for path in directory.iterdir():
         left = _LEFT.fullmatch(path.name)
-        if left is None or name not in ("", left["name"]) or _alive(int(left["pid"])):
+        if left is None or name not in ("", left["name"]) or psutil.pid_exists(int(left["pid"])):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
-
-
-def _alive(pid: int) -> bool:
-    """Whether a process with this pid runs on this machine."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # the process of another user
-        return True
-    return True
 
 
 @contextmanager
@@ -392,9 +383,14 @@ def hardware() -> dict[str, Any]:
 
 
 def cpu_model() -> str:
-    """Return the name of the processor, from /proc/cpuinfo if there is one."""
+    """Return the name of the processor."""
+    return cpu_field("model name") or platform.processor() or platform.machine()
+
+
+def cpu_field(name: str) -> str:
+    """Return a field of the first processor in /proc/cpuinfo, such as `flags`; empty if there is none."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    except OSError:
+        return ""
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith(name)), "")

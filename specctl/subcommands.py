@@ -4,8 +4,6 @@ This module imports no other module of specctl, because help texts read it. It n
 their path in `specctl`: `module`, or `module:name`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 LAB = "Experiments of the papers"

@@ -8,8 +8,6 @@ The number is chosen once, when a command starts. With another number of threads
 is resumed bit for bit continues with its first number.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import time

@@ -1,6 +1,7 @@
 """Targets shared by all tests: the built-in one, and tiny random ones of other architectures."""
 
 import errno
+import functools
 import gc
 import os
 import threading
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.records import DraftTree
 from specctl.decoding.target import load_target
+from specctl.decoding.target_text import load_target_text
 
 torch.set_num_threads(1)
 
@@ -108,7 +110,7 @@ def cache_of_its_own(tmp_path_factory):
     """Later runs reuse the compiled C++ step and measured costs from a cache. Tests have one, apart from the user's.
 
     All processes of a test run share it, so that one of them compiles. Costs are medians of few repeats here, and runs
-    are warmed up by answers of three tokens: no test depends on the seconds.
+    are warmed up by answers of three tokens: no test depends on the seconds. A failed request is sent again at once.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
@@ -120,6 +122,7 @@ def cache_of_its_own(tmp_path_factory):
         patch.setattr("specctl.decoding.timing.WARM_UP", 1)
         patch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 3)
         patch.setattr("specctl.lab.reasoning.modes.WARMUP_TOKENS", 3)
+        patch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
         yield
 
 
@@ -198,6 +201,12 @@ def shallow(tmp_path_factory):
     return load_target(str(place), device="cpu", dtype="fp32")
 
 
+@pytest.fixture(scope="module")
+def text():
+    """The built-in target without its layers: its tokenizer and chat template."""
+    return load_target_text("builtin")
+
+
 @pytest.fixture(scope="session")
 def prompts(builtin_target):
     """Three prompts of different lengths, as ids."""
@@ -229,14 +238,20 @@ def write_tiny(directory, kind, sizes):
 @pytest.fixture(scope="session")
 def tiny_directory(tmp_path_factory):
     """`tiny_directory(name)`: directory of a random model of `ARCHITECTURES[name]` with the built-in tokenizer."""
-    made = {}
 
+    @functools.cache
     def make(name):
-        if name not in made:
-            made[name] = write_tiny(tmp_path_factory.mktemp(name), *ARCHITECTURES[name])
-        return made[name]
+        return write_tiny(tmp_path_factory.mktemp(name), *ARCHITECTURES[name])
 
     return make
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory, tiny_directory):
+    """A tiny target that is sure of its tokens. Its texts have hardly any line breaks."""
+    from tests.measuring.streams import sure_target
+
+    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
 
 
 @pytest.fixture(scope="session")

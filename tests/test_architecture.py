@@ -12,31 +12,14 @@ from specctl.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAVES = [
-    "errors",
-    "families",
-    "formats.registry",
-    "lock",
-    "processes",
-    "progress",
-    "recipe",
-    "redaction",
-    "regular_files",
-    "runs",
-    "subcommands",
-    "threads",
+    *("errors", "families", "formats.registry", "lock", "processes", "progress", "recipe", "redaction"),
+    *("regular_files", "runs", "subcommands", "threads"),
 ]
 LOWER = {*LEAVES, "kernels", "decoding"}
 DRAFTING = LOWER | {"drafters", "formats"}
 MIDDLE = [
-    "engines",
-    "distillation",
-    "training",
-    "selection",
-    "adaptation",
-    "gateway",
-    "measuring",
-    "reporting",
-    "commands",
+    *("engines", "distillation", "training", "selection", "adaptation", "gateway", "measuring"),
+    *("reporting", "commands"),
 ]
 """A later one may use an earlier one."""
 
@@ -54,7 +37,7 @@ ALLOWED: dict[str, set[str]] = {
     "runs": {"errors", "lock", "progress", "redaction", "regular_files", "subcommands", "threads"},
     "threads": {"progress"},
     "recipe": {
-        *("errors", "families", "formats.registry", "progress", "recipes", "redaction", "regular_files", "subcommands"),
+        *("errors", "families", "formats.registry", "progress", "recipes", "redaction", "regular_files", "subcommands")
     },
     "recipes": set(),
     "data_prep": {"errors"},
@@ -209,16 +192,10 @@ def test_what_a_family_borrows_is_seen():
 PATHS = {"read_text", "read_bytes"}
 LIBRARIES = {"load_file", "safe_open", "ParquetFile", "read_table", "read_schema"}
 """They open whatever is there, so that it is to be looked at before."""
-OUR_OWN = {"chat._size", "costs._machine", "doctor._cpu_flags", "lock._machine", "native._compiled", "native.version"}
+OUR_OWN = {"chat._size", "lock._machine", "native._compiled", "native.version"}
 OUR_OWN |= {
-    "app.front_page",
-    "guide.text",
-    "phrasebook.read",
-    "resolve.shipped",
-    "resolve.visit",
-    "runs.cpu_model",
-    "threads._limit",
-    "threads._lines",
+    *("app.front_page", "guide.text", "phrasebook.read", "resolve.shipped", "resolve.visit", "runs.cpu_field"),
+    *("threads._limit", "threads._lines"),
 }
 """Functions that read files of the kernel, or of the package."""
 LOOKED_AT = {

@@ -473,12 +473,7 @@ def test_no_address_of_a_server(address):
 @pytest.mark.parametrize("recipe", [SelectRecipe, OnlineRecipe])
 @pytest.mark.parametrize(
     "device, gpu, companion",
-    [
-        ("cuda", False, None),
-        ("auto", True, None),
-        ("auto", False, "retrieval"),
-        ("cpu", True, "retrieval"),
-    ],
+    [("cuda", False, None), ("auto", True, None), ("auto", False, "retrieval"), ("cpu", True, "retrieval")],
 )
 def test_heads_draft_alone_on_a_gpu(recipe, device, gpu, companion, monkeypatch):
     """A hybrid has no rounds on the device, and CUDA graphs are worth more than its datastore."""

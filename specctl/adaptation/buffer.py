@@ -53,13 +53,11 @@ class BufferedText:
     sampled: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """The text as JSON-able values."""
         example = {name: getattr(self.example, name) for name in Example.__slots__}
         return example | {"rejected": self.rejected, "drawn": self.sampled}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> BufferedText:
-        """Build a text from its `to_json`."""
         fields = dict(facts)
         rejected, drawn = fields.pop("rejected"), fields.pop("drawn", False)
         return cls(Example(**fields), rejected, drawn)
@@ -249,7 +247,6 @@ class ReplayBuffer(FeatureStore):
         return {"next": self._next, "dropped": self.dropped, "texts": texts}, tensors
 
     def restore(self, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-        """Restore a `state`."""
         self.clear()
         self._next, self.dropped = facts["next"], facts["dropped"]
         for text in map(BufferedText.from_json, facts["texts"]):

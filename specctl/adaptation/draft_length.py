@@ -1,7 +1,5 @@
 """Adaptive draft length: longer drafts while they are accepted, none while they do not pay."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 
@@ -51,7 +49,6 @@ class AutoLength(Controller):
         self.use(drafter)
 
     def forget(self) -> None:
-        """Forget all statistics."""
         self.accepted = self.verified = 0.0
         self.draft_s = self.draft_tokens = self.step_s = self.steps = 0.0
         self.rounds.clear()

@@ -1,7 +1,5 @@
 """Online drafter: a draft model with its replay buffer, learner, watchdog and time budget."""
 
-from __future__ import annotations
-
 import math
 import random
 import time
@@ -46,14 +44,7 @@ class OnlineDrafter(StreamLearner):
         held_out: indices of the held-out texts that judged the last update. The next update learns from these texts.
     """
 
-    def __init__(
-        self,
-        recipe: DrafterStreamRecipe,
-        algo: str,
-        target: Target,
-        seed: int,
-        start: Path | None = None,
-    ):
+    def __init__(self, recipe: DrafterStreamRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
         """
         Args:
             algo: one of the names in `recipe.algo`.
@@ -228,7 +219,8 @@ class OnlineDrafter(StreamLearner):
         """Input batches of the module, built once for all epochs and members."""
         if not examples:
             return []
-        tokens = batch_tokens(self.training, self.target)
+        # A chunk has a few thousand tokens: the largest steps of a GPU would make one step of it.
+        tokens = batch_tokens(self.training, self.target, tokens=0)
         parts = batches(list(examples), tokens, seed=self.seed, epoch=self.chunks)
         return [self._batch(part, self.chunks + n) for n, part in enumerate(parts)]
 

@@ -6,8 +6,6 @@ in pairs, so other changes of the traffic have no influence. If fewer tokens per
 it is put back at once.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -9,8 +9,6 @@ learns from all waiting chunks at once. The waiting chunks share the room of the
 no room is left, the oldest chunks are dropped. The learner also drops the texts that its own buffer cannot hold.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import queue

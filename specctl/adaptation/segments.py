@@ -1,7 +1,5 @@
 """The order in which the segments of a stream come."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """Online learning from the texts of inference engines: the learner, and the drafter versions in the engines."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass

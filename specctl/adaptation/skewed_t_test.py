@@ -5,8 +5,6 @@ the mean gain is 0 and gains are distributed as 1 − Exp(1), it reports a gain 
 samples.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 

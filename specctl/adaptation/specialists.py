@@ -4,8 +4,6 @@ The pool changes while it is chosen from. So the policy forgets its knowledge of
 before it can be about weights that no longer exist.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -244,7 +242,6 @@ class Specialists(StreamLearner):
         return facts, tensors
 
     def restore(self, facts: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-        """Restore a `state`."""
         self.chunks = facts["chunks"]
         self.buffer.restore(facts["buffer"], {})  # no texts, but their numbering goes on
         for name, online_drafter in self.online_drafters.items():

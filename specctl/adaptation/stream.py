@@ -17,7 +17,9 @@ from typing import Any
 from specctl import data_prep
 from specctl.adaptation.segments import interleave
 from specctl.decoding.target import Target
-from specctl.distillation.prompts import EXPECTED, Prompt, Rejections, candidates, check_files, no_prompts, render
+from specctl.distillation.prompt_rows import Prompt, render
+from specctl.distillation.prompts import candidates, check_files, no_prompts
+from specctl.distillation.rejections import EXPECTED, Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts, warn
 from specctl.recipe import DataRecipe, LearningRecipe, StreamRecipe

@@ -1,7 +1,5 @@
 """Base class of the learners along a stream: an online drafter, in this or another process, or a pool's specialists."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Time budget for learning: a running account that earns a share of the decoding time and pays for updates."""
 
-from __future__ import annotations
-
 MAX_DOUBLINGS = 5  # largest number of doublings of the saving before an update
 
 

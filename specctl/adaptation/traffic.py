@@ -1,7 +1,5 @@
 """Served traffic to learn from: texts that engines write for requested prompts, or lines of a proxy's growing log."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import deque
@@ -14,7 +12,8 @@ from specctl import progress, regular_files
 from specctl.adaptation.stream import EncodedPrompt, PromptStream
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import logs
-from specctl.distillation.prompts import Rejections, json_object
+from specctl.distillation.line_streams import json_object
+from specctl.distillation.rejections import Rejections
 from specctl.engines.client import Client
 from specctl.engines.records import DraftCounters, GenerationRequest, GenerationResult
 from specctl.errors import DataError

@@ -91,7 +91,6 @@ def bench(recipe: BenchRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: BenchRecipe) -> list[str]:
-    """Return the plan of `bench` in words."""
     from specctl.cli import checks
     from specctl.measuring.bench import shapes
 

@@ -1,7 +1,5 @@
 """Checks before a command loads anything, and the output of `--dry-run`."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

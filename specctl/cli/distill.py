@@ -71,7 +71,6 @@ def server_step(recipe: DistillRecipe) -> str:
 
 
 def steps(recipe: DistillRecipe) -> list[str]:
-    """Return the plan of `distill` in words."""
     from specctl.cli import checks
 
     data = recipe.data

@@ -43,6 +43,10 @@ class Finding:
     value: str
     fix: str | None = None
 
+    def unless(self, value: str | None) -> Finding:
+        """Return that all is well if there is a `value`, otherwise this finding."""
+        return Finding(self.what, "ok", value) if value else self
+
 
 def register(app: typer.Typer) -> None:
     command(app, "doctor", EXAMPLE)(doctor)
@@ -88,18 +92,11 @@ def software() -> Iterator[Finding]:
         for requirement in map(Requirement, own.requires or []):
             if requirement.marker is None:
                 yield package(requirement.name, str(requirement.specifier), runs.version(requirement.name))
-    triton = runs.version("triton")
-    if triton:
-        yield Finding("triton", "ok", triton)
-    else:
-        yield Finding("triton", "note", "not installed; only needed with a GPU", "pip install 'triton>=3.2'")
-    compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
-    if compiler:
-        yield Finding("C++ compiler", "ok", compiler)
-    else:
-        yield Finding(
-            "C++ compiler", "note", "none; the CPU step in bf16 and DeepSpeed's optimizers need one", "apt install g++"
-        )
+    lack = Finding("triton", "note", "not installed; only needed with a GPU", "pip install 'triton>=3.2'")
+    yield lack.unless(runs.version("triton"))
+    need = "none; the CPU step in bf16 and DeepSpeed's optimizers need one"
+    lack = Finding("C++ compiler", "note", need, "apt install g++")
+    yield lack.unless(shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++"))
 
 
 def package(name: str, bounds: str, installed: str | None) -> Finding:
@@ -124,19 +121,15 @@ def hardware() -> Iterator[Finding]:
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {threads.counted(threads.cores(), 'core')}")
     yield threads_finding(threads.read_cpu_facts(threads.cores(), environ={}), threads.requested_threads(os.environ))
     bf16 = "yes, --dtype auto selects bf16" if cpu_has_bf16() else "no native instructions, --dtype auto selects fp32"
-    amx = ", AMX" if "amx_bf16" in _cpu_flags() else ""
+    amx = ", AMX" if "amx_bf16" in runs.cpu_field("flags").split() else ""
     yield Finding("bf16 on cpu", "ok", bf16 + amx)
     memory = psutil.virtual_memory()
     text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
-    if memory.available < LOW_MEMORY_GB * 2**30:
-        yield Finding("memory", "note", text, "lower features.budget_gb and batch_tokens")
-    else:
-        yield Finding("memory", "ok", text)
+    low = Finding("memory", "note", text, "lower features.budget_gb and batch_tokens")
+    yield low.unless(text if memory.available >= LOW_MEMORY_GB * 2**30 else None)
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    if devices:
-        yield Finding("cuda", "ok", ", ".join(devices))
-    else:
-        yield Finding("cuda", "note", f"no device, torch {torch.__version__}", "not needed: everything runs on the CPU")
+    none = Finding("cuda", "note", f"no device, torch {torch.__version__}", "not needed: everything runs on the CPU")
+    yield none.unless(", ".join(devices))
 
 
 def threads_finding(facts: CpuFacts, asked: int | None) -> Finding:
@@ -157,15 +150,11 @@ def threads_finding(facts: CpuFacts, asked: int | None) -> Finding:
 def working_directory() -> Iterator[Finding]:
     """Report on the working directory and the space on its disk."""
     here = Path.cwd()
-    if os.access(here, os.W_OK):
-        yield Finding("working directory", "ok", f"{here} is writable")
-    else:
-        yield Finding("working directory", "missing", f"{here} is read-only", "cd to a directory you can write to")
+    locked = Finding("working directory", "missing", f"{here} is read-only", "cd to a directory you can write to")
+    yield locked.unless(f"{here} is writable" if os.access(here, os.W_OK) else None)
     free = shutil.disk_usage(here).free / 2**30
-    if free < LOW_DISK_GB:
-        yield Finding("disk", "note", f"{free:.1f} GiB free", "free disk space, or set features.mode=online")
-    else:
-        yield Finding("disk", "ok", f"{free:.1f} GiB free")
+    full = Finding("disk", "note", f"{free:.1f} GiB free", "free disk space, or set features.mode=online")
+    yield full.unless(full.value if free >= LOW_DISK_GB else None)
 
 
 def describe_target(name: str) -> tuple[Description | None, Finding]:
@@ -248,16 +237,7 @@ def weights(directory: Path) -> Finding:
     return Finding("weights", "ok", f"{', '.join(file.name for file in files[:2])}{' …' if len(files) > 2 else ''}")
 
 
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return next((set(line.split(":", 1)[1].split()) for line in lines if line.startswith("flags")), set())
-
-
 def _in_words(about: Description) -> dict[str, Any]:
-    """Put a description into words for people."""
     from specctl.cli.checks import step_name
 
     context: Any = about.context_length

@@ -1,7 +1,5 @@
 """`specctl domains`: list and show the domains with prompts."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

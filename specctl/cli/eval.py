@@ -78,7 +78,6 @@ def describe_prompts(recipe: EvalRecipe | EvalServerRecipe) -> str:
 
 
 def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
-    """Return the plan of `eval` in words."""
     from specctl.cli import checks
 
     return [

@@ -66,7 +66,6 @@ def check_target(recipe: ExportRecipe) -> None:
 
 
 def steps(recipe: ExportRecipe) -> list[str]:
-    """Return the plan of `export` in words."""
     check_target(recipe)
     if not writes(recipe):
         servers = ", ".join(recipe.server.urls)

@@ -1,7 +1,5 @@
 """Conversion of exceptions into message, hint and exit code."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re

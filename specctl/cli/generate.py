@@ -57,7 +57,6 @@ def prompt_of(recipe: GenerateRecipe) -> str:
 
 
 def steps(recipe: GenerateRecipe) -> list[str]:
-    """Return the plan of `generate` in words."""
     from specctl.cli import checks
 
     how = f"without a drafter and with {recipe.drafter}" if recipe.drafter else "without a drafter"

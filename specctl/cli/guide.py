@@ -16,19 +16,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 TOPICS = (
-    "data",
-    "targets",
-    "drafters",
-    "choosing",
-    "learning",
-    "gateway",
-    "serving",
-    "engines",
-    "clusters",
-    "gpu",
-    "lossless",
-    "results",
-    "troubleshooting",
+    *("data", "targets", "drafters", "choosing", "learning", "gateway", "serving", "engines"),
+    *("clusters", "gpu", "lossless", "results", "troubleshooting"),
 )
 """Names of the guides, in the order of the list: each is the name of a file without `.md`."""
 SEARCHED = {

@@ -50,7 +50,6 @@ def check_head(source: Path) -> None:
 
 
 def steps(recipe: ImportRecipe) -> list[str]:
-    """Return the plan of `import` in words."""
     from specctl.cli import checks
 
     reason = checks.engine_only(recipe.target)

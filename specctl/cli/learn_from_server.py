@@ -69,15 +69,8 @@ def show(document: dict[str, Any]) -> Any:
     from rich.console import Group
 
     titles = (
-        "chunk",
-        "drafted by",
-        "texts",
-        "mat",
-        "mat of the baseline",
-        "learnt",
-        "published",
-        "mat before",
-        "after",
+        *("chunk", "drafted by", "texts", "mat", "mat of the baseline", "learnt"),
+        *("published", "mat before", "after"),
     )
     rows = []
     for row in document["per_chunk"]:

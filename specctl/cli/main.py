@@ -1,7 +1,5 @@
 """The `specctl` command: its subcommands, its global options, and the exit of every invocation."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import traceback

@@ -106,7 +106,6 @@ def with_init_family(recipe: Learning) -> Learning:
 
 
 def steps(recipe: OnlineRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:
-    """Return the plan of `online` in words."""
     plans = warm_up_steps(recipe, first, data)
     where = "a separate process learns" if recipe.asynchronous else "learn"
     if recipe.asynchronous and not recipe.buffer.reruns:

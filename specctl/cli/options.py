@@ -1,7 +1,5 @@
 """Command-line flags of the commands that run a recipe, with the recipe keys set by each flag."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,25 +15,21 @@ from specctl.formats.registry import readers
 SWITCH = " "  # metavar of a switch, which takes no value
 
 
-def _comma_ints(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{text!r} is not a list of whole numbers", hint="such as 0,1,2") from None
+def _comma_separated(kind: Callable[[str], Any], wrong: str, example: str) -> Callable[[str], list[Any]]:
+    """Return the conversion of a text to a list of numbers. `wrong`: message for another text, which stands for {}."""
+
+    def convert(text: str) -> list[Any]:
+        try:
+            return [kind(part) for part in text.split(",")]
+        except ValueError:
+            raise UsageError(wrong.format(repr(text)), hint=f"such as {example}") from None
+
+    return convert
 
 
-def _comma_floats(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"--temperature: {text!r} is not a number or a list of them", hint="such as 0,0.7") from None
-
-
-def _numbers(text: str) -> list[float]:
-    try:
-        return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(f"{text!r} is not a list of numbers", hint="such as 2,2.5,3") from None
+_comma_ints = _comma_separated(int, "{} is not a list of whole numbers", "0,1,2")
+_comma_floats = _comma_separated(float, "--temperature: {} is not a number or a list of them", "0,0.7")
+_numbers = _comma_separated(float, "{} is not a list of numbers", "2,2.5,3")
 
 
 def _json_object(text: str) -> dict[str, Any]:
@@ -111,17 +105,9 @@ FLAGS: dict[str, Flag] = {
         metavar="URL",
     ),
     "baseline_server": Flag(
-        ("baseline_server.urls",),
-        str,
-        "Server without a drafter, to compare with.",
-        metavar="URL",
+        ("baseline_server.urls",), str, "Server without a drafter, to compare with.", metavar="URL"
     ),
-    "listen": Flag(
-        ("traffic.listen", "listen"),
-        str,
-        "Address at which clients send requests.",
-        metavar="HOST:PORT",
-    ),
+    "listen": Flag(("traffic.listen", "listen"), str, "Address at which clients send requests.", metavar="HOST:PORT"),
     "features_from": Flag(
         ("features.server.urls",), str, "vLLM or SGLang server that computes the target's hidden states.", metavar="URL"
     ),
@@ -146,13 +132,7 @@ FLAGS: dict[str, Flag] = {
     "init": Flag(("init",), Path, "Drafter to start from.", metavar="DIR"),
     "lora": Flag(("lora.enabled",), bool, "Train a low-rank adapter of --init instead of all its weights."),
     "drafter": Flag(("drafter",), str, f"{DRAFTERS}.", metavar="PATH"),
-    "drafters": Flag(
-        ("drafters",),
-        list[str],
-        f"{DRAFTERS}; repeatable.",
-        _names,
-        metavar="PATH",
-    ),
+    "drafters": Flag(("drafters",), list[str], f"{DRAFTERS}; repeatable.", _names, metavar="PATH"),
     "pool": Flag(("pool",), Path, "Directory of drafter directories.", metavar="DIR"),
     "parts": Flag(("parts",), str, "kernels,steps,rounds,decoding (default), floors, or some of them.", _none_or_names),
     "shape": Flag(("shape",), str, "Random weights of a size (1b, 8b, 32b, 70b) instead of a target."),

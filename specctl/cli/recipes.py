@@ -1,7 +1,5 @@
 """`specctl recipes`: list, show and copy the recipes in the package, and check an edited recipe."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 

@@ -1,7 +1,5 @@
 """`specctl report`: write pictures and one HTML page from run directories."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any

@@ -20,20 +20,8 @@ Pooled = TypeVar("Pooled", bound="PoolRecipe")
 Played = TypeVar("Played", bound="SelectRecipe")
 
 FLAGS = (
-    *(
-        "algo",
-        "pool",
-        "drafters",
-        "strict",
-        "beside",
-        "domain",
-        "prompts",
-        "limit",
-        "reset",
-        "session",
-        "select_baselines",
-    ),
-    *("rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
+    *("algo", "pool", "drafters", "strict", "beside", "domain", "prompts", "limit", "reset", "session"),
+    *("select_baselines", "rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
 )
 EARLIER = ("record", "replay", "train_router", "router_dir", "warm_start", "server", "listen", "resume")
 """Flags of commands that were modes of this one."""
@@ -52,15 +40,9 @@ COLUMNS = {
     "switch_ms": "ms a switch",
 }
 """Row fields shown to people, with their headings."""
-MODELLED = {
-    "speedup": "× plain, modeled",
-    "over_best_arm": "× fastest arm, modeled",
-}
+MODELLED = {"speedup": "× plain, modeled", "over_best_arm": "× fastest arm, modeled"}
 """Headings in a replay."""
-BY_SPEED = {
-    "share_of_best": "of fastest arm, by game",
-    "best_arm_ratio": "fastest arm played",
-}
+BY_SPEED = {"share_of_best": "of fastest arm, by game", "best_arm_ratio": "fastest arm played"}
 """Headings if policies play for tokens per second."""
 EXAMPLE = "specctl select --algo cgp-ucb,hedgespec --pool ./drafters"
 
@@ -111,7 +93,6 @@ def with_pool(recipe: Pooled) -> tuple[Pooled, list[str]]:
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
-    """Return the plan of `select` in words."""
     arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
     plain = {None: " (and plain decoding, for policies that count seconds)", True: " and plain decoding"}.get(
         recipe.arms.plain, ""

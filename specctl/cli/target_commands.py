@@ -1,7 +1,5 @@
 """Commands that work with a target: all commands, or only the ones in which an engine runs the target."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 WITH_ENGINES = {

@@ -287,7 +287,6 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
 
 
 def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[str]:
-    """Return the plan of `train-drafter` in words."""
     from specctl.cli import checks, distill
     from specctl.families import trainable_families
 

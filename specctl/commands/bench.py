@@ -1,7 +1,5 @@
 """`specctl bench`: kernels, target steps and batches on this machine, each against its baseline in the same run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +9,9 @@ from specctl.decoding.models.loading import load_model, pick_device, pick_dtype
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
 from specctl.decoding.timing import bandwidth
-from specctl.distillation.prompts import Prompt, Rejections, read_domains
+from specctl.distillation.prompt_rows import Prompt
+from specctl.distillation.prompts import read_domains
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import names, pool
 from specctl.measuring.bench import floors, shapes
 from specctl.measuring.bench import kernels as bench_kernels

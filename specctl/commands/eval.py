@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from specctl import threads
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
-from specctl.distillation.prompts import Rejections, read_domains
+from specctl.distillation.prompts import read_domains
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import names, pool
 from specctl.errors import UsageError
 from specctl.families import WEIGHTLESS_DRAFTERS

@@ -10,7 +10,8 @@ from typing import Any
 
 from specctl import progress, regular_files
 from specctl.decoding.target_text import TargetText, load_target_text
-from specctl.distillation.prompts import Rejections, read_domains
+from specctl.distillation.prompts import read_domains
+from specctl.distillation.rejections import Rejections
 from specctl.engines.client import Client
 from specctl.engines.records import DraftCounters, GenerationRequest, GenerationResult
 from specctl.errors import DataError
@@ -184,7 +185,6 @@ def requests_of(recipe: EvalServerRecipe, cases: Sequence[Case]) -> list[Generat
 def row(
     name: str, client: Client, domain: str, concurrency: int, measured: dict[str, Any], done: ServerPass
 ) -> ServedRow:
-    """Row of a pass with its `figures`."""
     return ServedRow(
         **measured,
         server=name,

@@ -1,7 +1,5 @@
 """`specctl export`: convert a drafter into the directory that an engine or a reference repository reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`specctl export` of a datastore: a command for vLLM, a file of texts for SGLang, or a corpus in running servers."""
 
-from __future__ import annotations
-
 from typing import cast
 
 from specctl.commands.export_result import RECORD, ExportResult, check_free, record

@@ -1,7 +1,5 @@
 """Result document of `specctl export`, and the check of its output directory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`specctl generate`: answer one prompt with and without a drafter."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

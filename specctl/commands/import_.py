@@ -1,7 +1,5 @@
 """`specctl import`: convert a foreign head into a specctl drafter, after a short run has tested its drafts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specctl import progress

@@ -1,7 +1,5 @@
 """`specctl learn-from-server`: a drafter that learns from the texts of running engines, and is published into them."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,7 +19,7 @@ from specctl.decoding.models.loading import load_config
 from specctl.decoding.models.supported import WITH_ENGINES, engine_only_reason
 from specctl.decoding.target import Target, load_target
 from specctl.distillation import logs
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint
 from specctl.engines.client import Client
 from specctl.errors import CheckpointError, UsageError

@@ -1,7 +1,5 @@
 """`specctl online`: drafters that learn along a stream of prompts, side by side with fixed drafters and baselines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -116,7 +114,6 @@ def few_judges(recipe: OnlineRecipe) -> str | None:
 
 
 def _starts(recipe: OnlineRecipe) -> list[Path]:
-    """Paths of the drafters that learners start from."""
     if recipe.pool is not None:
         return pool.find_pool(recipe.pool)
     return [recipe.initial_drafter(family) for family in recipe.families]

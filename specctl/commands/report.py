@@ -1,7 +1,5 @@
 """`specctl report`: one HTML page with its pictures and tables, made from run directories alone."""
 
-from __future__ import annotations
-
 import re
 import secrets
 import time

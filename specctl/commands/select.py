@@ -1,7 +1,5 @@
 """`specctl select`: policies that choose among the drafters of a pool, side by side on one stream of prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +8,8 @@ from typing import Literal, TypeVar
 from specctl import progress, regular_files
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
-from specctl.distillation.prompts import Rejections, read_domains
+from specctl.distillation.prompts import read_domains
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import pool
 from specctl.measuring.contenders import VANILLA, Case, prepare
 from specctl.measuring.drafter_rows import drafter_row, records_by_question, with_agreement
@@ -132,7 +131,6 @@ def _played(stage: SelectContenders, run: Run) -> tuple[list[Record], Losslessne
 def _decoded(
     stage: SelectContenders, records: Sequence[Record], agreement: Losslessness, rejected: int
 ) -> SelectResult:
-    """Build the result of live decoding from its records."""
     recipe, first = stage.recipe, stage.recipe.algo[0]
     names = list(dict.fromkeys(record.drafter for record in records))
     questions = [record.question for record in records if record.drafter == first]

@@ -3,8 +3,6 @@
 It names prompts and responses by their ids and contains none of their text. `specctl report RUN` shows it as a page.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 import sys
@@ -18,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from specctl.distillation import shards, store
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import LOOP, decisions
 from specctl.distillation.select_prompts import LeftOut
 from specctl.errors import DataError

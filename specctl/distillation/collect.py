@@ -1,7 +1,5 @@
 """`specctl distill --from-log`: store responses that already exist, with the target's chat template applied."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 
@@ -9,7 +7,7 @@ from specctl import progress
 from specctl.decoding.target_text import TargetText, load_target_text
 from specctl.distillation import card, logs
 from specctl.distillation.messages import ContextExceeded, check_tools
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.select_prompts import LeftOut, PromptFilter

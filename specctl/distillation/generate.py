@@ -28,7 +28,7 @@ from specctl.distillation import card
 from specctl.distillation.collect import collect
 from specctl.distillation.messages import stored_fields, text_of
 from specctl.distillation.plan import Job, ResponsePlan, parse_shard, plan
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.distillation.responses import ResponseFilter
 from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.select_prompts import LeftOut, prepare

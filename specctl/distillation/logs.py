@@ -12,8 +12,6 @@ it are its prompt. A message may have its thinking separate from its content, as
 `thinking`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re
@@ -23,6 +21,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specctl.decoding.target_text import TargetText
+from specctl.distillation.line_streams import json_object as parsed
+from specctl.distillation.line_streams import lines, open_prompts
 from specctl.distillation.messages import (
     ChatMessage,
     ContextExceeded,
@@ -35,8 +35,8 @@ from specctl.distillation.messages import (
     stored_fields,
     text_of,
 )
-from specctl.distillation.prompts import Rejections, ends_with_question, lines, open_prompts
-from specctl.distillation.prompts import json_object as parsed
+from specctl.distillation.prompt_rows import ends_with_question
+from specctl.distillation.rejections import Rejections
 from specctl.distillation.traces import conversation_of
 from specctl.engines import sglang, vllm
 from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse

@@ -31,27 +31,11 @@ TEXT_PARTS = ("text", "input_text", "output_text", None)
 ANSWERED = ("user", "tool")  # roles of messages that the assistant answers
 SHOWN_TOOLS = "<tools>"  # opens the list of tools in Hermes' system prompts
 DEEPEST = 64  # nested lists and objects in tools and arguments
-RESERVED = frozenset(
-    (
-        "conversation",
-        "messages",
-        "tools",
-        "documents",
-        "chat_template",
-        "add_generation_prompt",
-        "continue_final_message",
-        "tokenize",
-        "padding",
-        "truncation",
-        "max_length",
-        "sanitize_control_tokens",
-        "return_tensors",
-        "return_dict",
-        "self",
-        "return_assistant_tokens_mask",
-        "tokenizer_kwargs",
-    )
-)
+RESERVED = {
+    *("conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt", "self"),
+    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "sanitize_control_tokens"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 """Arguments of `apply_chat_template` that a row or a request may not set."""
 
 ChatMessage = dict[str, Any]

@@ -6,8 +6,6 @@ rensa's own index would take 0.7 KB of memory per text. The index here takes 0.3
 candidate pair is compared exactly, so an estimate alone never drops a text.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from array import array

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from specctl import progress
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompts import Prompt, Rejections, render
+from specctl.distillation.prompt_rows import Prompt, render
+from specctl.distillation.rejections import Rejections
 from specctl.distillation.select_prompts import Prompts
 from specctl.distillation.spool import Spool
 from specctl.errors import DataError
@@ -61,7 +62,6 @@ class ResponsePlan:
         self._tokens = Spool()
 
     def add(self, number: int, prompt: Prompt, tokens: list[int]) -> None:
-        """Add a prompt by its number, with its token ids."""
         self._numbers.append(number)
         self._lengths.append(len(tokens))
         self._prompt_ids += bytes.fromhex(prompt.id)

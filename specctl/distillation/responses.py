@@ -54,13 +54,7 @@ class ResponseFilter:
     filters, so these responses are not generated again.
     """
 
-    def __init__(
-        self,
-        filters: FilterRecipe,
-        path: Path,
-        stored: Iterable[Record],
-        decode: Callable[[list[int]], str],
-    ):
+    def __init__(self, filters: FilterRecipe, path: Path, stored: Iterable[Record], decode: Callable[[list[int]], str]):
         self.filters, self.path, self.decode = filters, path, decode
         action = {LOOP: filters.loops, TRUNCATED: filters.truncated, NEAR: "drop" if filters.near_responses else "keep"}
         known = decisions(path)

@@ -1,7 +1,5 @@
 """Result document of `distill`, and its default output directory."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

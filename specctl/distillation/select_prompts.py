@@ -19,7 +19,9 @@ import numpy as np
 from specctl import progress, regular_files
 from specctl.distillation.messages import ChatMessage, text_of
 from specctl.distillation.near_duplicates import NearDuplicateIndex
-from specctl.distillation.prompts import Prompt, Rejections, candidates, check_files, no_prompts, prompts_in
+from specctl.distillation.prompt_rows import Prompt
+from specctl.distillation.prompts import candidates, check_files, no_prompts, prompts_in
+from specctl.distillation.rejections import Rejections
 from specctl.distillation.spool import Spool
 from specctl.errors import DataError
 from specctl.recipe import DataRecipe, DistillRecipe, FilterRecipe
@@ -102,7 +104,6 @@ class PromptFilter:
         return len(self._seen)
 
     def was_kept(self, id: str) -> bool:
-        """Whether this prompt has been kept before."""
         return bytes.fromhex(id) in self._seen
 
 

@@ -11,8 +11,6 @@
 Every writer has a separate manifest, so the jobs of an array share a directory without sharing a file.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator

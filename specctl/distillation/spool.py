@@ -1,7 +1,5 @@
 """Spool for rows that exceed memory: they are kept in a temporary file, with eight bytes of memory per row."""
 
-from __future__ import annotations
-
 import os
 from array import array
 from tempfile import TemporaryFile

@@ -301,12 +301,7 @@ class ShardWriter:
             with regular_files.create_file(aside, permissions=self._permissions) as file:
                 shards.to_parquet(shards.records(original), file)
             os.replace(aside, sealed)
-        entry = {
-            "file": sealed.name,
-            "records": len(self._rows),
-            "tokens": sum(self._rows),
-            "sha256": sha256(sealed),
-        }
+        entry = {"file": sealed.name, "records": len(self._rows), "tokens": sum(self._rows), "sha256": sha256(sealed)}
         self._manifest["shards"].append(entry)
         self._write_manifest()
         if sealed != original:

@@ -11,8 +11,6 @@
 Any row may have `tools` and `chat_template_kwargs`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -6,8 +6,6 @@ the weights; only then is it really built.
 Error messages begin with the name of the file. A caller that knows the directory puts it in front (`prefix_errors`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model cards (README.md) of drafter directories and of exports."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

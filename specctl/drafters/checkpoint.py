@@ -7,8 +7,6 @@ README.md           model card
 manifest.json       size and sha256 of every other file, written last
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import shutil

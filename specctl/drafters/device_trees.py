@@ -1,7 +1,5 @@
 """Grow the dynamic draft trees of a batch on the device: `tree.TreeBuilder` as tensors of fixed shapes."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Base classes of drafter families: build, train, store, restore and run the drafters of one architecture."""
 
-from __future__ import annotations
-
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable

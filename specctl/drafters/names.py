@@ -3,8 +3,6 @@
 This module imports nothing heavy, because commands look at names before they load anything.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Load drafters: turn a name or a drafter directory into a `Drafter` that is ready to propose tokens."""
 
-from __future__ import annotations
-
 import json
 import os
 import pkgutil

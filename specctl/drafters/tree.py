@@ -118,12 +118,10 @@ class TreeShape:
 
     @property
     def log_stop_below(self) -> float:
-        """`stop_below` as a log probability."""
         return math.log(self.stop_below) if self.stop_below > 0 else -math.inf
 
     @property
     def log_keep_above(self) -> float:
-        """`keep_above` as a log probability."""
         return math.log(self.keep_above) if self.keep_above > 0 else -math.inf
 
 

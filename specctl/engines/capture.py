@@ -1,7 +1,5 @@
 """Read the hidden states that an engine computed, from its file or its answer, and check them before use."""
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import time

@@ -212,11 +212,7 @@ class Client:
                 )
 
     def _all(
-        self,
-        jobs: Sequence[Job],
-        one: Callable[[Job], Coroutine[Any, Any, Result]],
-        limit: int,
-        ahead: int,
+        self, jobs: Sequence[Job], one: Callable[[Job], Coroutine[Any, Any, Result]], limit: int, ahead: int
     ) -> Iterator[tuple[int, Result]]:
         """Run `one` for every job. Yield (position of the job, result) in order of arrival.
 

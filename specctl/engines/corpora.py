@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from specctl import progress
 from specctl.engines import sglang
 from specctl.engines.publication import PublicationServer, with_address
-from specctl.engines.records import AdminCall, EngineError, MalformedResponse
+from specctl.engines.records import AdminCall, EngineError, MalformedResponse, parsing
 
 if TYPE_CHECKING:
     from specctl.formats.corpus import CorpusTexts
@@ -119,11 +119,9 @@ def max_corpus_tokens(info: Any) -> int:
 
     Raises EngineError if the server does not draft from corpora; MalformedResponse.
     """
-    try:
+    with parsing("speculative_algorithm in its server info"):
         method, budget = info["speculative_algorithm"], info.get("speculative_ngram_external_sam_budget")
         most = info.get("speculative_ngram_external_corpus_max_tokens")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MalformedResponse("no speculative_algorithm in its server info") from error
     if method != "NGRAM":
         drafts = f"drafts by {method}" if method else "does not draft"
         raise EngineError(f"it {drafts}, but only NGRAM uses corpora", f"start SGLang with {FLAGS}")
@@ -136,7 +134,5 @@ def max_corpus_tokens(info: Any) -> int:
 
 def corpora_of(document: Any) -> dict[str, int]:
     """Number of tokens of each corpus. Raises MalformedResponse."""
-    try:
+    with parsing("corpus_token_counts in its list of corpora"):
         return {str(name): int(count) for name, count in document["corpus_token_counts"].items()}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise MalformedResponse("no corpus_token_counts in its list of corpora") from error

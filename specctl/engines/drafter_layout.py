@@ -3,8 +3,6 @@
 vLLM's workers import this file too (`vllm_worker.py`), so it uses the standard library only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

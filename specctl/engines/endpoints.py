@@ -1,7 +1,5 @@
 """Ask a server about itself: its engine, model, tokenizer, metrics, and its log probabilities of a probe text."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 import time

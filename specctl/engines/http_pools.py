@@ -4,8 +4,6 @@ httpcore scans all connections of a pool when a request begins and when it ends,
 connection. With 64 requests in flight in one pool, these scans took most of a request's time.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import ssl

@@ -4,8 +4,6 @@ It computes no hidden states and cannot replace a drafter while it runs. The for
 running server.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +18,7 @@ from specctl.engines.records import (
     MalformedResponse,
     Refusal,
     is_count,
+    parsing,
 )
 
 NAME = "llama.cpp"
@@ -68,10 +67,8 @@ def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult | Re
 
     A text that has filled the context of its slot is a refusal: it ended too early.
     """
-    try:
+    with parsing("tokens in its answer"):
         ids, reason, read = document["tokens"], document["stop_type"], document["tokens_evaluated"]
-    except (KeyError, TypeError) as error:
-        raise MalformedResponse(f"no tokens in its answer ({type(error).__name__}: {error})") from error
     if read != len(ask.prompt_ids):
         raise MalformedResponse(f"it read {read} prompt tokens, but {len(ask.prompt_ids)} were sent")
     if reason not in STOPS:
@@ -98,21 +95,17 @@ def own_drafting(document: Mapping[str, Any]) -> DraftCounters | None:
 
 
 def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
-    """Make a request's body ask for a streamed answer."""
     return body | {"stream": True}
 
 
 def has_token(piece: Any) -> bool:
-    """Whether a piece of a stream holds a token."""
     return bool(piece.get("tokens"))
 
 
 def join_stream(pieces: list[Any]) -> Any:
     """Join pieces, which hold only new tokens; the last one says how the text ended. Raises MalformedResponse."""
-    try:
+    with parsing("tokens in its stream"):
         return pieces[-1] | {"tokens": [token for piece in pieces for token in piece["tokens"]]}
-    except (KeyError, TypeError, IndexError) as error:
-        raise MalformedResponse(f"no tokens in its stream ({type(error).__name__}: {error})") from error
 
 
 def parse_draft_counters(page: str) -> DraftCounters | None:
@@ -122,7 +115,6 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
 
 
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
-    """Body of a request for the token ids of a text."""
     return {"model": model, "content": text, "add_special": False, "parse_special": False}
 
 
@@ -143,10 +135,8 @@ def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
 
 def parse_logprobs(document: Any) -> list[float]:
     """Log probabilities of the next token, in descending order. Raises MalformedResponse."""
-    try:
+    with parsing("completion_probabilities in its answer"):
         return [float(row["logprob"]) for row in document["completion_probabilities"][0]["top_logprobs"]]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise MalformedResponse("no completion_probabilities in its answer") from error
 
 
 def capture_command(wanted: HiddenStatesSpec) -> str | None:

@@ -1,7 +1,5 @@
 """Parse counters in the Prometheus text format."""
 
-from __future__ import annotations
-
 import math
 import re
 

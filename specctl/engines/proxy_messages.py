@@ -4,8 +4,6 @@ An engine reports ids and counters only if a request asks for them. Fields that 
 answer again, so a client sees the answer to its own request.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence

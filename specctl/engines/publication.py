@@ -1,7 +1,5 @@
 """Publish a drafter to running servers: either all servers take it, or all keep their previous drafter."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence

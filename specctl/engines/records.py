@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
@@ -32,6 +33,15 @@ class NoResponse(EngineError):
 
 class MalformedResponse(Exception):
     """A response that does not answer the request. Another try may succeed."""
+
+
+@contextmanager
+def parsing(what: str) -> Iterator[None]:
+    """Raise MalformedResponse if the block does not find `what` in a document."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise MalformedResponse(f"no {what} ({type(error).__name__}: {error})") from error
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """The supported engines, and detection of the engine that runs at an address."""
 
-from __future__ import annotations
-
 from typing import Any, cast
 
 import httpx

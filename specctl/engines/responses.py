@@ -1,7 +1,5 @@
 """Read the responses of servers: JSON, pieces of streams, error messages."""
 
-from __future__ import annotations
-
 import email.utils
 import json
 import time

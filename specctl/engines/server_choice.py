@@ -3,8 +3,6 @@
 This module imports nothing heavy: a gateway beside a learner has a process of its own, which must start at once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

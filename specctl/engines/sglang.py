@@ -22,6 +22,7 @@ from specctl.engines.records import (
     HiddenStatesSpec,
     LoadedDrafter,
     MalformedResponse,
+    parsing,
 )
 from specctl.engines.vllm_worker import differences
 
@@ -59,12 +60,10 @@ def request_body(ask: GenerationRequest, model: str) -> dict[str, Any]:
 
 def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
     """Parse the text's token ids and draft counters. Raises MalformedResponse."""
-    try:
+    with parsing("output_ids in its answer"):
         about, ids = document["meta_info"], document["output_ids"]
         reason, read = about["finish_reason"]["type"], about["prompt_tokens"]
         matched, written = about["finish_reason"].get("matched"), about["completion_tokens"]
-    except (KeyError, TypeError) as error:
-        raise MalformedResponse(f"no output_ids in its answer ({type(error).__name__}: {error})") from error
     if read != len(ask.prompt_ids):
         raise MalformedResponse(f"it read {read} prompt tokens, but {len(ask.prompt_ids)} were sent")
     if reason not in STOPS:
@@ -83,12 +82,10 @@ def own_drafting(about: Mapping[str, Any]) -> DraftCounters | None:
 
 
 def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
-    """Make a request's body ask for a streamed answer."""
     return body | {"stream": True}
 
 
 def has_token(piece: Any) -> bool:
-    """Whether a piece of a stream holds a token."""
     return bool(piece.get("output_ids"))
 
 
@@ -97,13 +94,11 @@ def join_stream(pieces: list[Any]) -> Any:
 
     Raises MalformedResponse.
     """
-    try:
+    with parsing("output_ids in its stream"):
         last, written = pieces[-1], pieces[-1]["meta_info"]["completion_tokens"]
         if len(last["output_ids"]) >= written - 1:
             return last
         return last | {"output_ids": [token for piece in pieces for token in piece["output_ids"]]}
-    except (KeyError, TypeError, IndexError) as error:
-        raise MalformedResponse(f"no output_ids in its stream ({type(error).__name__}: {error})") from error
 
 
 def parse_draft_counters(page: str) -> DraftCounters | None:
@@ -112,12 +107,10 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
 
 
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
-    """Body of a request for the token ids of a text."""
     return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
 def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
-    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {
         "input_ids": ids,
         "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
@@ -128,10 +121,8 @@ def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
 
 def parse_logprobs(document: Any) -> list[float]:
     """Log probabilities of the prompt's tokens except the first. Raises MalformedResponse."""
-    try:
+    with parsing("input_token_logprobs in its answer"):
         return [float(row[0]) for row in document["meta_info"]["input_token_logprobs"][1:]]
-    except (KeyError, TypeError, IndexError) as error:
-        raise MalformedResponse("no input_token_logprobs in its answer") from error
 
 
 def capture_command(wanted: HiddenStatesSpec) -> str | None:
@@ -163,11 +154,9 @@ def parse_hidden_states(document: Any, sent: int) -> list[Any] | None:
     Raises MalformedResponse, and EngineError if a part of the prompt came from the prefix cache, for which there are no
     states.
     """
-    try:
+    with parsing("meta_info in its answer"):
         about = document["meta_info"]
         read, known = about["prompt_tokens"], about.get("cached_tokens")
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MalformedResponse(f"no meta_info in its answer ({type(error).__name__}: {error})") from error
     if read != sent:
         raise MalformedResponse(f"it read {read} prompt tokens, but {sent} were sent")
     if known:

@@ -3,8 +3,6 @@
 Draft weights are replaced through the worker extension in `vllm_worker.py`.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Mapping
@@ -22,6 +20,7 @@ from specctl.engines.records import (
     HiddenStatesSpec,
     LoadedDrafter,
     MalformedResponse,
+    parsing,
 )
 
 NAME = "vllm"
@@ -53,12 +52,10 @@ def request_body(ask: GenerationRequest, model: str) -> dict[str, Any]:
 
 def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
     """Parse the only choice. Raises MalformedResponse."""
-    try:
+    with parsing("token ids in its answer"):
         (choice,) = document["choices"]
         ids, reason = choice["token_ids"], choice["finish_reason"]
         given = choice.get("prompt_token_ids", document.get("prompt_token_ids"))
-    except (KeyError, TypeError, ValueError) as error:
-        raise MalformedResponse(f"no token ids in its answer ({type(error).__name__}: {error})") from error
     if given is not None and given != ask.prompt_ids:
         raise MalformedResponse(
             f"it read {len(given)} prompt tokens that differ from the {len(ask.prompt_ids)} tokens sent"
@@ -83,21 +80,18 @@ def with_streaming(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_token(piece: Any) -> bool:
-    """Whether a piece of a stream holds a token."""
     return bool(piece.get("choices") and piece["choices"][0].get("token_ids"))
 
 
 def join_stream(pieces: list[Any]) -> Any:
     """Join pieces, which hold only new tokens. Raises MalformedResponse."""
-    try:
+    with parsing("token ids in its stream"):
         choices = [choice for piece in pieces for choice in piece["choices"]]
         whole = {
             "token_ids": [token for choice in choices for token in choice["token_ids"] or []],
             "finish_reason": next((one["finish_reason"] for one in reversed(choices) if one["finish_reason"]), None),
             "prompt_token_ids": next((one["prompt_token_ids"] for one in choices if one.get("prompt_token_ids")), None),
         }
-    except (KeyError, TypeError) as error:
-        raise MalformedResponse(f"no token ids in its stream ({type(error).__name__}: {error})") from error
     return {"choices": [whole], "metrics": next((one["metrics"] for one in pieces if one.get("metrics")), None)}
 
 
@@ -107,22 +101,18 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
 
 
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
-    """Body of a request for the token ids of a text."""
     return {"model": model, "prompt": text, "add_special_tokens": False}
 
 
 def logprobs_request(ids: list[int], model: str) -> dict[str, Any]:
-    """Body of a request for the log probabilities of a prompt's own tokens."""
     return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 0, "prompt_logprobs": 0}
 
 
 def parse_logprobs(document: Any) -> list[float]:
     """Log probabilities of the prompt's tokens except the first. Raises MalformedResponse."""
-    try:
+    with parsing("prompt_logprobs in its answer"):
         rows = document["choices"][0]["prompt_logprobs"][1:]
         return [float(next(iter(row.values()))["logprob"]) for row in rows]
-    except (KeyError, TypeError, IndexError, AttributeError, StopIteration) as error:
-        raise MalformedResponse("no prompt_logprobs in its answer") from error
 
 
 def capture_command(wanted: HiddenStatesSpec) -> str:
@@ -199,7 +189,6 @@ def check_response(call: AdminCall, document: Any) -> float | None:
 
 
 def error_for_status(call: AdminCall, status: int, said: str) -> EngineError:
-    """The error that a status other than 200 means."""
     if status == 404:
         return EngineError(
             f"it does not have {RPC}",
@@ -219,11 +208,9 @@ def _call(method: str, *arguments: str | None, changes: bool = False) -> AdminCa
 def _ranks(document: Any) -> list[dict[str, Any]]:
     """The answers of the ranks that have a drafter. Raises DrafterRejected if all refuse, EngineError if only some
     do."""
-    try:
+    with parsing("answers from its workers"):
         ranks = [rank for rank in document["results"] if rank.get("drafts", True)]
         refusals = [rank["refused"] for rank in ranks if "refused" in rank]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise MalformedResponse(f"no answers from its workers ({type(error).__name__}: {error})") from error
     if not ranks:
         raise MalformedResponse("no worker of it drafts")
     if refusals:

@@ -4,8 +4,6 @@ SGLang's method NGRAM drafts from external corpora too, with suffix automata. It
 start, or takes one while it runs (`engines.corpora`). In both cases it gets texts and tokenizes them itself (0.5.23).
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ vLLM wants the architecture LlamaForCausalLM and does not know fc.bias. SGLang w
 fc.bias (of zeros). The reference code (SafeAILab/EAGLE) has the bias unless config.json says `bias: false`.
 """
 
-from __future__ import annotations
-
 import torch
 
 from specctl.formats import llama, serving_commands

@@ -12,8 +12,6 @@ are `fc_norm.{i}` and `input_norm`. vLLM applies a window if `layer_types` says 
 itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

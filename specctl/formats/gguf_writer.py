@@ -1,7 +1,5 @@
 """Writer of GGUF files: metadata and tensors of a draft head."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

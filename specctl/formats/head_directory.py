@@ -42,7 +42,6 @@ class HeadDirectory:
         return replace(self, tensors=tensors)
 
     def without(self, names: Collection[str]) -> HeadDirectory:
-        """This directory without some of its tensors."""
         return self.with_tensors({name: tensor for name, tensor in self.tensors.items() if name not in names})
 
     def invalid(self, key: str, found: Any, right: str, *, where: Path | None = None) -> CheckpointError:

@@ -1,7 +1,5 @@
 """Export an independent drafter as a plain `transformers` directory with the target's tokenizer."""
 
-from __future__ import annotations
-
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -1,7 +1,5 @@
 """Hydra heads for their own repository (zankner/Hydra): one pickle, `hydra_lm_head.pt`."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import fields
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Code that the EAGLE formats share: the keys of a Llama configuration, and one decoder layer's tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 

@@ -10,8 +10,6 @@ file.
 Matrices are rounded to bf16, in which engines run heads anyway. Norms stay in fp32.
 """
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Mapping
 from dataclasses import replace

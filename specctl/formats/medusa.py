@@ -4,8 +4,6 @@ The repository loads one pickle, `medusa_lm_head.pt`. Its trainer writes safeten
 them. vLLM reads the heads under other names (vllm/model_executor/models/medusa.py). SGLang does not read them.
 """
 
-from __future__ import annotations
-
 import re
 
 from specctl.formats import llama, medusa_hydra, serving_commands

@@ -1,7 +1,5 @@
 """Code that the Medusa and Hydra formats share: lists of heads, shaped by the target's configuration."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -5,8 +5,6 @@ target, and drafts with its MTP layer. Both engines feed MiMo's layer the target
 final norm, SGLang after it. A layer that was trained for the other side is refused.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from dataclasses import replace

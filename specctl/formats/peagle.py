@@ -8,8 +8,6 @@ than trained depths, drafts are the same, only shorter. The architecture is writ
 eagle3, vLLM 0.32 puts "Eagle3" before any other architecture name, even before its own name for P-EAGLE.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

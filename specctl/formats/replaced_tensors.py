@@ -1,7 +1,5 @@
 """Write a complete model directory in which some tensors are replaced, as engines load it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Mapping

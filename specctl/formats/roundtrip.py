@@ -1,7 +1,5 @@
 """Check that two copies of a drafter compute the same: run their modules on one random batch, in fp32."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -5,8 +5,6 @@ EAGLE-1 asks the class for its embedding and head. If the class lacks the interf
 lists of classes come from the sources of `VERSIONS`.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex
@@ -143,11 +141,7 @@ def speculative(method: Mapping[str, Any], use: Deployment) -> dict[str, Any]:
 
 
 def serving(
-    engine: str,
-    method: str,
-    use: Deployment,
-    options: Mapping[str, Any] | None = None,
-    v2_runner: bool = False,
+    engine: str, method: str, use: Deployment, options: Mapping[str, Any] | None = None, v2_runner: bool = False
 ) -> Serving:
     """The command line that serves the target with the drafter; only a note if the engine would refuse it.
 

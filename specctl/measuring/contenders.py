@@ -5,8 +5,6 @@ from prompt to prompt, so a machine that slows down slows every contender. Each 
 starts. Prompts are tokenized before timing; answers are compared and written after it.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +25,8 @@ from specctl.decoding.records import Decoded, Label, Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.prompts import Prompt, Rejections, render
+from specctl.distillation.prompt_rows import Prompt, render
+from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.measuring.records import Question, Record
 from specctl.measuring.transformers_baseline import PLAIN, load_generator
@@ -67,10 +66,7 @@ PromptedRecipe = EvalRecipe | EvalServerRecipe | BenchRecipe | PoolRecipe
 
 
 def prepare(
-    recipe: PromptedRecipe,
-    target: TargetText,
-    prompts: Sequence[Prompt],
-    rejections: Rejections,
+    recipe: PromptedRecipe, target: TargetText, prompts: Sequence[Prompt], rejections: Rejections
 ) -> list[Case]:
     """Render prompts to token ids. A prompt is rejected if the chat template refuses it or it does not fit the context.
 
@@ -81,16 +77,16 @@ def prepare(
         progress.interrupts.check()
         ids = render(target, prompt, rejections, recipe.target.chat_template_kwargs)
         if ids is not None:
-            cases.append(case_of(recipe, target, prompt, ids))
+            cases.append(case_of(recipe.sampling, target, prompt, ids))
     rejections.check()
     if not cases:
         raise DataError(f"target {target.name} can answer none of the prompts", hint="; ".join(rejections.reasons))
     return cases
 
 
-def case_of(recipe: PromptedRecipe, target: TargetText, prompt: Prompt, ids: list[int]) -> Case:
+def case_of(sampling: SamplingRecipe, target: TargetText, prompt: Prompt, ids: list[int]) -> Case:
     """A prompt with its ids, and with as many new tokens as the recipe and the context allow."""
-    return Case(prompt, ids, min(recipe.sampling.max_new_tokens, target.context_length - len(ids)))
+    return Case(prompt, ids, min(sampling.max_new_tokens, target.context_length - len(ids)))
 
 
 def contenders(
@@ -231,7 +227,6 @@ def measure(
 def answer_batch(
     sampling: SamplingRecipe, turn: PromptBatch, seed: int, competing: Sequence[Contender]
 ) -> list[Record]:
-    """All contenders' answers to one turn."""
     seeds = [case.seed(sampling.seed + seed) for case in turn]
     return [
         Record(case.prompt.id, case.prompt.domain, name, seed, sampling.temperature, decoded)
@@ -242,6 +237,5 @@ def answer_batch(
 
 
 def rotated_order(competing: Sequence[Contender], turn: int) -> Sequence[Contender]:
-    """The contenders, in an order that rotates from turn to turn."""
     first = turn % len(competing)
     return [*competing[first:], *competing[:first]]

@@ -1,7 +1,5 @@
 """Conversations of several turns, as in benchmark suites: the user's next message follows the target's own answer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +9,7 @@ from specctl.decoding.engine_options import EngineOptions
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.messages import prompt_id
-from specctl.distillation.prompts import prompt_ids
+from specctl.distillation.prompt_rows import prompt_ids
 from specctl.measuring.contenders import Case, case_of, decode_batch
 from specctl.recipe import EvalRecipe, EvalServerRecipe
 
@@ -41,7 +39,7 @@ def next_turn(
     except ValueError as error:
         progress.log(f"{prompt.where} ends {len(prompt.later_turns)} turns early: {error}")
         return None
-    return case_of(recipe, target, turn, ids)
+    return case_of(recipe.sampling, target, turn, ids)
 
 
 def conversation_turns(recipe: EvalRecipe, target: Target, cases: Sequence[Case]) -> list[Case]:

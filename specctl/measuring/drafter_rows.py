@@ -1,7 +1,5 @@
 """Result row of one drafter in one domain, and the comparison of drafters with plain decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -46,7 +44,6 @@ class Row:
 
 
 def records_by_question(records: Sequence[Record], name: str) -> dict[Question, Record]:
-    """Records of one drafter, by question."""
     return {record.question: record for record in records if record.drafter == name}
 
 

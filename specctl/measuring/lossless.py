@@ -5,8 +5,6 @@ last bits of the logits differ. If the target's two best tokens are closer than 
 divergence is a tie, any other one a mismatch. `exact` decoding uses the same shapes for both, and equality is demanded.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

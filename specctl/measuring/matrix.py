@@ -1,7 +1,5 @@
 """Matrix of a pool, drafter × domain, and its diagonal: whether every specialist is the best in its domain."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Ratios with their intervals, and the two columns of each ratio in a result row."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +7,9 @@ from typing import Any
 from specctl.decoding import metrics
 from specctl.decoding.metrics import Interval
 from specctl.decoding.records import Decoded
+
+Parts = tuple[Sequence[float], Sequence[float]]
+"""Dividends and divisors, one per answer."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,16 @@ def speedup(units: Sequence[Hashable], decoded: Sequence[Decoded], baseline: Seq
     if not baseline:
         return Measured()
     return Measured(metrics.speedup(decoded, baseline), metrics.speedup_interval(units, decoded, baseline))
+
+
+def relative(units: Sequence[Hashable], ours: Parts, theirs: Parts) -> Measured:
+    """(Σ a ÷ Σ b) ÷ (Σ c ÷ Σ d) for `ours` (a, b) and `theirs` (c, d), paired by unit; empty if a divisor is 0."""
+    quotients = [metrics.ratio(sum(tops), sum(bottoms)) for tops, bottoms in (ours, theirs)]
+    if quotients[0] is None or not quotients[1]:
+        return Measured()
+    one, other = metrics.ratio_of_sums(units, *ours), metrics.ratio_of_sums(units, *theirs)
+    interval = metrics.bootstrap(lambda counts: one(counts) / other(counts), len(set(units)))
+    return Measured(quotients[0] / quotients[1], interval)
 
 
 def unusable(speedup: Measured, mat: Measured | None = None) -> str | None:

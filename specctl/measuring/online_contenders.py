@@ -1,7 +1,5 @@
 """Contenders of `specctl online` on one stream: plain decoding, fixed drafters, and learners."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -35,10 +33,10 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
 from specctl.measuring.contenders import (
     VANILLA,
-    Case,
     Contender,
     PromptBatch,
     answer_batch,
+    case_of,
     decode_batch,
     engine_contender,
     rotated_order,
@@ -200,9 +198,7 @@ class OnlineContenders:
         if engine is not None and _same(engine.controller, controller):
             return engine
         options = EngineOptions(
-            exact=self.recipe.sampling.exact,
-            keeps_hidden=learner is not None and learner.keeps_hidden,
-            on_host=on_host,
+            exact=self.recipe.sampling.exact, keeps_hidden=learner is not None and learner.keeps_hidden, on_host=on_host
         )
         on_round = learner.observe if learner is not None else None
         self.engines[name] = Engine(self.target, controller, options, on_round)
@@ -262,17 +258,14 @@ class OnlineContenders:
     def _companion(self, store: GrowingDatastore) -> Companion:
         return Companion(self.recipe.companion, self.target, self.recipe.drafting, store)
 
-    def case(self, arrival: EncodedPrompt) -> Case:
-        room = self.target.context_length - len(arrival.ids)
-        return Case(arrival.prompt, arrival.ids, min(self.recipe.sampling.max_new_tokens, room))
-
     def answer(self, chunk: Sequence[EncodedPrompt], done: Callable[[int, list[Record]], None]) -> list[Record]:
         """Return all contenders' answers to a chunk.
 
         `done` is called after every turn, with the size of the turn and the chunk's records up to then. Raises
         Interrupted between two turns.
         """
-        cases, size = [self.case(arrival) for arrival in chunk], self.recipe.batch
+        cases = [case_of(self.recipe.sampling, self.target, arrival.prompt, arrival.ids) for arrival in chunk]
+        size = self.recipe.batch
         turns: list[PromptBatch] = [cases[start : start + size] for start in range(0, len(cases), size)]
         if not self._warm:
             self.warm_up(turns)

@@ -4,8 +4,6 @@ chunks.jsonl        one line per learner and chunk
 records/            one file per chunk with every answer; at the end all answers are in records.parquet, too
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import fields
 
@@ -44,7 +42,6 @@ class Journal(ResumableRun):
             self.write_chunk(rows)
 
     def rows(self) -> list[ChunkRow]:
-        """Rows of all chunks, in order."""
         names = {field.name for field in fields(ChunkRow)}
         return [ChunkRow(**{name: value for name, value in row.items() if name in names}) for row in self.read(CHUNKS)]
 

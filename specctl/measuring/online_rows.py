@@ -6,8 +6,6 @@ number in different seeds are drawn together: a file that is read in order gives
 seeds add no independent prompts.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +105,6 @@ class OnlineResults:
                 self.learn_s[STREAM_RETRIEVAL][chunk.chunk] += chunk.store_s
 
     def row(self, name: str) -> LearnerRow:
-        """Return the row of a contender."""
         mine, kind = self.by_name[name], self._kind(name)
         chunks = [chunk for chunk in self.chunks if chunk.algo == name]
         family = self.recipe.family_of(name) if kind == "learner" and not self.recipe.pool else None
@@ -143,13 +140,11 @@ class OnlineResults:
         )
 
     def domain_row(self, name: str, domain: str) -> DomainRow:
-        """Return the row of a contender in one domain."""
         mine = [record for record in self.by_name[name] if record.domain == domain]
         mat, over_static = self._mats(name, domain=domain), self._mats(name, self.static_of(name), domain)
         return DomainRow(name, domain, len(mine), **columns(mat=mat, mat_over_static=over_static))
 
     def seed_row(self, name: str, seed: int) -> SeedRow:
-        """Return the row of a learner on one pass."""
         alone = OnlineResults(
             self.recipe,
             [record for records in self.by_name.values() for record in records if record.seed == seed],

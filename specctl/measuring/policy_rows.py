@@ -5,12 +5,11 @@ samples. Intervals are bootstraps over sessions, at 95 %, with all repeats of a 
 one reset of the policy to the next. A policy is compared with the best arm of each of its games, as in a replay.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import attrgetter
 from statistics import fmean, median
 from typing import NamedTuple
 
@@ -149,21 +148,10 @@ class StreamAnswers:
             tokens[game] += answer.decoded_tokens
         places = [place for place, game in enumerate(self.games) if tokens[game] >= least]
         sessions = [self.sessions[place] for place in places]
+        paid = attrgetter("target_passes" if self.yardstick == "mat" else "decode_s")
         mine, best = ([answers[place] for place in places] for answers in (self.answers[name], self.oracle))
-        value, yardstick = self._measure(mine), self._measure(best)
-        if value is None or not yardstick:
-            return Measured()
-        ours, theirs = (
-            metrics.ratio_of_sums(
-                sessions, [answer.decoded_tokens for answer in part], [self._paid(answer) for answer in part]
-            )
-            for part in (mine, best)
-        )
-        interval = metrics.bootstrap(lambda counts: ours(counts) / theirs(counts), len(set(sessions)))
-        return Measured(value / yardstick, interval)
-
-    def _paid(self, answer: Decoded) -> float:
-        return answer.target_passes if self.yardstick == "mat" else answer.decode_s
+        ours, theirs = (([answer.decoded_tokens for answer in part], [*map(paid, part)]) for part in (mine, best))
+        return measured.relative(sessions, ours, theirs)
 
     def regret(self, name: str) -> list[float]:
         """Cumulative target passes in excess of the oracle's, by prompt; defined only if `has_regret`."""

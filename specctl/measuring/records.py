@@ -4,8 +4,6 @@ All numbers and intervals of a result can be recomputed from the records. A run 
 the file also holds the recipe, target and drafters under which they were made (its `stamp`).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -97,7 +95,6 @@ def write_records(directory: Path, records: Sequence[Record], stamp: Stamp, name
 
 
 def chunk_file_name(number: int) -> str:
-    """File name of a chunk."""
     return f"{number:08d}.parquet"
 
 

@@ -7,8 +7,6 @@ checkpoints/    newest states of all learners, with their place in the stream
 A resumed run deletes everything that was written after the checkpoint it goes on from, and answers those chunks again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +20,7 @@ from torch import OutOfMemoryError, Tensor
 from specctl import progress, regular_files
 from specctl.adaptation.stream import PromptStream
 from specctl.decoding.target import Target
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, one_line
 from specctl.measuring.records import Stamp, check_same, chunk_file_name, chunk_files
 from specctl.recipe import LearningRecipe
@@ -218,7 +216,6 @@ class ResumableRun:
         return len(regular_files.read_text(path).splitlines()) if path.exists() else 0
 
     def _delete_files(self) -> None:
-        """Delete the files of an earlier run."""
         checkpoint.discard(self.checkpoints)
         checkpoint.discard(self.chunk_dir)
         for name in self.line_files:

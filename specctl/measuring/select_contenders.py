@@ -1,7 +1,5 @@
 """Contenders of `specctl select` on one stream: the sessions of prompts, and the policies and drafters that answer."""
 
-from __future__ import annotations
-
 import functools
 import json
 import random
@@ -352,7 +350,6 @@ class SelectContenders:
         self._lines.append((algo, entry))  # called within a timed round: only append here
 
     def row(self, stream: StreamAnswers, name: str) -> PolicyRow:
-        """Build the result row of a contender."""
         selector = self.selectors.get(name)
         plays = self.plays.get(name, [])
         hits = [stream.best_arm_of[game] == arm for game, arm, _ in plays] if stream.best_arm_of else []

@@ -1,7 +1,5 @@
 """Result document of `select`, `record`, `replay` and `train-router`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,15 +8,8 @@ from specctl.measuring.lossless import Losslessness
 from specctl.measuring.policy_rows import ArmReward, PolicyRow
 
 TOP_FIELDS = (
-    "algo",
-    "rounds",
-    "mat",
-    "tokens_per_s",
-    "regret",
-    "best_arm_ratio",
-    "pulls",
-    "decide_us_p50",
-    "score_ms_p50",
+    *("algo", "rounds", "mat", "tokens_per_s", "regret", "best_arm_ratio", "pulls"),
+    *("decide_us_p50", "score_ms_p50"),
 )
 """Fields of the first policy's row that are repeated at the top of the document."""
 

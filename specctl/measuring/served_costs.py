@@ -16,8 +16,6 @@ over all loads. The model covers loads between the measured ones, and lengths fr
 does not extrapolate beyond them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby

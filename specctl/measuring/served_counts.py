@@ -1,13 +1,10 @@
 """Verification counters of texts that engines wrote, compared with a server that keeps its drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specctl.adaptation.traffic import ServedText
-from specctl.decoding import metrics
-from specctl.measuring.measured import Measured
+from specctl.measuring.measured import Measured, Parts, relative
 
 COUNTS = "counts.jsonl"
 """File with one line per text: the counters of its drafts, and of the baseline's drafts."""
@@ -33,17 +30,9 @@ def mat_of(texts: Sequence[Mapping[str, Any]], side: str = "") -> float | None:
 def over_baseline(texts: Sequence[Mapping[str, Any]]) -> Measured:
     """mat relative to a server that keeps its drafter, paired by prompt."""
     both = [text for text in texts if text["rounds"] and text["baseline_rounds"]]
-    ours, theirs = mat_of(both), mat_of(both, "baseline_")
-    if ours is None or theirs is None:
-        return Measured()
-    prompts = [text["id"] for text in both]
 
-    def rate(side: str) -> metrics.Statistic:
+    def parts(side: str) -> Parts:
         rounds = [text[f"{side}rounds"] for text in both]
-        return metrics.ratio_of_sums(
-            prompts, [n + text[f"{side}accepted"] for n, text in zip(rounds, both, strict=True)], rounds
-        )
+        return [n + text[f"{side}accepted"] for n, text in zip(rounds, both, strict=True)], rounds
 
-    one, other = rate(""), rate("baseline_")
-    interval = metrics.bootstrap(lambda drawn: one(drawn) / other(drawn), len(set(prompts)))
-    return Measured(ours / theirs, interval)
+    return relative([text["id"] for text in both], parts(""), parts("baseline_"))

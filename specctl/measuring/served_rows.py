@@ -1,7 +1,5 @@
 """Result rows of answers from servers: by domain, and by prompt length."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,7 +7,7 @@ from typing import Any
 
 from specctl.decoding import metrics
 from specctl.engines.records import DraftCounters, GenerationResult
-from specctl.measuring.measured import Measured, columns
+from specctl.measuring.measured import Measured, Parts, columns, relative
 
 SHORTEST = 512
 """Limit, in tokens, of the first bucket of prompt lengths; each further bucket doubles the limit."""
@@ -137,15 +135,10 @@ def speedup(replies: Sequence[Reply]) -> Measured:
         return Measured()
     names, ours, theirs = zip(*pairs, strict=True)
 
-    def rate(answers: Sequence[GenerationResult]) -> metrics.Statistic:
-        return metrics.ratio_of_sums(names, [len(a.output_ids) for a in answers], [a.seconds for a in answers])
+    def parts(answers: Sequence[GenerationResult]) -> Parts:
+        return [len(answer.output_ids) for answer in answers], [answer.seconds for answer in answers]
 
-    def value(answers: Sequence[GenerationResult]) -> float:
-        return sum(len(answer.output_ids) for answer in answers) / sum(answer.seconds for answer in answers)
-
-    one, other = rate(ours), rate(theirs)
-    interval = metrics.bootstrap(lambda counts: one(counts) / other(counts), len(set(names)))
-    return Measured(value(ours) / value(theirs), interval)
+    return relative(names, parts(ours), parts(theirs))
 
 
 def bucket(tokens: int) -> int:

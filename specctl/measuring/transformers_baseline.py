@@ -9,8 +9,6 @@ split. There the prefill time of plain mode on the same prompt is subtracted fro
 mode the tokens of its first pass for free: in doubt the baseline is favored.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,13 +55,7 @@ class TransformersBaseline:
     `assistants`: the drafters that are language models, by name.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        target: Target,
-        sampling: Sampling,
-        assistants: Mapping[str, PreTrainedModel],
-    ):
+    def __init__(self, model: Any, target: Target, sampling: Sampling, assistants: Mapping[str, PreTrainedModel]):
         self.model, self.eos_ids, self.row_flops = model, target.eos_ids, target.row_flops
         # Replaces the model's own configuration, which `generate` would merge into every call (penalties, sampling).
         model.generation_config = configuration = _configuration(target.eos_ids, sampling)

@@ -4,8 +4,6 @@ If a field is None, the library chooses its value: a measured default for the dr
 that depends on the domain. Loading, overrides and error reports are in `specctl.recipe.resolve`.
 """
 
-from __future__ import annotations
-
 import pkgutil
 
 from specctl.recipe.bench import BenchRecipe
@@ -45,52 +43,6 @@ from specctl.recipe.train import (
     TrainRecipe,
 )
 from specctl.subcommands import SUBCOMMANDS
-
-__all__ = [
-    "RECIPES",
-    "Arch",
-    "BenchRecipe",
-    "CheckpointRecipe",
-    "CommandRecipe",
-    "ConverterRecipe",
-    "DataRecipe",
-    "DistillRecipe",
-    "DrafterRecipe",
-    "DrafterStreamRecipe",
-    "DraftingRecipe",
-    "EvalRecipe",
-    "EvalServerRecipe",
-    "ExportRecipe",
-    "FeatureRecipe",
-    "FilterRecipe",
-    "GameRecipe",
-    "GenerateRecipe",
-    "Gpu",
-    "HeldOutRecipe",
-    "ImportRecipe",
-    "LearnFromServerRecipe",
-    "LearnerOptions",
-    "LearnerRecipe",
-    "LearningRecipe",
-    "LimitsRecipe",
-    "LoraRecipe",
-    "OnlineRecipe",
-    "OptimizerRecipe",
-    "PolicyRecipe",
-    "PoolRecipe",
-    "PublicationRecipe",
-    "ResourceRecipe",
-    "SamplingRecipe",
-    "Section",
-    "SelectRecipe",
-    "ServeRecipe",
-    "ServerRecipe",
-    "StreamRecipe",
-    "TargetRecipe",
-    "TrainRecipe",
-    "WriterRecipe",
-    "command_for",
-]
 
 RECIPES: dict[str, type[CommandRecipe]] = {
     name: pkgutil.resolve_name(f"specctl.{row.recipe}") for name, row in SUBCOMMANDS.items() if row.recipe is not None

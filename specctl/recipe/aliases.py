@@ -5,8 +5,6 @@ earlier command lines, recipe files and calls of `api` still work: `mode_of` fin
 this command does not have are left out, and `renamed` gives keys the names of today.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Recipe of `specctl bench`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, PositiveInt

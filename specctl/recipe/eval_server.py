@@ -1,7 +1,5 @@
 """Recipe of `specctl eval-server`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator

@@ -1,7 +1,5 @@
 """Recipe of `specctl generate`."""
 
-from __future__ import annotations
-
 from specctl.recipe.sections import CommandRecipe, DraftingRecipe, Name, SamplingRecipe
 
 

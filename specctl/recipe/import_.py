@@ -1,7 +1,5 @@
 """Recipe of `specctl import`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -62,7 +62,6 @@ class DrafterStreamRecipe(LearningRecipe):
         return algo
 
     def family_of(self, algo: str) -> str:
-        """Return the family of the drafter that learns by `algo`."""
         return rule_and_family(algo)[1] or self.arch or DEFAULT
 
     @property

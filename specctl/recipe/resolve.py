@@ -5,8 +5,6 @@ Precedence: flag > override (`optimizer.lr=1e-4`) > recipe file > environment > 
 given by the name alone: SPECCTL_TARGET=./model, `target=./model`.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -3,8 +3,6 @@
 The commands that record a pool or replay its table use sections of it.
 """
 
-from __future__ import annotations
-
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator

@@ -1,7 +1,5 @@
 """Recipe of `specctl serve`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator

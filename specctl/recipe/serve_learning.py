@@ -1,7 +1,5 @@
 """Recipe section `learn` of `specctl serve`: the drafter learns from the texts that are served."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """Recipe section `server`: engines that are asked over HTTP, so that the target is not loaded here."""
 
-from __future__ import annotations
-
 import re
 from typing import Annotated, Literal
 from urllib.parse import urlsplit

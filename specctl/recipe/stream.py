@@ -1,7 +1,5 @@
 """Recipe sections of online learning: order of the stream, warm-up, and common keys of `specctl online`."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from pathlib import Path
 from typing import Annotated, Literal

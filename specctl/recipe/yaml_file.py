@@ -3,8 +3,6 @@
 PyYAML follows YAML 1.1, in which `1e-4` is a string, `no` is false and `010` is eight. Each has ruined runs.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, ClassVar
 

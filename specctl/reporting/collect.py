@@ -4,8 +4,6 @@ Files may be missing, because a run was stopped or is from an older version; the
 is an error.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from specctl.reporting.contents import Picture
-from specctl.reporting.style import Look, grouped_names, legend, short, style_axes
+from specctl.reporting.contents import Picture, numbers
+from specctl.reporting.style import Look, Looks, grouped_names, legend, short, style_axes
+from specctl.reporting.tables import usable_value
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,6 +44,17 @@ class Panel:
     lines: list[Curve]
     reference: tuple[float, str] | None = None
     limits: tuple[float | None, float | None] | None = None
+
+
+def labelled(rows: Sequence[Mapping[str, Any]], x: str, y: str, looks: Looks) -> list[Curve]:
+    """Build a curve of field `y` over field `x` for each `label` of the rows that has numbers."""
+    made = []
+    for label in dict.fromkeys(row["label"] for row in rows):
+        mine = sorted((row for row in rows if row["label"] == label), key=itemgetter(x))
+        values = numbers(usable_value(row, y) for row in mine)
+        if any(value == value for value in values):
+            made.append(Curve(label, numbers(row[x] for row in mine), values, looks[label]))
+    return made
 
 
 def picture(name: str, caption: str, panels: Sequence[Panel], x_label: str) -> list[Picture]:

@@ -4,8 +4,6 @@
 of `tag` are markup.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Render a report page: one part per command with numbers, pictures and tables, then how to repeat each run."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from specctl.reporting.tables import matrix_csv
 from specctl.runs import atomic_write
 
 if TYPE_CHECKING:
@@ -28,6 +29,14 @@ DPI = 160
 LARGEST = 8000  # pixels per side; bars of a hundred runs make a tall picture
 
 
+def write_matrix(document: dict[str, Any], directory: Path) -> None:
+    """Write the matrix of a result of `eval`, if it has one, as a picture and as CSV into its run directory."""
+    matrix = document.get("matrix")
+    if matrix:
+        atomic_write(directory / "matrix.csv", matrix_csv(matrix))
+        save(heat_map(matrix, title=f"target {Path(document['target']).name}"), directory / "matrix.png")
+
+
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG, atomically."""
     atomic_write(path, png(figure))
@@ -35,7 +44,6 @@ def save(figure: Figure, path: Path) -> Path:
 
 
 def png(figure: Figure) -> bytes:
-    """Render a figure to the bytes of a PNG file."""
     image = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Glyph .* missing")  # for names in a script that matplotlib's font lacks

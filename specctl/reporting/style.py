@@ -63,7 +63,6 @@ class Looks:
 
 
 def grey(number: int, variant: int = 0) -> Look:
-    """Return the style of a baseline."""
     return Look(GREY, DASHES[(number + 2) % len(DASHES)], ".", HATCHES[variant % len(HATCHES)])
 
 

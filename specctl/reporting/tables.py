@@ -1,7 +1,5 @@
 """Format tables of result documents as CSV, and values for human readers."""
 
-from __future__ import annotations
-
 import csv
 import io
 import re

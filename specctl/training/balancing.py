@@ -60,7 +60,6 @@ def batches(rows: Sequence[Row], batch_tokens: int, *, seed: int, epoch: int) ->
 
 
 def texts_by_rank(rows: Sequence[Row]) -> Batch:
-    """The texts of each process."""
     return [[example for example in column if example is not None] for column in zip(*rows, strict=True)]
 
 

@@ -7,8 +7,6 @@ verifies and a valid trainer.json. A manifest does not protect from an attacker 
 checkpoint holds nothing but data: JSON and tensors.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -35,7 +33,6 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 def directory(output: Path) -> Path:
-    """Directory for the checkpoints of the drafter at `output`."""
     return output.with_name(output.name + TRAINING)
 
 

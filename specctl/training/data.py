@@ -1,7 +1,5 @@
 """Distilled responses or general text as training examples, with held-out prompts and batches."""
 
-from __future__ import annotations
-
 import hashlib
 import heapq
 from collections import Counter
@@ -13,7 +11,7 @@ from typing import Any
 from specctl import regular_files
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import store
-from specctl.distillation.prompts import json_object
+from specctl.distillation.line_streams import json_object
 from specctl.errors import CheckpointError, DataError
 from specctl.progress import log, warn
 from specctl.recipe import TrainRecipe

@@ -1,7 +1,5 @@
 """`specctl train-drafter` for drafters that are collected from distilled data, without gradient steps."""
 
-from __future__ import annotations
-
 import math
 import os
 import time

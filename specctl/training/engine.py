@@ -1,7 +1,5 @@
 """The DeepSpeed engine around a module, on one process or under torchrun, deepspeed or Slurm."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -5,8 +5,6 @@ formulas describe this code base (fp32 master weights, autocast, no gradient acc
 with the result: the share of a device's peak that training reaches, and the length of texts that do not exist yet.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -264,7 +262,6 @@ def sample(texts: Texts) -> list[Example]:
 
 
 def mean_tokens(epoch: list[Batch]) -> float:
-    """Mean response tokens per batch."""
     return sum(example.response_length for batch in epoch for share in batch for example in share) / len(epoch)
 
 

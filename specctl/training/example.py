@@ -1,7 +1,5 @@
 """A training example: one distilled text."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

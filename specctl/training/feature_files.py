@@ -10,8 +10,6 @@ differently. The engine's name and version are in its shards and not in the key,
 address or version.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

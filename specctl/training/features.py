@@ -5,8 +5,6 @@ If features can be kept, in memory or on disk, the target runs once per sequence
 batch. On a CPU the features are the same bits in every mode.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -244,7 +242,6 @@ def over_ranks(values: list[int], device: torch.device) -> list[int]:
 
 
 def _barrier() -> None:
-    """Wait for the other ranks."""
     if dist.is_initialized():
         dist.barrier()
 

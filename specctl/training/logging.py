@@ -1,7 +1,5 @@
 """Trackers that show the progress of learning to a user (`--log tensorboard|wandb|trackio`), in addition to metrics."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The machine that an estimate is for: the recipe's `resources`, or this machine."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Optimizers for small heads: AdamW, and Muon for the matrices with AdamW for the rest."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

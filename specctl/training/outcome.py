@@ -1,7 +1,5 @@
 """Outcome of `train-drafter`: acceptance on held-out prompts, drafter.json, and the result document."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ DeepSpeed's own files hold each process' part of a flat buffer, so they fit only
 them. Here each parameter is whole: the state of eight processes can be divided among four.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,8 +1,6 @@
 """Progress of a training run: the state that resuming needs besides weights and optimizer, and a check that a
 checkpoint belongs to the same run."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +52,5 @@ def check_same(recipe: TrainRecipe, path: Path, there: RunState, now: RunState) 
     for key, digest in now.made_of.items():
         if there.made_of.get(key) != digest:
             raise UsageError(
-                f"{names[key]} changed since {path} was made",
-                "restore the original, or start over with --overwrite",
+                f"{names[key]} changed since {path} was made", "restore the original, or start over with --overwrite"
             )

@@ -6,8 +6,6 @@ Otherwise, the vocabulary head here must turn the engine's last states into the 
 reports.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Protocol

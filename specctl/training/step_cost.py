@@ -1,7 +1,5 @@
 """Work of a text in a training step, in FLOPs per token; attention is left out."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import nn

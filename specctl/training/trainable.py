@@ -1,7 +1,5 @@
 """Interface of the training loop to a drafter family: the module, its batches, its loss, and the drafter it becomes."""
 
-from __future__ import annotations
-
 import os
 import pkgutil
 from pathlib import Path

@@ -8,12 +8,7 @@ from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint
 from specctl.families import online_families
 from tests.adaptation.lessons import answered, taught
-from tests.measuring.streams import QUESTIONS, recipe, sure_target, write_copy, write_head
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+from tests.measuring.streams import QUESTIONS, recipe, write_copy, write_head
 
 
 def test_tied_weights_are_played_and_saved_as_they_were_learnt(tmp_path, tiny, tiny_directory):

@@ -18,12 +18,7 @@ from specctl.adaptation.worker import LearnerResult, PackedTensors, Ready
 from specctl.errors import Interrupted, SpecctlError
 from specctl.progress import interrupts
 from tests.adaptation.lessons import ACCEPTANCE, answered, taught
-from tests.measuring.streams import QUESTIONS, recipe, sure_target, write_head
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+from tests.measuring.streams import QUESTIONS, recipe, write_head
 
 
 def test_a_parcel_brings_what_was_put_into_it():

@@ -12,8 +12,8 @@ import pytest
 from pydantic import ValidationError
 
 from specctl.adaptation.stream import PromptStream
-from specctl.distillation import prompts as sources
-from specctl.distillation.prompts import Rejections
+from specctl.distillation import line_streams
+from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.progress import interrupts
 from specctl.recipe import DataRecipe, StreamRecipe
@@ -103,7 +103,7 @@ def test_the_limit_ends_stdin(make, monkeypatch):
 def pipe(monkeypatch):
     """A real stdin whose writer is still there."""
     reader, writer = os.pipe()
-    monkeypatch.setattr(sources, "POLL_S", 0.01)
+    monkeypatch.setattr(line_streams, "POLL_S", 0.01)
     with os.fdopen(reader) as stdin, os.fdopen(writer, "wb", 0) as end:
         monkeypatch.setattr(sys, "stdin", stdin)
         yield end
@@ -119,7 +119,7 @@ def test_sigterm_ends_a_silent_stdin(make, pipe, monkeypatch, capsys):
             sigterm()
         return ready
 
-    monkeypatch.setattr(sources.select, "select", silent)
+    monkeypatch.setattr(line_streams.select, "select", silent)
     pipe.write(line("a") + line("b") + line("c") + line("d")[:5])
     chunks = make(DataRecipe(prompts="-"), size=2).chunks()
     assert texts([next(chunks)]) == [["a", "b"]]

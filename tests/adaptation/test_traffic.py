@@ -8,15 +8,9 @@ import pytest
 
 from specctl import progress
 from specctl.adaptation.traffic import MAX_BACKLOG_CHUNKS, LogPosition, LogTraffic, Tail, parse_served_text
-from specctl.decoding.target_text import load_target_text
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.engines import proxy_messages
 from specctl.errors import DataError, Interrupted
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
 
 
 def row(number, **fields):

@@ -17,8 +17,6 @@ The class's `forward` is called as it is, with SDPA attention and the eager loss
   flex attention). `single` therefore gives it one document a forward and adds up the gradients of a step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

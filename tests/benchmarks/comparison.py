@@ -7,8 +7,6 @@ slows all of them, and a file carries what they share. Before any step both side
 one for every draft depth: only sides that compute the same thing are compared.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

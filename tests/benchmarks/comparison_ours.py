@@ -4,8 +4,6 @@ python -m tests.benchmarks.comparison_ours PLACE DISTILLED ARCH write STEPS
 python -m tests.benchmarks.comparison_ours PLACE DISTILLED ARCH like|default
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import replace

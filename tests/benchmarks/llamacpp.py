@@ -9,8 +9,6 @@ prompt. The texts are greedy, and compared token by token: where two differ, the
 the first difference says whether it was a tie.
 """
 
-from __future__ import annotations
-
 import json
 import tempfile
 import time

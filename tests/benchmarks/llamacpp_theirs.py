@@ -32,9 +32,7 @@ def main() -> None:
         request = json.loads(line)
         request |= {"temperature": 0, "top_k": 1, "samplers": ["top_k"], "cache_prompt": False, "return_tokens": True}
         call = urllib.request.Request(
-            f"{server.listening_address}/completion",
-            json.dumps(request).encode(),
-            {"Content-Type": "application/json"},
+            f"{server.listening_address}/completion", json.dumps(request).encode(), {"Content-Type": "application/json"}
         )
         with urllib.request.urlopen(call) as reply:
             print(json.dumps(json.load(reply)), file=replies, flush=True)

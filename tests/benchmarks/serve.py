@@ -8,8 +8,6 @@ beyond a bare prefill is the gateway's own cost. On a busy machine, the ratio of
 than the ratio of wall time.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

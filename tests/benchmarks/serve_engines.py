@@ -8,8 +8,6 @@ own asks both. `cpu_ms` is the CPU time of the gateway for a request or a token.
 differences say more than the tails.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -7,8 +7,6 @@ The installed command serves, once with --learn and once without, with the other
 same prompts. Every line is about the texts between two marks; `between_s` are seconds between two parts of one stream.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -12,8 +12,6 @@ that instead: see `tests.benchmarks.comparison`. It wants an older `transformers
     V/bin/pip uninstall torchvision torchaudio    # where torch is a CPU build: those that pip finds are for CUDA
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

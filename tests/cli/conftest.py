@@ -28,21 +28,34 @@ class Done:
         return json.loads(self.out)
 
 
+class CommandLine:
+    """Runs a command line; `capture` returns stdout and stderr since its last call."""
+
+    def __init__(self, capture):
+        self.capture = capture
+
+    def __call__(self, *argv: str) -> Done:
+        from specctl.cli.main import run
+
+        self.capture()
+        code = run(list(argv))
+        return Done(code, *self.capture())
+
+    def ok(self, *argv: str) -> Done:
+        """As a call, of a command line that must succeed."""
+        done = self(*argv)
+        assert done.code == 0, done.err
+        return done
+
+
 @pytest.fixture
 def specctl(monkeypatch, tmp_path, capfd):
     """`specctl("eval", "--dry-run")` → Done; the working directory is tmp_path, signals are put back."""
     monkeypatch.chdir(tmp_path)
     for name in [name for name in os.environ if name.startswith("SPECCTL_") or name in ("RANK", "WORLD_SIZE")]:
         monkeypatch.delenv(name)
-    from specctl.cli.main import run
-
-    def call(*argv: str) -> Done:
-        capfd.readouterr()
-        code = run(list(argv))
-        return Done(code, *capfd.readouterr())
-
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
-    yield call
+    yield CommandLine(capfd.readouterr)
     for number, handler in before.items():
         signal.signal(number, handler)
     progress.interrupts.reset()

@@ -251,8 +251,7 @@ def test_json_is_one_document_wherever_the_option_stands(specctl, library, argv)
         return Result()
 
     library("distill", noisy)
-    done = specctl(*argv)
-    assert done.code == 0, done.err
+    done = specctl.ok(*argv)
     assert done.json["output"] == "distilled/sql"
     assert done.json["rate"] is None, "NaN is not JSON"
     assert {"schema_version", "command", "run_dir", "target", "seed", "elapsed_s"} <= set(done.json)
@@ -270,8 +269,7 @@ def test_the_run_directory_holds_recipe_environment_and_result(specctl, library,
     library("distill", lambda recipe, run: Result())
     run = tmp_path / specctl("distill", "--json", "--seed", "7").json["run_dir"]
     assert {path.name for path in run.iterdir()} == {"recipe.resolved.yaml", "run.json", "result.json"}
-    again = specctl("recipes", "validate", str(run / "recipe.resolved.yaml"))
-    assert again.code == 0, again.err
+    specctl.ok("recipes", "validate", str(run / "recipe.resolved.yaml"))
 
 
 def test_only_the_first_process_speaks(specctl, library, monkeypatch, tmp_path):

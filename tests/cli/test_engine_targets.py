@@ -55,21 +55,18 @@ def train_and_export(specctl, tmp_path, served, name, arch):
     lines = [json.dumps({"prompt": f"Question {n}: what is {n} + {n * 7 % 13}?"}) for n in range(12)]
     questions.write_text("\n".join(lines))
     asked = ["--target", target, "--server", engine.url, "--prompts", str(questions), "--domain", "sums"]
-    done = specctl("distill", *asked, "--max-new-tokens", "6", "--output-dir", "data", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("distill", *asked, "--max-new-tokens", "6", "--output-dir", "data", "--json")
     assert done.json["responses"] == 12
 
     taps, (to, *sizes) = [1, 2, 3], ARCHS[arch]
     engine.states = lambda ids: engine.layered(ids, [*taps, 4])
     options = ["--target", target, *ON_CPU, "--arch", arch, "distilled=data", "drafter.taps=[1,2,3]"]
     options += [*sizes, *SIZES, *HELD_OUT, "--features-from", engine.url, "--output-dir", "head"]
-    done = specctl("train-drafter", *options, "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", *options, "--json")
     assert done.json["mat"] is None and done.json["expected_mat"] >= 1
     assert done.json["steps"] == 2
 
-    done = specctl("export", "head", "--to", to, "--check", "--output-dir", "exported", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("export", "head", "--to", to, "--check", "--output-dir", "exported", "--json")
     assert done.json["max_difference"] < 1e-4
     unserved = (name, to) in UNSERVED
     assert any(target in line for line in done.json["commands"]) is not unserved, done.json["notes"]
@@ -112,8 +109,7 @@ def test_import_and_a_datastore(specctl, tmp_path):
     line = ["--target", str(target), *ON_CPU, "distilled=data", "--domain", "sums", "--output-dir", "store", "--json"]
     done = specctl("train-drafter", "--arch", "retrieval", *line)
     assert done.code == 0 and done.json["mat"] is None and done.json["train_tokens"] == 5, done.err
-    done = specctl("export", "store", "--to", "vllm", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("export", "store", "--to", "vllm", "--json")
 
     published = tmp_path / "published"
     published.mkdir()

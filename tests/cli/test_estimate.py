@@ -57,8 +57,7 @@ def hub_cache(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_recipes_of_papers_are_estimated_from_the_cache(specctl, hub_cache, name):
-    done = specctl("train-drafter", "--recipe", name, "--dry-run", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", "--recipe", name, "--dry-run", "--json")
     found, recipe = done.json["estimate"], done.json["recipe"]
     assert (found is not None) == (recipe["arch"] in FAMILIES)
     if found is not None:
@@ -72,8 +71,7 @@ def test_recipes_of_papers_are_estimated_from_the_cache(specctl, hub_cache, name
 
 def test_without_the_configuration_the_plan_says_what_is_missing(specctl, monkeypatch, tmp_path):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "empty"))
-    done = specctl("train-drafter", "--recipe", "train-drafter/qwen3-8b-eagle3", "--dry-run", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", "--recipe", "train-drafter/qwen3-8b-eagle3", "--dry-run", "--json")
     assert done.json["estimate"] is None
     assert "config.json" in done.json["steps"][-1]
 
@@ -137,14 +135,12 @@ def test_the_slurm_script_is_bash_and_its_commands_parse(specctl, distilled, hub
     calls = [call.strip("\0").split("\0") for call in (tmp_path / "calls").read_text().split("end\0") if call]
     assert [call[0] for call in calls] == ["distill", "train-drafter", "train-drafter"]
     for call in calls:
-        planned = specctl(*(word for word in call if word != "--dry-run"), "--dry-run", "--json")
-        assert planned.code == 0, planned.err
+        planned = specctl.ok(*(word for word in call if word != "--dry-run"), "--dry-run", "--json")
         assert planned.json["recipe"]["target"]["name"] == "meta-llama/Llama-3.1-8B-Instruct"
 
 
 def test_the_slurm_script_is_copied_under_its_own_suffix(specctl, tmp_path):
-    done = specctl("recipes", "cp", "slurm/train-drafter", str(tmp_path))
-    assert done.code == 0, done.err
+    specctl.ok("recipes", "cp", "slurm/train-drafter", str(tmp_path))
     assert (tmp_path / "train-drafter.sbatch").read_text().startswith("#!/bin/bash")
     listed = {row["name"]: row["about"] for row in specctl("recipes", "ls", "--json").json["recipes"]}
     assert "Slurm" in listed["slurm/train-drafter"]

@@ -42,8 +42,7 @@ def answered(library):
 
 
 def test_the_matrix_is_shown_instead_of_the_list(specctl, pool, answered):
-    done = specctl("eval", *pool)
-    assert done.code == 0, done.err
+    done = specctl.ok("eval", *pool)
     lines = [line.split() for line in done.out.splitlines()]
     assert ["mat", "sql", "math", "macro"] in lines
     assert ["sql-head", "3.00*", "1.50", "2.25*"] in lines

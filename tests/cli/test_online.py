@@ -9,12 +9,7 @@ import pytest
 from specctl import lock
 from specctl.drafters import checkpoint
 from specctl.errors import Interrupted
-from tests.measuring.streams import contents, sure_target, write_copy, write_prompts
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
+from tests.measuring.streams import contents, write_copy, write_prompts
 
 
 @pytest.fixture
@@ -82,8 +77,7 @@ def test_a_start_that_cannot_learn(specctl, start, tmp_path, tiny):
 
 @pytest.mark.parametrize("name", ["online/opt-hydra", "online/ens-eagle3"])
 def test_shipped_recipes(specctl, name):
-    done = specctl("online", "--recipe", name, "--dry-run", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("online", "--recipe", name, "--dry-run", "--json")
     steps = " ".join(done.json["steps"])
     assert "400 sql, 400 math, 400 code" in steps and "distill 1000 prompts of sql" in steps
     assert done.json["recipe"]["algo"][0] == name.split("/")[1]
@@ -92,9 +86,7 @@ def test_shipped_recipes(specctl, name):
 def test_it_learns_and_reports(specctl, start, tmp_path):
     """The command on a small target, three learners side by side; then its report, and the run again."""
     run = ["--output-dir", "run"]
-    done = specctl("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--json")
-    assert done.code == 0, done.err
-    document = done.json
+    document = specctl.ok("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--json").json
     assert document["command"] == "online" and document["algo"] == "ensemble" and document["family"] == "lm"
     assert document["static"]["mat"] > 1 and document["lossless"]["mismatches"] == 0
     assert document == json.loads((tmp_path / "run/result.json").read_text())
@@ -108,20 +100,17 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
             second = specctl("online", *start, *SMALL, *run, how)
             assert second.code == 2 and f"run is being written by process {os.getpid()}" in second.err, second.err
     assert contents(tmp_path / "run") == before
-    resumed = specctl("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--resume")
-    assert resumed.code == 0, resumed.err
+    resumed = specctl.ok("online", *start, *SMALL, *run, "--algo", "ensemble,ogd,optimistic", "--resume")
     assert "0 mismatches" in resumed.out and "learned by ensemble: run/drafters/ensemble" in resumed.out
     assert "× static" in resumed.out and "learning" in resumed.out
-    shown = specctl("report", "run", "--json")
-    assert shown.code == 0, shown.err
+    shown = specctl.ok("report", "run", "--json")
     assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == [
         "online-chunks.png",
         "online-weights-ensemble.png",
     ]
     assert "mat, not learning" in Path(shown.json["report"]).read_text()
     # What was learnt is a drafter like any other.
-    measured = specctl("eval", *start[:-2], "--drafter", "run/drafters/ogd", "--max-new-tokens", "6", "--json")
-    assert measured.code == 0, measured.err
+    measured = specctl.ok("eval", *start[:-2], "--drafter", "run/drafters/ogd", "--max-new-tokens", "6", "--json")
     assert measured.json["lossless"]["mismatches"] == 0
 
 
@@ -138,8 +127,7 @@ def test_a_schedule_with_a_file_for_each_domain(specctl, start, tmp_path):
     for domain in ("code", "math"):
         (tmp_path / f"{domain}.jsonl").write_text((tmp_path / "prompts.jsonl").read_text())
     options = ["--prompts", "{domain}.jsonl", "--schedule", "math:2,code:1", "--output-dir", "run"]
-    done = specctl("online", *start, *SMALL, *options, "--baselines", "static", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("online", *start, *SMALL, *options, "--baselines", "static", "--json")
     assert [row["domains"] for row in done.json["per_chunk"]] == [{"math": 2}, {"code": 1}]
     assert {row["domain"]: row["prompts"] for row in done.json["per_domain"]} == {"math": 2, "code": 1}
     assert json.loads((tmp_path / "run/drafters/ogd/drafter.json").read_text())["domain"] == ["sql", "math", "code"]
@@ -177,8 +165,7 @@ def test_a_smaller_rate_recovers(specctl, start, tmp_path):
     """The same, but it shrinks fast enough: warnings, and a run that ends well."""
     write_prompts(tmp_path, [f"Count to {n}." for n in range(4)])
     options = ["--max-new-tokens", "4", "--chunk", "1", "--lr", "1e30", "learner.backoff=1e-34", "--output-dir", "run"]
-    done = specctl("online", *start, *ALONE, *options, "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("online", *start, *ALONE, *options, "--json")
     assert [row["ruling"] for row in done.json["per_chunk"]] == ["keep", "rollback", "keep", "keep"]
     assert done.json["learners"][0]["rollbacks"] == 1 and done.json["lossless"]["mismatches"] == 0
 
@@ -201,12 +188,10 @@ def test_it_warms_up_first_and_says_so(specctl, tmp_path):
     """The line of the README on an empty directory; the next run uses the drafter again."""
     options = ["--algo", "opt-hydra", "--limit", "2", "--max-new-tokens", "6", "--device", "cpu", "--dtype", "fp32"]
     options += ["warmup.responses=8", "warmup.minutes=0.02"]
-    planned = specctl("online", *options, "--dry-run", "--json")
-    assert planned.code == 0, planned.err
+    planned = specctl.ok("online", *options, "--dry-run", "--json")
     said = " ".join(planned.json["steps"])
     assert "distill 8 prompts of sql" in said and "train a drafter of family hydra" in said
-    done = specctl("online", *options, "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("online", *options, "--json")
     assert "no drafter in drafters/sql-hydra: training one on 8 responses first" in done.err
     assert done.json["family"] == "hydra" and done.json["prompts"] == 2
     assert done.json["lossless"] == {"sequences": 8, "mismatches": 0, "ties": 0}
@@ -228,8 +213,7 @@ def test_it_warms_up_first_and_says_so(specctl, tmp_path):
 )
 def test_who_drafts_beside_the_heads(specctl, start, options, said):
     """By default the texts of the stream, unless something else decides how deep drafts are."""
-    done = specctl("online", *start, *options, "--dry-run", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("online", *start, *options, "--dry-run", "--json")
     told = [step.partition("in one tree with ")[2] for step in done.json["steps"] if "in one tree with" in step]
     assert told == ([said] if said else [])
 

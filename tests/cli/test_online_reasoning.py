@@ -67,8 +67,7 @@ def test_a_head_writes_no_steps(specctl, tmp_path, target):
 
 def test_the_plan(specctl):
     """One temperature and seed for both sections; a resolved recipe can be resolved again."""
-    done = specctl("reason", "--algo", "lr,online-lr", "--temperature", "0.3", "--seed", "5", "--dry-run", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("reason", "--algo", "lr,online-lr", "--temperature", "0.3", "--seed", "5", "--dry-run", "--json")
     recipe, said = done.json["recipe"], " ".join(done.json["steps"])
     assert recipe["sampling"]["temperature"] == recipe["reasoning"]["temperature"] == 0.3
     assert recipe["sampling"]["seed"] == recipe["reasoning"]["seed"] == recipe["data"]["seed"] == 5
@@ -103,9 +102,7 @@ def test_it_warms_up_a_draft_lm_first(specctl, library):
 def test_it_learns_and_reports(specctl, start, tmp_path):
     """The command on the built-in target, its report, the run again, and what was learnt put to use."""
     argv = ["reason", "--algo", "online-lr,osd-lr", *start, *SMALL, "--output-dir", "run"]
-    done = specctl(*argv, "--json")
-    assert done.code == 0, done.err
-    document = done.json
+    document = specctl.ok(*argv, "--json").json
     assert document == json.loads((tmp_path / "run/result.json").read_text())
     assert [row["mode"] for row in document["modes"]] == ["target", "draft", "lr", "online-lr", "osd-lr"]
     texts = {}
@@ -117,23 +114,20 @@ def test_it_learns_and_reports(specctl, start, tmp_path):
     assert by_mode["lr"]["agreement"]["value"] == 1 and by_mode["lr"]["accuracy"]["value"] is not None
     refused = specctl(*argv, "reasoning.depth=1", "--resume")
     assert refused.code == 2 and "reasoning.depth was 2, is 1" in refused.err, refused.err
-    resumed = specctl(*argv, "--resume")
-    assert resumed.code == 0, resumed.err
+    resumed = specctl.ok(*argv, "--resume")
     told = 3 - by_mode["target"]["unanswered"]
     assert told and f"on the {told} of 3 prompts that the target alone answered" in resumed.out
     assert "answers of the target" in resumed.out and "100.0 % [100.0, 100.0]" in resumed.out
     assert (
         "steps accepted, online-lr minus lr" in resumed.out and "learned by osd-lr: run/drafters/osd-lr" in resumed.out
     )
-    shown = specctl("report", "run", "--csv", "--json")
-    assert shown.code == 0, shown.err
+    shown = specctl.ok("report", "run", "--csv", "--json")
     assert [name.rsplit("/")[-1] for name in shown.json["pictures"]] == ["reason-steps.png"]
     page = Path(shown.json["report"]).read_text()
     assert "answers of the target alone" in page and "Gain of learning" in page
     write_prompts(tmp_path, ["Say hi."])
     options = [*start[:-1], "--max-new-tokens", "6", "--json"]
-    measured = specctl("eval", *options, "--drafter", "run/drafters/online-lr")
-    assert measured.code == 0, measured.err
+    measured = specctl.ok("eval", *options, "--drafter", "run/drafters/online-lr")
     assert measured.json["lossless"]["mismatches"] == 0
 
 

@@ -108,10 +108,9 @@ def head(tmp_path_factory, target):
 def test_the_files_of_an_export_reach_the_hub(specctl, hub, head, tmp_path):
     """A repository without the weights, or with paths of this machine, is of no use to anybody."""
     out = tmp_path / "out"
-    done = specctl(
+    done = specctl.ok(
         "export", str(head), "--to", "vllm", "--push", "team/head", "--private", "--output-dir", str(out), "--json"
     )
-    assert done.code == 0, done.err
     assert done.json["pushed"] == f"{hub.url}/team/head"
     assert [one["name"] for one in hub.created] == ["head"] and hub.created[0]["organization"] == "team"
     assert hub.created[0].get("private") or hub.created[0].get("visibility") == "private"

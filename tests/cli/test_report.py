@@ -23,8 +23,7 @@ def run(tmp_path):
 def test_without_arguments_the_newest_run_is_taken_and_named(specctl, run):
     run("b", "2026-01-01T00:00:00+0000")
     run("a", "2026-01-02T00:00:00+0000")
-    done = specctl("report")
-    assert done.code == 0, done.err
+    done = specctl.ok("report")
     assert ["of", "runs/a"] in [line.split() for line in done.out.splitlines()]
     assert Path("runs/a/report/report.html").is_file()
 

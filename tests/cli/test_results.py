@@ -16,8 +16,7 @@ def test_eval_shows_a_row_and_both_verdicts(specctl, library):
     row = filled(Row, drafter="lookup", domain="sql", mat=1.54, speedup=1.31, tokens=1234, target_passes=800)
     compared, not_compared = Losslessness(sequences=9, mismatches=0, ties=1), Losslessness(0, 0, 0)
     library("eval", lambda recipe, run: EvalResult([row], compared, not_compared, rejected=0))
-    done = specctl("eval", "--drafter", "lookup")
-    assert done.code == 0, done.err
+    done = specctl.ok("eval", "--drafter", "lookup")
     shown = next(line for line in done.out.splitlines() if "lookup" in line).split()
     assert shown == ["lookup", "sql", "1.54", "–", "–", "1.31", "–", "1,234"]
     assert "0 mismatches, 1 ties in 9 sequences" in done.out

@@ -17,8 +17,7 @@ ROUTER = ("--train-router",)
 
 
 def test_the_line_of_the_readme_without_a_pool(specctl):
-    done = specctl("select", "--algo", "hedgespec", "--pool", "./drafters", "--dry-run", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("select", "--algo", "hedgespec", "--pool", "./drafters", "--dry-run", "--json")
     assert any(
         "lookup, suffix, retrieval (and plain decoding, for policies that count seconds) with hedgespec" in step
         for step in done.json["steps"]
@@ -51,10 +50,9 @@ def test_what_is_refused(specctl, argv, code, says):
 
 def test_what_policies_bring_is_told(specctl):
     """The reward of a paper, or a game of its own: nobody asked for these, and the plan said nothing of them."""
-    done = specctl(
+    done = specctl.ok(
         "select", "--algo", "normalhedge,metasd-ucb,ucbspec,hedgespec,router", *ROUTER, "--dry-run", "--json"
     )
-    assert done.code == 0, done.err
     brought = [step for step in done.json["steps"] if "sets" in step.split()]
     assert [step.split()[0] for step in brought] == ["normalhedge", "metasd-ucb", "ucbspec"]
     assert "game.batch_rounds=1" in brought[0] and 'game.reward="bd"' in brought[1] and "game.drift=null" in brought[0]
@@ -91,18 +89,15 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
 
 def test_it_selects(specctl, tmp_path):
     """The installed command on the built-in target, with drafters that need no training; then its report."""
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Count to three.", "Say hi.")))
+    prompts = write_prompts(tmp_path, ("Count to three.", "Say hi."))
     options = ("--prompts", str(prompts), "--max-new-tokens", "12", "--output-dir", str(tmp_path / "run"))
-    done = specctl("select", *options, "--baselines", "vanilla,fixed", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("select", *options, "--baselines", "vanilla,fixed", "--json")
     assert done.json["command"] == "select" and done.json["arms"] == [PLAIN_ARM, "lookup", "suffix", "retrieval"]
     assert done.json["lossless"]["mismatches"] == 0
     assert {row["algo"] for row in done.json["policies"]} == {"cgp-ucb", "vanilla", *done.json["arms"]}
     again = specctl("select", *options)
     assert again.code == 2 and "--overwrite" in again.err
-    shown = specctl("report", str(tmp_path / "run"), "--json")
-    assert shown.code == 0, shown.err
+    shown = specctl.ok("report", str(tmp_path / "run"), "--json")
     assert any("weights" in picture for picture in shown.json["pictures"])
 
 
@@ -114,8 +109,7 @@ def test_a_table_that_is_none(specctl, tmp_path):
 
 def test_a_table_is_recorded_and_replayed(specctl, tmp_path):
     """Speeds of a replay are those of a cost model: to show them as measured would be a lie."""
-    prompts = tmp_path / "p.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Count to three.", "Say hi.")))
+    prompts = write_prompts(tmp_path, ("Count to three.", "Say hi."))
     for option in ("--record", "--replay"):
         planned = specctl("select", "--prompts", str(prompts), option, "t.parquet", "--dry-run", "--json")
         assert planned.code == 0 and "t.parquet" in " ".join(planned.json["steps"]), planned.err
@@ -162,8 +156,7 @@ def test_rounds_run_on_the_device_where_all_contenders_have_them(
         argv += ["algo=[cgp-ucb,hedgespec]", "baselines=[vanilla,fixed]"]
         argv += ["drafting.stop_below=0", "drafting.keep_above=0"]
         argv += ["game.reward=throughput", "sampling.max_new_tokens=10", f"output_dir={tmp_path / place}"]
-        done = specctl("select", *argv, *options, *more, "--json")
-        assert done.code == 0, done.err
+        done = specctl.ok("select", *argv, *options, *more, "--json")
         return done.json
 
     device = selected("device")

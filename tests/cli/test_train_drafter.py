@@ -43,8 +43,7 @@ def test_a_mat_says_what_it_was_measured_on(capsys, mat, says):
 
 
 def test_it_distils_first_and_says_so(specctl, calls):
-    done = specctl("train-drafter", "--domain", "math", "--seed", "5", "distill.responses=7")
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", "--domain", "math", "--seed", "5", "distill.responses=7")
     assert [command for command, _ in calls] == ["distill", "train-drafter"]
     first = calls[0][1]
     assert (first.data.domain, first.data.limit, first.data.seed) == (["math"], 7, 5)
@@ -78,8 +77,7 @@ def test_sizes_that_do_not_fit_are_refused_first(specctl, calls, tmp_path, argv,
 
 def test_a_plan_for_a_targets_own_layer(specctl, calls, tmp_path):
     native = mtp.write(tmp_path / "native", "mimo")
-    done = specctl("train-drafter", "--arch", "mtp", "--target", native, "--dry-run", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", "--arch", "mtp", "--target", native, "--dry-run", "--json")
     assert done.json["estimate"]["drafter_parameters"] > 800_000
     assert done.json["recipe"]["ttt_steps"] == 3
 
@@ -107,8 +105,7 @@ def test_what_has_no_say_in_data_that_is_there_is_told(specctl, calls, distilled
 @pytest.mark.parametrize(("argv", "commands"), [([], ["train-drafter"]), (["--resume"], ["distill", "train-drafter"])])
 def test_unfinished_data_is_finished_on_resume(specctl, calls, distilled, tmp_path, argv, commands):
     distilled(tmp_path / "distilled/sql", complete=False)
-    done = specctl("train-drafter", *argv)
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", *argv)
     assert [command for command, _ in calls] == commands
     assert calls[0][1].resume == bool(argv)
     assert ("is incomplete" in done.err) != bool(argv)
@@ -132,8 +129,7 @@ def test_several_processes_do_not_all_distil(specctl, calls, monkeypatch):
 
 
 def test_each_trains_one_drafter_per_domain(specctl, calls):
-    done = specctl("train-drafter", "--domain", "sql,math", "--each", "--output-dir", "pool", "--json")
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", "--domain", "sql,math", "--each", "--output-dir", "pool", "--json")
     assert [command for command, _ in calls] == ["distill", "distill", "train-drafter", "train-drafter"]
     assert [recipe.data.domain for _, recipe in calls] == [["sql"], ["math"], ["sql"], ["math"]]
     assert [str(recipe.output) for _, recipe in calls[2:]] == ["pool/sql-eagle3", "pool/math-eagle3"]
@@ -215,8 +211,7 @@ def test_auto_starts_from_the_generalist_at_hand(specctl, calls, distilled, tmp_
     drafter(place / "strange", ["a", "b", "c"], target="other")
     (place / "broken").mkdir()
     (place / "broken/config.json").write_text("{")
-    done = specctl("train-drafter", "--init", "auto")
-    assert done.code == 0, done.err
+    done = specctl.ok("train-drafter", "--init", "auto")
     assert str(calls[0][1].init) == "drafters/two" and "starts from drafters/two" in done.err
     assert specctl("train-drafter", "--init", "auto", "--arch", "hydra").code == 0
     assert str(calls[1][1].init) == "drafters/other"

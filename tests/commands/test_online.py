@@ -1,8 +1,8 @@
 """`online` end to end on short streams: what is learnt, what is counted, and that no text depends on it."""
 
 import dataclasses
+import functools
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,20 +10,21 @@ import torch
 from specctl import api
 from specctl.commands.eval import evaluate
 from specctl.commands.online import few_judges
-from specctl.decoding.device import graphs
-from specctl.decoding.device import rounds as device_round
 from specctl.decoding.plain import PLAIN
-from specctl.drafters.hybrid import costs
+from specctl.drafters import checkpoint
 from specctl.recipe import DataRecipe, EvalRecipe, OnlineRecipe
+from specctl.recipe.online import BufferRecipe
 from specctl.runs import Run
 from tests.measuring.streams import (
     QUESTIONS,
     answers,
+    free_hybrids,
     learnt,
     lines,
+    play_graphs,
     recipe,
-    sure_target,
     timeless,
+    watch_device_rounds,
     weights,
     write_copy,
     write_head,
@@ -35,11 +36,6 @@ PER_CHUNK = {"mat", "accept_rate", "loss", "weights", "tokens_per_s"}
 
 
 @pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
-
-
-@pytest.fixture(scope="module")
 def copy(tmp_path_factory, tiny):
     """A drafter that is right half of the time."""
     return write_copy(tmp_path_factory.mktemp("copy") / "lm", tiny, tiny.name, 0.03)
@@ -48,12 +44,11 @@ def copy(tmp_path_factory, tiny):
 @pytest.fixture(scope="module")
 def heads(tmp_path_factory, tiny):
     """`heads(family)`: a new head of the tiny target."""
-    folder, made = tmp_path_factory.mktemp("heads"), {}
+    folder = tmp_path_factory.mktemp("heads")
 
+    @functools.cache
     def make(family):
-        if family not in made:
-            made[family] = write_head(folder / family, tiny, family)
-        return made[family]
+        return write_head(folder / family, tiny, family)
 
     return make
 
@@ -94,7 +89,7 @@ def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads,
     assert found.lossless.sequences == len(algo) * len(QUESTIONS) and found.lossless.mismatches == 0
     assert {row["status"] for row in lines(tmp_path / "run")} == {"updated"}
     assert found.static is None and found.family == family
-    start = weights_of(heads(family))
+    start = checkpoint.load(heads(family)).tensors
     for name in made.algo:
         moved = weights(tmp_path / "run", name)
         assert moved.keys() == start.keys() and any(not torch.equal(moved[key], start[key]) for key in start)
@@ -103,18 +98,11 @@ def test_every_family_learns_and_changes_no_text(tmp_path, prompts, tiny, heads,
 @pytest.mark.parametrize("family", ["eagle3", "dflash", "hydra"])  # a layer, a block, heads: the ways to draft a tree
 def test_every_kind_of_head_drafts_beside_what_was_said(tmp_path, prompts, tiny, heads, family, monkeypatch):
     """A head that nobody trained, where rows and levels cost nothing: it and the store change no text."""
-    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
-    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    free_hybrids(monkeypatch)
     options = {"beside": "retrieval", "baselines": ["vanilla", "static"], "batch": 2}
     found, document = learnt(tmp_path / "run", recipe(prompts, heads(family), tiny, algo=["ogd"], **options), tiny)
     assert found.lossless.sequences == 2 * len(QUESTIONS) and found.lossless.mismatches == 0
     assert document["beside"] == "retrieval" and found.static.mat >= 1
-
-
-def weights_of(place):
-    from specctl.drafters import checkpoint
-
-    return checkpoint.load(place).tensors
 
 
 def test_the_document(several, copy):
@@ -263,20 +251,14 @@ def test_a_second_pass_of_the_target_says_the_same(tmp_path, prompts, tiny, head
 def test_replay_learns_from_older_texts_within_its_bound(tmp_path, prompts, tiny, copy):
     plain = recipe(prompts, copy, tiny, baselines=[])
     learnt(tmp_path / "plain", plain, tiny)
-    learnt(tmp_path / "all", plain.model_copy(update={"buffer": buffer(replay=1.0)}), tiny)
+    learnt(tmp_path / "all", plain.model_copy(update={"buffer": BufferRecipe(replay=1.0)}), tiny)
     fresh = [row["texts"] for row in lines(tmp_path / "plain")]
     assert fresh == [2, 2, 1]
     assert [row["texts"] for row in lines(tmp_path / "all")] == [2, 4, 2]
-    learnt(tmp_path / "some", plain.model_copy(update={"buffer": buffer(replay=1.0, max_mb=0.002)}), tiny)
+    learnt(tmp_path / "some", plain.model_copy(update={"buffer": BufferRecipe(replay=1.0, max_mb=0.002)}), tiny)
     kept = lines(tmp_path / "some")
     assert kept[-1]["dropped"] > 0 and all(row["texts"] < 4 for row in kept)
     assert json.loads((tmp_path / "some/result.json").read_text())["learners"][0]["dropped"] == kept[-1]["dropped"]
-
-
-def buffer(**options):
-    from specctl.recipe.online import BufferRecipe
-
-    return BufferRecipe(**options)
 
 
 def test_osd_skips_texts_that_were_accepted_whole(tmp_path, prompts, tiny):
@@ -288,7 +270,8 @@ def test_osd_skips_texts_that_were_accepted_whole(tmp_path, prompts, tiny):
     assert {(row["texts"], row["status"]) for row in kept if row["algo"] == "osd"} == {(0, "empty")}
     assert {row["status"] for row in kept if row["algo"] == "ogd"} == {"updated"}
     assert found.mat == found.static.mat > 2 and found.lossless.sequences == 0
-    assert all(torch.equal(value, weights_of(perfect)[key]) for key, value in weights(tmp_path / "run", "osd").items())
+    start = checkpoint.load(perfect).tensors
+    assert all(torch.equal(value, start[key]) for key, value in weights(tmp_path / "run", "osd").items())
 
 
 def test_an_update_that_does_harm_is_taken_back(tmp_path, tiny, capsys):
@@ -302,7 +285,7 @@ def test_an_update_that_does_harm_is_taken_back(tmp_path, tiny, capsys):
     assert found.learners[0].rollbacks == 1 and found.lossless.mismatches == 0
     assert "taken back" in capsys.readouterr().err
     assert found.per_chunk[1].mat < found.per_chunk[0].mat and found.per_chunk[1].rates == [pytest.approx(1e-6)]
-    start = weights_of(good)
+    start = checkpoint.load(good).tensors
     for key, value in weights(tmp_path / "run", "ogd").items():
         torch.testing.assert_close(value, start[key], rtol=0, atol=1e-4)
 
@@ -339,11 +322,7 @@ def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, m
     """Where those of one are the host's (drafts that end early, lengths that are chosen), all others are, too: they
     would else win by running ahead on a device. A text drafter among the baselines is none of these. Plain decoding is
     what all are measured against, as fast as it can be; and `eval` lets everybody."""
-    rounds, run = [], device_round.DeviceRounds.round
-    monkeypatch.setattr(
-        device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[0].active_drafter), run(*args))
-    )
-    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    rounds = watch_device_rounds(monkeypatch)
     baselines = ["vanilla", "static"] if slower else ["vanilla", "static", "lookup"]
     made = recipe(prompts, heads("eagle3"), tiny, **{"drafting": STEADY, "baselines": baselines} | slower)
     found, document = learnt(tmp_path / "run", made, tiny)
@@ -361,15 +340,7 @@ def test_all_who_draft_have_rounds_of_one_kind(tmp_path, prompts, tiny, heads, m
 
 def test_graphs_of_plain_decoding_are_not_those_of_who_draft(tmp_path, prompts, tiny, heads, monkeypatch):
     """A run said that its rounds were the device's where only the rounds of plain decoding were."""
-    captured = []
-
-    def capture(run, *_):
-        captured.append(run)
-        return SimpleNamespace(replay=run, pool=lambda: None)
-
-    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
-    monkeypatch.setattr(graphs, "WARM_UP", 1)
-    monkeypatch.setattr(graphs, "capture", capture)
+    captured = play_graphs(monkeypatch)
     made = recipe(prompts, heads("eagle3"), tiny, drafting=STEADY, baselines=["vanilla"], draft_length="auto")
     found, _ = learnt(tmp_path / "run", made, tiny)
     assert captured and found.rounds_on == "host"
@@ -390,16 +361,13 @@ def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, 
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host, _ = learnt(tmp_path / "host", made, tiny)
     monkeypatch.delenv("SPECCTL_GRAPHS")
-    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
-    monkeypatch.setattr(graphs, "WARM_UP", 1)
-    capture = lambda run, *_: SimpleNamespace(replay=run, pool=lambda: None)  # noqa: E731
-    monkeypatch.setattr(graphs, "capture", capture)
+    play_graphs(monkeypatch)
     device, _ = learnt(tmp_path / "device", made, tiny)
     assert (host.rounds_on, device.rounds_on) == ("host", "device")
     assert device.lossless.mismatches == 0 and device.mat == host.mat
     assert {row["status"] for row in lines(tmp_path / "device")} == {"updated"}
     found, expected = (weights(tmp_path / name, "ogd") for name in ("device", "host"))
-    start = weights_of(heads(family))
+    start = checkpoint.load(heads(family)).tensors
     assert any(not torch.equal(found[key], start[key]) for key in start)
     for key in expected:
         torch.testing.assert_close(found[key], expected[key], rtol=1e-3, atol=1e-5)

@@ -245,11 +245,7 @@ def test_sglang_is_given_tensors(go, target, exported):
         ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "a:1", "log": "b"}}, "leave one of them out"),
         ({"server": {"urls": ["http://a:1"]}, "traffic": {"listen": "nowhere"}}, "listen"),
         (
-            {
-                "server": {"urls": ["http://a:1"]},
-                "traffic": {"log": "b"},
-                "baseline_server": {"urls": ["http://b:1"]},
-            },
+            {"server": {"urls": ["http://a:1"]}, "traffic": {"log": "b"}, "baseline_server": {"urls": ["http://b:1"]}},
             "prompts of a stream",
         ),
     ],

@@ -25,7 +25,6 @@ from tests.measuring.streams import (
     learnt,
     lines,
     metrics,
-    sure_target,
     weights,
     write_copy,
     write_prompts,
@@ -43,12 +42,6 @@ def few_objects():
     importlib.import_module("trl")
     gc.collect()
     gc.freeze()
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    """A target whose texts have no line breaks to speak of: its steps end at their limit."""
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
 
 
 @pytest.fixture(scope="module")

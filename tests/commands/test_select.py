@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import signal
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -13,17 +12,15 @@ from pydantic import ValidationError
 
 from specctl import progress
 from specctl.commands.select import select
-from specctl.decoding.device import graphs
-from specctl.decoding.device import rounds as device_round
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.plain import PLAIN
 from specctl.decoding.prompt_features import cluster_of
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import load_target
-from specctl.distillation.prompts import Prompt, Rejections
+from specctl.distillation.prompt_rows import Prompt
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint
 from specctl.drafters import pool as drafters
-from specctl.drafters.hybrid import costs
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.retrieval.datastore import Datastore
@@ -57,7 +54,15 @@ from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN as PLAIN_ARM
 from specctl.selection.assembly import Decoding, make_selector
 from tests.lossless.drafters import own_weights
-from tests.measuring.streams import contents, write_copy, write_head
+from tests.measuring.streams import (
+    contents,
+    free_hybrids,
+    play_graphs,
+    watch_device_rounds,
+    write_copy,
+    write_head,
+    write_prompts,
+)
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name\n\nQuestion: Who?"]
 CONTRACT = {
@@ -73,9 +78,7 @@ def target(shallow):
 
 @pytest.fixture
 def prompts(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
-    return path
+    return write_prompts(tmp_path, QUESTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -117,11 +120,13 @@ def recipe(prompts, **fields):
     return model(sampling=sampling, **{key: value for key, value in fields.items() if key in model.model_fields})
 
 
-def selected(tmp_path, made, target, pool, rounds=True):
+def selected(tmp_path, made, target, pool):
+    """The result of a run, its document, and its rounds, which replays and recordings do not have."""
     run = Run.create("select", made, tmp_path / "run")
     options = {} if isinstance(made, ReplayRecipe) else {"target": target, "drafters": pool}
     found = COMMANDS[type(made)](made, run, **options)
-    rounds = rounds and [json.loads(line) for line in (run.dir / "rounds.jsonl").read_text().splitlines()]
+    log = run.dir / "rounds.jsonl"
+    rounds = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     return found, run.result(dataclasses.asdict(found)), rounds
 
 
@@ -163,12 +168,7 @@ def test_policies_side_by_side(tmp_path, prompts, target, pool, batch, reset):
 def test_speeds_are_against_the_fastest_plain_decoding(tmp_path, prompts, target, pool, monkeypatch):
     """A policy looks on at its rounds, so they are the host's, and those of its arms. Plain decoding, which is what
     nobody needs a drafter for, runs ahead on a device."""
-    run = device_round.DeviceRounds.round
-    rounds = []
-    monkeypatch.setattr(
-        device_round.DeviceRounds, "round", lambda *args: (rounds.append(args[0].active_drafter), run(*args))
-    )
-    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    rounds = watch_device_rounds(monkeypatch)
     made = recipe(prompts, algo=["metasd-ucb"], baselines=["vanilla", "fixed"])
     found, _, _ = selected(tmp_path, made, target, {"lookup": pool["lookup"], "suffix": pool["suffix"]})
     assert {*rounds} == {PLAIN} and found.rounds_on == "host"
@@ -178,28 +178,21 @@ def test_graphs_are_captured_before_anything_is_timed(tmp_path, tiny_directory, 
     """Those of all arms of every policy: it would else pay for them with its first texts, arms by themselves would not.
     And they are of the texts to come."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
-    options, captured, began = DraftingRecipe(stop_below=0.0, keep_above=0.0), [], []
+    options, captured, began = DraftingRecipe(stop_below=0.0, keep_above=0.0), play_graphs(monkeypatch), []
     heads = {
         name: drafters.load_drafter(str(write_head(tmp_path / name, target, name)), target, options)
         for name in ("eagle3", "medusa")
     }
 
-    def capture(run, side, pool):
-        captured.append(run)
-        return SimpleNamespace(replay=run, pool=lambda: "pool")
-
     def measured(*args, **named):
         began.append(len(captured))
         return measure(*args, **named)
 
-    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
-    monkeypatch.setattr(graphs, "capture", capture)
-    monkeypatch.setattr(graphs, "WARM_UP", 1)
     monkeypatch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 16)
     monkeypatch.setattr(select_contenders, "measure", measured)
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Name {n}."}) + "\n" for n in range(4)))
+    prompts = write_prompts(tmp_path, [f"Name {n}." for n in range(4)])
     game = {"reward": "be", "depth": 2}
-    made = recipe(tmp_path / "prompts.jsonl", algo=["random", "hedgespec"], baselines=["vanilla", "fixed"], game=game)
+    made = recipe(prompts, algo=["random", "hedgespec"], baselines=["vanilla", "fixed"], game=game)
     found, _, _ = selected(tmp_path, made, target, heads)
     assert found.rounds_on == "device" and found.lossless.mismatches == 0
     arms = 1 + len(heads)  # with plain decoding, which is none of `random`'s
@@ -285,7 +278,7 @@ def test_repeats_are_other_draws_of_the_policy(tmp_path, prompts, target, pool):
 def test_a_prompt_may_be_of_two_domains(tmp_path, target, reset):
     """Its answers in a batch were one game's, which is refused, and both of the last domain's session."""
     for domain in ("sql", "math"):
-        (tmp_path / f"{domain}.jsonl").write_text(json.dumps({"prompt": "Hello."}) + "\n")
+        write_prompts(tmp_path, ["Hello."], f"{domain}.jsonl")
     made = recipe(
         tmp_path / "{domain}.jsonl", algo=["random"], reset=reset, batch=2, baselines=[], sampling={"max_new_tokens": 4}
     )
@@ -312,11 +305,9 @@ def test_the_best_arm_is_that_of_a_game_live_and_in_a_replay(tmp_path, prompts, 
     """Arms that are best at other prompts: by query, session and stream the best ones have other mats."""
     pool = {"even": Sometimes(0), "odd": Sometimes(1)}
     options = dict(algo=["random"], reset=reset, sampling={"max_new_tokens": 32})
-    selected(tmp_path / "a", recipe(prompts, record=tmp_path / "t.parquet", **options), target, pool, rounds=False)
+    selected(tmp_path / "a", recipe(prompts, record=tmp_path / "t.parquet", **options), target, pool)
     live, _, _ = selected(tmp_path, recipe(prompts, baselines=["fixed"], **options), target, pool)
-    again, _, _ = selected(
-        tmp_path / "b", recipe(prompts, replay=tmp_path / "t.parquet", **options), target, pool, rounds=False
-    )
+    again, _, _ = selected(tmp_path / "b", recipe(prompts, replay=tmp_path / "t.parquet", **options), target, pool)
     assert (live.oracle_mat, live.regret, live.best_arm_ratio) == pytest.approx(
         (again.oracle_mat, again.regret, again.best_arm_ratio)
     )
@@ -344,9 +335,7 @@ def test_failures_of_a_recording_are_counted(tmp_path, prompts, target):
     made = recipe(prompts, record=tmp_path / "t.parquet", sampling={"max_new_tokens": 6})
     for resume in (False, True):  # what was recorded before is counted, too
         again = made.model_copy(update={"resume": resume})
-        found, _, _ = selected(
-            tmp_path / f"{resume}", again, target, {"good": Lookup(4), "broken": Broken(4)}, rounds=False
-        )
+        found, _, _ = selected(tmp_path / f"{resume}", again, target, {"good": Lookup(4), "broken": Broken(4)})
         rows = {row.algo: row for row in found.policies}
         assert rows["good"].failures == 0 and rows["broken"].mat == 1
         assert rows["broken"].failures == rows["broken"].rounds, "a round at every token"
@@ -368,11 +357,7 @@ def test_regret_needs_equal_texts(tmp_path, prompts, target, pool):
 
 def test_draft_sizes_are_arms(tmp_path, prompts, target, pool):
     made = recipe(
-        prompts,
-        algo=["ucbspec"],
-        arms={"draft_nodes": [0, 2]},
-        game={"reward": "throughput"},
-        reset="stream",
+        prompts, algo=["ucbspec"], arms={"draft_nodes": [0, 2]}, game={"reward": "throughput"}, reset="stream"
     )
     found, _, rounds = selected(tmp_path, made, target, pool)
     assert found.arms == ["no draft", "good ×2", "lookup ×2", "suffix ×2"]
@@ -459,10 +444,9 @@ def test_a_batch_never_holds_two_prompts_of_a_session():
 def recorded(tmp_path_factory, target, pool):
     """A table of the pool on all questions, and the prompts' file."""
     folder = tmp_path_factory.mktemp("table")
-    path = folder / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    path = write_prompts(folder, QUESTIONS)
     made = recipe(path, record=folder / "table.parquet")
-    found, _, _ = selected(folder, made, target, pool, rounds=False)
+    found, _, _ = selected(folder, made, target, pool)
     return path, made.record, found
 
 
@@ -472,7 +456,7 @@ def test_a_replay_is_what_live_decoding_does(tmp_path, target, pool, recorded, a
     prompts, table, _ = recorded
     options = dict(algo=[algo], reset=reset, baselines=["fixed"], sampling={"seed": 3})
     live, _, rounds = selected(tmp_path, recipe(prompts, **options), target, pool)
-    again, _, _ = selected(tmp_path / "replay", recipe(prompts, replay=table, **options), target, pool, rounds=False)
+    again, _, _ = selected(tmp_path / "replay", recipe(prompts, replay=table, **options), target, pool)
     mine, theirs = live.policies[0], again.policies[0]
     assert (mine.rounds, mine.pulls) == (theirs.rounds, theirs.pulls)
     assert (live.mat, live.oracle_mat, live.regret) == pytest.approx((again.mat, again.oracle_mat, again.regret))
@@ -484,30 +468,32 @@ def test_a_replay_reads_prompts_as_live_decoding_does(tmp_path, target, pool, mo
     """Tables keep what prompts are alike in, whether the arms read states of the target or not."""
     monkeypatch.setattr(Lookup, "taps", taps)
     questions = [f"Count from {n} to {n + 9}." for n in range(5)] + [f"Name the colour of {n}." for n in range(5)]
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
+    path = write_prompts(tmp_path, questions)
     table = tmp_path / "t.parquet"
-    selected(tmp_path / "a", recipe(path, record=table), target, pool, rounds=False)
+    selected(tmp_path / "a", recipe(path, record=table), target, pool)
     assert all(trace.context is not None for trace in read_table(table).traces)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset=reset)
     live, _, lines = selected(tmp_path / "b", recipe(path, **options), target, pool)
-    again, _, _ = selected(tmp_path / "c", recipe(path, replay=table, **options), target, pool, rounds=False)
+    again, _, _ = selected(tmp_path / "c", recipe(path, replay=table, **options), target, pool)
     assert (live.rounds, live.pulls) == (again.rounds, again.pulls) and live.lossless.mismatches == 0
     assert live.policies[0].score_share is None, "nobody is scored"
     first = [line["arm"] for line in lines if line["round"] == 1]
     assert first[0] == "good" and len(first) == 10
 
 
-def familiar(place, target, drafted):
-    """A pool of datastores, each of which says that it was made of these questions."""
-    for name, asked in drafted.items():
+def numbers_after_stories(tmp_path, target, count):
+    """A pool of two datastores, `a` of stories and `b` of numbers, and a file with `count` prompts about numbers."""
+    numbers = [f"Count from {n} to {n + 9}." for n in range(6 + count)]
+    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
+    place = tmp_path / "pool"
+    for name, asked in (("a", stories), ("b", numbers[:6])):
         store = Datastore.of([target.tokenizer(text)["input_ids"] for text in asked])
         prompts = [prompt_ids(target, text) for text in asked]
         mean, error = cluster_of(target, prompts, (target.num_layers,))
         told = {"taps": [target.num_layers], "kinds": {"sql": {"mean": mean.tolist(), "error": error}}}
         made = {"config": retrieval.checkpoint_config(store, target.identity), "tensors": retrieval.tensors(store)}
         checkpoint.save(place / name, **made, info={"domain": ["sql"], "prompts": told})
-    return place
+    return place, write_prompts(tmp_path, numbers[6:])
 
 
 def prompt_ids(target, text):
@@ -518,17 +504,13 @@ def prompt_ids(target, text):
 
 def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, target):
     """From the first text on; in a replay, too; not by drafters that say nothing."""
-    numbers = [f"Count from {n} to {n + 9}." for n in range(12)]
-    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
-    place = familiar(tmp_path / "pool", target, {"a": stories, "b": numbers[:6]})
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in numbers[6:]))
+    place, path = numbers_after_stories(tmp_path, target, 6)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], reset="query", pool=place)
     live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
     assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0
     table = tmp_path / "t.parquet"
-    selected(tmp_path / "a", recipe(path, record=table, pool=place), target, None, rounds=False)
-    again, _, _ = selected(tmp_path / "c", recipe(path, **options | {"pool": None}, replay=table), target, None, False)
+    selected(tmp_path / "a", recipe(path, record=table, pool=place), target, None)
+    again, _, _ = selected(tmp_path / "c", recipe(path, **options | {"pool": None}, replay=table), target, None)
     assert (live.rounds, live.pulls) == (again.rounds, again.pulls)
     for one in ("a", "b"):
         info = place / one / "drafter.json"
@@ -542,25 +524,20 @@ def test_a_pool_is_chosen_from_by_what_its_drafters_were_trained_on(tmp_path, ta
 def test_a_drafter_that_reads_other_layers_does_not_hide_what_the_others_were_trained_on(tmp_path, target, monkeypatch):
     """A pool keeps the states of all layers that any drafter reads; kinds are told by those of most."""
     monkeypatch.setattr(Lookup, "taps", (1, target.num_layers))
-    numbers = [f"Count from {n} to {n + 9}." for n in range(8)]
-    stories = [f"Write a long story about a {what} in the wood." for what in ("cat", "dog", "tree", "house", "bear")]
-    place = familiar(tmp_path / "pool", target, {"a": stories, "b": numbers[:6]})
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in numbers[6:]))
+    place, path = numbers_after_stories(tmp_path, target, 2)
     options = dict(algo=["cgp-ucb"], game={"reward": "tokens"}, baselines=["vanilla"], pool=place, drafters=["lookup"])
     live, _, lines = selected(tmp_path / "live", recipe(path, **options), target, None)
     assert lines[0]["arm"] == "b" and live.lossless.mismatches == 0
     table = tmp_path / "t.parquet"
-    selected(tmp_path / "a", recipe(path, record=table, **options), target, None, rounds=False)
+    selected(tmp_path / "a", recipe(path, record=table, **options), target, None)
     replayed = {**options, "pool": None, "drafters": []}
-    again, _, _ = selected(tmp_path / "c", recipe(path, **replayed, replay=table), target, None, False)
+    again, _, _ = selected(tmp_path / "c", recipe(path, **replayed, replay=table), target, None)
     assert (live.rounds, live.pulls) == (again.rounds, again.pulls)
 
 
 def test_repeats_know_nothing_of_each_other(tmp_path, target, pool):
     """A prompt that is asked again with another seed must not be met as one that is known."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in QUESTIONS))
+    path = write_prompts(tmp_path, QUESTIONS)
     made = recipe(
         path, beside="retrieval", baselines=["vanilla", "beside"], algo=["cgp-ucb"], seeds=[0, 1],
         game={"reward": "tokens"},
@@ -604,8 +581,7 @@ def test_lengths_are_chosen_for_a_batch(tmp_path, prompts, target):
 @pytest.mark.slow
 def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, target, monkeypatch):
     """Heads, arms and rivals, each in one tree with `lookup`; the policy compares heads, and `lookup` plays alone."""
-    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
-    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    free_hybrids(monkeypatch)
     for name, noise in (("good", 0.0), ("bad", 3.0)):
         write_copy(tmp_path / "pool" / name, target, builtin_path(), noise)
     write_copy(tmp_path / "rival", target, builtin_path(), 0.0)
@@ -675,7 +651,7 @@ def test_what_cannot_be_beside_is_refused(prompts):
 def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, pool):
     """order=shift: games by domain would forget in the middle of every session."""
     for domain, texts in (("sql", QUESTIONS[:2]), ("math", QUESTIONS[2:])):
-        (tmp_path / f"{domain}.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+        write_prompts(tmp_path, texts, f"{domain}.jsonl")
     options = dict(reset="session", order="shift", session=2, baselines=["vanilla"], algo=["hedgespec"])
     cheap = {name: pool[name] for name in ("lookup", "suffix")}
 
@@ -684,9 +660,9 @@ def test_a_replay_of_sessions_of_two_domains_is_live_decoding(tmp_path, target, 
         return recipe(prompts, data=DataRecipe(domain=["sql", "math"], prompts=prompts), **options, **more)
 
     table = tmp_path / "t.parquet"
-    selected(tmp_path / "a", made(record=table), target, cheap, rounds=False)
+    selected(tmp_path / "a", made(record=table), target, cheap)
     live, _, _ = selected(tmp_path, made(), target, cheap)
-    again, _, _ = selected(tmp_path / "b", made(replay=table), target, cheap, rounds=False)
+    again, _, _ = selected(tmp_path / "b", made(replay=table), target, cheap)
     assert (live.rounds, live.pulls, live.sessions) == (
         again.rounds,
         again.pulls,
@@ -705,20 +681,20 @@ def test_recording_says_what_every_arm_does(recorded, target, pool):
 def test_pools_of_several_sizes(tmp_path, recorded, target, pool):
     prompts, table, _ = recorded
     made = recipe(prompts, replay=table, algo=["hedgespec", "random"], pool_sizes=[1, 2])
-    found, _, _ = selected(tmp_path, made, target, pool, rounds=False)
+    found, _, _ = selected(tmp_path, made, target, pool)
     sizes = {(one.arms, one.algo): one for one in found.pool_size}
     assert sizes.keys() == {(n, name) for n in (1, 2) for name in ("hedgespec", "random", "oracle")}
     assert sizes[1, "random"].share_of_best == pytest.approx(1)
     assert sizes[2, "oracle"].mat >= sizes[2, "hedgespec"].mat
     with pytest.raises(UsageError, match="pool_sizes names 9 arms, but the table has 3"):
-        selected(tmp_path, made.model_copy(update={"pool_sizes": [9]}), target, pool, rounds=False)
+        selected(tmp_path, made.model_copy(update={"pool_sizes": [9]}), target, pool)
 
 
 def test_an_option_that_a_policys_own_game_overrules_is_told(tmp_path, recorded, target, pool, capsys):
     """An option that is set to its default is taken for one that was left out, but not in silence."""
     prompts, table, _ = recorded
     made = recipe(prompts, replay=table, algo=["normalhedge"], game={"drift": 5.0, "warmup_rounds": 3})
-    selected(tmp_path, made, target, pool, rounds=False)
+    selected(tmp_path, made, target, pool)
     said = capsys.readouterr().err
     assert "normalhedge uses its own game settings: game.drift=None;" in said and "warmup" not in said
 
@@ -726,11 +702,11 @@ def test_an_option_that_a_policys_own_game_overrules_is_told(tmp_path, recorded,
 def test_a_replay_of_some_arms(tmp_path, recorded, target, pool):
     prompts, table, _ = recorded
     made = recipe(prompts, replay=table, arms={"names": ["suffix", "good"]})
-    found, _, _ = selected(tmp_path, made, target, pool, rounds=False)
+    found, _, _ = selected(tmp_path, made, target, pool)
     assert found.arms == ["suffix", "good"]
     with pytest.raises(UsageError, match=r"the pool has no gold.*"):
         made = recipe(prompts, replay=table, arms={"names": ["gold"]})
-        selected(tmp_path / "b", made, target, pool, rounds=False)
+        selected(tmp_path / "b", made, target, pool)
 
 
 def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
@@ -739,9 +715,7 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
     options = dict(algo=["random"], reset="session", sampling={"seed": 3})
     seeds = {"seeds": [0, 2]}
     live, _, _ = selected(tmp_path, recipe(prompts, baselines=["fixed"], **seeds, **options), target, pool)
-    found, document, _ = selected(
-        tmp_path / "b", recipe(prompts, replay=table, **seeds, **options), target, pool, rounds=False
-    )
+    found, document, _ = selected(tmp_path / "b", recipe(prompts, replay=table, **seeds, **options), target, pool)
     for one, other in zip(live.policies, found.policies, strict=False):
         assert (one.algo, one.rounds, one.regret) == (other.algo, other.rounds, other.regret)
     assert (live.pulls, live.queries, live.oracle_mat) == (found.pulls, found.queries, pytest.approx(found.oracle_mat))
@@ -758,10 +732,7 @@ def test_a_replay_plays_every_seed(tmp_path, target, pool, recorded):
 @pytest.mark.parametrize(
     ("name", "constants"),
     [
-        (
-            "hedgespec",
-            {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None},
-        ),
+        ("hedgespec", {"depth": None, "warmup_rounds": 6, "batch_growth": 1.0, "score_ends": True, "drift": None}),
         ("metasd", {"reward": "bd"}),
         ("banditspec", {"reward": "tokens"}),
     ],
@@ -831,7 +802,7 @@ def test_k_is_that_of_the_arms_that_play(tmp_path, prompts, target, pool):
     """Rewards are shares of K: with that of an arm that was left out a replay would play another game than live."""
     deep = {**pool, "suffix": Suffix(depth=9, nodes=9, children=1)}
     table = tmp_path / "t.parquet"
-    selected(tmp_path / "a", recipe(prompts, record=table), target, deep, rounds=False)
+    selected(tmp_path / "a", recipe(prompts, record=table), target, deep)
     some = {"names": ["lookup", "good"]}
     options = dict(algo=["ucbspec"], arms=some, reset="session")
     live, _, _ = selected(tmp_path, recipe(prompts, **options), target, {n: pool[n] for n in some["names"]})

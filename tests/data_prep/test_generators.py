@@ -1,7 +1,5 @@
 """The offline generators: reproducible, distinct, split without leaks, and in the forms the built-in target knows."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The template language of the generators."""
 
-from __future__ import annotations
-
 from random import Random
 
 import pytest

@@ -1,7 +1,5 @@
 """The phrase lists: how a file is read, what is refused, and that the files of the package are whole."""
 
-from __future__ import annotations
-
 import re
 import string
 from random import Random

@@ -1,7 +1,5 @@
 """Public data sets become prompts: local rows in the shape of the real ones, no network."""
 
-from __future__ import annotations
-
 import datasets
 import pytest
 from specctl.data_prep import DOMAINS, get, load_public

@@ -219,8 +219,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
             assert not attention.served(*wrong)
         count = len(tried)
         right = torch.zeros(1, 1, 4, 8), torch.zeros(1, 3, 4, 8)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert not attention.served(*wrong) and len(tried) == count
             assert attention.served(*right) and attention.served(*right)
             monkeypatch.setattr(attention, "by_kernel", lambda device: device not in attention._refused)

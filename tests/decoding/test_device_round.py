@@ -268,8 +268,7 @@ def test_hybrids_on_the_device(tiny, drafters, graphs_on, monkeypatch, head, tex
     graphs_on()
     steps = {}
     for name, drafter in {"both": together, head: drafters(head), text: drafters(text)}.items():
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             found = decode(tiny, drafter=drafter, **how)
         assert [one.output_ids for one in found] == [one.output_ids for one in plain]
         assert any(one.ahead for one in found)
@@ -638,8 +637,7 @@ def test_graphs_play_the_rounds(tiny, drafters, graphs_on, monkeypatch, name):
     host = decode(tiny, **how)
     monkeypatch.delenv("SPECCTL_GRAPHS")
     captured = graphs_on()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert decode(tiny, **how) == host
     assert captured
 
@@ -662,8 +660,7 @@ def test_ended_texts_may_write_in_any_order(tiny, drafters, graphs_on, monkeypat
     captured = graphs_on()
     prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(8)]
     how = dict(sampling=HOT, seeds=[*range(8)], max_new_tokens=[2, 3, 2, *[30] * 5], share_rows=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         texts = decoding.decode(tiny, prompts, drafter=drafters(name), **how)
     assert captured and texts[-1].replays > 0
     monkeypatch.setenv("SPECCTL_KV", "contiguous")
@@ -742,10 +739,7 @@ FAILURES = {
     "capture": lambda patch, install: (install(), patch.setattr(graphs, "capture", raising)),
     "replay": lambda patch, install: install(raising),
     "other tokens": lambda patch, install: install(lambda run: None),
-    "the round itself": lambda patch, install: (
-        install(),
-        patch.setattr(device_round.DeviceRounds, "round", raising),
-    ),
+    "the round itself": lambda patch, install: (install(), patch.setattr(device_round.DeviceRounds, "round", raising)),
 }
 
 
@@ -773,8 +767,7 @@ def test_a_text_drafter_that_raises_fails_one_text(tiny, graphs_on, monkeypatch,
     for request in decoding.requests([[40, 41], [600, 41], [44, 44]], sampling=GREEDY, max_new_tokens=9, seeds=[0] * 3):
         engine.add(request)
     ends = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         while engine.busy:
             ends |= {event.id: event for event in engine.step() if event.ended}
     assert str(ends[1].error) == "I will not" and ends[1].ended.stop == "failed"
@@ -909,7 +902,7 @@ def test_places_that_only_the_device_knows():
 
 def test_spans_are_few_and_wide_enough():
     assert [graphs.span_for(n, 10_000) for n in (1, 256, 257, 1024, 1025, 2049, 8000)] == [
-        *(256, 256, 512, 1024, 1280, 2560, 8192),
+        *(256, 256, 512, 1024, 1280, 2560, 8192)
     ]
     assert graphs.span_for(300, 310) == 310
     for needed in range(1, 5000):

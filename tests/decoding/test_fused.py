@@ -157,8 +157,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
         monkeypatch.setattr(kernels, "silu_and_mul", gate_of(0.1))
         with pytest.warns(UserWarning, match="layers on cpu run unfused: silu_and_mul gives a different result"):
             assert not fused.tried(CPU, torch.float32, shape)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
+        with warnings.catch_warnings(action="error"):
             assert not fused.tried(CPU, torch.float32, shape)
     finally:
         fused.tried.cache_clear()

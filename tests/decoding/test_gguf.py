@@ -5,6 +5,7 @@ or norms of heads lost, head sizes or RoPE settings guessed, weights rounded bef
 in a traceback or take all memory.
 """
 
+import functools
 import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -51,12 +52,10 @@ REAL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct.Q4_1.gguf"
 @pytest.fixture(scope="module")
 def directories(tmp_path_factory):
     """`directories(name)`: the directory of a random model of `MODELS`."""
-    made = {}
 
+    @functools.cache
     def make(name):
-        if name not in made:
-            made[name] = write_tiny(tmp_path_factory.mktemp(name), *MODELS[name])
-        return made[name]
+        return write_tiny(tmp_path_factory.mktemp(name), *MODELS[name])
 
     return make
 

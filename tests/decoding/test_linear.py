@@ -100,8 +100,7 @@ def test_without_the_library_products_are_torchs(monkeypatch):
 def test_nobody_is_warned():
     """The calls are marked as leaving torch; a line about that in front of every result says nothing to a user."""
     linear._half_computes()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         Linear(weights(16, 16))(torch.ones(1, 16))
 
 

@@ -26,7 +26,7 @@ from specctl.errors import CheckpointError, DataError
 from specctl.kernels.distill import Teacher
 from tests.conftest import write_tiny
 from tests.lossless.drafters import bushes, constant, full_tree, ragged
-from tests.toys.decoding import decode
+from tests.toys.decoding import decode, plain_answers, whole
 
 SMALL = {
     "hidden_size": 48,
@@ -61,7 +61,7 @@ GEMMA3_ROPE = {
     "rope_parameters": {
         "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-    },
+    }
 }
 MLA = {
     "q_lora_rank": 16,
@@ -156,22 +156,9 @@ def model(directory):
 
 @pytest.fixture(scope="module")
 def plain(target):
-    """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
-    known = {}
-
-    def texts(sampling):
-        if sampling not in known:
-            known[sampling] = [
-                whole(decode(target, [prompt], sampling=sampling, max_new_tokens=NEW, seeds=[seed]))[0]
-                for prompt, seed in zip(PROMPTS, SEEDS, strict=True)
-            ]
-        return known[sampling]
-
-    return texts
-
-
-def whole(decoded):
-    return [one.prompt_ids + one.output_ids for one in decoded]
+    """`plain(sampling)`: the texts that plain decoding writes, each prompt on its own."""
+    answers = plain_answers(target, PROMPTS, SEEDS, NEW)
+    return lambda sampling: whole(answers(sampling))
 
 
 def misprinted(text):

@@ -1,7 +1,5 @@
 """`distill` as a library call: what is written does not depend on batches, shards, signals or kills."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing
@@ -21,6 +19,7 @@ from specctl.progress import interrupts
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 from tests.distillation.million import NoEngine
+from tests.distillation.test_store import by_id
 
 IDENTITY = {"name": "fake", "hidden_size": 8, "num_layers": 1, "vocab_hash": "cafe"}
 
@@ -79,10 +78,6 @@ def recipe(prompts, output, **fields) -> DistillRecipe:
 def go(prompts, output, target=None, **fields):
     (output.parent / "run").mkdir(exist_ok=True)
     return distill(recipe(prompts, output, **fields), Run(output.parent / "run"), target=target or FakeTarget())
-
-
-def by_id(directory):
-    return sorted(store.read(directory), key=lambda record: record["id"])
 
 
 def test_result_and_records(questions, tmp_path):

@@ -11,12 +11,10 @@ from specctl.cli.distill import check_log
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
-from specctl.distillation.generate import distill
 from specctl.distillation.logs import LoggedTurn, turns
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
-from specctl.runs import Run
 from tests.cli.conftest import specctl
 
 __all__ = ["specctl"]
@@ -27,11 +25,6 @@ LOGGED = {
     "request": {"model": "m", "messages": [ASK], "temperature": 0.7},
     "response": {"choices": [{"message": SAY | {"refusal": None}, "finish_reason": "stop"}]},
 }
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
 
 
 @pytest.mark.parametrize(
@@ -344,18 +337,6 @@ def test_a_template_that_changes_what_stands_before(text, monkeypatch):
 def test_a_response_that_is_too_long(text):
     with pytest.raises(ValueError, match="do not fit the target's context of 2048"):
         logs.record(LoggedTurn([ASK], "5 " * 3000), "math", text, {})
-
-
-@pytest.fixture
-def go(tmp_path, text):
-    def run(rows, output="out", **fields):
-        path = tmp_path / "traffic.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / "run").mkdir(exist_ok=True)
-        recipe = {"log": str(path), "output_dir": tmp_path / output, "shard_size": 7, "batch_size": 4, **fields}
-        return distill(DistillRecipe.model_validate(recipe), Run(tmp_path / "run"), target=text)
-
-    return run
 
 
 def many(count):

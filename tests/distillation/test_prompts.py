@@ -1,7 +1,5 @@
 """Prompt files as they come: what is read, what is rejected, and how that is said."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import json
@@ -16,16 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specctl import progress
-from specctl.distillation import prompts as module
-from specctl.distillation.prompts import (
-    Rejections,
-    check_files,
-    open_prompts,
-    prompt_id,
-    prompts_of_line,
-    read_domains,
-    read_prompts,
-)
+from specctl.distillation import line_streams, prompt_rows
+from specctl.distillation import rejections as rejections_file
+from specctl.distillation.line_streams import open_prompts
+from specctl.distillation.messages import prompt_id
+from specctl.distillation.prompt_rows import prompts_of_line
+from specctl.distillation.prompts import HUB, check_files, read_domains, read_prompts
+from specctl.distillation.rejections import Rejections
 from specctl.errors import DataError, Interrupted, UsageError
 from specctl.recipe import DataRecipe
 
@@ -56,7 +51,7 @@ BAD = {
     b'{"messages": [{"role": "system", "content": "x"}]}': "does not end with a user message",
     b"[" * 100_000: "nested too deeply",
     b"9" * 5000: "",
-    GOOD[:-2] + b"x" * module.MAX_LINE_BYTES + b'"}': "longer than 8 MiB",
+    GOOD[:-2] + b"x" * line_streams.MAX_LINE_BYTES + b'"}': "longer than 8 MiB",
 }
 
 
@@ -142,7 +137,7 @@ def test_more_than_max_rejected_is_an_error_that_shows_the_first_reasons(tmp_pat
 @pytest.mark.parametrize("lines", [[GOOD, b"{"], [GOOD]])
 def test_rejections_of_an_earlier_run_stay_until_it_is_replaced(tmp_path, monkeypatch, lines):
     """A command that is refused yet would take them away; what waits is then written as if it never had."""
-    monkeypatch.setattr(module, "HELD_BYTES", 8)  # through the disk
+    monkeypatch.setattr(rejections_file, "HELD_BYTES", 8)  # through the disk
     kept, file = tmp_path / "rejected.jsonl", write(tmp_path / "p.jsonl", *lines)
     kept.write_text("earlier\n")
     refused = Rejections(kept, 0.0, hold=True)
@@ -322,7 +317,7 @@ def test_ten_megabyte_lines_stay_out_of_memory(tmp_path):
     assert len(read_prompts(data(file), "sql", rejected_to=rejections)) == 1
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert rejections.count == 3 and peak < 4 * module.MAX_LINE_BYTES
+    assert rejections.count == 3 and peak < 4 * line_streams.MAX_LINE_BYTES
 
 
 def test_generator_prompts_are_distinct_and_repeatable():
@@ -385,7 +380,7 @@ def test_a_row_of_a_suite_is_a_conversation_of_its_category():
         ({"turns": ["a", " "]}, "empty prompt"),
         ({"category": 3}, "`category` must be a name, got 3"),
         (
-            {"turns": [f"{module.PLACEHOLDER} (x)"]},
+            {"turns": [f"{prompt_rows.PLACEHOLDER} (x)"]},
             "a placeholder: fetch the text of this row with SPEED-Bench's script",
         ),
     ],
@@ -419,7 +414,7 @@ def test_a_data_set_that_datasets_loads(tmp_path):
     (tmp_path / "set").mkdir()
     write(tmp_path / "set" / "train.jsonl", row(SPEED_BENCH | {"turns": ["of the training split"]}))
     write(tmp_path / "set" / "test.jsonl", row(SPEED_BENCH), row(SPEED_BENCH | {"turns": [""]}))
-    recipe = data(f"{module.HUB}{tmp_path / 'set'}", max_rejected=0.5)
+    recipe = data(f"{HUB}{tmp_path / 'set'}", max_rejected=0.5)
     check_files(recipe)
     (prompt,) = read_prompts(recipe, "set", suite=True)
     assert prompt.messages[0]["content"] == "Sort a list." and prompt.where.endswith("set:1")
@@ -442,7 +437,7 @@ def test_a_data_set_that_is_broken(tmp_path, files, says):
     for name, lines in files.items():
         (tmp_path / name).write_bytes(b"\n".join(lines))
     with pytest.raises(DataError, match=says):
-        read_prompts(data(f"{module.HUB}{tmp_path}"), "x")
+        read_prompts(data(f"{HUB}{tmp_path}"), "x")
 
 
 def test_a_data_set_whose_rows_cannot_be_read(monkeypatch):
@@ -452,7 +447,7 @@ def test_a_data_set_whose_rows_cannot_be_read(monkeypatch):
 
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: {"test": rows()})
     with pytest.raises(DataError, match="cannot load the data set x: ImportError: To support decoding images"):
-        read_prompts(data(f"{module.HUB}x"), "x")
+        read_prompts(data(f"{HUB}x"), "x")
 
 
 def test_earlier_thinking_goes_along():
@@ -464,4 +459,4 @@ def test_earlier_thinking_goes_along():
 
 def test_a_data_set_that_is_not_there(tmp_path):
     with pytest.raises(DataError, match="cannot load the data set"):
-        read_prompts(data(f"{module.HUB}{tmp_path / 'nothing'}"), "x")
+        read_prompts(data(f"{HUB}{tmp_path / 'nothing'}"), "x")

@@ -36,8 +36,7 @@ def test_what_is_no_loop():
 
 
 @pytest.mark.parametrize(
-    ("filters", "kept", "action"),
-    [({}, 54, "cut"), ({"loops": "keep"}, 90, "keep"), ({"loops": "drop"}, None, "drop")],
+    ("filters", "kept", "action"), [({}, 54, "cut"), ({"loops": "keep"}, 90, "keep"), ({"loops": "drop"}, None, "drop")]
 )
 def test_loops_are_cut_kept_or_dropped_and_counted_each_time(tmp_path, filters, kept, action):
     whole = BEGINNING + [1, 2] * 20

@@ -5,7 +5,8 @@ import random
 
 import pytest
 
-from specctl.distillation.prompts import Rejections, read_prompts
+from specctl.distillation.prompts import read_prompts
+from specctl.distillation.rejections import Rejections
 from specctl.distillation.select_prompts import EXCLUDED, NEAR, NEAR_EXCLUDED, REPEATED, LeftOut, prepare
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe

@@ -10,7 +10,6 @@ from collections import Counter
 
 import pytest
 
-from specctl.decoding.target_text import load_target_text
 from specctl.distillation import store
 from specctl.distillation.generate import distill
 from specctl.engines.records import EngineError
@@ -20,16 +19,12 @@ from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 from tests.cli.conftest import specctl
 from tests.conftest import holding
+from tests.distillation.test_store import by_id
 from tests.toys.engine import FAULTS, FakeEngine
 
 __all__ = ["specctl"]
 
 COUNT = 60
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
 
 
 @pytest.fixture
@@ -39,21 +34,12 @@ def questions(tmp_path):
     return path
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
-
-
 def go(questions, output, engine, text, **fields):
     server = {"urls": [engine.url], "concurrency": 8, **fields.pop("server", {})}
     data = {"domain": ["math"], "prompts": str(questions), **fields.pop("data", {})}
     recipe = {"data": data, "server": server, "batch_size": 4, "shard_size": 7, "output_dir": output, **fields}
     (output.parent / "run").mkdir(exist_ok=True)
     return distill(DistillRecipe.model_validate(recipe), Run(output.parent / "run"), target=text)
-
-
-def by_id(directory):
-    return sorted(store.read(directory), key=lambda record: record["id"])
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])

@@ -1,7 +1,5 @@
 """Nothing lost, nothing twice: shards under kills, torn writes, second writers and flipped bytes."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import os

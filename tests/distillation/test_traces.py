@@ -8,11 +8,11 @@ import pytest
 
 from specctl.decoding.target_text import load_target_text
 from specctl.distillation import logs, store
-from specctl.distillation.generate import distill
 from specctl.distillation.messages import checked_messages, template_options, text_of, tool_list
-from specctl.distillation.prompts import Rejections, prompts_of_row, read_prompts, render
-from specctl.recipe import DataRecipe, DistillRecipe
-from specctl.runs import Run
+from specctl.distillation.prompt_rows import prompts_of_row, render
+from specctl.distillation.prompts import read_prompts
+from specctl.distillation.rejections import Rejections
+from specctl.recipe import DataRecipe
 from tests.toys.agent_traces import LAYOUTS, hermes, logged, openai, parts, trace, turn_count, with_strings
 from tests.toys.tool_templates import CHATML, HERMES, PARTS
 
@@ -108,8 +108,7 @@ def test_tools_written_in_the_text_are_not_rendered_again(text):
 
 
 @pytest.mark.parametrize(
-    ("template", "shown"),
-    [(HERMES, "a  b\n and more<|end|>"), (PARTS, "[a  b][and more]<|end|>")],
+    ("template", "shown"), [(HERMES, "a  b\n and more<|end|>"), (PARTS, "[a  b][and more]<|end|>")]
 )
 def test_text_parts_reach_the_template_as_it_takes_them(text, template, shown):
     """A list in a template for text was printed as Python's code; a joined text loses the template's own marks."""
@@ -269,18 +268,6 @@ def test_broken_traces_are_refused_with_their_place_and_reason(text, tmp_path, c
         assert all(one["reason"].strip() and "\n" not in one["reason"] for one in told)
         assert count / 10 < len(told) and len(used) > count / 10
         rejected.unlink()
-
-
-@pytest.fixture
-def go(tmp_path, text):
-    def run(rows, output="out", **fields):
-        path = tmp_path / "traces.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        (tmp_path / "run").mkdir(exist_ok=True)
-        recipe = {"log": str(path), "output_dir": tmp_path / output, "shard_size": 5, **fields}
-        return distill(DistillRecipe.model_validate(recipe), Run(tmp_path / "run"), target=text)
-
-    return run
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])

@@ -3,6 +3,7 @@
 import pytest
 
 from specctl.decoding.models.linear import DraftLinear
+from tests.drafters.documents import documents
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -17,3 +18,9 @@ def exact_products():
 def target(shallow):
     """Three of the ten layers: these tests compare two computations, and any texts serve for that."""
     return shallow
+
+
+@pytest.fixture(scope="module")
+def examples(target, prompts):
+    """Two documents of different lengths, so that packing and padding are exercised."""
+    return documents(target, prompts, (9, 14))

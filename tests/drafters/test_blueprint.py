@@ -56,10 +56,8 @@ def changed(drafters, target):
         }
         place = source.parent / "changed"
         checkpoint.save(place, config=config, tensors=weights, info={}, overwrite=True)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(CheckpointError) as error:
-                pool.load_drafter(str(place), target, DraftingRecipe())
+        with warnings.catch_warnings(action="error"), pytest.raises(CheckpointError) as error:
+            pool.load_drafter(str(place), target, DraftingRecipe())
         assert str(place) in error.value.message and "\n" not in error.value.message
         assert len(error.value.message) < 800 and error.value.exit_code == 4
         return error.value.message

@@ -10,8 +10,8 @@ from specctl.decoding.sampling import GREEDY
 from specctl.drafters import pool
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
-from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
+from tests.drafters.documents import documents
 from tests.drafters.recorded import recorded_logits
 from tests.lossless.drafters import ragged
 from tests.toys.decoding import decode
@@ -56,12 +56,7 @@ def drafter(target, family, module):
 
 @pytest.fixture(scope="module")
 def examples(target, prompts):
-    """Two documents of different lengths, so that packing and padding are exercised."""
-    texts = [
-        decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0]
-        for p, n in zip(prompts[1:], (14, 9), strict=True)
-    ]
-    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
+    return documents(target, prompts[1:], (14, 9))
 
 
 def packed(module, target, examples, stride=1):

@@ -75,13 +75,7 @@ class TestCandidates:
     def test_claims_are_settled_along_what_was_committed(self):
         candidates = merged(([1, 2], [-1, 0], [0.5, 0.25]), ([1, 3, 9], [-1, 0, 1], [0.75, 0.3, 0.2]))
         settled = [((claim.drafter, claim.probability), true) for claim, true in candidates.outcomes([1, 3, 4])]
-        assert settled == [
-            ((0, 0.5), True),
-            ((1, 0.75), True),
-            ((0, 0.25), False),
-            ((1, 0.3), True),
-            ((1, 0.2), False),
-        ]
+        assert settled == [((0, 0.5), True), ((1, 0.75), True), ((0, 0.25), False), ((1, 0.3), True), ((1, 0.2), False)]
         assert candidates.accepted_claims([1, 3, 4], 0) == 1 and candidates.accepted_claims([1, 3, 4], 1) == 2
 
 

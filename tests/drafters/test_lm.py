@@ -394,10 +394,7 @@ def test_an_adapter_drafts_as_its_merged_weights(target, model, prompts):
     merged = lm_of(model.model.config)
     merged.model.load_state_dict(Adapter(pairs).merge(lm.FAMILY.stored_state(model.state_dict())))
     base = lm.LMDrafter(model, target, ChainShape(3, 0.0, False))
-    adapted, whole = (
-        base.adapted(Adapter(pairs)),
-        lm.LMDrafter(merged, target, ChainShape(3, 0.0, False)),
-    )
+    adapted, whole = (base.adapted(Adapter(pairs)), lm.LMDrafter(merged, target, ChainShape(3, 0.0, False)))
     assert adapted.model.layers[0].qkv.base is base.model.layers[0].qkv
     options = dict(sampling=GREEDY, max_new_tokens=4, seeds=[0])
     seen = {}

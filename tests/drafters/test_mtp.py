@@ -16,7 +16,7 @@ from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError, RecipeError
 from specctl.recipe import DrafterRecipe, TargetRecipe, TrainRecipe
-from specctl.training.example import Example
+from tests.drafters.documents import documents
 from tests.drafters.test_eagle3 import STEPS, forced, scored, training_logits
 from tests.drafters.test_eagle3_head import run as checkpointed
 from tests.toys import mtp as toys
@@ -57,12 +57,7 @@ def built(target, place, **drafter):
 
 @pytest.fixture(scope="module")
 def examples(native, prompts):
-    target = native[1]
-    texts = [
-        decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0]
-        for p, n in zip(prompts, (7, 11), strict=False)
-    ]
-    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
+    return documents(native[1], prompts, (7, 11))
 
 
 def norm(x, weight, eps):

@@ -15,7 +15,6 @@ from specctl.drafters.peagle.head import PEagleHead, Rollouts
 from specctl.drafters.tree import TreeShape
 from specctl.errors import CheckpointError
 from specctl.recipe import TrainRecipe
-from specctl.training.example import Example
 from specctl.training.features import FeatureStore, slot_batch
 from tests.drafters.recorded import recorded_logits
 from tests.toys.decoding import decode
@@ -46,14 +45,6 @@ def peagle_head(target, depths=DEPTHS, **sizes):
 @pytest.fixture(scope="module", params=KINDS)
 def head(request, target):
     return peagle_head(target, **KINDS[request.param])
-
-
-@pytest.fixture(scope="module")
-def examples(target, prompts):
-    """Two documents of different lengths, so that packing and padding are exercised."""
-    sizes = zip(prompts, (9, 14), strict=False)
-    texts = [decode(target, [p], sampling=GREEDY, max_new_tokens=n, seeds=[0])[0] for p, n in sizes]
-    return [Example(i, str(i), t.prompt_ids + t.output_ids, len(t.prompt_ids)) for i, t in enumerate(texts)]
 
 
 def training_batch(head, target, examples, phase=0):

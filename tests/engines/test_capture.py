@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from specctl.decoding.target_text import load_target_text
 from specctl.engines import sglang, vllm
 from specctl.engines.client import Client
 from specctl.engines.records import EngineError, HiddenStatesSpec, Refusal
@@ -23,16 +22,6 @@ WANTED = {
     "vllm": HiddenStatesSpec("a/model", None, (1, 2, 3), WIDTH),
     "sglang": HiddenStatesSpec("a/model", None, (3,), WIDTH),
 }
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
-
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
 
 
 def states_of(ids, layers):

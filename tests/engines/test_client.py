@@ -9,7 +9,6 @@ import time
 import pytest
 
 from specctl import progress
-from specctl.decoding.target_text import load_target_text
 from specctl.engines import metrics, vllm
 from specctl.engines.client import Client
 from specctl.engines.records import DraftCounters, EngineError, GenerationRequest, GenerationResult, Refusal
@@ -21,20 +20,10 @@ from tests.toys.engine import FAULTS, FakeEngine
 ENGINES = ["vllm", "sglang", "llama.cpp"]
 
 
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
-
-
 @pytest.fixture(params=ENGINES)
 def engine(request, text):
     with FakeEngine(text.tokenizer, request.param) as server:
         yield server
-
-
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
 
 
 def asks(count):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from specctl.decoding.target_text import load_target_text
 from specctl.engines.client import Client
 from specctl.engines.records import EngineError
 from specctl.errors import SpecctlError, UsageError
@@ -11,11 +10,6 @@ from specctl.recipe import ServerRecipe
 from tests.toys.engine import Corpora, FakeEngine
 
 ADD, REMOVE, LIST = "/add_external_corpus", "/remove_external_corpus", "/list_external_corpora"
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
 
 
 def corpus(text, *texts):
@@ -111,10 +105,7 @@ def test_an_old_corpus_that_stays_is_named(engine, first, second, capsys):
 
 
 UNABLE = [
-    (
-        dict(algorithm="EAGLE3"),
-        "drafts by EAGLE3, but only NGRAM uses corpora | start SGLang with --speculative-alg",
-    ),
+    (dict(algorithm="EAGLE3"), "drafts by EAGLE3, but only NGRAM uses corpora | start SGLang with --speculative-alg"),
     (dict(algorithm=None), "it does not draft"),
     (dict(budget=0), "it does not draft from corpora (budget 0) | start SGLang with"),
     (dict(budget=None), "it does not support external corpora | SGLang 0.5.23 does"),

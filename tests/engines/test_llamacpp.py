@@ -4,7 +4,6 @@ import math
 
 import pytest
 
-from specctl.decoding.target_text import load_target_text
 from specctl.engines import llamacpp
 from specctl.engines.client import Client
 from specctl.engines.records import (
@@ -38,11 +37,6 @@ def document(**more):
     timings = {"cache_n": 0, "prompt_n": 12, "predicted_n": 33, "draft_n": 75, "draft_n_accepted": 7}
     plain = {"content": "ab", "tokens": [8, 9], "stop_type": "eos", "truncated": False, "tokens_evaluated": 3}
     return plain | {"timings": timings} | more
-
-
-@pytest.fixture(scope="module")
-def text():
-    return load_target_text("builtin")
 
 
 @pytest.fixture

@@ -565,10 +565,7 @@ def test_a_schedule_decides_about_tokens():
 
 def test_from_servers_to_a_schedule(make, target, tmp_path):
     """The document that `eval-server` writes is the one that is read; the tables are shown."""
-    with (
-        FakeEngine(target.tokenizer, seconds=0.05) as engine,
-        FakeEngine(target.tokenizer, seconds=0.05) as plain,
-    ):
+    with FakeEngine(target.tokenizer, seconds=0.05) as engine, FakeEngine(target.tokenizer, seconds=0.05) as plain:
         engine.histogram = [1, 2, 1]
         sizes = {"limit": 6, "concurrency": [1, 6], "output_dir": tmp_path / "run"}
         servers = {"server": {"urls": [engine.url]}, "baseline_server": {"urls": [plain.url]}}

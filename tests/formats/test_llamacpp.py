@@ -19,6 +19,7 @@ from specctl.recipe import ExportRecipe, ImportRecipe
 from tests.drafters.variants import VARIANTS
 from tests.formats import llamacpp_arithmetic
 from tests.formats.conftest import CUSTOM, DEFAULT, STEPS
+from tests.formats.test_export import assert_same
 from tests.toys.gguf import write
 
 UNREAD = {"fc_norm", "norm_output", "sliding_window"}
@@ -46,11 +47,6 @@ def export(drafter, place, file, **options):
 def drafted(consumer, place, model, text, **options):
     ids, committed = text
     return consumer(place / "model.gguf", model, ids[:committed], ids[committed : committed + STEPS - 1], **options)
-
-
-def assert_same(found, expected):
-    assert torch.equal(found.isfinite(), expected.isfinite()), "other tokens can be drafted"
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"norm_before_fc": True}, {"norm_before_residual": True}], ids=str)

@@ -33,13 +33,8 @@ def shipped() -> Documents:
 def environment(setenv: Any) -> Documents:
     """Variable → what is said of a value that it does not take; `setenv(name, value)` sets one."""
     switches = (
-        "SPECCTL_KERNELS",
-        "SPECCTL_GRAPHS",
-        "SPECCTL_ATTENTION",
-        "SPECCTL_LAYERS",
-        "SPECCTL_KV",
-        "SPECCTL_STEP",
-        "SPECCTL_KV_GIB",
+        *("SPECCTL_KERNELS", "SPECCTL_GRAPHS", "SPECCTL_ATTENTION", "SPECCTL_LAYERS", "SPECCTL_KV"),
+        *("SPECCTL_STEP", "SPECCTL_KV_GIB"),
     )
     names = (*switches, "SPECCTL_TARGET__DTYPE", "SPECCTL_DATA__LIMIT")
     for name in names:

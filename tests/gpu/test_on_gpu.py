@@ -137,8 +137,7 @@ def test_texts_that_end_before_a_capture_do_not_refuse_it(target, monkeypatch):
     prompts = [[5 + i, 9, 300 + i, 12, 7] * (i + 2) for i in range(8)]
     new = [2, 3, 2, *[100] * 5]
     how = dict(drafter=made("eagle3 tree", target), sampling=GREEDY, max_new_tokens=new, seeds=[0] * 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         found = decode(target, prompts, share_rows=False, **how)
     assert not graphs._refused
     assert not ON_GPU or found[-1].replays

@@ -133,8 +133,7 @@ def fresh(tmp_path, monkeypatch):
 def test_without_a_compiler_everything_runs_on_pytorch(fresh, monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         assert native.library() is None
     assert list(fresh.iterdir()) == []
 

@@ -13,14 +13,8 @@ CPU = torch.device("cpu")
 
 def like_reference(**changed):
     names = (
-        "uniform",
-        "argmax",
-        "row_params",
-        "sample_rows",
-        "walk_tree",
-        "accept_chain",
-        "expand_topk",
-        "distill_rows",
+        *("uniform", "argmax", "row_params", "sample_rows", "walk_tree", "accept_chain"),
+        *("expand_topk", "distill_rows"),
     )
     return types.SimpleNamespace(**{name: getattr(reference, name) for name in names} | changed)
 

@@ -30,7 +30,7 @@ from specctl.drafters.tree import TreeShape
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, bushes, constant, full_tree, own_weights, perfect, ragged
 from tests.toys import mtp
-from tests.toys.decoding import decode
+from tests.toys.decoding import decode, plain_answers, whole
 
 NEW = 20
 HOT = Sampling(1.0, 0, 1.0)
@@ -101,21 +101,7 @@ def random_block(target, parts=None, **drafting):
 @pytest.fixture(scope="module")
 def plain(target, prompts):
     """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
-    known = {}
-
-    def texts(sampling):
-        if sampling not in known:
-            known[sampling] = [
-                decode(target, [prompt], sampling=sampling, max_new_tokens=NEW, seeds=[seed])[0]
-                for prompt, seed in zip(prompts, SEEDS, strict=True)
-            ]
-        return known[sampling]
-
-    return texts
-
-
-def whole(decoded):
-    return [one.prompt_ids + one.output_ids for one in decoded]
+    return plain_answers(target, prompts, SEEDS, NEW)
 
 
 DRAFTERS = {
@@ -174,13 +160,8 @@ def misprinted(text):
 
 ONE_OF_EACH = ["ragged", "trees", "lookup", "suffix", "retrieval", "lm", "eagle", "eagle3 tree", "eagle3.1 tree"]
 ONE_OF_EACH += [
-    "dflash2 tree",
-    "peagle tree",
-    "hydra tree",
-    "medusa tree",
-    "mtp tree",
-    "lm + lookup",
-    "dflash + lookup",
+    *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree"),
+    *("lm + lookup", "dflash + lookup"),
 ]
 """Drafters with one memory each, which does not depend on the shape of a draft."""
 
@@ -196,12 +177,7 @@ def test_batched_speculative_is_single_plain(target, prompts, plain, make, sampl
     expected = [plain(sampling)[i] for i, sampling in enumerate(samplings)]
     limits = [NEW, 3, NEW - 9]
     found = decode(
-        target,
-        prompts,
-        sampling=samplings,
-        max_new_tokens=limits,
-        seeds=SEEDS,
-        drafter=make(target, whole(expected)),
+        target, prompts, sampling=samplings, max_new_tokens=limits, seeds=SEEDS, drafter=make(target, whole(expected))
     )
     assert [one.output_ids for one in found] == [
         one.output_ids[:limit] for one, limit in zip(expected, limits, strict=True)
@@ -373,17 +349,8 @@ def test_shrinking_batch(target, prompts, plain):
     batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 11, 4, 6, 9, 13]
     sizes = set()
     for name in (
-        "lookup",
-        "retrieval",
-        "lm",
-        "trees",
-        "eagle3 tree",
-        "dflash tree",
-        "dflash2 tree",
-        "peagle tree",
-        "hydra tree",
-        "medusa",
-        "eagle3 + suffix",
+        *("lookup", "retrieval", "lm", "trees", "eagle3 tree", "dflash tree", "dflash2 tree", "peagle tree"),
+        *("hydra tree", "medusa", "eagle3 + suffix"),
     ):
         found = decode(
             target,
@@ -488,12 +455,7 @@ def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
     monkeypatch.setattr(kernels, "walk_tree", walk)
     texts = whole(plain(sampling))
     found = decode(
-        target,
-        prompts,
-        sampling=sampling,
-        max_new_tokens=NEW,
-        seeds=SEEDS,
-        drafter=ragged(texts, 0, target.vocab_size),
+        target, prompts, sampling=sampling, max_new_tokens=NEW, seeds=SEEDS, drafter=ragged(texts, 0, target.vocab_size)
     )
     assert whole(found) != texts
 

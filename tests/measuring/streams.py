@@ -3,14 +3,18 @@
 import dataclasses
 import json
 import pkgutil
+from types import SimpleNamespace
 
 import pyarrow.parquet as pq
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from specctl import api
+from specctl.decoding.device import graphs
+from specctl.decoding.device.rounds import DeviceRounds
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint, pool
+from specctl.drafters.hybrid import costs
 from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM
 from specctl.recipe import (
@@ -38,6 +42,34 @@ def sure_target(place, path):
     return load_target(str(place), device="cpu", dtype="fp32")
 
 
+def free_hybrids(monkeypatch):
+    """Let rows and levels of hybrids cost next to nothing, so that a head always drafts."""
+    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
+    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+
+
+def play_graphs(monkeypatch):
+    """Let the CPU pretend to capture graphs: to play one runs its rounds. Returns the list of captured runs."""
+    captured = []
+
+    def capture(run, *_):
+        captured.append(run)
+        return SimpleNamespace(replay=run, pool=lambda: "pool")
+
+    monkeypatch.setattr(graphs, "may_capture", lambda device, shape: True)
+    monkeypatch.setattr(graphs, "WARM_UP", 1)
+    monkeypatch.setattr(graphs, "capture", capture)
+    return captured
+
+
+def watch_device_rounds(monkeypatch):
+    """Returns the list of the drafters that draft in rounds of the device, which run without graphs."""
+    drafters, run = [], DeviceRounds.round
+    monkeypatch.setattr(DeviceRounds, "round", lambda *args: (drafters.append(args[0].active_drafter), run(*args)))
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    return drafters
+
+
 def write_head(place, target, family, seed=0):
     """A drafter directory with a new head of a family, as training would begin with it."""
     torch.manual_seed(seed)
@@ -63,8 +95,8 @@ def save(place, target, family, head):
     return checkpoint.save(place, config=config, tensors=tensors, info={"domain": ["sql"], "mat": {"sql": 2.0}})
 
 
-def write_prompts(place, questions=QUESTIONS):
-    path = place / "prompts.jsonl"
+def write_prompts(place, questions=QUESTIONS, name="prompts.jsonl"):
+    path = place / name
     path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in questions))
     return path
 

@@ -16,7 +16,7 @@ from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk
 from specctl.decoding.records import Label, Request, Sequence
 from specctl.decoding.sampling import GREEDY
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint
 from specctl.drafters.hybrid import costs
 from specctl.errors import CheckpointError, SpecctlError
@@ -26,22 +26,17 @@ from specctl.runs import to_json
 from specctl.selection.controller import RoundLine
 from tests.measuring.streams import (
     QUESTIONS,
+    free_hybrids,
     learnt,
     lines,
     recipe,
     same_runs,
-    sure_target,
     weights,
     write_copy,
     write_head,
     write_prompts,
 )
 from tests.toys.decoding import decode
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +230,7 @@ def test_draft_lengths_follow_the_drafter(tmp_path, prompts, tiny, pool):
 
 def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkeypatch):
     """The head that learns and the one that does not, each in one tree with `lookup`; rows and levels cost nothing."""
-    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
-    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    free_hybrids(monkeypatch)
     mats = {}
     for beside in (None, "lookup"):
         made = recipe(prompts, pool / "good", tiny, algo=["ogd"], beside=beside, baselines=["static", "lookup"])
@@ -284,8 +278,7 @@ def test_what_was_said_before_is_drafted(tmp_path, prompts, tiny, pool):
 
 def test_heads_draft_beside_what_was_said_before(tmp_path, prompts, tiny, pool, monkeypatch):
     """Its time is the learner's; a run that goes on knows it again."""
-    free = costs.Costs(tuple(1 + 0.001 * rows for rows in costs.ROWS), first=0.001, level=0.001)
-    monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: free)
+    free_hybrids(monkeypatch)
     made = recipe(prompts, pool / "good", tiny, algo=["ogd"], beside="retrieval", baselines=["static"])
     found, _ = learnt(tmp_path / "run", made, tiny)
     assert found.lossless.mismatches == 0 and all(row.learn_s > row.store_s > 0 for row in found.per_chunk)

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
 from specctl.distillation import prompts
-from specctl.distillation.prompts import Rejections
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint as checkpoints
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import online_contenders, online_journal
@@ -37,17 +37,11 @@ from tests.measuring.streams import (
     lines,
     recipe,
     same_runs,
-    sure_target,
     write_copy,
     write_prompts,
 )
 
 ALGO = ["ogd", "opt-ensemble"]
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory, tiny_directory):
-    return sure_target(tmp_path_factory.mktemp("sure"), tiny_directory("llama"))
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +86,26 @@ def whole(tmp_path_factory, make, tiny):
     return run
 
 
+@pytest.fixture
+def stopped(stop, tiny):
+    """`stopped(n, place, made)`: the error of a run that SIGTERM stops in its n-th turn."""
+
+    def run(turn, place, made):
+        stop(turn)
+        with pytest.raises(Interrupted) as caught:
+            learnt(place, made, tiny)
+        progress.interrupts.reset()
+        return caught.value
+
+    return run
+
+
+def rewrite(state, document):
+    """Write another trainer.json into a state, with the digests of what is there then."""
+    (state / "trainer.json").write_text(json.dumps(document))
+    (state / "manifest.json").write_text(json.dumps(checkpoint.digests(state)))
+
+
 def flip(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -122,13 +136,10 @@ def stop(monkeypatch):
 
 
 @pytest.mark.parametrize(("turn", "done"), [pytest.param(1, 0, marks=pytest.mark.slow), (8, 3 + 1)])
-def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop, turn, done):
+def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stopped, turn, done):
     """In the first chunk, and behind a boundary of the second pass: what was begun is left, and comes again."""
-    stop(turn)
-    with pytest.raises(Interrupted) as caught:
-        learnt(tmp_path / "run", make(**TWICE), tiny)
-    progress.interrupts.reset()
-    assert f"after {done} chunks" in caught.value.message and f"--resume --output-dir {tmp_path}" in caught.value.hint
+    told = stopped(turn, tmp_path / "run", make(**TWICE))
+    assert f"after {done} chunks" in told.message and f"--resume --output-dir {tmp_path}" in told.hint
     assert len(lines(tmp_path / "run") if done else []) == done * len(ALGO)
     found, _ = again(tmp_path / "run", make(**TWICE), tiny)
     place, theirs = whole(**TWICE)
@@ -139,14 +150,11 @@ def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop, tu
     assert found.drafters.keys() == theirs.drafters.keys()
 
 
-def test_it_warms_up_again_without_a_trace(tmp_path, make, tiny, whole, stop, monkeypatch):
+def test_it_warms_up_again_without_a_trace(tmp_path, make, tiny, whole, stopped, monkeypatch):
     """A chunk behind a resumption would else be timed cold; older texts, which are learnt from again, stay, and so do
     the numbers of new ones. Draft lengths that follow acceptance alone go on where they were, too."""
     lengths = {"draft_length": "auto", "draft_cost": 1.0}
-    stop(3)
-    with pytest.raises(Interrupted):
-        learnt(tmp_path / "run", make(**lengths), tiny)
-    progress.interrupts.reset()
+    stopped(3, tmp_path / "run", make(**lengths))
     warm_up, warmed = online_contenders.warm_up, []
     monkeypatch.setattr(online_contenders, "warm_up", lambda *args: warmed.append(warm_up(*args)))
     again(tmp_path / "run", make(**lengths), tiny)
@@ -201,9 +209,8 @@ def state_of(place, number):
         kept = state
 
     def write():
-        (left / "trainer.json").write_text(json.dumps(kept))
         save_file(tensors, left / "state.safetensors")
-        (left / "manifest.json").write_text(json.dumps(checkpoint.digests(left)))
+        rewrite(left, kept)
 
     return kept, tensors, write
 
@@ -267,8 +274,7 @@ def test_other_weights_of_the_target_are_refused(tmp_path, make, tiny, whole, mo
     for path in (place / "checkpoints").iterdir():
         state = json.loads((path / "trainer.json").read_text())
         del state["stamp"]["target"]["weights"]
-        (path / "trainer.json").write_text(json.dumps(state))
-        (path / "manifest.json").write_text(json.dumps(checkpoint.digests(path)))
+        rewrite(path, state)
     again(place, make(), tiny)
 
 
@@ -293,13 +299,10 @@ def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, copy):
     assert contents(place) == before
 
 
-def test_other_prompts_are_refused(tmp_path, make, tiny, stop):
+def test_other_prompts_are_refused(tmp_path, make, tiny, stopped):
     mine = write_prompts(tmp_path, [*QUESTIONS, "Who?"])
     made = make(data={"prompts": str(mine)}, stream={})
-    stop(5)
-    with pytest.raises(Interrupted):
-        learnt(tmp_path / "run", made, tiny)
-    progress.interrupts.reset()
+    stopped(5, tmp_path / "run", made)
     write_prompts(tmp_path, ["Another one.", *QUESTIONS])
     before = contents(tmp_path / "run")
     with pytest.raises(DataError, match="does not begin with the 4 prompts"):
@@ -316,8 +319,7 @@ def test_a_state_of_an_earlier_layout_is_refused(tmp_path, make, tiny, whole):
             shutil.rmtree(state)  # the end of the pass: nothing is restored from it
             continue
         del written["mark"]["stage"]["lengths"]["ogd"]["unused"]
-        (state / "trainer.json").write_text(json.dumps(written))
-        (state / "manifest.json").write_text(json.dumps(checkpoint.digests(state)))
+        rewrite(state, written)
     before = contents(place)
     with pytest.raises(CheckpointError, match="lacks 'unused': another version of specctl") as caught:
         again(place, make(draft_length="auto", draft_cost=1.0), tiny)
@@ -354,14 +356,11 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, wh
     assert not (place / "rejected.jsonl").exists()
 
 
-def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stop, monkeypatch):
+def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stopped, monkeypatch):
     """A look at the beginning, once to see what there is, once to give them out: to compare them took two more."""
     opened, real = [], prompts.open_prompts
     monkeypatch.setattr(prompts, "open_prompts", lambda name: opened.append(name) or real(name))
-    stop(3)
-    with pytest.raises(Interrupted):
-        learnt(tmp_path / "run", make(), tiny)
-    progress.interrupts.reset()
+    stopped(3, tmp_path / "run", make())
     assert len(opened) == 3
     again(tmp_path / "run", make(), tiny)
     assert len(opened) == 6
@@ -402,21 +401,18 @@ def test_a_full_disk_at_the_end(tmp_path, make, tiny, whole, monkeypatch):
     same_runs(tmp_path / "run", whole()[0], ALGO)
 
 
-def test_rejected_prompts_are_told_of_whenever_it_ends(tmp_path, make, tiny, stop):
+def test_rejected_prompts_are_told_of_whenever_it_ends(tmp_path, make, tiny, stopped):
     """Also after a resumption in the second pass, which does not look at them again."""
     mine = write_prompts(tmp_path, QUESTIONS)
     mine.write_text(mine.read_text() + "{\n" + json.dumps({"prompt": "word " * 400}) + "\n")
     made = make(data={"prompts": str(mine), "max_rejected": 0.5}, seeds=[0, 1])
-    stop(8)
-    with pytest.raises(Interrupted):
-        learnt(tmp_path / "run", made, tiny)
-    progress.interrupts.reset()
+    stopped(8, tmp_path / "run", made)
     found, _ = again(tmp_path / "run", made, tiny)
     assert found.rejected == len((tmp_path / "run/rejected.jsonl").read_text().splitlines()) == 2
     assert found.prompts == 2 * len(QUESTIONS)
 
 
-def test_stdin_goes_on_with_the_lines_that_come(tmp_path, make, tiny, stop, monkeypatch):
+def test_stdin_goes_on_with_the_lines_that_come(tmp_path, make, tiny, stopped, monkeypatch):
     """And the lines of a chunk that was not finished are asked for."""
 
     def send(questions):
@@ -427,11 +423,7 @@ def test_stdin_goes_on_with_the_lines_that_come(tmp_path, make, tiny, stop, monk
     send(QUESTIONS)
     learnt(tmp_path / "whole", made, tiny)
     send(QUESTIONS)
-    stop(3)
-    with pytest.raises(Interrupted) as caught:
-        learnt(tmp_path / "run", made, tiny)
-    progress.interrupts.reset()
-    assert "send the prompts after the first 2 again" in caught.value.hint
+    assert "send the prompts after the first 2 again" in stopped(3, tmp_path / "run", made).hint
     send(QUESTIONS[2:])
     again(tmp_path / "run", made, tiny)
     same_runs(tmp_path / "run", tmp_path / "whole", ALGO)

@@ -8,7 +8,7 @@ import pytest
 from specctl.adaptation.draft_length import TRIAL_EVERY
 from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.target import Target
-from specctl.distillation.prompts import Prompt
+from specctl.distillation.prompt_rows import Prompt
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import DataError, Interrupted
 from specctl.lab.reasoning import lookahead

@@ -9,7 +9,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from specctl.reporting import artefacts, plots
+from specctl.reporting import plots
 from specctl.reporting.tables import to_csv
 
 MATRIX = {
@@ -102,7 +102,7 @@ def test_no_display_and_no_global_figures(monkeypatch):
 
 
 def test_a_document_with_a_matrix_gets_its_files(tmp_path):
-    artefacts.write({"target": "/models/one", "matrix": MATRIX}, tmp_path)
+    plots.write_matrix({"target": "/models/one", "matrix": MATRIX}, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"matrix.csv", "matrix.png"}
     assert (tmp_path / "matrix.csv").read_text().splitlines() == [
         "drafter,sql,chat,summarization,macro",
@@ -114,7 +114,7 @@ def test_a_document_with_a_matrix_gets_its_files(tmp_path):
 
 @pytest.mark.parametrize("document", [{}, {"matrix": None}])
 def test_other_documents_get_none(tmp_path, document):
-    artefacts.write(document, tmp_path)
+    plots.write_matrix(document, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,18 +4,8 @@ import json
 from random import Random
 
 WORDS = [
-    "river",
-    "stone",
-    "42",
-    "café",
-    "naïve",
-    '"quoted"',
-    "{brace}",
-    "<b>tag</b>",
-    "O'Neil",
-    "東京",
-    "\\path",
-    "a\nb",
+    *("river", "stone", "42", "café", "naïve", '"quoted"', "{brace}", "<b>tag</b>", "O'Neil", "東京"),
+    *("\\path", "a\nb"),
 ]
 NAMES = ("get_weather", "search_code", "run_tests", "open_file")
 

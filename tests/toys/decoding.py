@@ -1,7 +1,6 @@
 """Decoding of prompts with a new engine, in one call."""
 
-from __future__ import annotations
-
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +53,24 @@ def decode(target, prompts, **options: Any) -> list[Decoded]:
     asked = {name: options.pop(name) for name in ASKED if name in options}
     engine = options.pop("engine", None) or engine_for(target, **options)
     return offline.decode(engine, requests(prompts, **asked))
+
+
+def plain_answers(target, prompts, seeds, max_new_tokens):
+    """`answers(sampling)`: what plain decoding writes, each prompt on its own."""
+
+    @functools.cache
+    def answers(sampling) -> list[Decoded]:
+        return [
+            decode(target, [prompt], sampling=sampling, max_new_tokens=max_new_tokens, seeds=[seed])[0]
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]
+
+    return answers
+
+
+def whole(decoded):
+    """The ids of texts from their first token to their last."""
+    return [one.prompt_ids + one.output_ids for one in decoded]
 
 
 def stream(target, prompts, **options: Any) -> Iterator[Decoded]:

@@ -1,8 +1,6 @@
 """A server that answers by the schemas of vLLM, SGLang or llama.cpp, and fails as servers do. It writes what a hash of
 the request says, so whoever was asked last, and how often, shows nowhere but in `asked`."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import io

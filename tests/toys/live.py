@@ -1,7 +1,5 @@
 """A server whose drafter can be exchanged while it runs, and that says of every text what became of its drafts."""
 
-from __future__ import annotations
-
 import dataclasses
 from pathlib import Path
 

@@ -1,6 +1,10 @@
 """The smallest training: a few steps in fp32 on the responses of the fixture `distilled`."""
 
+import json
+
 from specctl.recipe import DrafterRecipe, HeldOutRecipe, OptimizerRecipe, TargetRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training import loop
 
 
 def recipe(distilled, place, **changes):
@@ -18,3 +22,13 @@ def recipe(distilled, place, **changes):
         precision="fp32",
     )
     return TrainRecipe(**{**values, **changes})
+
+
+def train(made, place):
+    """The result of a recipe, run in `place`."""
+    return loop.train_drafter(made, Run.create("train-drafter", made, place))
+
+
+def metrics(place):
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]

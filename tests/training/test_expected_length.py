@@ -1,7 +1,6 @@
 """Training without the target's layers: the same head from the same features, chosen by what held-out responses let
 expect, on states that are looked at as far as the vocabulary head can."""
 
-import json
 import math
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,7 @@ from specctl.training.expected_length import ExpectedLength, HeldOut, HitRecorde
 from specctl.training.features import FeatureStore, slot_batch
 from tests.toys.capture import CapturingEngine, raw_logprobs, raw_states
 from tests.toys.decoding import decode
-from tests.training.small import recipe
+from tests.training.small import metrics, recipe
 
 LAST = 10
 TAPS = {"eagle3": (2, 5, 7), "dflash": (3, 6, 9), "peagle": (2, 5, 7)}
@@ -71,7 +70,7 @@ def train(distilled, place, features, **changes):
         result = loop.train_drafter(made, Run(place))
     finally:
         interrupts.reset()
-    lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(place)
     return lines, drafters.load(place / "drafter"), result
 
 

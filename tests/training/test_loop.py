@@ -33,6 +33,7 @@ from specctl.training import loop
 from specctl.training.data import load_corpus
 from specctl.training.outcome import held_out_acceptance
 from tests.training import small
+from tests.training.small import metrics, train
 
 
 def recipe(distilled, place, **changes):
@@ -47,17 +48,9 @@ def recipe(distilled, place, **changes):
     return small.recipe(distilled, place, **{**values, **changes})
 
 
-def train(recipe, place):
-    return loop.train_drafter(recipe, Run.create("train-drafter", recipe, place))
-
-
 def make(place):
     place.mkdir(parents=True, exist_ok=True)
     return place
-
-
-def metrics(place):
-    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -310,14 +303,19 @@ def test_features_that_do_not_fit_leave_the_earlier_training(trained, distilled,
     assert sorted(str(path) for path in (tmp_path / "run").rglob("*")) == there
 
 
-def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):
+def poison(monkeypatch, change):
+    """Let `change` have the loss of the step after the second."""
     real = loop.Trainer.forward
 
     def poisoned(self, chosen):
         total, weight, steps = real(self, chosen)
-        return (total * float("nan") if self.state.step == 2 else total), weight, steps
+        return (change(total) if self.state.step == 2 else total), weight, steps
 
     monkeypatch.setattr(loop.Trainer, "forward", poisoned)
+
+
+def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypatch):
+    poison(monkeypatch, lambda total: total * float("nan"))
     with pytest.raises(SpecctlError, match="loss is nan at step 2"):
         train(recipe(distilled, tmp_path), tmp_path)
     assert [p.name for p in (tmp_path / "drafter.checkpoints").glob("step-*")] == ["step-00000002"]
@@ -326,15 +324,12 @@ def test_a_non_finite_loss_stops_before_the_update(distilled, tmp_path, monkeypa
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.slow) for stage in (1, 2, 3))])
 def test_a_non_finite_gradient_stops_the_run(distilled, tmp_path, monkeypatch, stage):
     """Under every ZeRO stage, with the checkpoint of the step before intact."""
-    real = loop.Trainer.forward
 
-    def poisoned(self, chosen):
-        total, weight, steps = real(self, chosen)
-        if self.state.step == 2:
-            total.register_hook(lambda gradient: gradient * float("nan"))
-        return total, weight, steps
+    def poisoned(total):
+        total.register_hook(lambda gradient: gradient * float("nan"))
+        return total
 
-    monkeypatch.setattr(loop.Trainer, "forward", poisoned)
+    poison(monkeypatch, poisoned)
     options = dict(zero_stage=stage, optimizer=OptimizerRecipe(type="adamw"))
     with pytest.raises(SpecctlError, match="gradient is not finite at step 2"):
         train(recipe(distilled, tmp_path, **options), tmp_path)

@@ -1,6 +1,5 @@
 """Fine-tuning a target's own MTP layer: it learns, resumes, whatever holds its features, and takes adapters."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,10 @@ from specctl.recipe import (
     OptimizerRecipe,
     TargetRecipe,
 )
-from specctl.runs import Run
 from specctl.training import loop
 from tests.toys import mtp
 from tests.training import small
+from tests.training.small import metrics, train
 
 STEPS = 24
 
@@ -51,14 +50,6 @@ def recipe(distilled, place, native, **changes):
         optimizer=OptimizerRecipe(type="adamw", lr=3e-3),
     )
     return small.recipe(distilled, place, **{**values, **changes})
-
-
-def train(recipe, place):
-    return loop.train_drafter(recipe, Run.create("train-drafter", recipe, place))
-
-
-def metrics(place):
-    return [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,6 @@ TAPS = (2, 5, 7)
 LAST = 10
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch):
-    monkeypatch.setattr("specctl.engines.client.FIRST_PAUSE_S", 0.01)
-
-
 @pytest.fixture
 def small_shards(monkeypatch):
     monkeypatch.setattr(features, "SHARD_BYTES", 2**20)

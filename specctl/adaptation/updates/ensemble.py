@@ -1,7 +1,5 @@
 """Ensemble of N learners with different rates under Hedge; a single learner is the case N = 1."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -66,11 +64,7 @@ class Ensemble:
     """
 
     def __init__(
-        self,
-        objective: Objective,
-        members: list[EnsembleMember],
-        options: LearnerRecipe,
-        hint: formulas.Hint,
+        self, objective: Objective, members: list[EnsembleMember], options: LearnerRecipe, hint: formulas.Hint
     ):
         self.members = members
         self._objective, self._options, self._hint = objective, options, hint

@@ -5,8 +5,6 @@ guess of the gradient (hint); η rate; D radius; p, L [N] weights and cumulated 
 of Hedge. No function changes its arguments, so an old state stays valid and going back costs nothing.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal
 

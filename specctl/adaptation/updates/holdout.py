@@ -5,8 +5,6 @@ A learner moves only if the held-out texts are better off than if it stays, by a
 probability that any learner of an ensemble moves.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Loss f of a module as a function of its trainable parameters, flattened into one vector."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -37,13 +35,7 @@ class Objective:
     times as long as one (heads on the built-in target, one thread).
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        run: Run,
-        seed: int = 0,
-        prepare: Prepare = lambda batch: batch,
-    ):
+    def __init__(self, module: nn.Module, run: Run, seed: int = 0, prepare: Prepare = lambda batch: batch):
         """
         Args:
             seed: of dropout and noise.

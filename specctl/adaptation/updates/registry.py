@@ -1,7 +1,5 @@
 """Registry of the learners of `specctl online`, by name: a chunk of verified text in, weights to draft with out."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 

@@ -1,7 +1,5 @@
 """Drafting with one head per depth (`DepthHeads`): static trees with the candidates of head k at depth k + 1."""
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Slot i of a sequence holds the target's state h_i after its final norm and the t
 x_{i+2+k}. Every head has a separate vocabulary matrix, as in the published files.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

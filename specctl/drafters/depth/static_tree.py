@@ -6,8 +6,6 @@ A node is a path of ranks: (0, 2) is the third likeliest token after the likelie
 the paths that are accepted most often, estimated from the accuracy of each rank.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

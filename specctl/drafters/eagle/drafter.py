@@ -1,7 +1,5 @@
 """Drafter of family `eagle`: an EAGLE-1 head (Li et al. 2024, arXiv 2401.15077), bias-free, in EAGLE-2's trees."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch.nn.functional as F

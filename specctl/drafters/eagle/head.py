@@ -5,8 +5,6 @@ target's own vocabulary head predicts x_{i+2}. Training adds noise to the target
 its own errors at inference.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

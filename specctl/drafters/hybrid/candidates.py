@@ -1,7 +1,5 @@
 """Merge the candidates of two drafters into one tree, with probabilities on one scale."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

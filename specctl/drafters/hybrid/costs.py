@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
 import time
 from bisect import bisect_left
@@ -35,7 +34,7 @@ from specctl.decoding.timing import synchronise, work_clock
 from specctl.decoding.verify import verify
 from specctl.drafters.tree import CandidateDrafter
 from specctl.kernels import native
-from specctl.runs import atomic_write
+from specctl.runs import atomic_write, cpu_model
 
 ROWS = (1, 2, 4, 8, 16, 32, 63)
 LEVELS = 5  # levels of a head that are timed together
@@ -154,16 +153,8 @@ def _machine(target: Target) -> str:
     """Name of the GPU, or of the processor with the number of threads used."""
     if target.device.type == "cuda":
         return torch.cuda.get_device_name(target.device)
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-        return f"{model}, {_threads(target)}"
-    return f"{platform.processor() or platform.machine()}, {_threads(target)}"
-
-
-def _threads(target: Target) -> str:
     with threads.step_threads(target.row_flops):
-        return threads.counted(torch.get_num_threads(), "thread")
+        return f"{cpu_model()}, {threads.counted(torch.get_num_threads(), 'thread')}"
 
 
 def _read(path: Path) -> dict[str, Any]:

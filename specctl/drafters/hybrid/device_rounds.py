@@ -1,7 +1,5 @@
 """Device-side rounds (decoding/device/rounds.py) of a hybrid: the trees of head and text drafter, joined."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch

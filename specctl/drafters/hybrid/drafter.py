@@ -10,8 +10,6 @@ Trees chosen by expected tokens follow Sequoia (Chen et al. 2024, arXiv 2402.123
 arXiv 2406.17276). The gate between two kinds of drafters is ours.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 
@@ -105,13 +103,7 @@ class Hybrid(BaseDrafter):
         )
 
     def _ask(
-        self,
-        state: DecodeState,
-        budget: int,
-        gates: list[Gate],
-        drafts: list[Candidates],
-        rate: float,
-        costs: Costs,
+        self, state: DecodeState, budget: int, gates: list[Gate], drafts: list[Candidates], rate: float, costs: Costs
     ) -> int:
         """Add the head's candidates to the drafts. Returns the number of levels it has drafted."""
         levels = 1

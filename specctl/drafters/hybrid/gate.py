@@ -4,8 +4,6 @@ All estimates are per text, from its committed tokens. Gains are in tokens, cost
 batch (`Costs`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specctl.decoding.records import Sequence

@@ -8,8 +8,6 @@ In the published files layers 2 … n of a head are one shared module, repeated 
 also shared, and stored once (`hydra_mlp.K.3`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, cast

@@ -3,8 +3,6 @@
 A configuration may also name kernels to fetch and load, a quantizer, or custom code. All of these are rejected.
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 import re

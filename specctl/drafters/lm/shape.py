@@ -1,7 +1,5 @@
 """Shape of the chains that a small LM drafts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 import torch

@@ -3,8 +3,6 @@
 Each head predicts one of the next tokens from the target's last state alone.
 """
 
-from __future__ import annotations
-
 from typing import cast
 
 import torch

@@ -1,7 +1,5 @@
 """Drafter of family `mtp`: the target's own MTP layer, applied recursively (FastMTP, arXiv 2509.18362)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -14,8 +14,6 @@ tapped state, which is taken after the norm, is divided by the norm's weight. Th
 because RMSNorm(h_i) is invariant to scale.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal, cast
@@ -25,15 +23,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import Tensor, nn
 
-from specctl.drafters.feature.head import (
-    DraftHead,
-    HeadAttention,
-    HeadConfig,
-    HeadLayer,
-    OwnPairs,
-    SlotBatch,
-    StepRows,
-)
+from specctl.drafters.feature.head import DraftHead, HeadAttention, HeadConfig, HeadLayer, OwnPairs, SlotBatch, StepRows
 from specctl.drafters.feature.ttt_attention import attention as ttt_attention
 
 Flag = Annotated[bool, Field(strict=True)]

@@ -8,8 +8,6 @@
   which `speculators` trains. Qwen3-Next and Qwen3.5 themselves have gated attention and are not supported as targets.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The pass that reads the committed tokens also drafts: its last rows cover all draft depths.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -10,8 +10,6 @@ sampling, §3). Training all anchors at all depths would cost many rows, and the
 accepted length.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated

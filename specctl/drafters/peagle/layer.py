@@ -1,7 +1,5 @@
 """Run-time form of a P-EAGLE head's upper decoder layers."""
 
-from __future__ import annotations
-
 import torch.nn.functional as F
 from torch import Tensor
 

@@ -6,8 +6,6 @@ SuffixDecoding mixes a global and a local tree. Tokens per pass with a store of 
 alone / the store alone / both: sql 1.64 / 2.60 / 3.10, code 2.01 / 2.09 / 3.26, summarization 1.36 / 2.57 / 2.54.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Device-side rounds (decoding/device/rounds.py) of drafters that copy their drafts from text."""
 
-from __future__ import annotations
-
 import time
 
 import torch

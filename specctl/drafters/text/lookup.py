@@ -4,8 +4,6 @@ It has no weights, as the text itself is the model. It is strong if the output r
 summaries).
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch
@@ -134,5 +132,4 @@ class NGramIndex:
 
 
 def make_drafter(drafting: DraftingRecipe) -> Lookup:
-    """Build the drafter `lookup` from a recipe."""
     return Lookup(drafting.depth)

@@ -4,8 +4,6 @@ This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automa
 `Datastore` of a domain's responses the drafter reads both at once: see `specctl.drafters.retrieval.drafter`.
 """
 
-from __future__ import annotations
-
 import torch
 
 from specctl.decoding.drafter import BaseDrafter
@@ -125,5 +123,4 @@ class SuffixText:
 
 
 def make_drafter(drafting: DraftingRecipe) -> Suffix:
-    """Build the drafter `suffix` from a recipe."""
     return Suffix(drafting.depth, drafting.nodes, drafting.children)

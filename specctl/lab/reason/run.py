@@ -1,7 +1,5 @@
 """`specctl reason`: lookahead reasoning along a stream, all modes side by side."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -111,12 +109,7 @@ def _directory(name: str) -> Path | None:
 
 
 def _pass(
-    seed: int,
-    target: Target,
-    draft: DraftLM,
-    judge: Judge,
-    journal: ReasoningJournal,
-    stream: PromptStream,
+    seed: int, target: Target, draft: DraftLM, judge: Judge, journal: ReasoningJournal, stream: PromptStream
 ) -> None:
     """Run one pass over the stream, and save the learned draft LMs after it."""
     recipe = journal.recipe

@@ -1,7 +1,5 @@
 """Extract the final answer of a text, and compare it with a reference or test a program."""
 
-from __future__ import annotations
-
 import os
 import re
 import secrets

@@ -1,7 +1,5 @@
 """Adaptive draft depth for lookahead reasoning: number of steps drafted per round, zero if they do not pay off."""
 
-from __future__ import annotations
-
 from specctl.adaptation.draft_length import DECAY, TRIAL_EVERY, best_length
 
 TRIED = 8  # rounds at the start that alternate between zero and one drafted step

@@ -6,8 +6,6 @@ pairs/          one file per chunk: the steps that the judge ruled to differ, as
                 datasets.load_dataset("RUN/pairs") reads them
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -110,7 +108,6 @@ class ReasoningJournal(ResumableRun):
             atomic_write(self.chunk_dir / chunk_file_name(self.number), sink.getvalue().to_pybytes())
 
     def rows(self) -> list[ReasoningChunk]:
-        """Rows of all chunks, in order."""
         return [ReasoningChunk(**row) for row in self.read(CHUNKS)]
 
     def traces(self) -> dict[tuple[ReasoningMode, int], list[ReasoningTrace]]:

@@ -4,20 +4,15 @@ With every judge, two steps that are equal after folding are aligned without a r
 without a ruling, a time-out and an unreachable judge all count as not aligned: then the target's own step is used.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import time
-import urllib.request
-from base64 import b64encode
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from http.client import HTTPException
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
 
+import httpx
 import torch
 
 from specctl.decoding.engine import Engine
@@ -209,7 +204,7 @@ class EndpointJudge:
         interrupts.check()
         try:
             return read_ruling(json.loads(self._post(pair))["choices"][0]["message"]["content"])
-        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             if not self._told:
                 self._told = True
                 where = f"the judge at {self.recipe.endpoint} gave no verdict ({type(error).__name__}: {error})"
@@ -224,54 +219,14 @@ class EndpointJudge:
         recipe, deadline = self.recipe, time.monotonic() + self.recipe.timeout_s
         message = {"role": "user", "content": QUESTION.format(*pair)}
         body = {"model": recipe.name, "messages": [message], "temperature": 0, "max_tokens": recipe.max_tokens}
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(recipe.key_variable):
-            headers["Authorization"] = f"Bearer {key}"
-        address = urlsplit(f"{str(recipe.endpoint).rstrip('/')}/chat/completions")
-        person, at, host = address.netloc.rpartition("@")
-        if at:  # http://user:password@host, in which urllib would take the password for a port
-            headers["Authorization"] = f"Basic {b64encode(unquote_to_bytes(person)).decode()}"
-        request = urllib.request.Request(address._replace(netloc=host).geturl(), json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(request, timeout=recipe.timeout_s) as reply:
-            said = b""
-            while piece := reply.read1(LONGEST_REPLY):
+        headers = {"Authorization": f"Bearer {key}"} if (key := os.environ.get(recipe.key_variable)) else {}
+        address, said = f"{str(recipe.endpoint).rstrip('/')}/chat/completions", b""
+        with httpx.stream("POST", address, json=body, headers=headers, timeout=recipe.timeout_s) as reply:
+            reply.raise_for_status()
+            for piece in reply.iter_bytes():
                 said += piece
                 if time.monotonic() > deadline or len(said) > LONGEST_REPLY:
                     raise TimeoutError(
                         f"the reply did not end within {recipe.timeout_s:g} s ({len(said)} bytes so far)"
                     )
-            return said
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """Agreement of two judges, or of a judge and a person, on the same pairs.
-
-    `kappa` is Cohen's: 1 = perfect agreement, 0 = agreement by chance. It is None if both give the same ruling on all
-    pairs.
-    """
-
-    pairs: int
-    rate: float
-    kappa: float | None
-    wrongly_aligned: float  # share of the pairs that differ by the second judge but are aligned by the first
-    wrongly_unaligned: float
-
-
-def agreement(rulings: Iterable[bool], truth: Iterable[bool]) -> Agreement:
-    """Measure the agreement of a judge with another judge or with labels. Raises ValueError if there are no pairs."""
-    both = list(zip(rulings, truth, strict=True))
-    if not both:
-        raise ValueError("no pairs to compare")
-    count = len(both)
-    rate = sum(one == other for one, other in both) / count
-    yes, truly = sum(one for one, _ in both) / count, sum(other for _, other in both) / count
-    chance = yes * truly + (1 - yes) * (1 - truly)
-    different, alike = [one for one, other in both if not other], [one for one, other in both if other]
-    return Agreement(
-        count,
-        rate,
-        (rate - chance) / (1 - chance) if chance < 1 else None,
-        sum(different) / len(different) if different else 0.0,
-        1 - sum(alike) / len(alike) if alike else 0.0,
-    )
+        return said

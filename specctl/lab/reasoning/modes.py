@@ -7,8 +7,6 @@ Mode `target` is the target alone, `draft` the draft LM alone. `lr` does not lea
 (SFT), and `online-lr` learns to prefer them (DPO).
 """
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ A preference pair follows its full context, including kept steps: y_w is the tar
 al. 2023, equation 7). DPO's reference model is the draft LM at the start of the chunk.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

@@ -3,8 +3,6 @@
 Every rate is a ratio of sums over prompts with a bootstrap interval. Modes that answered the same prompts are paired.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Split the tokens of a text into reasoning steps, and detect texts that repeat themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Recipe of `specctl record`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from specctl.errors import UsageError

@@ -1,7 +1,5 @@
 """`specctl record`: write the table of a pool once, to replay policies on it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from specctl.commands.select import PoolOnStream, load_stream

@@ -38,8 +38,4 @@ def record(recipe: RecordRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: RecordRecipe, pool: list[str]) -> list[str]:
-    """Return the plan of `record` in words."""
-    return [
-        *stream_steps(recipe),
-        f"record in {recipe.table} what {', '.join(pool)} would draft at every position",
-    ]
+    return [*stream_steps(recipe), f"record in {recipe.table} what {', '.join(pool)} would draft at every position"]

@@ -1,7 +1,5 @@
 """Arms that draft less: the same drafters with drafts cut to given lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """Hindsight: the rounds that every arm alone would have played on a recorded table, as yardsticks of a replay."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,7 +1,5 @@
 """Timing of idle drafters: the seconds of catching up and of scoring, measured in texts that are decoded plainly."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Sequence
 

@@ -9,8 +9,6 @@ they accept the same; in bf16, on the built-in target, 0 to 1 % of the rounds ac
 of 1,125, suffix 0 of 608), and if the two likeliest tokens are as good as equal, the live text may differ.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -6,8 +6,6 @@ table.parquet.pieces/           removed once the table is written
     writer.lock                 held by the writer
 """
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Mapping

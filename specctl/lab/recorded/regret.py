@@ -1,7 +1,5 @@
 """Measures of replays: mat, shares of the best arm in hindsight, regrets over tokens, bootstrap intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Replaying recorded tables: the exact rounds that a policy would have played, without a model."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -55,12 +53,7 @@ EVERY_QUERY = Resets()
 
 
 def replay(
-    name: str,
-    hindsight: Hindsight,
-    policy: PolicyRecipe,
-    game: GameRecipe,
-    resets: Resets = EVERY_QUERY,
-    seed: int = 0,
+    name: str, hindsight: Hindsight, policy: PolicyRecipe, game: GameRecipe, resets: Resets = EVERY_QUERY, seed: int = 0
 ) -> Replay:
     """Play a policy on every trace, with a fresh one at every reset.
 

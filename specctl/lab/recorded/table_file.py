@@ -3,8 +3,6 @@
 Everything a reader uses is under one digest. It detects a file that was cut short, altered or made by another program.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
@@ -194,7 +192,6 @@ def _digest(text: str, rows: list[Recorded]) -> str:
 
 
 def table_of(header: Header, rows: list[Recorded]) -> Table:
-    """The table of a whole file, from its header and rows."""
     costs = {name: np.array(values) for name, values in header.costs.items()}
     overheads = Overheads(costs["read"], costs["score"], costs["reach"]) if "read" in costs else None
     return Table(

@@ -1,7 +1,5 @@
 """Recorded drafts of a whole pool at every position of an answer: enough to replay any policy on it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

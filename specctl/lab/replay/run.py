@@ -1,7 +1,5 @@
 """`specctl replay`: play policies on a recorded table in seconds, without a model."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -58,7 +56,6 @@ def play_table(recipe: ReplayRecipe, run: Run) -> SelectResult:
 
 
 def result_of(recipe: ReplayRecipe, done: Replayed) -> SelectResult:
-    """Build the result document of a replay."""
     shown = done.rows[0]
     games = hindsight.games(done.table.traces, "session", recipe.session)
     unit = {"query": "queries", "session": "sessions", "stream": "streams"}[recipe.reset]

@@ -34,7 +34,6 @@ def replay(recipe: ReplayRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: ReplayRecipe) -> list[str]:
-    """Return the plan of `replay` in words."""
     times = f", with {len(recipe.seeds)} seeds" if len(recipe.seeds) > 1 else ""
     return [
         f"play on {recipe.table} with {', '.join(recipe.algo)}, reset after every {recipe.reset}{times}",

@@ -1,7 +1,5 @@
 """Recipe section of the router, a classifier that assigns prompts to drafters (`specctl train-router`)."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt

@@ -4,8 +4,6 @@ A classifier of prompts loses accuracy on these, while full-information selectio
 tables 6 and 8). Every function takes a strength in [0, 1]; at 0 the text is unchanged.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Training a router: labels of prompts, the fit, and the accuracy on held-out prompts."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Recipe of `specctl train-router`."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from pydantic import model_validator

@@ -1,25 +1,18 @@
 """`specctl train-router`: a router, trained on prompts of the pool's domains or loaded, beside the policies."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from specctl.commands.select import load_stream, log_overridden_options, play
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
-from specctl.distillation.prompts import Rejections, read_domains
+from specctl.distillation.prompts import read_domains
+from specctl.distillation.rejections import Rejections
 from specctl.drafters import pool
 from specctl.errors import UsageError
 from specctl.lab.recorded.table_file import read_table
 from specctl.lab.routing.router import Router, check_free
-from specctl.lab.routing.training import (
-    RouterExample,
-    RouterReport,
-    label_by_domain,
-    label_by_hindsight,
-    train_router,
-)
+from specctl.lab.routing.training import RouterExample, RouterReport, label_by_domain, label_by_hindsight, train_router
 from specctl.lab.train_router.recipe import TrainRouterRecipe
 from specctl.measuring.select_contenders import RouterPrior, SelectContenders
 from specctl.measuring.select_result import SelectResult

@@ -38,7 +38,6 @@ def train_router(recipe: TrainRouterRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: TrainRouterRecipe, pool: list[str]) -> list[str]:
-    """Return the plan of `train-router` in words."""
     target, *rest = select.steps(recipe, pool)
     label = {"domain": "their domains", "hindsight": f"the best drafters in {recipe.replay}"}[recipe.router.labels]
     router = f"load the router in {recipe.router_dir}"

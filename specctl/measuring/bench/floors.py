@@ -5,8 +5,6 @@ several rows per sequence. It reads as much and computes more, so above some bat
 the reading.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

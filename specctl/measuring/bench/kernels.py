@@ -1,7 +1,5 @@
 """Benchmark of the attention, verification and distillation kernels against a few lines of eager PyTorch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -121,7 +119,7 @@ def cases(recipe: BenchRecipe, device: torch.device) -> Iterator[Case]:
             tokens = q.argmax(-1)
             read = p.numel() * p.element_size()
             yield "argmax + walk_tree", size, *_greedy(p, tokens), read
-            yield "row_params + accept_chain", size, *_sampled(p, q, tokens), 2 * read
+            yield "row_params + accept_chain", size, *_feedback(p, q, tokens, 0), 2 * read
             for count in DRAFTERS:
                 work = _feedback(p, q, tokens, count)
                 yield f"the same + panorama, N {count}", size, *work, (2 + count) * read
@@ -170,15 +168,10 @@ def _greedy(p: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[
     return ours, eager
 
 
-def _sampled(p: Tensor, q: Tensor, tokens: Tensor) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Case of the ratio rule, for a chain drawn from q."""
-    return _feedback(p, q, tokens, 0)
-
-
 def _feedback(p: Tensor, q: Tensor, tokens: Tensor, count: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Case of the ratio rule, with acceptance, divergences and agreement of `count` drafters, the active one included.
 
-    With `count` 0 it is the rule alone.
+    The chain is drawn from q. With `count` 0 it is the rule alone.
     """
     (batch, drafted), device = tokens.shape, p.device
     u = torch.rand(batch, drafted + 1, device=device)

@@ -1,7 +1,5 @@
 """Benchmark of rounds on the device: their time relative to reading the weights, and their overhead."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Targets with random weights, for measuring speed: their sizes, and whether one fits into free memory."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import psutil

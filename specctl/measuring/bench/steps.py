@@ -1,7 +1,5 @@
 """Benchmark of target steps with several rows, and of decoding in batches with and without drafts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -141,7 +139,11 @@ def batches(recipe: BenchRecipe, target: Target, cases: list[Case], bar: Progres
         named.append((PLAIN, None, partial(_theirs, generator)))
     for name in recipe.drafters:
         for length in (None, *recipe.draft_lengths):
-            drafting = recipe.drafting if length is None else recipe.drafting.model_copy(update=_of_length(length))
+            drafting = (
+                recipe.drafting
+                if length is None
+                else recipe.drafting.model_copy(update={"nodes": length, "depth": length})
+            )
             drafter = pool.load_drafter(name, target, drafting)
             named.append((names.name_of(name), length, partial(_ours, recipe, target, drafter, {})))
     found: dict[tuple[int, int], Timed] = {}  # by contender and batch
@@ -174,7 +176,6 @@ class ReferenceRates(NamedTuple):
 
 
 def _row(drafter: str, length: int | None, batch: int, timed: Timed, references: ReferenceRates) -> DecodingRow:
-    """Row of one contender at one batch size."""
     plain, alone, theirs = references
     rate, tokens = timed.rate, timed.tokens
     mat = tokens / max(1, sum(one.target_passes for one in timed.texts))
@@ -193,10 +194,6 @@ def _row(drafter: str, length: int | None, batch: int, timed: Timed, references:
         graphs=any(one.replays for one in timed.texts),
         unusable=why_unusable(speedup, None, mat),
     )
-
-
-def _of_length(nodes: int) -> dict[str, int]:
-    return {"nodes": nodes, "depth": nodes}
 
 
 def _in_turns(cases: list[Case], contenders: list[Contender], batch: int) -> list[Timed]:

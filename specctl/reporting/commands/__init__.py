@@ -1,7 +1,5 @@
 """Report contents of each command; other commands' results are shown as tables."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Sequence
 

@@ -1,7 +1,5 @@
 """Report of acceptance by draft depth, as measured by `train-drafter` and `eval`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -89,24 +89,12 @@ def _headline(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 
 def _decoding(rows: Sequence[Row], looks: Looks) -> Figure:
-    names = dict.fromkeys(row["label"] for row in rows)
-    panels = [Panel("tokens/s, decode phase", _lines(rows, names, "tokens_per_s", looks), limits=(0, None))]
+    speeds = curves.labelled(rows, "batch", "tokens_per_s", looks)
+    panels = [Panel("tokens/s, decode phase", speeds, limits=(0, None))]
     faster = [row for row in rows if usable_value(row, "speedup") is not None]
-    if faster:
-        names = dict.fromkeys(row["label"] for row in faster)
-        lines = _lines(faster, names, "speedup", looks)
+    if lines := curves.labelled(faster, "batch", "speedup", looks):
         panels.append(Panel("speed-up\n(over plain, same batch)", lines, reference=(1.0, "plain decoding")))
     return curves.lines(panels, "batch (sequences)", powers_of_two=True)
-
-
-def _lines(rows: Sequence[Row], names: Mapping[str, Any], key: str, looks: Looks) -> list[Curve]:
-    lines = []
-    for name in names:
-        mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["batch"])
-        lines.append(
-            Curve(name, numbers(r["batch"] for r in mine), numbers(usable_value(r, key) for r in mine), looks[name])
-        )
-    return lines
 
 
 def _steps(rows: Sequence[Row]) -> Figure:

@@ -1,18 +1,14 @@
 """Report of `eval-server`: speed and mat by requests in flight, acceptance, and the expected gain at other mats."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
 from specctl.reporting.commands import acceptance
-from specctl.reporting.contents import Contents, Picture, numbers, records
-from specctl.reporting.curves import Curve, Panel
+from specctl.reporting.contents import Contents, Picture, records
+from specctl.reporting.curves import Panel
 from specctl.reporting.style import Looks
-from specctl.reporting.tables import usable_value
 
 SERVERS = {
     "label": "server",
@@ -43,14 +39,7 @@ LENGTHS = {
         for key in ("requests", "request_tokens_per_s", "first_token_s", "token_s", "mat", "mat_interval", "speedup")
     },
 }
-WORTH = {
-    "label": "run",
-    "concurrency": "in flight",
-    "mat": "mat",
-    "break_even": "even at mat",
-}
-
-Row = Mapping[str, Any]
+WORTH = {"label": "run", "concurrency": "in flight", "mat": "mat", "break_even": "even at mat"}
 
 
 def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
@@ -61,13 +50,16 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
         for row in run.result["servers"]
     ]
     lengths = [{**row, "label": run.named(row["server"])} for run in runs for row in run.result["lengths"]]
-    names = list(dict.fromkeys(row["label"] for row in rows))
     made = Contents()
+    over_load = {
+        key: curves.labelled(rows, "concurrency", key, looks)
+        for key in ("tokens_per_s", "request_tokens_per_s", "mat", "speedup")
+    }
     panels = [
-        Panel("tokens/s,\nall requests", _lines(rows, names, "tokens_per_s", looks), limits=(0, None)),
-        Panel("tokens/s\nof a request", _lines(rows, names, "request_tokens_per_s", looks), limits=(0, None)),
-        Panel("mat", _lines(rows, names, "mat", looks)),
-        Panel("× baseline", _lines(rows, names, "speedup", looks), reference=(1.0, "the baseline server")),
+        Panel("tokens/s,\nall requests", over_load["tokens_per_s"], limits=(0, None)),
+        Panel("tokens/s\nof a request", over_load["request_tokens_per_s"], limits=(0, None)),
+        Panel("mat", over_load["mat"]),
+        Panel("× baseline", over_load["speedup"], reference=(1.0, "the baseline server")),
     ]
     filled = [panel for panel in panels if panel.lines]
     if filled:
@@ -98,14 +90,3 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
 
 def _at(mat: float) -> str:
     return f"× at mat {mat:g}"
-
-
-def _lines(rows: Sequence[Row], names: Sequence[str], key: str, looks: Looks) -> list[Curve]:
-    """Build a line over the load for each label with numbers."""
-    lines = []
-    for name in names:
-        mine = sorted((row for row in rows if row["label"] == name), key=lambda row: row["concurrency"])
-        values = numbers(usable_value(row, key) for row in mine)
-        if any(value == value for value in values):
-            lines.append(Curve(name, numbers(row["concurrency"] for row in mine), values, looks[name]))
-    return lines

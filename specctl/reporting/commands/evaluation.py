@@ -1,7 +1,5 @@
 """Report of `eval`: mat and speed-up with intervals, drafter × domain, acceptance by depth."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
@@ -36,10 +34,7 @@ COLUMNS = {
 TRIVIAL_ONES = {"mat": BASELINES, "speedup": ("vanilla",), "speedup_transformers": ("transformers",)}
 """Contenders that have the value 1 in a metric by definition; their bars are left out."""
 METRICS = {
-    "mat": (
-        "mat (tokens per pass of the target)",
-        "Tokens per pass of the target; plain decoding has 1.",
-    ),
+    "mat": ("mat (tokens per pass of the target)", "Tokens per pass of the target; plain decoding has 1."),
     "speedup": ("speed-up (tokens/s over plain decoding)", "Speed relative to plain decoding by the same engine (1)."),
     "speedup_transformers": (
         "speed-up (tokens/s over transformers)",

@@ -1,7 +1,5 @@
 """Report of `online`: mat, speed and loss per chunk, and the weights of the ensemble."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any

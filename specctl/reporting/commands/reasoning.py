@@ -3,15 +3,13 @@
 The comparison includes how often a mode's answers agree with the answers of the target alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specctl.reporting import curves
 from specctl.reporting.collect import RunRecord
-from specctl.reporting.contents import Contents, numbers, records
-from specctl.reporting.curves import Curve, Panel
+from specctl.reporting.contents import Contents, records
+from specctl.reporting.curves import Panel
 from specctl.reporting.style import Looks
 
 CHUNK = {
@@ -47,8 +45,8 @@ def contents(runs: Sequence[RunRecord], looks: Looks) -> Contents:
     modes = [{**_flat(row), "label": run.named(row["mode"])} for run in runs for row in run.result["modes"]]
     chunks = [{**row, "label": run.named(row["mode"])} for run in runs for row in run.result.get("per_chunk") or []]
     colours = Looks()
-    names = list(dict.fromkeys(row["label"] for row in chunks if row["mode"] != "target"))
-    panels = [Panel(title, _lines(names, chunks, key, colours)) for key, title in CHUNK.items()]
+    drafted = [row for row in chunks if row["mode"] != "target"]
+    panels = [Panel(title, curves.labelled(drafted, "chunk", key, colours)) for key, title in CHUNK.items()]
     caption = "Steps of the learning draft LM, chunk by chunk of the stream."
     made.pictures += curves.picture("steps", caption, panels, "chunk")
     columns: dict[str, str] = {}
@@ -80,13 +78,3 @@ def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
         else:
             fields[name] = value
     return fields
-
-
-def _lines(names: Sequence[str], chunks: Sequence[Mapping[str, Any]], key: str, colours: Looks) -> list[Curve]:
-    lines = []
-    for name in names:
-        rows = [row for row in chunks if row["label"] == name]
-        if any(row.get(key) is not None for row in rows):
-            values = numbers(row.get(key) for row in rows)
-            lines.append(Curve(name, [row["chunk"] for row in rows], values, colours[name]))
-    return lines

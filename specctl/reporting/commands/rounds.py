@@ -1,7 +1,5 @@
 """Aggregate rounds.jsonl of `select`: arms played per domain, and weights over time."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,7 +51,6 @@ class Rounds:
 
     @property
     def middles(self) -> list[float]:
-        """Middle round of each stretch."""
         return [(n + 0.5) * self.stretch for n in range(len(self.weights))]
 
     def _index(self, arm: int | str) -> int:

@@ -4,8 +4,6 @@ Pictures come from `curves`, `policies`, `pool_size` and `rewards` of the result
 per round. Missing data is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -52,10 +50,7 @@ POLICIES = {
     "scorings": "scorings",
     **{key: SUMMARY[key] for key in OF_A_RUN},
 }
-REGRETS = {
-    "loss_regret": "cumulative\nloss regret",
-    "stopping_regret": "cumulative\nstopping-time regret (rounds)",
-}
+REGRETS = {"loss_regret": "cumulative\nloss regret", "stopping_regret": "cumulative\nstopping-time regret (rounds)"}
 SMOOTHED = 9
 """Window of the running mean over plays, which change from round to round."""
 

@@ -1,7 +1,5 @@
 """Report of `serve`: texts and acceptance by drafter or by running engine, also of runs of the former `route`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

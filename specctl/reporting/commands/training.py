@@ -1,7 +1,5 @@
 """Report of `train-drafter`: loss and mat over steps, acceptance by position."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
