@@ -35,6 +35,8 @@ COLUMNS = {
     "best_arm_ratio": "best arm played",
     "speedup": "× plain",
     "over_best_arm": "× fastest arm",
+    "speedup_at_least": "× plain, at least",
+    "over_best_arm_at_least": "× best arm, at least",
     "decide_us_p50": "µs deciding",
     "score_share": "scoring",
     "switch_ms": "ms a switch",
@@ -159,6 +161,8 @@ def show(document: dict[str, Any]) -> Any:
         best = "fastest" if by_speed else "best"
         parts.append(f"oracle, the {best} arm of every {document['reset']}: mat {cell(document['oracle_mat'])}")
     parts.append(f"intervals over {document['intervals_over']}; speeds {document['speeds']}")
+    if document["at_least"]:
+        parts.append(document["at_least"])
     if document["mode"] == "record":
         parts.append(f"table: {cell(document['table'])}")
     else:

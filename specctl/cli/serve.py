@@ -120,6 +120,7 @@ def show(document: dict[str, Any]) -> Any:
         table(*[COLUMNS[name] for name in columns], rows=rows),
         f"{document['requests']} texts, {document['tokens']} tokens in {document['seconds']:.0f} s, "
         f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
+        *certain(document),
         *learnt(document["learning"]),
         f"run: {cell(document['run_dir'])}",
     )
@@ -127,6 +128,14 @@ def show(document: dict[str, Any]) -> Any:
 
 def _shown(name: str, value: Any) -> Any:
     return f"{100 * value:.0f} %" if name == "share" and value is not None else value
+
+
+def certain(document: dict[str, Any]) -> list[str]:
+    """Render the lower bound of the speed: nothing where no policy chose."""
+    if document["at_least"] is None:
+        return []
+    least = document["speed_at_least"]
+    return ["× plain: no bound yet" if least is None else f"× plain: at least {least:.2f}", document["at_least"]]
 
 
 def learnt(learning: dict[str, Any] | None) -> list[str]:

@@ -21,6 +21,7 @@ from specctl.measuring.select_result import SelectResult, top_fields
 from specctl.recipe import GameRecipe, PoolRecipe, SelectRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, named, pool_paths, trained_on
+from specctl.selection.certificate import explanation, select_notes
 from specctl.selection.game.rules import overridden_options
 from specctl.threads import counted
 
@@ -140,6 +141,7 @@ def _decoded(
         Grouping(
             [stage.session_of[domain, id] for domain, id, _ in questions],
             [stage.game_of(*question) for question in questions],
+            [question[:2] for question in questions],
         ),
         [arm.name for arm in stage.arms] if "fixed" in recipe.baselines else [],
         VANILLA if VANILLA in names else None,
@@ -169,6 +171,9 @@ def _decoded(
         rounds_on=rounds_on(records),
         beside=recipe.companion,
         store_s=stage.store_s,
+        at_least=explanation(
+            len({question[:2] for question in questions}), *select_notes(stream.plain is not None, bool(stream.arms))
+        ),
     )
 
 

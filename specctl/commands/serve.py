@@ -35,6 +35,7 @@ from specctl.gateway.proxy_process import ProxyOptions
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.selection.arms import load_pool, named, pool_paths, trained_on
+from specctl.selection.certificate import Certificate, explanation, serve_notes
 
 PLAIN = "no draft"
 WARM_TOKENS = 8
@@ -71,7 +72,8 @@ class ServeResult:
     """The result document of `serve`. `choose` is None if one drafter drafts everything, `learning` if none learns.
 
     It has no regret, because the yield of the other servers on a text is unknown. `decide_us_p50`: median microseconds
-    to choose a server, or None if no server was chosen.
+    to choose a server, or None if no server was chosen. `speed_at_least`: lower bound of the speed over plain decoding
+    where a policy chose, and `at_least` its meaning.
     """
 
     model: str
@@ -83,6 +85,8 @@ class ServeResult:
     requests: int = 0  # finished texts
     decide_us_p50: float | None = None
     learning: LearningSummary | None = None
+    speed_at_least: float | None = None
+    at_least: str | None = None
 
 
 def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> ServeResult:
@@ -206,7 +210,8 @@ def make_thread(
     kinds = trained_on(places, target, drafters)
     controller = controller_for(target, drafters, kinds, recipe)
     thread = EngineThread(Engine(target, controller, options), meter, None)
-    controller.report_to(thread.note_round, lambda: meter.fault("policy"))
+    meter.certificate = Certificate()
+    controller.report_to(thread.note_round, lambda: meter.fault("policy"), meter.certify)
     return thread
 
 
@@ -229,4 +234,17 @@ def result_of(recipe: ServeRecipe, meter: Meter, work: EngineWork | None, second
     rounds, tokens = sum(row.rounds for row in rows), sum(row.tokens for row in rows)
     choose = recipe.choose if recipe.chooses or len(recipe.server.urls) > 1 else None
     mat = tokens / rounds if rounds else None
-    return ServeResult(meter.model, choose, tokens, mat, seconds, rows, texts, work.decide_us_p50 if work else None)
+    made = meter.certificate
+    notes = serve_notes(by_passes=work is not None)
+    return ServeResult(
+        meter.model,
+        choose,
+        tokens,
+        mat,
+        seconds,
+        rows,
+        texts,
+        work.decide_us_p50 if work else None,
+        speed_at_least=None if made is None else made.at_least,
+        at_least=None if made is None else explanation(made.texts, *notes, most=made.most),
+    )

@@ -43,13 +43,14 @@ class GuardedController(Controller):
         self._texts: list[Sequence] = []
         self._played_plain = False
 
-    def report_to(self, note: OnDrafterRound, on_failure: Callable[[], None]) -> None:
-        """Call `note` with every finished round, and `on_failure` when the selector raises."""
+    def report_to(self, note: OnDrafterRound, on_failure: Callable[[], None], on_text: Callable[[float], None]) -> None:
+        """Call `note` with every finished round, `on_failure` when the selector raises, and `on_text` with the seconds
+        of every text, as a multiple of plain decoding's."""
 
         def on_round(line: RoundLine) -> None:
             note(line.query, line.arm, line.committed, line.accepted, line.drafted)
 
-        self.selector.on_round, self.on_failure = on_round, on_failure
+        self.selector.on_round, self.selector.on_text, self.on_failure = on_round, on_text, on_failure
 
     def begin(self, text: Sequence) -> None:
         self._texts.append(text)

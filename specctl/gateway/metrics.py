@@ -18,6 +18,8 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from specctl.selection.certificate import LEVEL, Certificate
+
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)
 FIRST_SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 WHOLE_SECONDS = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480)
@@ -112,9 +114,11 @@ class Meter:
     Attributes:
         drafters: counts by name of the drafter, or by address of the server.
         learning: counts of the drafter that learns, or None if no drafter learns.
+        certificate: lower bound of the speed relative to plain decoding, or None if no policy chooses.
     """
 
     learning: LearningCounts | None = None
+    certificate: Certificate | None = None
 
     def __init__(self, model: str):
         self.model = model
@@ -122,6 +126,7 @@ class Meter:
         self.registry = CollectorRegistry()
         self.registry.register(_DrafterCollector(self))
         self.registry.register(_LearningCollector(self))
+        self.registry.register(_CertificateCollector(self))
         label = ("model_name",)
         self._finished = self._counter("vllm:request_success", "Finished texts.", "finished_reason")
         self.prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens.").labels(model)
@@ -156,6 +161,11 @@ class Meter:
         if name not in self.drafters:
             self.drafters[name] = DrafterCounts()
         return self.drafters[name]
+
+    def certify(self, relative: float) -> None:
+        """Count the time of a text that a policy chose for, as a multiple of plain decoding's."""
+        assert self.certificate is not None
+        self.certificate = self.certificate.after(relative)
 
     def finished(self, reason: str) -> None:
         """Count a text that ended."""
@@ -214,6 +224,25 @@ class _DrafterCollector(Collector):
             for drafter, one in counts.items():
                 made.add_metric((drafter,), getattr(one, name))
             yield made
+
+
+class _CertificateCollector(Collector):
+    """Metrics made of `Meter.certificate` when they are read: without samples while there is no bound."""
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+
+    def collect(self) -> Iterator[Metric]:
+        made = self.meter.certificate
+        bound = GaugeMetricFamily(
+            "specctl:speed_at_least", f"Speed over plain decoding: at least, with {LEVEL:.0%} confidence at any time."
+        )
+        texts = CounterMetricFamily("specctl:speed_texts", "Texts that the bound of the speed is from.")
+        if made is not None:
+            texts.add_metric((), made.texts)
+            if (least := made.at_least) is not None:
+                bound.add_metric((), least)
+        yield from (bound, texts)
 
 
 class _LearningCollector(Collector):

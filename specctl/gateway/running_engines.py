@@ -34,6 +34,7 @@ from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.sse import EventResponse, event, unless_gone
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
+from specctl.selection.certificate import Certificate
 
 CONNECT_S = 10.0
 CONNECTIONS = 256  # to the engines, approximately
@@ -120,6 +121,8 @@ class RunningEngines:
         checked = any(url.startswith("https:") for url in servers)
         timeout = httpx.Timeout(None, connect=CONNECT_S)
         self.pools = HttpPools(CONNECTIONS, verify=checked, timeout=timeout, follow_redirects=False)
+        if dispatch is not None:
+            meter.certificate = Certificate(most=1.0)  # a text has no more passes than tokens
         meter.watch(lambda: sum(self.in_flight.values()), lambda: 0)
 
     async def texts(self, request: Request, body: bytes) -> Response:
@@ -337,6 +340,7 @@ class RunningEngines:
             told = None if drafting is None else accepted
             self.on_text(ServedByEngine(name, counts.tokens, passes, told, passage.choice.decide_us))
             if self.dispatch is not None:
+                self.meter.certify(passes / max(counts.tokens, 1))
                 self._heard.append((passage.choice, url, counts))
                 self._learn_soon()
         except Exception as error:  # it computes with numbers that engines have sent

@@ -6,7 +6,7 @@ one reset of the policy to the next. A policy is compared with the best arm of e
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from operator import attrgetter
@@ -21,6 +21,7 @@ from specctl.decoding.records import Decoded
 from specctl.measuring import measured
 from specctl.measuring.measured import Measured
 from specctl.recipe.select import Yardstick
+from specctl.selection.certificate import Certificates, certified
 from specctl.selection.controller import Tally
 
 LONG_GAME_TOKENS = 256  # tokens of a game after which a policy should have found the best arm
@@ -53,6 +54,9 @@ class PolicyRow:
     share_of_best_interval: Interval | None
     share_of_best_256: float | None
     share_after_256: float | None = None  # in replays only
+    speedup_at_least: float | None = None  # lower bounds of `selection.certificate`, of policies: over plain decoding
+    over_best_arm_at_least: float | None = None  # over every fixed arm, and so over the best one
+    slow_texts: int | None = None  # texts with more than `certificate.MOST` times the seconds of plain decoding
     regret: int | None
     best_arm_ratio: float | None
     rounds: int
@@ -80,10 +84,11 @@ class ArmReward:
 
 
 class Grouping(NamedTuple):
-    """Session number and game key of each answer."""
+    """Session number, game key and text of each answer. Repeats answer the same text; () if no answer is a repeat."""
 
     sessions: Sequence[int]
     games: Sequence[str]
+    texts: Sequence[Hashable] = ()
 
 
 class StreamAnswers:
@@ -110,7 +115,8 @@ class StreamAnswers:
         by: Yardstick = "mat",
     ):
         self.answers, self.arms, self.plain = answers, arms, plain
-        self.sessions, self.games = grouping
+        self.sessions, self.games = grouping[:2]
+        self._texts = grouping.texts or range(len(self.games))
         self.yardstick = by
         self._measure = metrics.mat if by == "mat" else metrics.tokens_per_s
         self.best_arm_of = self._best()
@@ -165,6 +171,21 @@ class StreamAnswers:
     def oracle_mat(self) -> float | None:
         return metrics.mat(self.oracle)
 
+    def relative_seconds(self, name: str, other: str) -> list[float]:
+        """[texts] seconds per token, divided by another contender's: the mean over the repeats of each text. A text
+        without a decoded token is left out."""
+        ratios: dict[Hashable, list[float]] = {}
+        for text, mine, theirs in zip(self._texts, self.answers[name], self.answers[other], strict=True):
+            if mine.decoded_tokens and theirs.decoded_tokens and theirs.decode_s > 0:
+                ratio = (mine.decode_s / mine.decoded_tokens) / (theirs.decode_s / theirs.decoded_tokens)
+                ratios.setdefault(text, []).append(ratio)
+        return [fmean(repeats) for repeats in ratios.values()]
+
+    def certificates(self, name: str) -> Certificates:
+        """Lower bounds of a contender's speed. Those over arms need every arm measured by itself."""
+        plain = self.relative_seconds(name, self.plain) if self.plain else None
+        return certified(plain, [self.relative_seconds(name, arm) for arm in self.arms])
+
     def row(
         self,
         name: str,
@@ -200,6 +221,7 @@ class StreamAnswers:
             failures=failures,
             dropped=tally.dropped if tally else 0,
             unusable=measured.unusable(speedup, mat),
+            **(self.certificates(name)._asdict() if kind == "policy" else {}),
             **measured.columns(
                 mat=mat,
                 speedup=speedup,

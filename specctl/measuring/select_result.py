@@ -51,6 +51,7 @@ class SelectResult:
         router: report of a router that was trained for the run.
         rounds_on: where the rounds of drafting contenders ran; both = a device has handed some back to the host.
         beside: the text drafter that heads draft with in one tree.
+        at_least: meaning and assumptions of the rows' bounds `speedup_at_least` and `over_best_arm_at_least`.
         store_s: seconds spent on adding texts to its store.
     """
 
@@ -86,6 +87,7 @@ class SelectResult:
     rounds_on: Literal["host", "device", "both"] = "host"
     beside: str | None = None
     store_s: float | None = None
+    at_least: str | None = None
 
 
 def top_fields(row: PolicyRow) -> dict[str, Any]:

@@ -78,6 +78,8 @@ class ActiveText:
     open_round: tuple[Round, Counts] | None = None  # the last round, if scores may still come for it
     prompt: Array | None = None  # features of the prompt, and the belief about it, if the policy reads prompts
     belief: Belief | None = None
+    seconds: float = 0.0  # all seconds so far, with choosing, catching up and scoring
+    tokens: int = 0  # committed in rounds
 
     @property
     def switches(self) -> bool:
@@ -134,6 +136,7 @@ class Selector(Controller):
         on_round: Callable[[RoundLine], None] | None = None,
     ):
         self.arms, self.new_game, self.clock, self.on_round = arms, new_game, clock, on_round
+        self.on_text: Callable[[float], None] | None = None  # called with the `relative_seconds` of a text that ends
         self.scorer, self.overlaps, self.score_ends, self.memory = inputs[:4]
         self.accepts_late_counts, self.keeps_hidden = not inputs.overlaps, inputs.scorer is not None
         drafters = list(dict.fromkeys(arm.scored for arm in arms))
@@ -180,8 +183,18 @@ class Selector(Controller):
         play = self.plays.pop(text)
         self._withdraw(play)
         self.tally.dropped += play.game.dropped - play.dropped
+        if self.on_text is not None and (relative := self.relative_seconds(play)) is not None:
+            self.on_text(relative)
         if self.memory is not None and play.reader is not None and play.prompt is not None:
             self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.time_cost)
+
+    def relative_seconds(self, play: ActiveText) -> float | None:
+        """Seconds of a text, as a multiple of the seconds of plain decoding: one timed round per token. None if no
+        plain round was timed."""
+        plain = next((n for n, arm in enumerate(self.arms) if arm.plain), None)
+        if plain is None or not play.tokens or not self.clock.mean[plain] > 0:
+            return None
+        return play.seconds / (play.tokens * self.clock.mean[plain])
 
     def choose(self, state: DecodeState) -> Proposer | None:
         plays = [self.plays[state.rows[b]] for b in state.live]
@@ -216,6 +229,8 @@ class Selector(Controller):
         for arm in sorted(new):
             self.tally.switch_s.append(self.arms[arm].catch_up(state))
             self.catch_up_clock.record(arm, self.tally.switch_s[-1])
+            for b in state.live:  # all of the batch wait
+                self.plays[state.rows[b]].seconds += self.tally.switch_s[-1] / len(state.live)
 
     @torch.inference_mode()
     def observe(self, state: DecodeState, result: RoundResult) -> None:
@@ -260,6 +275,8 @@ class Selector(Controller):
         self.tally.pulls[arm] += 1
         outcome = Outcome(counts.committed, counts.accepted, counts.untrimmed, failed, overlaps, seconds[arm])
         entry = play.game.round_finished(arm, outcome)
+        play.seconds += seconds[arm] + entry.decide_us / 1e6
+        play.tokens += counts.committed
         play.to_score |= play.game.due() > 0  # asked also for the last round of a text: the schedule counts all
         return entry
 
@@ -318,6 +335,8 @@ class Selector(Controller):
         began = time.perf_counter()
         scores = self.scorer.score(state, wanted)
         self.tally.score_s.append(time.perf_counter() - began)
+        for b in slots:  # all of the batch wait
+            self.plays[state.rows[b]].seconds += self.tally.score_s[-1] / len(slots)
         self.tally.scored += sum(wanted)
         # A draft is no deeper than its number of nodes, which is limited by the batch's budget and by the arm.
         played = self.plays[state.rows[slots[0]]].arm

@@ -77,6 +77,7 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
         "intervals_over": "2 seeds × 3 queries",
         "speeds": "measured" if mode == "live" else "modeled",
         "pulls": {},
+        "at_least": "holds at every moment",
     }
     document |= {"algo": "hedgespec", "run_dir": "run", "machine": {"cores": 2, "threads": 1, "others_busy": 0.5}}
     document |= {"lossless": {"sequences": 0, "mismatches": 0, "ties": 0, "unverified": 0}}
@@ -84,7 +85,7 @@ def test_headings_say_what_is_shown(mode, yardstick, there, absent):
     console.print(show(document))
     shown = console.file.getvalue()
     assert all(text in shown for text in there) and not any(text in shown for text in absent)
-    assert "2 seeds × 3 queries" in shown and "90.0 % (85.0 … 95.0)" in shown
+    assert "2 seeds × 3 queries" in shown and "holds at every moment" in shown and "90.0 % (85.0 … 95.0)" in shown
 
 
 def test_it_selects(specctl, tmp_path):

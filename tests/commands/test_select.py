@@ -30,7 +30,7 @@ from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, DataError, Interrupted, UsageError
 from specctl.lab.record.recipe import RecordRecipe
 from specctl.lab.record.run import record_pool
-from specctl.lab.recorded.hindsight import round_starts
+from specctl.lab.recorded.hindsight import Hindsight, round_starts
 from specctl.lab.recorded.table_file import read_table
 from specctl.lab.replay.recipe import ReplayRecipe
 from specctl.lab.replay.run import play_table, replay_table
@@ -53,6 +53,7 @@ from specctl.runs import Run
 from specctl.selection.arm import Arm
 from specctl.selection.arms import PLAIN as PLAIN_ARM
 from specctl.selection.assembly import Decoding, make_selector
+from specctl.selection.certificate import of_stream
 from tests.lossless.drafters import own_weights
 from tests.measuring.streams import (
     contents,
@@ -63,6 +64,7 @@ from tests.measuring.streams import (
     write_head,
     write_prompts,
 )
+from tests.selection.tables import specialists
 
 QUESTIONS = ["Name a colour.", "What is 3 + 4?", "Count to nine.", "Table: singer\nColumns: name\n\nQuestion: Who?"]
 CONTRACT = {
@@ -775,6 +777,40 @@ def test_speed_is_what_the_best_arm_has_where_it_is_played_for(by, best, share):
     assert stream.share_of_best("long").value == pytest.approx(share)
     assert GameRecipe(loss="throughput" if best == "short" else "length").yardstick == by
     assert stream.has_regret == (by == "mat"), "passes beyond those of the fastest arm are no regret"
+
+
+def test_certificates_count_texts_and_not_their_repeats():
+    """Repeats of a text are no news, and would make the bounds too tight."""
+
+    def answers(*seconds):
+        return [Decoded([1], [2] * 41, "length", 10, 30, 0, 0, [], [], 0.0, s) for s in seconds]
+
+    own = {"policy": answers(*[1.0] * 40), "plain": answers(*[2.0] * 40), "arm": answers(*[0.5] * 20, *[2.0] * 20)}
+
+    def stream(texts, arms=("arm",), plain="plain"):
+        return StreamAnswers(own, Grouping(range(40), ["g"] * 40, texts), arms, plain, True)
+
+    once, repeated = stream(range(40)), stream([*range(20), *range(20)])
+    assert once.relative_seconds("policy", "plain") == [0.5] * 40
+    assert repeated.relative_seconds("policy", "arm") == [1.25] * 20
+    assert 0.9 < repeated.certificates("policy").speedup_at_least < once.certificates("policy").speedup_at_least < 2
+    assert once.certificates("policy").over_best_arm_at_least < 0.8
+    assert stream((), (), None).certificates("policy") == (None, None, None)
+
+
+def test_a_replay_certifies_its_policies(monkeypatch):
+    """Bounds over plain decoding and over every arm, from the seconds of the table's cost model."""
+    table = specialists(60, 45, seed=3, N=3)
+    monkeypatch.setattr("specctl.lab.replay.run.read_table", lambda path: table)
+    done = replay_table(ReplayRecipe(replay="t", algo=["fixed", "cgp-ucb"], seeds=[0, 1], game={"loss": "length"}))
+    rows = {row.algo: row for row in done.rows}
+    hindsight = Hindsight(table)
+    seconds = hindsight.rounds[:, 0] * hindsight.cost[0]
+    plain = of_stream(seconds / (hindsight.tokens * table.step_s[0]))
+    assert rows["fixed"].speedup_at_least == pytest.approx(plain.at_least)
+    assert 1 < rows["fixed"].speedup_at_least < rows["fixed"].speedup and rows["fixed"].slow_texts == 0
+    assert all(0.5 < rows[name].over_best_arm_at_least < 1 for name in ("fixed", "cgp-ucb"))
+    assert rows["arm0"].speedup_at_least is rows["oracle"].speedup_at_least is None
 
 
 def test_repeats_make_no_interval_narrower():

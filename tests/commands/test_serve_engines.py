@@ -9,6 +9,7 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
+from functools import reduce
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from specctl.errors import CheckpointError, RecipeError, UsageError
 from specctl.recipe import ServeRecipe
 from specctl.recipe.resolve import resolve
 from specctl.runs import Run
+from specctl.selection.certificate import Certificate
 from tests.cli.conftest import specctl
 from tests.conftest import holding
 from tests.toys.engine import FakeEngine
@@ -135,6 +137,10 @@ def test_requests_find_the_server_of_their_domain(engines, stream, tmp_path, cap
     assert 2 < result.mat <= 4 and result.decide_us_p50 > 0
     lines = [json.loads(line) for line in (tmp_path / REQUESTS).read_text().splitlines()]
     assert len(lines) == 60 and {line["passes"] for line in lines} == {10, 35}
+    passes = (line["passes"] / line["tokens"] for line in lines)
+    certificate = reduce(Certificate.after, passes, Certificate(most=1.0))
+    assert result.speed_at_least == pytest.approx(certificate.at_least) and 1.5 < result.speed_at_least < result.mat
+    assert "60 texts" in result.at_least and "one pass per token" in result.at_least
     assert "question" not in (tmp_path / REQUESTS).read_text().lower()
     assert os.stat(tmp_path / REQUESTS).st_mode & 0o077 == 0
 

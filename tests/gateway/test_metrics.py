@@ -7,6 +7,7 @@ from pathlib import Path
 from specctl.decoding.controllers import Fixed
 from specctl.gateway.app import front_page
 from specctl.gateway.metrics import DrafterCounts, Meter
+from specctl.selection.certificate import of_stream
 from tests.gateway.conftest import chat
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,6 +50,20 @@ def test_counts_are_those_of_the_answers(make_gateway, lookup):
     assert gateway.metric("vllm:spec_decode_num_accepted_tokens_total", **model) == accepted
     assert gateway.metric("vllm:time_to_first_token_seconds_count", **model) == 6
     assert gateway.metric("specctl:drafter_texts_total", drafter="lookup") == 6
+
+
+def test_a_bound_of_the_speed_is_shown_when_there_is_one():
+    """A gauge of 0, or of a policy that does not choose, would look like a loss."""
+    meter = Meter("x")
+    for texts, shown in ((0, False), (1, False), (40, True)):
+        meter.certificate = of_stream([0.5] * texts) if texts else None
+        value = meter.registry.get_sample_value("specctl:speed_at_least")
+        assert (value is not None) == shown and meter.registry.get_sample_value("specctl:speed_texts_total") == (
+            texts or None
+        )
+    assert 1.2 < value < 2
+    meter.certify(2.0)
+    assert meter.certificate.texts == 41 and meter.registry.get_sample_value("specctl:speed_at_least") < value
 
 
 def test_rounds_and_texts_add_up_to_the_same_counts():

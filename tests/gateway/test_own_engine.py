@@ -22,6 +22,7 @@ from specctl.drafters import pool
 from specctl.gateway.choosing import controller_for
 from specctl.gateway.text_stream import decoder
 from specctl.recipe import DraftingRecipe, GenerateRecipe, ServeRecipe
+from specctl.selection.certificate import Certificate
 from tests.conftest import PROMPTS
 from tests.gateway.conftest import chat, served, wait_for
 
@@ -68,8 +69,10 @@ def test_a_pool_gives_the_same_texts_and_is_counted(target, lookup, make_gateway
     drafters = {"lookup": lookup, "suffix": pool.load_drafter("suffix", target, DraftingRecipe())}
     controller = controller_for(target, drafters, {}, ServeRecipe())
     gateway = make_gateway(controller, None)
-    controller.report_to(gateway.thread.note_round, lambda: None)
+    gateway.meter.certificate = Certificate()
+    controller.report_to(gateway.thread.note_round, lambda: None, gateway.meter.certify)
     assert [text_of(one) for one in gateway.ask(CHAT, *[chat(p, temperature=0) for p in PROMPTS])] == expected
+    assert gateway.metric("specctl:speed_texts_total") == len(PROMPTS)
     counts = gateway.meter.drafters
     assert {*counts} <= {"lookup", "suffix", "no draft"} and sum(one.texts for one in counts.values()) == len(PROMPTS)
     assert sum(one.tokens for one in counts.values()) > 0 and controller.failures == 0

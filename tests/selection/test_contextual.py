@@ -15,7 +15,7 @@ from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
 from specctl.selection.game.rewards import Outcome
 from specctl.selection.game.rules import rules_for
-from specctl.selection.policies import registry
+from specctl.selection.policies import contextual, registry
 from specctl.selection.policies.contextual import ArmRounds, Belief, ContextualUcb, ease, indices
 from specctl.selection.policies.policy import Arms
 from specctl.selection.prompt_memory import PromptMemory, factored, regression, training_advantage, trend
@@ -335,3 +335,34 @@ def test_a_text_is_played_for_its_own_rate():
         Y, s = ((6, 1.9), (3.6, 1.05))[chosen[-1]]
         game.round_finished(chosen[-1], Outcome(Y, Y - 1, seconds=s))
     assert chosen[0] == 0 and chosen[-20:].count(1) >= 15
+
+
+def test_a_text_that_turns_is_followed():
+    """The best arm of the first 40 rounds is the worst from then on; a mean of all rounds would cling to it."""
+    belief = Belief([0.5, 0.45, 0.4], [0.2] * 3, noise=0.01, signal=0.01, shared=0.005)
+
+    def late(steady, monkey, turns):
+        monkey.setattr(contextual, "STEADY", steady)
+        policy, generator, chosen = ContextualUcb(Arms(3, 4, 0), PolicyRecipe()), np.random.default_rng(0), []
+        policy.begin_text(belief)
+        for number in range(140):
+            rewards = [0.3, 0.6, 0.35] if turns and number >= 40 else [0.7, 0.5, 0.4]
+            chosen.append(policy.choose())
+            policy.reward(chosen[-1], rewards[chosen[-1]] + 0.1 * generator.normal())
+        return chosen[40:].count(1 if turns else 0) / 100
+
+    with pytest.MonkeyPatch.context() as monkey:
+        assert late(contextual.STEADY, monkey, turns=True) > late(1e9, monkey, turns=True) + 0.2
+        assert late(20.0, monkey, turns=False) > 0.9
+
+
+def test_the_memory_gets_all_rounds_of_a_text():
+    """Means that have faded are for the text's own choices; a memory of these would forget the prompt's first half."""
+    policy, rewards = ContextualUcb(Arms(2, 4, 0), PolicyRecipe()), [0.9] * 10 + [0.1] * 10
+    for reward in rewards:
+        policy.reward(1, reward)
+    assert policy.shown()[0] == (0, 0.0, 0.0) and policy.n == [0, 20]
+    assert policy.shown()[1] == pytest.approx((20, sum(rewards), sum(reward**2 for reward in rewards)))
+    weights = [(u + contextual.STEADY) for u in range(1, 21)]
+    assert policy._recent[1] == pytest.approx(np.average(rewards, weights=weights)) and policy._recent[1] < 0.45
+    assert policy.r[1] == pytest.approx(0.5)

@@ -12,8 +12,9 @@ from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.recipe import GameRecipe, PolicyRecipe
 from specctl.selection.arm import Arm, taps_of
+from specctl.selection.arms import plain_arm
 from specctl.selection.assembly import Decoding, make_selector
-from specctl.selection.controller import PolicyInputs, Selector
+from specctl.selection.controller import ActiveText, PolicyInputs, Selector
 from specctl.selection.feedback import Scorer
 from specctl.selection.game.clock import ArmClock
 from specctl.selection.game.game import Game
@@ -142,6 +143,23 @@ def test_a_batch_is_several_games(target, pool, prompts):
         assert [line.round for line in mine] == list(range(1, len(mine) + 1))
     plain = decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * 3)
     assert [one.output_ids for one in found] == [one.output_ids for one in plain]
+
+
+def test_a_text_is_compared_with_plain_decoding_by_timed_plain_rounds(target, pool, prompts):
+    """Without a timed plain round there is nothing to compare with; a ratio to a guess would certify nothing."""
+    told = []
+    controller = selector(target, pool, "random")
+    controller.on_text = told.append
+    played(target, controller, prompts[:2], ["a", "b"])
+    assert told == []
+    controller.arms[2] = plain_arm()
+    played(target, controller, prompts[:1], ["c"])
+    assert len(told) == (controller.clock.n[2] > 0)
+    controller.clock.n[2], controller.clock.mean[2] = 4, 0.5
+    played(target, controller, prompts[:1], ["d"])
+    assert told[-1] > 0
+    text = ActiveText(Label("q"), controller.new_game(None), 0, seconds=6.0, tokens=4)
+    assert controller.relative_seconds(text) == 3.0
 
 
 def test_two_texts_of_one_game_are_refused(target, pool, prompts):

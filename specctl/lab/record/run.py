@@ -37,7 +37,7 @@ def record_pool(
     arms = [replace(row, failures=failures.get(row.algo, 0)) for row in replayed.rows if row.algo != "fixed"]
     best = max((row for row in arms if row.kind == "arm"), key=lambda row: row.mat or 0.0)
     result = result_of(alone, replace(replayed, rows=[best, *arms]))
-    return replace(result, mode="record", policies=arms, curves={}, rejected=pooled.rejections.count)
+    return replace(result, mode="record", policies=arms, curves={}, at_least=None, rejected=pooled.rejections.count)
 
 
 def record_table(recipe: RecordRecipe, pooled: PoolOnStream) -> dict[str, int]:

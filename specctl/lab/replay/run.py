@@ -2,8 +2,9 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +25,7 @@ from specctl.measuring.policy_rows import LONG_GAME_TOKENS, PolicyRow
 from specctl.measuring.select_result import DomainMat, PoolSize, SelectResult, top_fields
 from specctl.runs import Run
 from specctl.selection.arms import PLAIN, chosen_names
+from specctl.selection.certificate import certified, explanation
 from specctl.selection.game.rules import overridden_options
 
 SUBSETS = 6  # of arms, per pool size
@@ -81,6 +83,7 @@ def result_of(recipe: ReplayRecipe, done: Replayed) -> SelectResult:
         rejected=0,
         table=str(recipe.replay),
         table_sha256=done.table.digest,
+        at_least=explanation(sum(trace.tokens > 0 for trace in done.table.traces)),
     )
 
 
@@ -114,7 +117,10 @@ def replay_table(recipe: ReplayRecipe) -> Replayed:
     return Replayed(
         table=table,
         rows=[
-            _row(name, kinds.get(name, "policy"), runs[name], summary, yardstick, fastest)
+            replace(
+                _row(name, kinds.get(name, "policy"), runs[name], summary, yardstick, fastest),
+                **(_certificates(runs[name], fixed, yardstick) if name in played else {}),
+            )
             for name, summary in summaries.items()
         ],
         curves={name: _curves(recipe, name, replays, yardstick) for name, replays in played.items()},
@@ -166,6 +172,15 @@ def _row(
             share_of_best=Measured(summary.oracle_share, summary.oracle_share_interval),
         ),
     )
+
+
+def _certificates(replays: Sequence[Replay], fixed: dict[str, list[Replay]], yardstick: Hindsight) -> dict[str, Any]:
+    """Lower bounds of a policy's speed, by the table's cost model. Seeds repeat the same texts."""
+    told = yardstick.tokens > 0
+    seconds = np.mean([replay.seconds for replay in replays], axis=0)[told]
+    plain_s = yardstick.tokens[told] * yardstick.table.step_s[0]
+    alone = [seconds / replays[0].seconds[told] for replays in fixed.values()]
+    return certified((seconds / plain_s).tolist(), [one.tolist() for one in alone])._asdict()
 
 
 def scaled(interval: Interval | None, factor: float) -> Interval | None:

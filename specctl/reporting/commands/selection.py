@@ -43,6 +43,8 @@ POLICIES = {
     "share_of_best": "share of the best arm's",
     "share_low": "share 95 %, low",
     "share_high": "share 95 %, high",
+    "speedup_at_least": "× plain, at least",
+    "over_best_arm_at_least": "× best arm, at least",
     "regret": "regret",
     "best_arm_ratio": "best arm",
     "tokens_per_s": "tokens/s",
