@@ -36,6 +36,7 @@ from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
 
 LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
+LONGEST_READ_ANSWER = 4 * 2**20  # bytes of an answer that is read for counters: in the 0.1 s others wait
 MOST_ENGINES = 2  # engines that may see one request: a prompt on which engines fail must not stop all of them
 ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info", "/props")
 POSTED_PATHS = (*TEXT_PATHS, *proxy_messages.OWN_PATHS, "/tokenize", "/detokenize")
@@ -240,7 +241,7 @@ class RunningEngines:
             if size > LONGEST_ANSWER:
                 raise aiohttp.ClientPayloadError("an answer is too long")
         content = b"".join(parts)
-        document = _json(content) if kept else None
+        document = _json(content) if kept and (added or size <= LONGEST_READ_ANSWER) else None
         if isinstance(document, dict):
             self._record(passage, url, document, document)
             if added:

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from specctl.errors import SpecctlError
-from specctl.gateway import proxy_process, server
+from specctl.gateway import proxy_process, running_engines, server
 from specctl.gateway.metrics import Meter
 from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe import LimitsRecipe, PolicyRecipe
@@ -461,6 +461,20 @@ def test_an_engine_that_says_too_much_in_headers_is_cut_off():
 
     with hostile(answer) as engines:
         assert completions(gateway(*engines)[0])[0].status_code == 502 and len(sent) < 1000
+
+
+@pytest.mark.parametrize("limit", ["LONGEST_READ_ANSWER", "LONGEST_ANSWER"])
+@pytest.mark.parametrize("size", [2000, 4000])
+def test_an_answer_with_endless_log_probabilities_costs_others_no_time(limit, size, monkeypatch):
+    """The counters of an answer of 200 MB were looked for in all of it, and nobody else was served meanwhile."""
+    content = text(counters("[1, 1]") + ', "logprobs": [' + "0," * (size // 2) + "0]")
+    monkeypatch.setattr(running_engines, limit, 3000)
+    with hostile(lambda *_: reply(content)) as (engine,):
+        app, backend = gateway(engine)
+        (said,) = completions(app)
+        refused = limit == "LONGEST_ANSWER" and size > 3000
+        assert said.status_code == 502 if refused else said.content == content
+        assert bool(backend.meter.drafters) == (size < 3000)
 
 
 def test_the_event_loop_is_asyncios(monkeypatch):
