@@ -17,6 +17,7 @@ CONNECT_S = 10.0
 KEPT_S = 4.0  # seconds that an idle connection is kept; uvicorn, which most engines use, closes it after 5
 READ_BYTES = 2**16  # of an answer: at twice this number, reading waits for the client
 LINE_BYTES = 2**16  # longest header of an answer
+HEADERS = 128  # of an answer
 HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authorization"}
 HOP_BY_HOP |= {b"proxy-connection", b"proxy-authenticate"}
 REBUILT_HEADERS = {b"host", b"content-length", b"accept-encoding", b"expect"}
@@ -76,6 +77,7 @@ class EngineHttp:
                 read_bufsize=READ_BYTES,
                 max_line_size=LINE_BYTES,
                 max_field_size=LINE_BYTES,
+                max_headers=HEADERS,
             )
         return self._opened
 
