@@ -138,6 +138,10 @@ class EventSplitter:
     def __init__(self) -> None:
         self.rest, self._start = bytearray(), 0
 
+    def passes(self, part: bytes) -> bool:
+        """Whether a part holds whole events without counters, so that it need not be split."""
+        return not self.rest and part.endswith(b"\n\n") and not may_hold_counters(part)
+
     def add(self, part: bytes) -> list[bytes]:
         """The events that are whole with this part of the stream."""
         rest, found = self.rest, []

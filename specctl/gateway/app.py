@@ -63,7 +63,7 @@ def make_app(
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _fault}
     app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
     app.router.redirect_slashes = False
-    return Guard(app, limits, backend.meter, key)
+    return Guard(app, limits, backend.meter, key, close=backend.close)
 
 
 def front_page() -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -27,10 +27,18 @@ class Guard:
 
     Attributes:
         in_flight: number of requests that are being answered.
+        close: called when the server has ended.
     """
 
-    def __init__(self, app: ASGIApp, limits: LimitsRecipe, meter: Meter, key: str | None = None):
-        self.app, self.limits, self.meter, self.key = app, limits, meter, key
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: LimitsRecipe,
+        meter: Meter,
+        key: str | None = None,
+        close: Callable[[], Awaitable[None]] | None = None,
+    ):
+        self.app, self.limits, self.meter, self.key, self.close = app, limits, meter, key, close
         self.in_flight = self._held = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -64,11 +72,14 @@ class Guard:
             self.meter.answered(path, answer.status or 0)
 
     async def _refuse_other(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass on the events of start and stop; refuse websockets."""
-        if scope["type"] == "lifespan":
-            await self.app(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
+        """Close the back end when the server ends; refuse websockets."""
+        if scope["type"] != "lifespan":
+            return await send({"type": "websocket.close", "code": 1008})
+        while (await receive())["type"] != "lifespan.shutdown":
+            await send({"type": "lifespan.startup.complete"})
+        if self.close is not None:
+            await self.close()
+        await send({"type": "lifespan.shutdown.complete"})
 
     def _check(self, scope: Scope) -> None:
         """Raise ApiError for a request that is refused before its body is read."""

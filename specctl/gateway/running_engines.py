@@ -17,16 +17,16 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-import httpx
+import aiohttp
 from starlette.requests import Request
 from starlette.responses import Response
 
 from specctl import progress
 from specctl.engines import proxy_messages
-from specctl.engines.http_pools import HttpPools
 from specctl.engines.proxy_messages import TextCounts
 from specctl.engines.server_choice import Dispatch, LeastBusy, ServedByEngine, ServerChoice
 from specctl.gateway.app import TEXT_PATHS, make_app
+from specctl.gateway.engine_http import EngineHttp, NotConnected, passed_on
 from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
 from specctl.gateway.metrics import Meter
@@ -36,22 +36,16 @@ from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
 from specctl.selection.certificate import Certificate
 
-CONNECT_S = 10.0
-CONNECTIONS = 256  # to the engines, approximately
 LONGEST_ANSWER = 256 * 2**20  # bytes of an answer that is not streamed
+LONGEST_READ_ANSWER = 4 * 2**20  # bytes of an answer that is read for counters: in the 0.1 s others wait
 MOST_ENGINES = 2  # engines that may see one request: a prompt on which engines fail must not stop all of them
 ENGINE_PATHS = ("/v1/models", "/v1/models/{name:path}", "/version", "/ping", "/get_model_info", "/props")
 POSTED_PATHS = (*TEXT_PATHS, *proxy_messages.OWN_PATHS, "/tokenize", "/detokenize")
-HOP_BY_HOP = {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"proxy-authorization"}
-HOP_BY_HOP |= {b"proxy-connection", b"proxy-authenticate"}
-REBUILT_HEADERS = {b"host", b"content-length", b"accept-encoding", b"expect"}
 RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
 LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
 LEARN_SHARE = 4  # pause between two times of learning, as a multiple of the time that it took
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
-
-RawHeaders = list[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,6 @@ class RunningEngines:
         failures: number of requests that each server failed to answer.
         broken: number of streams that each server broke off after their first event. Their clients got an error event.
         on_text: called with every text that was answered completely.
-        key: API key for the engines, in the place of the client's, or None to pass that on.
     """
 
     def __init__(
@@ -105,8 +98,13 @@ class RunningEngines:
         dispatch: Dispatch | None = None,
         key: str | None = None,
     ):
-        """`servers`: engine ("vllm", "sglang" or "llama.cpp") by address."""
-        self.servers, self.meter, self.log, self.dispatch, self.key = servers, meter, log, dispatch, key
+        """
+        Args:
+            servers: engine ("vllm", "sglang" or "llama.cpp") by address.
+            key: API key for the engines, in the place of the client's, or None to pass that on.
+        """
+        self.servers, self.meter, self.log, self.dispatch = servers, meter, log, dispatch
+        self.http = EngineHttp(servers, key)
         self.names = {url: redacted(url) for url in servers}
         self.in_flight = dict.fromkeys(servers, 0)
         self.failures = dict.fromkeys(servers, 0)
@@ -118,9 +116,6 @@ class RunningEngines:
         self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learnt from
         self._learn_s = 0.0  # seconds of the last learning
         self._learn_at = 0.0  # time of the next call of `learn`
-        checked = any(url.startswith("https:") for url in servers)
-        timeout = httpx.Timeout(None, connect=CONNECT_S)
-        self.pools = HttpPools(CONNECTIONS, verify=checked, timeout=timeout, follow_redirects=False)
         if dispatch is not None:
             meter.certificate = Certificate(most=1.0)  # a text has no more passes than tokens
         meter.watch(lambda: sum(self.in_flight.values()), lambda: 0)
@@ -146,7 +141,7 @@ class RunningEngines:
         return {"model": self.meter.model, "engine": ", ".join(self.names.values())}
 
     async def close(self) -> None:
-        await self.pools.aclose()
+        await self.http.close()
 
     def _choice(self, text: dict[str, Any] | None) -> ServerChoice:
         """The order of the servers. A dispatch that raises costs its opinion alone."""
@@ -179,9 +174,9 @@ class RunningEngines:
                 kept = isinstance(answer, EventResponse)  # it counts as in flight until its end
                 failed, rests = answer.status_code in RETRY_STATUSES, answer.status_code in REST_STATUSES
                 seen += 1
-            except (httpx.ConnectError, httpx.ConnectTimeout):
+            except NotConnected:
                 failed = rests = True
-            except httpx.TransportError as error:
+            except aiohttp.ClientError as error:
                 seen += 1
                 message = f"the engine closed the connection: {type(error).__name__}"
                 answer, failed, rests = ApiError(message, 502).response, True, True
@@ -208,7 +203,7 @@ class RunningEngines:
         return rest is not None and rest.until > time.monotonic()
 
     async def _forward_to(self, url: str, passage: ForwardedRequest) -> Response:
-        """The answer of one engine. Raises httpx.TransportError."""
+        """The answer of one engine. Raises aiohttp.ClientError."""
         request, engine, content = passage.request, self.servers[url], passage.content
         path = request.scope.get("raw_path", request.url.path.encode()).decode("ascii")
         added: frozenset[str] = frozenset()
@@ -217,43 +212,39 @@ class RunningEngines:
             asked, added = proxy_messages.with_counters(engine, passage.text, ids=self.log is not None)
             content, added = _rewritten(asked, content, added)
         query = f"?{request.url.query}" if request.url.query else ""
-        headers = self._onward(request.headers.raw)
-        answer = await self.pools.http.send(
-            httpx.Request(request.method, url + path + query, headers=headers, content=content), stream=True
-        )
+        answer = await self.http.send(url, path + query, request.method, request.headers.raw, content)
         try:
             return await self._answer(url, answer, added, passage, kept)
         except BaseException:
-            await answer.aclose()
+            answer.close()
             raise
 
     async def _answer(
-        self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest, kept: bool
+        self, url: str, answer: aiohttp.ClientResponse, added: frozenset[str], passage: ForwardedRequest, kept: bool
     ) -> Response:
-        shown, status = _passed_on(answer.headers.raw), answer.status_code
+        shown, status = passed_on(answer.raw_headers), answer.status
         if not 200 <= status <= 599:
-            raise httpx.RemoteProtocolError(f"status {status}")
+            raise aiohttp.ClientPayloadError(f"status {status}")
         encoded = answer.headers.get("content-encoding", "identity") != "identity"  # although identity was asked for
         kept = kept and status == 200 and not encoded
         if "text/event-stream" in answer.headers.get("content-type", ""):
 
             async def done() -> None:
                 self.in_flight[url] -= 1
-                await answer.aclose()
+                answer.close()
 
             events = await _begun(self._streamed(url, answer, added, passage if kept else None))
             streaming = EventResponse(events, done, {})
             streaming.status_code, streaming.raw_headers = status, shown
             return streaming
         parts, size = [], 0
-        async for part in answer.aiter_raw():
+        async for part in answer.content.iter_any():
             parts.append(part)
             size += len(part)
             if size > LONGEST_ANSWER:
-                raise httpx.RemoteProtocolError("an answer is too long")
-        await answer.aclose()
+                raise aiohttp.ClientPayloadError("an answer is too long")
         content = b"".join(parts)
-        document = _json(content) if kept else None
+        document = _json(content) if kept and (added or size <= LONGEST_READ_ANSWER) else None
         if isinstance(document, dict):
             self._record(passage, url, document, document)
             if added:
@@ -263,7 +254,7 @@ class RunningEngines:
         return response
 
     async def _streamed(
-        self, url: str, answer: httpx.Response, added: frozenset[str], passage: ForwardedRequest | None
+        self, url: str, answer: aiohttp.ClientResponse, added: frozenset[str], passage: ForwardedRequest | None
     ) -> AsyncIterator[bytes]:
         """The parts of a stream, in whole events. If the client leaves, the engine's work ends too."""
         pieces: list[Any] = []
@@ -282,8 +273,11 @@ class RunningEngines:
             return proxy_messages.restored_event(event, piece, added)
 
         try:
-            async for part in answer.aiter_raw():
-                shown = part if passage is None else b"".join(map(restored, splitter.add(part)))
+            async for part in answer.content.iter_any():
+                if passage is None or (self.log is None and splitter.passes(part)):
+                    shown = part
+                else:
+                    shown = b"".join(map(restored, splitter.add(part)))
                 if not shown:
                     continue
                 if not began and passage is not None:
@@ -292,7 +286,7 @@ class RunningEngines:
                 yield shown
             if splitter.rest:
                 yield restored(bytes(splitter.rest))
-        except httpx.TransportError:
+        except aiohttp.ClientError:
             if not began:
                 raise  # another server can answer
             self.broken[url] += 1
@@ -302,14 +296,6 @@ class RunningEngines:
         self._rests.pop(url, None)
         if passage is not None:
             self._record(passage, url, pieces, said)
-
-    def _onward(self, given: RawHeaders) -> RawHeaders:
-        """Headers for an engine: the client's, without headers of the connection."""
-        headers = [pair for pair in _passed_on(given) if pair[0] not in REBUILT_HEADERS]
-        if self.key is not None:
-            headers = [pair for pair in headers if pair[0] != b"authorization"]
-            headers += [(b"authorization", b"Bearer " + self.key.encode())] if self.key else []
-        return [*headers, (b"accept-encoding", b"identity")]
 
     def _record(
         self, passage: ForwardedRequest, url: str, wrote: dict[str, Any] | list[Any], said: Mapping[str, Any]
@@ -372,7 +358,7 @@ class RunningEngines:
 
 
 async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """A stream that has begun: its first part is there. Raises httpx.TransportError if the engine sent none."""
+    """A stream that has begun: its first part is there. Raises aiohttp.ClientError if the engine sent none."""
     first = await anext(events, None)
 
     async def whole() -> AsyncIterator[bytes]:
@@ -387,15 +373,6 @@ async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
 def engines_app(backend: RunningEngines, limits: LimitsRecipe, key: str | None = None) -> Guard:
     """The application of running engines, with their paths by name. `key`: API key that clients must send."""
     return make_app(backend, limits, key, text_paths=POSTED_PATHS, other_paths=ENGINE_PATHS)
-
-
-def _passed_on(headers: RawHeaders) -> RawHeaders:
-    """Headers without the ones for a single connection, which the header Connection may also name."""
-    named = {
-        part.strip().lower() for name, value in headers if name.lower() == b"connection" for part in value.split(b",")
-    }
-    dropped = HOP_BY_HOP | named | {b"content-length"}
-    return [(name.lower(), value) for name, value in headers if name.lower() not in dropped]
 
 
 def _rewritten(document: Any, content: bytes, added: frozenset[str]) -> tuple[bytes, frozenset[str]]:

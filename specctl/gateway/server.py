@@ -60,7 +60,8 @@ def make_server(app: Guard) -> uvicorn.Server:
         app,
         http=table.protocol,  # type: ignore[arg-type]
         ws="none",
-        lifespan="off",
+        lifespan="on",
+        loop="asyncio",  # the transports of uvloop, which "auto" prefers, have no limit of what is read at once
         log_level="error",
         access_log=False,
         proxy_headers=False,

@@ -1,6 +1,8 @@
 """Engines that err, and clients in front of them: nobody else notices."""
 
 import asyncio
+import base64
+import contextlib
 import gzip
 import os
 import signal
@@ -14,7 +16,7 @@ import psutil
 import pytest
 
 from specctl.errors import SpecctlError
-from specctl.gateway import proxy_process
+from specctl.gateway import proxy_process, running_engines, server
 from specctl.gateway.metrics import Meter
 from specctl.gateway.running_engines import RunningEngines, engines_app
 from specctl.recipe import LimitsRecipe, PolicyRecipe
@@ -104,8 +106,12 @@ def gateway(*engines, choose=None, engine="vllm", **limits):
 
 def ask(app, *requests):
     async def work():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://toy", timeout=60) as http:
-            return [await http.request(method, path, **more) for method, path, more in requests]
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://toy", timeout=60) as http:
+            try:
+                return [await http.request(method, path, **more) for method, path, more in requests]
+            finally:
+                await app.close()  # the next requests come in another event loop
 
     return asyncio.run(work())
 
@@ -402,8 +408,12 @@ def test_the_end_of_the_process_is_noticed(tmp_path):
         proxy_process.running("127.0.0.1:0", {engines[0].url: "vllm"}, tmp_path / "log", 2**20) as gateway,
     ):
         gateway.check()
-        (child,) = [one for one in psutil.Process().children() if "specctl.gateway.proxy_process" in one.cmdline()]
-        os.kill(child.pid, signal.SIGKILL)
+
+        def child():  # the arguments of a process are not there at its very beginning
+            return [one for one in psutil.Process().children() if "specctl.gateway.proxy_process" in one.cmdline()]
+
+        wait_for(child)
+        os.kill(child()[0].pid, signal.SIGKILL)
 
         def noticed():
             try:
@@ -413,6 +423,64 @@ def test_the_end_of_the_process_is_noticed(tmp_path):
             return False
 
         wait_for(noticed)
+
+
+@pytest.mark.parametrize("key", [None, "theirs"])
+def test_user_and_password_of_an_address_are_the_authorization(key):
+    """The client library refuses a request with both, and a client's key would have been a failed request."""
+    with hostile(lambda *_: reply(b"{}")) as engines:
+        url = engines[0].url.replace("http://", "http://me:pa%3Ass@")
+        app = engines_app(RunningEngines({url: "vllm"}, Meter("toy"), key=key), LimitsRecipe())
+        (said,) = ask(app, ("GET", "/v1/models?a=%2e%2E", {"headers": {"authorization": "Bearer ours"}}))
+        (head, _), line = engines[0].requests[0], b"basic " + base64.b64encode(b"me:pa:ss").lower()
+        assert said.status_code == 200 and head.startswith(b"GET /v1/models?a=%2e%2E HTTP/1.1")
+        assert head.lower().count(b"authorization: ") == 1 == head.lower().count(b"authorization: " + line)
+
+
+def test_no_proxy_and_no_password_of_the_environment_is_used(tmp_path, monkeypatch):
+    """Texts would go to another machine."""
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login me password hush")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    with hostile(lambda *_: reply(text())) as engines:
+        assert completions(gateway(*engines)[0])[0].status_code == 200
+        assert b"authorization" not in engines[0].requests[0][0].lower()
+
+
+def test_an_engine_that_says_too_much_in_headers_is_cut_off():
+    """A million headers fill the memory."""
+    sent = []
+
+    def answer(head, body, connection):
+        connection.sendall(b"HTTP/1.1 200 OK\r\n")
+        with contextlib.suppress(OSError):
+            for number in range(4000):
+                connection.sendall(b"".join(b"x%d-%d: %s\r\n" % (number, one, b"y" * 900) for one in range(16)))
+                sent.append(number)
+        return None
+
+    with hostile(answer) as engines:
+        assert completions(gateway(*engines)[0])[0].status_code == 502 and len(sent) < 1000
+
+
+@pytest.mark.parametrize("limit", ["LONGEST_READ_ANSWER", "LONGEST_ANSWER"])
+@pytest.mark.parametrize("size", [2000, 4000])
+def test_an_answer_with_endless_log_probabilities_costs_others_no_time(limit, size, monkeypatch):
+    """The counters of an answer of 200 MB were looked for in all of it, and nobody else was served meanwhile."""
+    content = text(counters("[1, 1]") + ', "logprobs": [' + "0," * (size // 2) + "0]")
+    monkeypatch.setattr(running_engines, limit, 3000)
+    with hostile(lambda *_: reply(content)) as (engine,):
+        app, backend = gateway(engine)
+        (said,) = completions(app)
+        refused = limit == "LONGEST_ANSWER" and size > 3000
+        assert said.status_code == 502 if refused else said.content == content
+        assert bool(backend.meter.drafters) == (size < 3000)
+
+
+def test_the_event_loop_is_asyncios(monkeypatch):
+    """uvloop, where it is installed, has no limit of what is read at once: every connection failed."""
+    config = server.make_server(gateway(Hostile(None))[0]).config
+    assert config.get_loop_factory() is asyncio.SelectorEventLoop
 
 
 @pytest.mark.parametrize("key", [None, "", "theirs"])

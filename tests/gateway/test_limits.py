@@ -264,3 +264,44 @@ def test_an_address_in_use_is_refused_in_words():
         listening(address.removeprefix("http://")),
     ):
         pass
+
+
+IDLE, CLIENTS = 2000, 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("most", [IDLE // 4, None], ids=["more than the limit", "within the limit"])
+def test_thousands_of_idle_connections_do_not_shut_clients_out(most, capfd):
+    """At the limit, new clients were not accepted at all, and the event loop wrote tracebacks without end."""
+    app = guard({"connections": most, "header_s": 60})
+    count = lambda: app.meter.registry.get_sample_value("specctl:connections")  # noqa: E731
+    with served(app) as address:
+        idle = [raw(address, b"GET / HT" * (number % 2)) for number in range(IDLE)]
+        wait_for(lambda: count() == min(most or IDLE, IDLE))
+
+        async def client(http):
+            return [(await http.post(address + "/", content=b"x")).json() for _ in range(5)]
+
+        async def clients():
+            async with httpx.AsyncClient(timeout=60) as http:
+                return await asyncio.gather(*[client(http) for _ in range(CLIENTS)])
+
+        assert asyncio.run(clients()) == [[{"bytes": 1}] * 5] * CLIENTS
+        cut = [connection for connection in idle if hung_up(connection)]
+        refused = app.meter.registry.get_sample_value("specctl:refused_total", {"limit": "connections"}) or 0
+        assert count() <= (most or IDLE + CLIENTS) and len(cut) == refused
+        assert (len(cut) >= IDLE - most) if most else not cut
+        for connection in idle:
+            connection.close()
+    assert not capfd.readouterr().err
+
+
+def hung_up(connection):
+    """Whether the server has closed an idle connection."""
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
