@@ -15,6 +15,9 @@ class OnlineDefaults:
 
     Epochs, clipping and dropout come from OnlineSpec; medusa uses hydra's, and lm uses common settings of fine-tuning.
 
+    Muon has the family's rate of offline training. With it, an eagle3 head of SmolLM2-135M learned twice as much from
+    five chunks as with Adam.
+
     Adam's learning rates are for hidden size 4,096; narrower heads take larger steps. The rates of eagle3 and hydra
     were measured at width 256 and scaled to 4,096. The paper uses 1e-4 for eagle3, and SGD at 0.1 for hydra, with which
     hydra hardly changes.
@@ -25,7 +28,7 @@ class OnlineDefaults:
     clip: float  # largest gradient norm; 0 = no clipping
     dropout: float = 0.0
     sgd: float = 0.1  # learning rate η of SGD and of heavy-ball momentum
-    optimizer: Literal["sgd", "adam"] = "adam"
+    optimizer: Literal["sgd", "adam", "muon"] = "adam"
     chunk: int = 40  # prompts between two updates
 
 
@@ -92,7 +95,7 @@ FAMILIES: dict[str, Family] = {
         unrolls_steps=True,
         lora_modules=("fc", *LAYER, "lm_head"),
         options=(*NORMS, "norm_output"),
-        learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
+        learning=OnlineDefaults(adam=6e-5, epochs=1, clip=0.5, optimizer="muon"),
     ),
     "peagle": Family(
         "specctl.drafters.peagle.drafter:FAMILY",

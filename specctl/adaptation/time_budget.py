@@ -1,6 +1,7 @@
 """Time budget for learning: a running account that earns a share of the decoding time and pays for updates."""
 
 MAX_DOUBLINGS = 5  # largest number of doublings of the saving before an update
+MAX_RAISES = 2  # largest number of doublings of the share while updates help
 
 
 class TimeBudget:
@@ -10,10 +11,13 @@ class TimeBudget:
     in vain, have to be saved for longer, because they may be in vain too. After an update in vain the rest of the
     balance is dropped. So a drafter that already knows the traffic spends next to nothing on learning.
 
+    Every update that helped doubles the share, up to four times. An update in vain resets it.
+
     Attributes:
         balance: seconds; negative if updates were paid in advance.
         price: seconds of the last update, or an estimate for the first one (None = not known).
         doublings: number of doublings of the price that has to be saved.
+        raises: number of doublings of the share.
     """
 
     def __init__(self, share: float | None):
@@ -22,6 +26,7 @@ class TimeBudget:
         self.balance = 0.0
         self.price: float | None = None
         self.doublings = 1
+        self.raises = 0
 
     @property
     def can_pay(self) -> bool:
@@ -36,17 +41,19 @@ class TimeBudget:
 
     def earn(self, decode_s: float) -> None:
         """Credit the share of these seconds of decoding."""
-        self.balance += (self.share or 0.0) * decode_s
+        self.balance += (self.share or 0.0) * 2**self.raises * decode_s
 
     def spend(self, seconds: float) -> None:
         """Pay for seconds of learning."""
         if self.share is not None:
             self.balance -= seconds
 
-    def record_update(self, seconds: float, *, vain: bool) -> None:
-        """Note the time of an update, and whether it was in vain."""
+    def record_update(self, seconds: float, *, vain: bool, helped: bool) -> None:
+        """Note the time of an update, and whether it was in vain or helped by more than chance. An update that was not
+        judged did neither."""
         if self.share is None:
             return
         self.price, self.doublings = seconds, min(self.doublings + 1, MAX_DOUBLINGS) if vain else 0
+        self.raises = min(self.raises + 1, MAX_RAISES) if helped else 0
         if vain:
             self.balance = min(self.balance, 0.0)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, cast, get_args
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from specctl.errors import did_you_mean
-from specctl.families import online_families
+from specctl.families import FAMILIES, online_families
 from specctl.recipe.sections import Fraction, PositiveFloat, Section
 
 Algo = Literal["static", "ogd", "osd", "optimistic", "momentum", "ensemble", "opt-ensemble"]
@@ -37,15 +37,17 @@ def rule_and_family(name: str) -> tuple[Algo, str | None]:
 class LearnerOptions(Section):
     """Constants of the update rules. For most, None stands for the value of the family (`specctl.families`)."""
 
-    optimizer: Literal["sgd", "adam"] | None = None  # of the inner steps; algo momentum has heavy-ball SGD instead
+    # Optimizer of the inner steps; algo momentum has heavy-ball SGD instead. muon is for matrices that have no row per
+    # token; norms learn by Adam, and vocabulary matrices do not learn.
+    optimizer: Literal["sgd", "adam", "muon"] | None = None
     lr: PositiveFloat | None = None  # learning rate η; in an ensemble the smallest rate
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9  # algo momentum: μ of the heavy ball
     matched: bool = False  # algo momentum: lr is the effective rate η / (1 − μ), to compare rules
     betas: Annotated[list[Fraction], Field(min_length=2, max_length=2)] = [0.9, 0.95]  # of Adam
     clip: NonNegativeFloat | None = None  # largest gradient norm; 0 = no clipping
     epochs: PositiveInt | None = None  # passes over a chunk per update
-    # Number of draft depths that are trained, if the family unrolls them. By default it is one more than the tokens per
-    # round, and at most the number in offline training: deeper ones are hardly ever reached, and each costs as much.
+    # Number of draft depths that are trained, if the family unrolls them. By default it is the tokens per round, at
+    # least 2, and at most the number in offline training: deeper ones are rarely reached, and each costs as much.
     ttt_steps: PositiveInt | None = None
     step: Literal["batch", "chunk"] = "batch"  # one inner step per batch, or one per epoch with the chunk's gradient
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None  # in hydra heads
@@ -91,11 +93,12 @@ class LearnerRecipe(LearnerOptions):
         own = online_families()[family]
         optimizer = self.optimizer or own.optimizer
         sgd = optimizer == "sgd" or self.algo == "momentum"
+        wide = FAMILIES[family].rates["muon"] if optimizer == "muon" else own.adam  # for hidden size 4,096
+        rate = own.sgd if sgd else wide * 4096 / hidden_size
         found = {
             "optimizer": optimizer,
             # In an ensemble the second learner gets the rate of the family.
-            "lr": (own.sgd if sgd else own.adam * 4096 / hidden_size)
-            / (self.spacing if "ensemble" in self.algo else 1),
+            "lr": rate / (self.spacing if "ensemble" in self.algo else 1),
             "clip": own.clip,
             "epochs": own.epochs,
             "dropout": own.dropout,

@@ -13,6 +13,11 @@ from specctl.recipe import OptimizerRecipe
 EMBEDDING_LIKE = ("lm_head", "embed_tokens", "confidence_head")
 
 
+def is_embedding_like(name: str) -> bool:
+    """Whether a parameter of this name is a matrix for which Muon is no optimizer."""
+    return any(part in name for part in EMBEDDING_LIKE)
+
+
 NEWTON_SCHULZ = 3.4445, -4.7750, 2.0315
 STEPS, LEAST_NORM = 5, 1e-7
 
@@ -27,6 +32,11 @@ def orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
         gram = x @ x.mT
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
+
+
+def muon_direction(average: Tensor) -> Tensor:
+    """Muon's step of length 1 for an averaged gradient [m, n], with AdamW's typical size (Liu et al. 2025)."""
+    return orthogonal(average, pick_dtype("auto", average.device)).to(average) * (0.2 * math.sqrt(max(average.shape)))
 
 
 class Muon(torch.optim.Muon):
@@ -47,9 +57,8 @@ class Muon(torch.optim.Muon):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
-        update = orthogonal(gradient.lerp(average, momentum), pick_dtype("auto", gradient.device))
         parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.add_(update, alpha=-rate * 0.2 * math.sqrt(max(parameter.shape)))
+        parameter.sub_(muon_direction(gradient.lerp(average, momentum)), alpha=rate)
 
 
 def adamw(parameters: list[nn.Parameter], options: OptimizerRecipe, lr: float) -> torch.optim.AdamW:
@@ -98,6 +107,6 @@ def make_optimizer(module: nn.Module, kind: str, options: OptimizerRecipe, lr: f
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if kind == "adamw":
         return adamw([p for _, p in named], options, lr)
-    matrices = [p for name, p in named if p.ndim == 2 and not any(part in name for part in EMBEDDING_LIKE)]
+    matrices = [p for name, p in named if p.ndim == 2 and not is_embedding_like(name)]
     chosen = {id(p) for p in matrices}
     return MuonWithAdamW(matrices, [p for _, p in named if id(p) not in chosen], options, lr)

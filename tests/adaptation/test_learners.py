@@ -204,13 +204,13 @@ def test_osd_learns_from_other_positions_by_the_same_rule(quadratic, played, chu
 def test_settings_of_the_families():
     """The papers' numbers, and that what the recipe says is not overruled."""
     eagle3 = LearnerRecipe().resolved("eagle3", 4096)
-    assert (eagle3.optimizer, eagle3.lr, eagle3.epochs, eagle3.clip) == ("adam", 6e-5, 2, 0.5)
-    assert LearnerRecipe().resolved("eagle3", 256).lr == pytest.approx(9.6e-4), "narrow heads take larger steps"
+    assert (eagle3.optimizer, eagle3.lr, eagle3.epochs, eagle3.clip) == ("muon", 2.5e-4, 1, 0.5)
+    assert LearnerRecipe().resolved("eagle3", 256).lr == pytest.approx(4e-3), "narrow heads take larger steps"
     hydra = LearnerRecipe().resolved("hydra", 256)
     assert (hydra.optimizer, hydra.lr, hydra.dropout, hydra.clip) == ("adam", pytest.approx(2.4e-3), 0.1, 0.0)
-    assert LearnerRecipe(algo="ensemble").resolved("eagle3", 256).lr == pytest.approx(4.8e-4), (
-        "rates around the family's"
-    )
+    adam = LearnerRecipe(optimizer="adam").resolved("eagle3", 256)
+    assert adam.lr == pytest.approx(9.6e-4), "the rate belongs to the optimizer"
+    assert LearnerRecipe(algo="ensemble").resolved("eagle3", 256).lr == pytest.approx(2e-3), "rates around the family's"
     assert LearnerRecipe(algo="momentum").resolved("eagle", 4096).lr == 0.1, "the heavy ball takes no rate of Adam's"
     own = LearnerRecipe(lr=0.3, clip=0.0, epochs=4, dropout=0.0).resolved("eagle3", 256)
     assert (own.lr, own.clip, own.epochs, own.dropout) == (0.3, 0.0, 4, 0.0)

@@ -160,12 +160,13 @@ def test_frozen_parameters_are_not_learnt(target):
         Objective(head.requires_grad_(False), lambda module, batch: module(batch))
 
 
+@pytest.mark.parametrize(("optimizer", "lr"), [("adam", 2e-4), ("muon", 2e-3)])
 @pytest.mark.parametrize("algo", ["ogd", "optimistic", "ensemble"])
-def test_a_real_head_learns(target, algo):
+def test_a_real_head_learns(target, algo, optimizer, lr):
     """The loss of what is played falls on the chunk that it was shown: a fifth within three."""
     lesson = Lesson(target, "eagle3")
     objective = Objective(lesson.head, lesson.run)
-    options = LearnerRecipe(algo=algo, lr=2e-4).resolved("eagle3", target.hidden_size)
+    options = LearnerRecipe(algo=algo, lr=lr, optimizer=optimizer, epochs=2).resolved("eagle3", target.hidden_size)
     learner = make_learner(objective, options, objective.start())
 
     def loss():

@@ -7,6 +7,7 @@ from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.decoding.target import load_target
 from specctl.drafters import checkpoint
 from specctl.families import online_families
+from specctl.training import schedule
 from tests.adaptation.lessons import answered, taught
 from tests.measuring.streams import QUESTIONS, recipe, write_copy, write_head
 
@@ -92,3 +93,29 @@ def test_learning_from_verdicts_needs_no_layers_of_the_target(tmp_path, tiny, ti
     start, ((_, lesson), learnt), (_, found) = whole.played(), taught(whole, chunks), taught(spare, chunks)
     assert lesson.outcome.status == "updated" and not torch.equal(learnt, start)
     torch.testing.assert_close(found, learnt, rtol=0, atol=0)
+
+
+def test_muon_moves_matrices_by_orthogonal_steps_and_no_vocabulary_matrix(tmp_path, tiny):
+    """The vocabulary head is most of a small head, and every step on it was time without gain."""
+    head = write_head(tmp_path / "eagle3", tiny, "eagle3")
+    learner = {"lr": 1e-3, "holdout": 0.0, "optimizer": "muon"}
+    pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], learner=learner), "ogd", tiny, 0)
+    before = pupil.objective.state(pupil.played())
+    (lesson,), after = taught(pupil, [answered(pupil, tiny)])
+    assert lesson.outcome.steps == 1
+    after = pupil.objective.state(after)
+    moved = {name: (after[name] - before[name]).float() for name in after if not torch.equal(after[name], before[name])}
+    assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight"} <= set(moved)
+    assert not any("lm_head" in name or "embed" in name for name in moved)
+    step = moved["midlayer.self_attn.q_proj.weight"]
+    values = torch.linalg.svdvals(step) / (1e-3 * 0.2 * max(step.shape) ** 0.5)
+    assert 0.3 < values.median() and values.max() < 1.4, "all directions are about as long"
+
+
+def test_a_chunk_is_several_steps_on_any_device(tmp_path, tiny, monkeypatch):
+    """On a GPU an update was one or two steps of 16,384 tokens. It raised the loss, and every update was refused."""
+    monkeypatch.setitem(schedule.BATCH_TOKENS, "cpu", (16, 16_384))
+    head = write_head(tmp_path / "hydra", tiny, "hydra")
+    pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], learner={"holdout": 0.0}), "ogd", tiny, 0)
+    (lesson,), _ = taught(pupil, [answered(pupil, tiny)])
+    assert lesson.outcome.steps >= len(QUESTIONS) - 1

@@ -21,7 +21,7 @@ def test_the_share_by_hand():
         afforded.append(account.can_pay)
     assert account.balance == pytest.approx(8.0) and afforded == [False] * 15 + [True]
     account.spend(5.0)
-    account.record_update(5.0, vain=False)
+    account.record_update(5.0, vain=False, helped=False)
     account.earn(40.0)
     assert account.balance == pytest.approx(5.0) and account.can_pay and account.may_borrow
     account.spend(5.1)
@@ -43,7 +43,7 @@ def test_it_holds_at_any_time(share, vain):
         if account.can_pay:
             learnt += lesson
             account.spend(lesson)
-            account.record_update(10.0, vain=vain)
+            account.record_update(10.0, vain=vain, helped=False)
         assert learnt <= share * decoded
     assert learnt < share * decoded / 10 if vain else learnt > share * decoded - 40
 
@@ -52,10 +52,10 @@ def test_what_has_to_be_saved_doubles_up_to_a_limit():
     account = TimeBudget(0.5)
     needed = []
     for _ in range(8):
-        account.record_update(1.0, vain=True)
+        account.record_update(1.0, vain=True, helped=False)
         needed.append(2**account.doublings)
     assert needed[:3] == [4, 8, 16] and needed[-1] == 2**MAX_DOUBLINGS
-    account.record_update(1.0, vain=False)
+    account.record_update(1.0, vain=False, helped=False)
     assert account.doublings == 0
 
 
@@ -90,3 +90,14 @@ def test_short_of_time_an_update_that_did_harm_is_still_taken_back(quadratic, ch
     assert not torch.equal(learner.play(), before)
     ruling, outcome = dog.learn(learner, objective, chunk([-9.0]), bad, no_time=True)
     assert (ruling, outcome.status) == ("rollback", "rested") and torch.equal(learner.play(), before)
+
+
+def test_updates_that_help_raise_the_share_and_one_in_vain_resets_it():
+    account = TimeBudget(0.05)
+    shares = []
+    for helped in (True, True, True, False, True):
+        account.record_update(1.0, vain=not helped, helped=helped)
+        before = account.balance
+        account.earn(100.0)
+        shares.append((account.balance - before) / 100.0)
+    assert shares == pytest.approx([0.1, 0.2, 0.2, 0.05, 0.1])

@@ -355,8 +355,15 @@ def test_graphs_of_plain_decoding_are_not_those_of_who_draft(tmp_path, prompts, 
     ],
 )
 def test_learners_hear_of_rounds_that_ran_ahead(tmp_path, prompts, tiny, heads, monkeypatch, family, feedback):
-    """Heads learn the same from rounds of the device, whose graphs are played by their rounds here."""
-    options = {"drafting": STEADY, "baselines": ["vanilla", "static"], "buffer": {"feedback": feedback}, "batch": 2}
+    """Heads learn the same from rounds of the device, whose graphs are played by their rounds here. (Muon would turn
+    rounding of small gradients into steps of full length.)"""
+    options = {
+        "learner": {"optimizer": "adam"},
+        "drafting": STEADY,
+        "baselines": ["vanilla", "static"],
+        "buffer": {"feedback": feedback},
+        "batch": 2,
+    }
     made = recipe(prompts, heads(family), tiny, algo=["ogd"], **options)
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     host, _ = learnt(tmp_path / "host", made, tiny)

@@ -14,10 +14,13 @@ from specctl.adaptation.updates.holdout import HOME, STAY, WHOLE, Point
 from specctl.adaptation.updates.objective import Objective
 from specctl.recipe.learner import LearnerRecipe
 from specctl.training.checkpoint import add_prefix
+from specctl.training.optimizers import muon_direction
 
 Buffers = dict[str, Tensor]
 Direction = Callable[[Tensor, Buffers, LearnerRecipe], tuple[Tensor, Buffers]]
 """(gradient, optimizer state, options) → (direction of a step of length η, new optimizer state)."""
+Matrices = Sequence[tuple[int, torch.Size]]
+"""(index of its first element in a vector w [P], shape [m, n]) of every matrix."""
 
 
 def _sgd(g: Tensor, buffers: Buffers, options: LearnerRecipe) -> tuple[Tensor, Buffers]:
@@ -36,12 +39,33 @@ def _adam(g: Tensor, buffers: Buffers, options: LearnerRecipe) -> tuple[Tensor, 
     return direction, {"m": m, "v": v, "j": j}
 
 
+def _muon(matrices: Matrices) -> Direction:
+    """Muon (Jordan et al. 2024) for matrices, and Adam with smaller steps for all other parameters."""
+
+    def direction(g: Tensor, buffers: Buffers, options: LearnerRecipe) -> tuple[Tensor, Buffers]:
+        step, found = _adam(g, buffers, options)
+        step *= OTHER_RATE
+        average = torch.lerp(buffers["average"], g, 1 - MUON_MOMENTUM)
+        ahead = g.lerp(average, MUON_MOMENTUM)  # Nesterov's
+        for first, shape in matrices:
+            place = slice(first, first + shape.numel())
+            step[place] = muon_direction(ahead[place].view(shape)).flatten()
+        return step, found | {"average": average}
+
+    return direction
+
+
+MUON_MOMENTUM, OTHER_RATE = 0.95, 0.15
+"""As in offline training: the defaults of `optimizer.momentum` and `optimizer.other_lr`."""
+
 OPTIMIZERS: dict[str, tuple[Direction, tuple[str, ...]]] = {
     "sgd": (_sgd, ()),
     "momentum": (_momentum, ("v",)),
     "adam": (_adam, ("m", "v")),
+    "muon": (_adam, ("m", "v", "average")),
 }
-"""Optimizers of the inner steps: the direction, and the names of the vectors that each keeps."""
+"""Optimizers of the inner steps: the direction, and the names of the vectors that each keeps. `_muon` replaces the
+direction of muon, because it depends on the module."""
 
 
 class InnerLoop:
@@ -131,17 +155,27 @@ class EnsembleMember:
     chunk.
     """
 
-    def __init__(self, start: Tensor, options: LearnerRecipe, eta: float, optimizer: str, hint: formulas.Hint):
-        """`start` [P] is w_1 = ŵ_1, and the center of the ball; `options` are resolved."""
+    def __init__(
+        self,
+        start: Tensor,
+        options: LearnerRecipe,
+        eta: float,
+        optimizer: str,
+        hint: formulas.Hint,
+        matrices: Matrices = (),
+    ):
+        """`start` [P] is w_1 = ŵ_1, and the center of the ball; `options` are resolved. `matrices` are for muon."""
         self.options, self.eta, self._hint = options, eta, hint
         self.direction, self._vectors = OPTIMIZERS[optimizer]
+        if optimizer == "muon":
+            self.direction = _muon(matrices)
         self.w_hat, self.origin, self.t = start, start, 0
         self.buffers = self.no_buffers()
         self.h = None if hint == "none" else torch.zeros_like(start)
 
     def no_buffers(self) -> Buffers:
         """The optimizer's state before its first step."""
-        counts = {"j": torch.tensor(0)} if self.direction is _adam else {}
+        counts = {"j": torch.tensor(0)} if "m" in self._vectors else {}
         return {name: torch.zeros_like(self.origin) for name in self._vectors} | counts
 
     @property

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch.nn.functional import linear
 from specctl.drafters.feature.head import DraftHead, SlotBatch
 from specctl.errors import RecipeError
 from specctl.kernels.distill import Squash
+from specctl.training.optimizers import is_embedding_like
 
 Run = Callable[[Any, Any], Sequence[Any]]
 """(the module or a stand-in, a batch) → (Σ loss, Σ weight, …), like `training.trainable.TrainableDrafter.loss`."""
@@ -50,6 +52,13 @@ class Objective:
             raise RecipeError(
                 "this drafter has no trainable weights", "use --algo static, or a drafter from another family"
             )
+
+    @property
+    def matrices(self) -> list[tuple[int, torch.Size]]:
+        """(index of its first element in w [P], shape) of every trainable matrix that has no row per token."""
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        places = zip(accumulate(sizes, initial=0), self._shapes.items(), strict=False)
+        return [(first, shape) for first, (name, shape) in places if len(shape) == 2 and not is_embedding_like(name)]
 
     def start(self) -> Tensor:
         """[P] the module's present parameters."""

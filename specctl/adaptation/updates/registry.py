@@ -81,7 +81,8 @@ def make_learner(objective: Objective, options: LearnerRecipe, start: Tensor) ->
     optimizer = "momentum" if algo == "momentum" else options.optimizer
     eta = options.lr * (1 - options.momentum) if algo == "momentum" and options.matched else options.lr
     rates = [eta * options.spacing**place for place in range(options.members if several else 1)]
-    members = [EnsembleMember(start, options, rate, optimizer, hint) for rate in rates]
+    matrices = objective.matrices
+    members = [EnsembleMember(start, options, rate, optimizer, hint, matrices) for rate in rates]
     return Ensemble(objective, members, options, hint)
 
 
