@@ -11,7 +11,8 @@ class TimeBudget:
     in vain, have to be saved for longer, because they may be in vain too. After an update in vain the rest of the
     balance is dropped. So a drafter that already knows the traffic spends next to nothing on learning.
 
-    Every update that helped doubles the share, up to four times. An update in vain resets it.
+    Every update that helped doubles the share, up to four times, and the next one is paid for afterwards. An update in
+    vain ends this.
 
     Attributes:
         balance: seconds; negative if updates were paid in advance.
@@ -31,8 +32,9 @@ class TimeBudget:
     @property
     def can_pay(self) -> bool:
         """Whether enough was saved for an update; always true without a limit."""
-        saved = self.price is not None and self.balance >= self.price * 2**self.doublings
-        return self.share is None or saved
+        if self.share is None or self.price is None:
+            return self.share is None
+        return self.balance >= (0.0 if self.raises else self.price * 2**self.doublings)
 
     @property
     def may_borrow(self) -> bool:

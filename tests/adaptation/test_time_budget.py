@@ -101,3 +101,17 @@ def test_updates_that_help_raise_the_share_and_one_in_vain_resets_it():
         account.earn(100.0)
         shares.append((account.balance - before) / 100.0)
     assert shares == pytest.approx([0.1, 0.2, 0.2, 0.05, 0.1])
+
+
+def test_after_an_update_that_helped_the_next_is_paid_for_afterwards():
+    """Saving first let a head lag for four chunks after each lesson that had gained 5 %."""
+    account = TimeBudget(0.05)
+    account.price = 4.0
+    assert not account.can_pay
+    account.spend(4.0)
+    account.record_update(4.0, vain=False, helped=True)
+    assert not account.can_pay, "a debt is paid first"
+    account.earn(40.0)
+    assert account.can_pay
+    account.record_update(4.0, vain=True, helped=False)
+    assert not account.can_pay
