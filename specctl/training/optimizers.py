@@ -34,9 +34,9 @@ def orthogonal(update: Tensor, dtype: torch.dtype) -> Tensor:
     return x.mT if tall else x
 
 
-def muon_direction(average: Tensor) -> Tensor:
-    """Muon's step of length 1 for an averaged gradient [m, n], with AdamW's typical size (Liu et al. 2025)."""
-    return orthogonal(average, pick_dtype("auto", average.device)).to(average) * (0.2 * math.sqrt(max(average.shape)))
+def typical_size(shape: torch.Size) -> float:
+    """Factor that gives an orthogonal matrix the typical size of AdamW's step (Liu et al. 2025)."""
+    return 0.2 * math.sqrt(max(shape))
 
 
 class Muon(torch.optim.Muon):
@@ -57,8 +57,9 @@ class Muon(torch.optim.Muon):
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(gradient)
         average = state["momentum_buffer"].lerp_(gradient, 1 - momentum)
+        update = orthogonal(gradient.lerp(average, momentum), pick_dtype("auto", gradient.device))
         parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.sub_(muon_direction(gradient.lerp(average, momentum)), alpha=rate)
+        parameter.add_(update, alpha=-rate * typical_size(parameter.shape))
 
 
 def adamw(parameters: list[nn.Parameter], options: OptimizerRecipe, lr: float) -> torch.optim.AdamW:

@@ -12,9 +12,10 @@ from torch import Tensor
 from specctl.adaptation.updates import formulas
 from specctl.adaptation.updates.holdout import HOME, STAY, WHOLE, Point
 from specctl.adaptation.updates.objective import Objective
+from specctl.decoding.models.loading import pick_dtype
 from specctl.recipe.learner import LearnerRecipe
 from specctl.training.checkpoint import add_prefix
-from specctl.training.optimizers import muon_direction
+from specctl.training.optimizers import orthogonal, typical_size
 
 Buffers = dict[str, Tensor]
 Direction = Callable[[Tensor, Buffers, LearnerRecipe], tuple[Tensor, Buffers]]
@@ -49,7 +50,8 @@ def _muon(matrices: Matrices) -> Direction:
         ahead = g.lerp(average, MUON_MOMENTUM)  # Nesterov's
         for first, shape in matrices:
             place = slice(first, first + shape.numel())
-            step[place] = muon_direction(ahead[place].view(shape)).flatten()
+            matrix = orthogonal(ahead[place].view(shape), pick_dtype("auto", g.device))
+            step[place] = matrix.flatten().float() * typical_size(shape)
         return step, found | {"average": average}
 
     return direction
