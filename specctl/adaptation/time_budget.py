@@ -1,7 +1,7 @@
 """Time budget for learning: a running account that earns a share of the decoding time and pays for updates."""
 
 MAX_DOUBLINGS = 5  # largest number of doublings of the saving before an update
-MAX_RAISES = 2  # largest number of doublings of the share while updates help
+MAX_RAISES = 1  # largest number of doublings of the share while updates help
 
 
 class TimeBudget:
@@ -11,8 +11,7 @@ class TimeBudget:
     in vain, have to be saved for longer, because they may be in vain too. After an update in vain the rest of the
     balance is dropped. So a drafter that already knows the traffic spends next to nothing on learning.
 
-    Every update that helped doubles the share, up to four times, and the next one is paid for afterwards. An update in
-    vain ends this.
+    While updates help, the share is twice as large, and they are paid for afterwards. An update in vain ends this.
 
     Attributes:
         balance: seconds; negative if updates were paid in advance.

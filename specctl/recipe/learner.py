@@ -60,8 +60,8 @@ class LearnerOptions(Section):
     level: Annotated[float, Field(gt=0, lt=1)] = 0.05
     # Share of the decoding time that learning may take. It applies if decoding waits for learning, so neither with
     # `asynchronous` nor with a server. Time is saved up for every update, and twice as much if the last update improved
-    # nothing. After a fall of acceptance the drafter learns at once and pays later, unless a growing datastore helps it
-    # (`beside`). null = no limit.
+    # nothing. While updates help, the share is twice as large. After a fall of acceptance the drafter learns at once
+    # and pays later, unless a growing datastore helps it (`beside`). null = no limit.
     budget: PositiveFloat | None = 0.05
     # After updates that improved nothing, learning skips at most this many chunks, unless acceptance falls.
     rest: NonNegativeInt = 3

@@ -92,7 +92,7 @@ def test_short_of_time_an_update_that_did_harm_is_still_taken_back(quadratic, ch
     assert (ruling, outcome.status) == ("rollback", "rested") and torch.equal(learner.play(), before)
 
 
-def test_updates_that_help_raise_the_share_and_one_in_vain_resets_it():
+def test_updates_that_help_double_the_share_and_one_in_vain_resets_it():
     account = TimeBudget(0.05)
     shares = []
     for helped in (True, True, True, False, True):
@@ -100,7 +100,7 @@ def test_updates_that_help_raise_the_share_and_one_in_vain_resets_it():
         before = account.balance
         account.earn(100.0)
         shares.append((account.balance - before) / 100.0)
-    assert shares == pytest.approx([0.1, 0.2, 0.2, 0.05, 0.1])
+    assert shares == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.1])
 
 
 def test_after_an_update_that_helped_the_next_is_paid_for_afterwards():
