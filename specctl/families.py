@@ -15,8 +15,7 @@ class OnlineDefaults:
 
     Epochs, clipping and dropout come from OnlineSpec; medusa uses hydra's, and lm uses common settings of fine-tuning.
 
-    Muon has the family's rate of offline training. With it, an eagle3 head of SmolLM2-135M learned twice as much from
-    five chunks as with Adam.
+    Muon has the family's rate of offline training. Constants of eagle3: `python -m tests.benchmarks.online_steps`.
 
     Adam's learning rates are for hidden size 4,096; narrower heads take larger steps. The rates of eagle3 and hydra
     were measured at width 256 and scaled to 4,096. The paper uses 1e-4 for eagle3, and SGD at 0.1 for hydra, with which

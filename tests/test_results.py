@@ -1,4 +1,4 @@
-"""The figures of README and of the guides are those of the results, which are measured."""
+"""The figures of README and of the guides equal the measured figures in RESULTS."""
 
 import re
 from pathlib import Path

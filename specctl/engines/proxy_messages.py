@@ -139,7 +139,7 @@ class EventSplitter:
         self.rest, self._start = bytearray(), 0
 
     def passes(self, part: bytes) -> bool:
-        """Whether a part holds whole events without counters, so that it need not be split."""
+        """Whether a part can pass without being split: it consists of whole events without counters."""
         return not self.rest and part.endswith(b"\n\n") and not may_hold_counters(part)
 
     def add(self, part: bytes) -> list[bytes]:

@@ -1,7 +1,7 @@
-"""HTTP connections from the gateway to running engines: headers and bodies pass as they are.
+"""HTTP connections from the gateway to running engines. Bodies pass without a change.
 
-They are aiohttp's, which parses in C: of the gateway's CPU time for a request, httpx took 700 µs and aiohttp takes 210;
-for a part of a stream 90 to 170 µs, and 20.
+aiohttp parses in C. A request to a stand-in engine costs 210 µs of CPU time with it, and 700 with httpx. A part of a
+stream costs 20 µs, and 90 to 170 with httpx.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class EngineHttp:
     """Connections to engines. Redirects are not followed, answers not unpacked, cookies not kept."""
 
     def __init__(self, urls: Iterable[str], key: str | None = None):
-        """`key`: API key for the engines, in the place of the client's, or None to pass that on."""
+        """`key`: API key for the engines, or None to pass on the client's key."""
         self._key = key
         self._engines = {url: _address(url) for url in urls}
         self._opened: aiohttp.ClientSession | None = None
@@ -82,7 +82,8 @@ class EngineHttp:
         return self._opened
 
     def _onward(self, given: RawHeaders, credentials: bytes | None) -> list[tuple[str, str]]:
-        """Headers for an engine: the client's, without headers of the connection. `credentials`: of its address."""
+        """Headers for an engine: the client's headers, except headers of the connection. `credentials`: Authorization
+        from the engine's address."""
         headers = [pair for pair in passed_on(given) if pair[0] not in REBUILT_HEADERS]
         own = credentials or (None if self._key is None else b"Bearer " + self._key.encode() if self._key else b"")
         if own is not None:
@@ -101,7 +102,7 @@ def passed_on(headers: Iterable[tuple[bytes, bytes]]) -> RawHeaders:
 
 
 def _address(url: str) -> tuple[str, bytes | None]:
-    """An address without user and password, and the header Authorization with them, if there are any."""
+    """Split user and password from an address: (address, value of the header Authorization, or None)."""
     parsed = URL(url)
     if parsed.user is None and parsed.password is None:
         return url, None

@@ -43,7 +43,7 @@ STEPS = 40  # of a bisection
 
 @dataclass(frozen=True)
 class Certificate:
-    """Upper bound of the mean of relative times, and the lower bound of the speed that follows from it.
+    """Upper bound of the mean of relative times, and the lower bound of the speed.
 
     Attributes:
         most: c; a text with more counts as `most`.

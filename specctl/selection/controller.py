@@ -189,8 +189,8 @@ class Selector(Controller):
             self.memory.learn(play.prompt, play.belief, play.reader.shown(), play.game.time_cost)
 
     def relative_seconds(self, play: ActiveText) -> float | None:
-        """Seconds of a text, as a multiple of the seconds of plain decoding: one timed round per token. None if no
-        plain round was timed."""
+        """Return the seconds of a text divided by the seconds of plain decoding, which takes one round per token. None
+        if no plain round was timed."""
         plain = next((n for n, arm in enumerate(self.arms) if arm.plain), None)
         if plain is None or not play.tokens or not self.clock.mean[plain] > 0:
             return None

@@ -6,7 +6,7 @@ from tests.toys.decoding import decode
 
 
 def documents(target, prompts, lengths):
-    """One example for each of `lengths`, which has so many new tokens."""
+    """One example for each of `lengths`, a number of new tokens."""
     texts = [
         decode(target, [prompt], sampling=GREEDY, max_new_tokens=new, seeds=[0])[0]
         for prompt, new in zip(prompts, lengths, strict=False)

@@ -184,8 +184,8 @@ class BlockLayer(Layer):
         return self.rotate(self.norm(k, self.get("self_attn.k_norm")), positions), v
 
     def over(self, x, positions, context):
-        """The stream behind the layer for the block x. A row sees its window of the context and of the block, itself
-        included; of the block only what is not later, where the layer is causal."""
+        """Return the stream after the layer, for the block x. A row sees its window of the context and of the block,
+        and itself. In a causal layer it does not see later rows of the block."""
         normed = self.norm(x, self.get("input_layernorm"))
         normed, attended = self.convolved("attention_conv", normed)
         q = (normed @ self.get("self_attn.q_proj").T).view(len(x), self.heads, self.dim)

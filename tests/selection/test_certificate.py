@@ -34,7 +34,7 @@ def alternating(at, bound):
 
 
 def adversary(at, bound):
-    """Raises the mean as soon as the bound lets one believe that it is low."""
+    """Raises the mean as soon as the bound says that the mean is low."""
     return 1.6 if bound is not None and bound > 1.2 else 0.35
 
 

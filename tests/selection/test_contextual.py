@@ -338,7 +338,7 @@ def test_a_text_is_played_for_its_own_rate():
 
 
 def test_a_text_that_turns_is_followed():
-    """The best arm of the first 40 rounds is the worst from then on; a mean of all rounds would cling to it."""
+    """After 40 rounds the best arm becomes the worst. A mean of all rounds would still prefer that arm."""
     belief = Belief([0.5, 0.45, 0.4], [0.2] * 3, noise=0.01, signal=0.01, shared=0.005)
 
     def late(steady, monkey, turns):
