@@ -13,7 +13,9 @@ PROMPT = [5, 6, 7, 8]
 
 
 def best(target, ids):
-    return lossless.next_token_logits(target, ids).topk(3)
+    """The three best logits, relative to the largest of all, and their tokens."""
+    logits = lossless.next_token_logits(target, ids)
+    return (logits / logits.abs().max()).topk(3)
 
 
 def test_equal(target):
@@ -37,6 +39,19 @@ def test_the_margin_at_the_divergence_decides(target):
     a, b = ([top.indices[i].item(), 9] for i in (0, 1))
     assert compare(target, PROMPT, a, b, margin * 1.01) == "tie"
     assert compare(target, PROMPT, a, b, margin * 0.99) == "mismatch"
+
+
+def test_rounding_grows_with_the_logits(target, monkeypatch):
+    """0.25 was the limit in bf16, one step between neighboring logits above 32: 3 of 3,000 texts of a real model were
+    called mismatches."""
+    top = best(target, PROMPT)
+    margin = (top.values[0] - top.values[1]).item()
+    logits = lossless.next_token_logits(target, PROMPT)
+    a, b = ([top.indices[i].item(), 9] for i in (0, 1))
+    for scale in (0.1, 10):
+        monkeypatch.setattr(lossless, "next_token_logits", lambda target, ids, scale=scale: logits * scale)
+        assert compare(target, PROMPT, a, b, margin * 1.01) == "tie"
+        assert compare(target, PROMPT, a, b, margin * 0.99) == "mismatch"
 
 
 def test_a_third_token_is_no_tie(target):
@@ -78,4 +93,4 @@ def test_the_tolerance_covers_other_shapes(target):
     whole, _, _ = target.prefill([ids], cache)
     plan = plan_rows([len(ids) - 1], 1, device=target.device, dtype=target.dtype)
     step, _, _ = target.step(torch.tensor([ids[-1:]]), cache, plan)
-    assert (step[0, 0] - whole[0]).abs().max() < lossless.TOLERANCE[target.dtype]
+    assert (step[0, 0] - whole[0]).abs().max() < lossless.TOLERANCE[target.dtype] * whole.abs().max()
