@@ -2,6 +2,9 @@
 
 Row t of a step is written at slot `base + t`. The number of *committed* rows is kept elsewhere (`DecodeState.cached`),
 so a rollback costs nothing: the next step overwrites the rows past the committed length.
+
+A batch that shrinks moves to the front of the memory that it has, and may grow again in it. So CUDA graphs made for one
+batch size stay valid when the batch has that size again.
 """
 
 from __future__ import annotations
@@ -15,22 +18,38 @@ from specctl.decoding.plan import EMPTY_RANGE, Plan
 from specctl.decoding.rope import Rope
 
 
+def select_rows(memory: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """Copy the rows in `index` to the front of `memory`, in that order, and return it. If it has too few rows, return
+    new memory."""
+    chosen = memory.index_select(dim, index)
+    if len(index) > memory.shape[dim]:
+        return chosen
+    memory.narrow(dim, 0, len(index)).copy_(chosen)
+    return memory
+
+
 class KVCache:
     """Keys and values of every layer in one tensor [L, B, capacity, 2·Hkv, D]: keys first, then values.
 
     The two lie side by side because a layer's projection yields them so: one copy stores both. `rope` is the model's
     rotary table for these positions. A graph over this cache keeps reading that table, even if the model has made a
     longer one since. `skipped` are the slots that each sequence leaves out (catch_up.py); `Plan.without_slots` masks
-    them.
+    them. `memory` has room for B or more sequences, and `store` is its first part.
     """
 
     rope: Rope | None = None
     table: Tensor | None = None  # page table (paged.py)
 
     def __init__(self, layers: int, batch: int, heads: int, capacity: int, head_dim: int, *, dtype, device):
-        self.store = torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device)
         self.heads = heads
         self.skipped = [range(0)] * batch
+        self._over(torch.zeros(layers, batch, capacity, 2 * heads, head_dim, dtype=dtype, device=device), batch)
+
+    def _over(self, memory: Tensor, batch: int) -> None:
+        """Use the first `batch` sequences of some memory."""
+        if memory is not getattr(self, "memory", None):
+            self.memory, self._places = memory, torch.arange(memory.shape[1], device=memory.device).unsqueeze(1)
+        self.store, self._sequences = memory[:, :batch], self._places[:batch]
         self._views()
 
     def _views(self) -> None:
@@ -38,16 +57,15 @@ class KVCache:
         self.keys = [rows[:, :, : self.heads].transpose(1, 2) for rows in self.rows]  # [B, Hkv, capacity, D]
         self.values = [rows[:, :, self.heads :].transpose(1, 2) for rows in self.rows]
         self.batch, self.capacity = self.store.shape[1:3]
-        self._sequences = torch.arange(self.batch, device=self.store.device).unsqueeze(1)
 
     @property
     def captured_tensor(self) -> Tensor:
         """The tensor that a graph over this cache has captured. If it is the same object, the cache has not moved."""
-        return self.store
+        return self.memory
 
     @property
     def nbytes(self) -> int:
-        return self.store.nbytes
+        return self.memory.nbytes
 
     def count_fitting(self, texts: list[int]) -> int:
         """Number of sequences, from the first on, that can be admitted; `texts` are their largest numbers of slots.
@@ -135,9 +153,8 @@ class KVCache:
     def sub_batch(self, start: int, stop: int) -> KVCache:
         """The cache of the sequences `start` to `stop` − 1, over the same memory."""
         some = copy.copy(self)
-        some.store = self.store[:, start:stop]
         some.skipped = self.skipped[start:stop]
-        some._views()
+        some._over(self.store[:, start:stop], stop - start)
         return some
 
     def moved_to(self, larger: KVCache) -> KVCache:
@@ -148,11 +165,10 @@ class KVCache:
 
     def select(self, index: Tensor) -> None:
         """Keep the sequences in `index`, in that order. A repeated index is kept as a copy."""
-        self.store = self.store.index_select(1, index)
         # If no slots are skipped, avoid reading `index` back from the device.
         some = any(self.skipped)
         self.skipped = [self.skipped[b] for b in index.tolist()] if some else [EMPTY_RANGE] * len(index)
-        self._views()
+        self._over(select_rows(self.memory, index, 1), len(index))
 
     def mark_written(self, starts: list[int]) -> None:
         """Mark the slots from `starts` on to the end of each sequence as written, or about to be."""

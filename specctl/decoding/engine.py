@@ -13,7 +13,6 @@ from specctl import processes
 from specctl.decoding import first_tokens
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import graphs
-from specctl.decoding.device.kept_batches import KeptBatches
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
 from specctl.decoding.engine_options import DEFAULT_OPTIONS, EngineOptions
 from specctl.decoding.host_runner import HostRunner
@@ -26,7 +25,15 @@ from specctl.decoding.timing import Stopwatch
 from specctl.errors import DataError, UsageError
 
 EXACT_ROWS = 8  # rows of every step in exact mode: as cheap as one row in bf16 on a CPU
+IDLE_SHARE = 1 / 16  # largest fraction of a GPU's memory for the caches of an engine without sequences
 TWO_ROUNDS_TOKENS = 2 * (MAX_NODES + 1)  # most tokens that two rounds commit: one may be under way on the device
+
+
+def idle_bytes(device: torch.device) -> float:
+    """Most bytes of the caches of an engine without sequences."""
+    if device.type != "cuda":
+        return float("inf")
+    return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
 
 
 class Engine:
@@ -67,7 +74,6 @@ class Engine:
         late = self.controller.accepts_late_counts and options.keeps_hidden >= self.controller.keeps_hidden
         self._ahead = late and not options.on_host and processes.group_size() == 1
         self._host_batch = 0  # batch size at which the only drafter had no device rounds; drafts depend on the size
-        self._kept = KeptBatches()
         self._added = 0
         self.state = self._new_state()
 
@@ -168,7 +174,7 @@ class Engine:
         for drafter in dropped:
             drafter.invalidate(self.state)
             self.state.memory.pop(drafter, None)  # a hybrid also keeps counts of the texts
-        self.device, self._kept = None, KeptBatches()  # graphs hold the addresses of weights
+        self.device = None  # graphs hold the addresses of weights
 
     def _round(self) -> None:
         """Run one round: choose a drafter, propose, verify, commit, observe."""
@@ -223,8 +229,8 @@ class Engine:
         if count <= 0:
             return []
         self._drain()
-        if not self.state.batch:
-            self._take_batch(count)
+        if not self.texts:
+            self._begin_batch(count)
         texts = [self.waiting.pop(id) for id in list(islice(self.waiting, count))]
         for text in texts:
             self.texts[text.index] = text
@@ -260,24 +266,22 @@ class Engine:
             )
         return fitting
 
-    def _take_batch(self, count: int) -> None:
-        """Prepare for `count` new sequences: in exact mode make room for the longest one to come, otherwise take over
-        the caches and graphs of an earlier batch of this size, if there are any."""
-        if self.options.exact:
+    def _begin_batch(self, count: int) -> None:
+        """Prepare for the first `count` sequences of a batch: in exact mode make room for the longest one to come."""
+        if self.options.exact and not self.state.batch:
             longest = max(text.limit for text in self.waiting.values())
             self.state.capacity = longest + self.state.spare + 1
-        elif self._ahead and (kept := self._kept.take(self.state.width(count))) is not None:
-            kept.state.any_sampled = self.state.any_sampled
-            kept.state.rounds = kept.state.ahead = kept.state.replays = 0
-            self.state, self.device = kept
+        elif self.state.batch and not self.options.exact:
+            self.state.restart(count)
+            self.state.any_sampled = any(text.request.sampling.temperature > 0 for text in self.waiting.values())
 
     def _free_batch(self) -> None:
-        """Free the memory of a batch with all its sequences ended. The device keeps caches that graphs were made
-        for."""
-        if self.device is not None and self.device.tracks and self.state.batch:
+        """Free the memory of a batch with all its sequences ended. Caches that graphs were made for are kept, unless
+        they take much memory: a capture takes as long as some tens of rounds."""
+        if self.device is not None and self.device.tracks and self.state.nbytes <= idle_bytes(self.state.device):
             self._drain()
-            self._kept.keep(self.state, self.device)
-        self.state, self.device = self._new_state(), None
+        else:
+            self.state, self.device = self._new_state(), None
 
     def _clear_up(self) -> None:
         """Cache finished texts as prefixes, release their memory, and drop idle slots if they are too many."""

@@ -10,7 +10,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from specctl.decoding.cache import KVCache
+from specctl.decoding.cache import KVCache, select_rows
 from specctl.decoding.pages import PAGE, SCRATCH_PAGE, Lease, PagePool, new_table, pages_for
 from specctl.decoding.plan import EMPTY_RANGE, Plan
 from specctl.errors import UsageError
@@ -32,6 +32,7 @@ class PagedCache(KVCache):
 
     Attributes:
         store: the pool's memory [L, S, 2·Hkv, D]; `rows` are its views [S, 2·Hkv, D] per layer.
+        memory: room for the tables of B or more sequences; `table` is its first part.
         table: [B, W] entry i is the page that holds slots i·PAGE … of a sequence. It is on the device, where graphs
             read it.
         leases: the pages of each sequence. A row without a sequence has no lease and writes to page `SCRATCH_PAGE`.
@@ -44,20 +45,16 @@ class PagedCache(KVCache):
         self.rows = pool.rows
         self.leases: list[Lease | None] = [None] * batch
         self.capacity = capacity
-        self._over(new_table(batch, capacity, self.store.device))
+        self._over(new_table(batch, capacity, self.store.device), batch)
 
-    def _over(self, table: Tensor) -> None:
-        self.table, self.batch = table, len(table)
-        self.skipped = [EMPTY_RANGE] * self.batch
-
-    @property
-    def captured_tensor(self) -> Tensor:
-        return self.table
+    def _over(self, memory: Tensor, batch: int) -> None:
+        self.memory, self.table, self.batch = memory, memory[:batch], batch
+        self.skipped = [EMPTY_RANGE] * batch
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the table. The pool belongs to the target, like its weights."""
-        return self.table.nbytes
+        """Bytes of the tables. The pool belongs to the target, like its weights."""
+        return super().nbytes
 
     def count_fitting(self, texts: list[int]) -> int:
         needed = accumulate(pages_for(most) for most in texts)
@@ -136,7 +133,7 @@ class PagedCache(KVCache):
     def sub_batch(self, start: int, stop: int) -> PagedCache:
         some = copy.copy(self)
         some.leases = self.leases[start:stop]
-        some._over(self.table[start:stop])
+        some._over(self.table[start:stop], stop - start)
         return some
 
     def first_rows(self, sequence: int, count: int) -> Tensor:
@@ -166,7 +163,7 @@ class PagedCache(KVCache):
             self.release(b)
         again = [i for i, b in enumerate(chosen) if b in chosen[:i]]
         self.leases = [None if i in again else self.leases[b] for i, b in enumerate(chosen)]
-        self._over(self.table.index_select(0, index))
+        self._over(select_rows(self.memory, index), len(index))
         self.table[again] = SCRATCH_PAGE
 
     def mark_written(self, starts: list[int]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from specctl.decoding.cache import KVCache
+from specctl.decoding.cache import KVCache, select_rows
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.pages import page_names
 from specctl.decoding.records import Request, Sequence, Verdict
@@ -71,9 +71,9 @@ class DecodeState:
     Attributes:
         rows: the sequences, in batch order. Finished ones may stay for a while as idle rows.
         cache: the target's keys and values; rows 0 .. len(ids)−2 of each sequence are valid.
-        features: [B, capacity, F] tapped target states of the cached positions (None without taps).
-        hidden: with `keeps_hidden`, [B, capacity, H] the target's last hidden states at the positions from the first
-            new token on, for the labels of online learners; otherwise None.
+        features: [B or more, capacity, F] tapped target states of the cached positions (None without taps).
+        hidden: with `keeps_hidden`, [B or more, capacity, H] the target's last hidden states at the positions from the
+            first new token on, for the labels of online learners; otherwise None.
         memory: each drafter's memory of these sequences (keys and values, `cached_len`).
         draws: sampling parameters and seeds.
         any_sampled: at least one request, decoded or waiting, is not greedy.
@@ -234,6 +234,17 @@ class DecodeState:
             idle = [b for b in range(self.batch) if b not in live]
             self._keep(sorted([*live, *idle[: self.width(len(live)) - len(live)]]))
 
+    def restart(self, count: int) -> None:
+        """Prepare for `count` new sequences in the memory of a batch with all its sequences ended."""
+        size, before = self.width(count), self.batch
+        self.rows = [Sequence.idle(self.target.eos_ids) for _ in range(size)]
+        if size != before:
+            self._select([*range(min(size, before)), *[0] * (size - before)])
+        for memory in self.memory.values():
+            for b in range(size):
+                memory.renew(b)
+        self.rounds = self.ahead = self.replays = 0
+
     def width(self, count: int) -> int:
         """Batch size B for `count` sequences."""
         return count if self.pool is None else 1 << (count - 1).bit_length()
@@ -261,13 +272,13 @@ class DecodeState:
         index = torch.tensor(slots, device=self.device)
         self.cache.select(index)
         for name, kept in self._by_position.items():
-            setattr(self, name, kept[index])
+            setattr(self, name, select_rows(kept, index))
         for memory in self.memory.values():
             memory.select(index)
 
     @property
     def _by_position(self) -> dict[str, Tensor]:
-        """Tensors [B, capacity, …] with one entry per position, by attribute name."""
+        """Tensors [B or more, capacity, …] with one entry per position, by attribute name."""
         names = ("features", "hidden")
         return {name: kept for name in names if (kept := getattr(self, name)) is not None}
 

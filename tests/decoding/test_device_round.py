@@ -24,13 +24,13 @@ from specctl.decoding.controllers import PerSequence
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
 from specctl.decoding.device.device_batch import ancestors
-from specctl.decoding.device.kept_batches import KeptBatches
 from specctl.decoding.models import linear
 from specctl.decoding.models.loading import load_model
 from specctl.decoding.paged import PagedCache
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.records import PADDING, DraftTree, topology
 from specctl.decoding.sampling import GREEDY, Sampling
+from specctl.decoding.state import PerText
 from specctl.decoding.target import load_target
 from specctl.drafters import pool
 from specctl.drafters.dflash import drafter as dflash
@@ -705,19 +705,39 @@ def test_memory_that_has_moved_is_not_read_where_it_was(tiny, drafters, graphs_o
     drafter, how = drafters("eagle3 tree"), {"sampling": GREEDY, "max_new_tokens": 20}
     captured, engine = graphs_on(), engine_for(tiny, drafter, slots=1)
     first = decode(tiny, PROMPTS, engine=engine, **how)
-    (kept,) = engine._kept._batches.values()
-    drafter.invalidate(kept.state)
+    drafter.invalidate(engine.state)
     before = len(captured)
     assert decode(tiny, PROMPTS, engine=engine, **how) == first
     assert len(captured) > before
 
 
-def test_rooms_are_few():
-    """Those that were used last stay."""
-    kept = KeptBatches()
-    for batch in (1, 2, 3):
-        kept.keep(SimpleNamespace(batch=batch, nbytes=8, device=torch.device("cpu")), None)
-    assert kept.take(1) is None and kept.take(3) is not None and kept.take(3) is None
+@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("memory", ["paged", "contiguous"])
+def test_graphs_stay_while_the_batch_shrinks_and_grows(tiny, drafters, graphs_on, monkeypatch, name, memory):
+    """Every batch size captured its graphs anew whenever the batch came back to it: with eight texts at a time, rounds
+    took four times as long as their graphs."""
+    monkeypatch.setenv("SPECCTL_KV", memory)
+    monkeypatch.setattr(tiny, "_pool", None)
+    prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(9)]
+    how = dict(sampling=HOT, seeds=[*range(9)], max_new_tokens=[24, 8, 30, 8, 24, 16, 30, 30, 12])
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    host = [text.output_ids for text in decoding.decode(tiny, prompts, drafter=drafters(name), **how)]
+    monkeypatch.delenv("SPECCTL_GRAPHS")
+    monkeypatch.setattr(graphs, "WARM_UP", 0)
+    captured, engine, places = graphs_on(), engine_for(tiny, drafters(name), slots=4), []
+    for _ in range(2):
+        assert [text.output_ids for text in decoding.decode(tiny, prompts, engine=engine, **how)] == host
+        places.append((len(captured), addresses(engine)))
+    assert {*engine.device.batches} >= {1, 4} and len(captured) > 1
+    assert places[1] == places[0]
+
+
+def addresses(engine):
+    """Of the tensors that graphs read and that shrink and grow with the batch."""
+    state = engine.state
+    caches = [state.cache, *(memory.cache for memory in state.memory.values() if not isinstance(memory, PerText))]
+    kept = [cache.captured_tensor.data_ptr() for cache in caches] + [cache._places.data_ptr() for cache in caches[1:]]
+    return kept, None if state.features is None else state.features.data_ptr()
 
 
 def test_a_shape_that_fails_leaves_the_others_their_graphs(monkeypatch):
@@ -812,17 +832,22 @@ def test_proposers_of_single_rounds_are_not_remembered(tiny, drafters, monkeypat
     assert not engine.device.supports(PerSequence([Lookup()])) and not engine.device.refused
 
 
-def test_kept_batches_count_the_memory_of_drafters(tiny, drafters, monkeypatch):
+def test_idle_engines_keep_no_large_caches(tiny, drafters, monkeypatch):
     """Caches of a draft model are as large as the target's, and the limit did not see them."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
-    engine = engine_for(tiny, drafters("lm"))
-    for request in decoding.requests([[5, 9]], sampling=GREEDY, max_new_tokens=12, seeds=[0]):
-        engine.add(request)
-    while engine.busy:
-        engine.step()
-    (kept,) = engine._kept._batches.values()
-    (memory,) = kept.state.memory.values()
-    assert engine._kept._nbytes >= kept.state.cache.nbytes + memory.cache.nbytes > kept.state.cache.nbytes
+    engine, sizes = engine_for(tiny, drafters("lm")), []
+    for limit in (float("inf"), 0):
+        for request in decoding.requests([[5, 9]], sampling=GREEDY, max_new_tokens=12, seeds=[0]):
+            engine.add(request)
+        while engine.busy:
+            if not limit and engine.state.memory:
+                sizes.append(engine.state.nbytes)
+                monkeypatch.setattr("specctl.decoding.engine.idle_bytes", lambda device: sizes[-1] - 1)
+            engine.step()
+        if limit:
+            (memory,) = engine.state.memory.values()
+            assert engine.state.nbytes >= engine.state.cache.nbytes + memory.cache.nbytes
+    assert engine.state.nbytes == 0 and engine.device is None
 
 
 def test_the_end_is_known_one_round_late(tiny, drafters, on_device, monkeypatch):

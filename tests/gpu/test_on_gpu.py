@@ -150,3 +150,22 @@ def test_generate_uses_device_rounds(monkeypatch):
     recipe = GenerateRecipe(prompt="List the names of all students.", sampling={"max_new_tokens": 16})
     generate(recipe, target=load_target("builtin", device=DEVICE, dtype="fp32"))
     assert launched
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_on_cpu) for name in toys.EACH])
+def test_graphs_stay_while_the_batch_shrinks_and_grows(target, monkeypatch, name):
+    """A captured graph reads and writes the same memory after the batch had other sizes."""
+    monkeypatch.setattr(graphs, "WARM_UP", 0)
+    captured, capture = [], graphs.capture
+    monkeypatch.setattr(graphs, "capture", lambda *args: (captured.append(1), capture(*args))[1])
+    prompts = [[5 + i, 9, 300 + i, 12, 7] for i in range(12)]
+    new = [100, 30, 80, 20, 60, 90, 40, 100, 50, 70, 100, 100]
+    how = dict(sampling=toys.HOT, max_new_tokens=new, seeds=[*range(12)])
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    host = [text.output_ids for text in decode(target, prompts, drafter=made(name, target), slots=8, **how)]
+    monkeypatch.setenv("SPECCTL_GRAPHS", FASTEST)
+    engine = toys.engine_for(target, made(name, target), slots=8)
+    for _ in range(3):
+        before = len(captured)
+        assert [text.output_ids for text in decode(target, prompts, engine=engine, **how)] == host
+    assert len(captured) == before and {*engine.device.batches} >= {1, 8}

@@ -83,8 +83,8 @@ class Track:
 class DeviceRounds:
     """Runs rounds ahead of the host's `state`, and keeps this state up to date.
 
-    One drafter plays at a time. The tensors and graphs of each are kept for its next turn. All share the state's cache
-    and features.
+    One drafter plays at a time. The tensors and graphs of each drafter and batch size are kept for their next turn. All
+    share the state's cache and features.
 
     Attributes:
         active_drafter: the drafter of the pending or last rounds.
@@ -102,32 +102,36 @@ class DeviceRounds:
     ):
         self.target, self.state, self.budget, self.report, self.capture = target, state, budget, report, capture
         self.active_drafter, self.batch = drafter, state.batch
-        self.tracks: dict[Proposer, Track] = {}
+        self.tracks: dict[tuple[Proposer, int], Track] = {}  # by drafter and batch size
         self.refused: set[tuple[Proposer, int]] = set()  # drafters and batch sizes with rounds that the host must run
         self.failed: set[Proposer] = set()  # drafters with rounds that the device could not run
-        self.device_batch: DeviceBatch | None = None
+        self.batches: dict[int, DeviceBatch] = {}  # by batch size
         self.store: Tensor | None = None  # the cache tensor that everything was built for
         self.in_sync = False  # the device knows everything that the host knows
         self.pending: deque[graphs.Readback] = deque()
 
     @property
+    def active(self) -> Track:
+        """Tensors and graphs of the active drafter at the present batch size."""
+        return self.tracks[self.active_drafter, self.state.batch]
+
+    @property
     def draft(self) -> DeviceDraft:
-        """Device-side draft of the active drafter (see also `sequences` and `graphs`)."""
-        return self.tracks[self.active_drafter].draft
+        return self.active.draft
 
     @property
     def sequences(self) -> DeviceBatch:
-        return self.tracks[self.active_drafter].sequences
+        return self.active.sequences
 
     @property
     def graphs(self) -> graphs.Graphs:
-        return self.tracks[self.active_drafter].graphs
+        return self.active.graphs
 
     def supports(self, drafter: Proposer) -> bool:
         """Whether rounds of this drafter can run here. Rounds of another drafter may, even if these cannot."""
-        if drafter in self.tracks:
-            return True
         key = drafter, self.state.batch
+        if key in self.tracks:
+            return True
         if not isinstance(drafter, OnDevice) or drafter in self.failed or key in self.refused:
             return False
         if self._may_run(drafter):
@@ -185,8 +189,9 @@ class DeviceRounds:
         batch on the device, as smaller batches have larger drafts, or it fails on a text."""
         if not self._fits():
             self.tracks.clear()
-            self.device_batch, self.store, self.in_sync = None, self.state.cache.captured_tensor, False
-        track = self.tracks.get(self.active_drafter)
+            self.batches.clear()
+            self.store, self.in_sync = self.state.cache.captured_tensor, False
+        track = self.tracks.get((self.active_drafter, self.state.batch))
         if (track is None or not track.draft.fits(self.state)) and not self._place():
             self.refused.add((self.active_drafter, self.state.batch))
             self.in_sync = False
@@ -205,25 +210,27 @@ class DeviceRounds:
         return True
 
     def _fits(self) -> bool:
-        """Whether the tensors and graphs fit the current sequences: same cache, enough end ids, same kind of
+        """Whether the tensors and graphs fit the current sequences: same caches, enough end ids, same kind of
         sampling."""
-        resident = self.device_batch
-        if resident is None or self.store is not self.state.cache.captured_tensor:
+        state, resident = self.state, self.batches.get(self.state.batch)
+        if self.store is not state.cache.captured_tensor:
             return False
-        return resident.draws.greedy != self.state.any_sampled and resident.ends >= widest_ends(self.state)
+        if resident is None:
+            return True
+        unmoved = resident.features is state.features and resident.hidden is state.hidden
+        return unmoved and resident.draws.greedy != state.any_sampled and resident.ends >= widest_ends(state)
 
     def _place(self) -> bool:
-        """Build everything for the active drafter anew, after a change of the batch size or of addresses. Returns False
-        if that is impossible."""
-        draft = self._draft_of(self.active_drafter)
+        """Build everything for the active drafter at this batch size anew. Returns False if that is impossible."""
+        key, draft = (self.active_drafter, self.state.batch), self._draft_of(self.active_drafter)
         if draft is None:
-            self.tracks.pop(self.active_drafter, None)
+            self.tracks.pop(key, None)
             return False
-        if self.device_batch is None:
-            self.device_batch = DeviceBatch(self.state)
-        sequences = self.device_batch.recording(draft.depth + 1)
+        if self.state.batch not in self.batches:
+            self.batches[self.state.batch] = DeviceBatch(self.state)
+        sequences = self.batches[self.state.batch].recording(draft.depth + 1)
         carried = [sequences.length, sequences.finished, *draft.carried]
-        self.tracks[self.active_drafter] = Track(draft, sequences, graphs.Graphs(carried, sequences.record))
+        self.tracks[key] = Track(draft, sequences, graphs.Graphs(carried, sequences.record))
         return True
 
     def _launch(self) -> None:
@@ -332,7 +339,7 @@ class DeviceRounds:
         assert isinstance(drafter, OnDevice)
         self.in_sync = False
         self.failed.add(drafter)
-        self.tracks.pop(drafter, None)
+        self.tracks.pop((drafter, self.state.batch), None)
         self._rest(lambda: drafter.invalidate(self.state))
         graphs.refuse(self.state.device, shape_of(drafter, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]

@@ -29,11 +29,11 @@ class ReaderRounds:
         self.reader.advance(state)
         memory = state.memory[self.reader.key]
         self.hidden.copy_(memory.hidden)
-        self.cache, self.keys = memory.cache, memory.cache.store
+        self.cache, self.keys = memory.cache, memory.cache.captured_tensor
 
     def fits(self, state: DecodeState) -> bool:
         memory = state.memory.get(self.reader.key)
-        return memory is not None and memory.cache.store is self.keys
+        return memory is not None and memory.cache.captured_tensor is self.keys
 
     def store(self, state: DecodeState) -> None:
         memory = state.memory[self.reader.key]

@@ -331,11 +331,11 @@ class LMRounds:
         self.drafter.advance(state)
         memory = state.memory[self.drafter]
         self.following.copy_(memory.logits)
-        self.cache, self.keys = memory.cache, memory.cache.store
+        self.cache, self.keys = memory.cache, memory.cache.captured_tensor
 
     def fits(self, state: DecodeState) -> bool:
         memory = state.memory.get(self.drafter)
-        return memory is not None and memory.cache.store is self.keys
+        return memory is not None and memory.cache.captured_tensor is self.keys
 
     def store(self, state: DecodeState) -> None:
         memory = state.memory[self.drafter]
