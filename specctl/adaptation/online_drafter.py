@@ -23,6 +23,7 @@ from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
 from specctl.drafters import checkpoint
+from specctl.drafters.renewal import take_weights
 from specctl.families import FAMILIES, STREAM_RETRIEVAL
 from specctl.recipe import DrafterStreamRecipe, LearnerRecipe, TrainRecipe
 from specctl.training.checkpoint import add_prefix, strip_prefix
@@ -133,7 +134,9 @@ class OnlineDrafter(StreamLearner):
             return lesson
         # Even if no member moved, the played weights may change: Hedge weighs the members anew.
         began = time.perf_counter()
-        self.drafter = self.play()
+        drafter = self.play()
+        if not take_weights(self.drafter, drafter):
+            self.drafter = drafter
         synchronise(self.target.device)
         return replace(lesson, swap_s=time.perf_counter() - began)
 

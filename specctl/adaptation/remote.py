@@ -32,6 +32,7 @@ from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.adaptation.worker import Chunk, Failed, LearnerResult, PackedTensors, Ready, State, WorkerLearner
 from specctl.decoding.target import Target
 from specctl.decoding.timing import synchronise
+from specctl.drafters.renewal import take_weights
 from specctl.errors import SpecctlError
 from specctl.progress import interrupts, warn
 from specctl.recipe import OnlineRecipe
@@ -208,7 +209,9 @@ class AsyncOnlineDrafter(OnlineDrafter):
 
     def _swap(self) -> None:
         began = time.perf_counter()
-        self.drafter = self.drafter_of(self.played())
+        drafter = self.drafter_of(self.played())
+        if not take_weights(self.drafter, drafter):
+            self.drafter = drafter
         synchronise(self.target.device)
         self._swap_s += time.perf_counter() - began
 

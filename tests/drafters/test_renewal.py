@@ -1,0 +1,63 @@
+"""New weights of a drafter in place."""
+
+import copy
+
+import pytest
+import torch
+
+from specctl.decoding.models import linear
+from specctl.drafters.renewal import take_weights
+from tests.decoding import test_device_round as toys
+from tests.decoding.test_device_round import tiny  # noqa: F401 - a fixture
+from tests.toys.decoding import decode, engine_for
+
+NAMES = [name for name in toys.EACH if name not in ("plain", "suffix")]
+
+
+@pytest.fixture
+def plain_products(monkeypatch):
+    """As on a GPU, products read their weights unpacked."""
+    monkeypatch.setattr(linear, "_packed", lambda *_: None)
+
+
+def other(target, name, monkeypatch):
+    """A drafter of the same form with other weights."""
+    seed = torch.manual_seed
+    monkeypatch.setattr(torch, "manual_seed", lambda number: seed(number + 1))
+    made = toys.MADE[name](target)
+    monkeypatch.setattr(torch, "manual_seed", seed)
+    return made
+
+
+def texts(target, drafter=None, engine=None):
+    """Texts with the number of accepted draft tokens of each."""
+    engine = engine or engine_for(target, drafter)
+    found = decode(target, toys.PROMPTS, sampling=toys.HOT, max_new_tokens=30, seeds=[*range(5)], engine=engine)
+    return [(one.output_ids, one.accepted) for one in found]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_drafts_are_those_of_the_new_weights(tiny, plain_products, monkeypatch, name):  # noqa: F811
+    monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
+    drafter, source = toys.MADE[name](tiny), other(tiny, name, monkeypatch)
+    before, after = texts(tiny, drafter), texts(tiny, source)
+    assert [ids for ids, _ in before] == [ids for ids, _ in after] and before != after
+    engine = engine_for(tiny, drafter)
+    assert texts(tiny, engine=engine) == before
+    rounds = engine.device
+    assert take_weights(drafter, source)
+    assert texts(tiny, engine=engine) == after
+    assert engine.device is rounds and rounds.tracks, "the graphs were lost"
+
+
+def test_drafters_of_other_sizes_are_refused(tiny, plain_products, monkeypatch):  # noqa: F811
+    drafter, wide = toys.MADE["eagle3 tree"](tiny), toys.eagle3(tiny, toys.SHAPES["tree"], num_heads=8)
+    before = copy.deepcopy(drafter.qkv.weight)
+    assert not take_weights(drafter, wide) and not take_weights(drafter, toys.MADE["medusa tree"](tiny))
+    assert torch.equal(drafter.qkv.weight, before)
+
+
+def test_packed_weights_are_refused(tiny, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(linear, "_packed", lambda weight, bias, rough: lambda x: x @ weight.T)
+    drafter = toys.MADE["eagle3 tree"](tiny)
+    assert not take_weights(drafter, other(tiny, "eagle3 tree", monkeypatch))
