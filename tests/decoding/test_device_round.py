@@ -732,6 +732,24 @@ def test_graphs_stay_while_the_batch_shrinks_and_grows(tiny, drafters, graphs_on
     assert places[1] == places[0]
 
 
+def test_a_graph_that_another_batch_size_has_spoiled_is_not_trusted(tiny, drafters, graphs_on, monkeypatch):
+    """When a batch has the size of an earlier graph again, its first replay is compared with a plain round."""
+    prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(4)]
+    how = dict(sampling=HOT, seeds=[*range(4)], max_new_tokens=[30, 30, 30, 12])
+    monkeypatch.setattr(graphs, "WARM_UP", 0)
+    monkeypatch.setenv("SPECCTL_GRAPHS", "0")
+    host = [text.output_ids for text in decoding.decode(tiny, prompts, **how)]
+    monkeypatch.delenv("SPECCTL_GRAPHS")
+    spoiled = []
+    graphs_on(lambda run: None if spoiled else run())
+    engine = engine_for(tiny)
+    assert [text.output_ids for text in decoding.decode(tiny, prompts, engine=engine, **how)] == host
+    assert len(engine.device.batches) > 1
+    spoiled.append(True)
+    with pytest.warns(UserWarning, match="commits different tokens"):
+        assert [text.output_ids for text in decoding.decode(tiny, prompts, engine=engine, **how)] == host
+
+
 def addresses(engine):
     """Of the tensors that graphs read and that shrink and grow with the batch."""
     state = engine.state

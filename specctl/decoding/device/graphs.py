@@ -96,6 +96,8 @@ class Graphs:
         self.carried, self.answer = carried, answer
         self.seen: Counter[int] = Counter()
         self.graphs: dict[int, Any] = {}
+        self.unproven: set[int] = set()  # spans with a next replay that is checked
+        self.proven: set[int] = set()  # spans with a replay that was checked after the batch had another size
         self.side, self.pool = side_stream(answer.device), None
 
     def play(self, run: Callable[[int], None], span: int) -> bool:
@@ -103,30 +105,39 @@ class Graphs:
 
         RuntimeError if a graph's answer differs from the plain round's. Errors of the capture are raised, too.
         """
-        self.began = DeviceTime(self.answer.device)
-        if span in self.graphs:
+        self.began, once = DeviceTime(self.answer.device), partial(run, span)
+        if span in self.unproven:
+            self.unproven.remove(span)
+            self.proven.add(span)
+            self._replay_checked(once, lambda: self.graphs[span])
+        elif span in self.graphs:
             self.graphs[span].replay()
         elif self.seen[span] < WARM_UP:
             self.seen[span] += 1
             run(span)
         else:
-            self.graphs[span] = self._captured(partial(run, span))
+            self.graphs[span] = self._replay_checked(once, lambda: capture(once, self.side, self.pool))
+            self.pool = self.graphs[span].pool()
         return span in self.graphs
 
-    def _captured(self, run: Callable[[], None]) -> Any:
-        """Capture a round and replay it once, after a plain run for comparison."""
+    def check_again(self) -> None:
+        """Compare the next replay of every graph with a plain round, once for each graph: the batch has had another
+        size meanwhile."""
+        self.unproven |= self.graphs.keys() - self.proven
+
+    def _replay_checked(self, run: Callable[[], None], graph_of: Callable[[], Any]) -> Any:
+        """Replay a graph once, after a plain run for comparison, and return it."""
         before = [tensor.clone() for tensor in self.carried]
         run_on_side_stream(run, self.side)
         expected = self.answer.clone()
         for tensor, value in zip(self.carried, before, strict=True):
             tensor.copy_(value)
         self.answer.fill_(-1)  # so that a graph that does nothing leaves no valid answer behind
-        graph = capture(run, self.side, self.pool)
+        graph = graph_of()
         self.began = DeviceTime(self.answer.device)
         graph.replay()
         if not torch.equal(self.answer, expected):
             raise RuntimeError("the CUDA graph of a round commits different tokens from the round without a graph")
-        self.pool = graph.pool()
         return graph
 
 

@@ -108,6 +108,7 @@ class DeviceRounds:
         self.batches: dict[int, DeviceBatch] = {}  # by batch size
         self.store: Tensor | None = None  # the cache tensor that everything was built for
         self.in_sync = False  # the device knows everything that the host knows
+        self._loaded_batch = 0  # batch size of the last rounds
         self.pending: deque[graphs.Readback] = deque()
 
     @property
@@ -196,6 +197,9 @@ class DeviceRounds:
             self.refused.add((self.active_drafter, self.state.batch))
             self.in_sync = False
             return False
+        if self.state.batch != self._loaded_batch:
+            self.graphs.check_again()
+        self._loaded_batch = self.state.batch
         if not self.in_sync:
             self.sequences.load(self.state)
         try:
