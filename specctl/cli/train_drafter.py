@@ -292,6 +292,7 @@ def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[
 
     plans = [step for missing in first.values() for step in distill.steps(missing)]
     reason = checks.engine_only(recipes[0].target)
+    checks.check_made_for(recipes[0].target, [str(recipe.init) for recipe in recipes if recipe.init])
     if reason is not None:
         plans.append(f"target {recipes[0].target.name} is run by an engine only: {reason}")
     elif not first:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specctl import regular_files
-from specctl.decoding.target import Target
+from specctl.decoding.target_text import TargetText
 from specctl.drafters.card import model_card
 from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
@@ -157,7 +157,7 @@ def check_files(root: Path, files: dict[str, Any], required: Sequence[str], reco
             raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=RECOPY_HINT)
 
 
-def check_target(config: dict[str, Any], target: Target, name: str = "", what: str = "drafter") -> None:
+def check_target(config: dict[str, Any], target: TargetText, name: str = "", what: str = "drafter") -> None:
     """Raise CheckpointError if a drafter with this `config` was made for another target.
 
     The target's name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
