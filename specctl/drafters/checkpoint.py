@@ -4,6 +4,7 @@ config.json         family, architecture, identity of the target
 model.safetensors   weights (no other weight format is ever opened)
 drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, license
 README.md           model card
+adapter_*           of a LoRA adapter: the same weights for peft (`peft_files`)
 manifest.json       size and sha256 of every other file, written last
 """
 
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from specctl import regular_files
 from specctl.decoding.target_text import TargetText
+from specctl.drafters import peft_files
 from specctl.drafters.card import model_card
 from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
@@ -67,8 +69,12 @@ def save(
     place = Path(directory).absolute()
     check_free(place, overwrite)
     with staged(place) as draft:
-        write_tensors(draft / WEIGHTS, untied_cpu_copies(tensors))
+        own = untied_cpu_copies(tensors)
+        write_tensors(draft / WEIGHTS, own)
         sync(draft / WEIGHTS)
+        if "lora" in config:
+            write_tensors(draft / peft_files.WEIGHTS, peft_files.weights(own), {"format": "pt"})
+            atomic_write(draft / peft_files.SETTINGS, to_json(peft_files.settings(config, own), indent=2) + "\n")
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
         atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
