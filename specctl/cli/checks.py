@@ -66,12 +66,18 @@ def target_config(target: TargetRecipe) -> Any:
 
     Raises CheckpointError if the target cannot be used.
     """
+    from specctl.decoding.models import target_adapter
     from specctl.decoding.models.loading import load_config
 
     where = local_target(target)
     if where is None:
+        if target.adapter is not None:
+            target_adapter.files(target.adapter)
         return None
-    return load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    config = load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    if target.adapter is not None:
+        target_adapter.check(target.adapter, target.name, config, trust_remote_code=target.trust_remote_code)
+    return config
 
 
 def engine_only(target: TargetRecipe) -> str | None:
@@ -145,7 +151,7 @@ def check_made_for(target: TargetRecipe, names: Iterable[str], *, strict: bool =
         config = checkpoint.read_json(place / checkpoint.CONFIG)
         if not isinstance(config.get("target"), dict):
             continue  # the run names the damaged file
-        text = text or load_target_text(**(target.described | {"name": where}))
+        text = text or load_target_text(**(target.text | {"name": where}))
         text.identity["name"] = target.name
         try:
             checkpoint.check_target(config, text, str(place))

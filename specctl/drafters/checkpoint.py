@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specctl import regular_files
+from specctl import progress, regular_files
 from specctl.decoding.target_text import TargetText
 from specctl.drafters import peft_files
 from specctl.drafters.card import model_card
@@ -164,7 +164,7 @@ def check_files(root: Path, files: dict[str, Any], required: Sequence[str], reco
 
 
 def check_target(config: dict[str, Any], target: TargetText, name: str = "", what: str = "drafter") -> None:
-    """Raise CheckpointError if a drafter with this `config` was made for another target.
+    """Raise CheckpointError if a drafter with this `config` was made for another target, warn if for another adapter.
 
     The target's name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
     `what` names the kind of model in the message.
@@ -178,6 +178,16 @@ def check_target(config: dict[str, Any], target: TargetText, name: str = "", wha
             f"another model ({differences})",
             hint=f"use --target {made_for.get('name')}, or train a {what} for {given['name']}",
         )
+    if made_for.get("adapter_weights") != given.get("adapter_weights"):
+        progress.warn(
+            f"{what} {name or config.get('family')} was made for a target with {named_adapter(made_for)}, not with "
+            f"{named_adapter(given)}: fewer draft tokens may be accepted"
+        )
+
+
+def named_adapter(identity: Mapping[str, Any]) -> str:
+    """The adapter of a target in words, from its `identity`."""
+    return f"adapter {identity['adapter']}" if identity.get("adapter") else "no adapter"
 
 
 def family(directory: Path) -> str:
