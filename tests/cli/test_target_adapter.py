@@ -78,6 +78,7 @@ def test_data_and_drafters_name_it(specctl, lora, tmp_path):
     specctl.ok("train-drafter", "--arch", "retrieval", "--domain", "sql", *line[2:])
     named = checkpoint.read_json(tmp_path / "drafters/sql-retrieval" / CONFIG)["target"]
     assert named["adapter"] == lora and named["adapter_weights"]
+    assert "with `builtin` and its adapter `lora`." in (tmp_path / "drafters/sql-retrieval/README.md").read_text()
     plan = ["train-drafter", "--domain", "sql", "--dry-run"]
     assert "was written with adapter lora, not with no adapter" in specctl.ok(*plan).err
     shutil.copytree(tmp_path / "lora", tmp_path / "moved")
