@@ -101,7 +101,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         supports_stride=False,  # the family decides itself how many positions continue to each depth
         lora_modules=("fc", *LAYER, "lm_head"),
-        options=NORMS,
+        options=(*NORMS, "num_layers"),
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
     "dflash": Family(
@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {
         lora_modules=("fc", *LAYER),
         options=(
             *("block_size", "markov_rank", "confidence", "conv_kernel_size", "selector_rank"),
-            *("sliding_window", "layer_types", "is_causal"),
+            *("num_layers", "sliding_window", "layer_types", "is_causal"),
         ),
         learning=OnlineDefaults(adam=6e-5, epochs=2, clip=0.5),
     ),
@@ -133,12 +133,14 @@ FAMILIES: dict[str, Family] = {
         rates={"adamw": 5e-4, "muon": 5e-4},
         supports_stride=False,
         lora_modules=(*LAYER, "linear"),
+        options=("draft_heads", "num_layers"),
         learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, dropout=0.1, chunk=80),
     ),
     "medusa": Family(
         "specctl.drafters.medusa.drafter:FAMILY",
         rates={"adamw": 1e-3, "muon": 1e-3},
         supports_stride=False,
+        options=("draft_heads",),
         learning=OnlineDefaults(adam=1.5e-4, epochs=1, clip=0.0, chunk=80),
     ),
     "lm": Family(
@@ -150,6 +152,7 @@ FAMILIES: dict[str, Family] = {
         objective="ce",
         is_lm=True,
         lora_modules=LAYER,
+        options=("preset", "base", "hidden_size", "num_layers"),
         learning=OnlineDefaults(adam=2e-5, epochs=1, clip=1.0),
     ),
     "retrieval": Family("specctl.drafters.retrieval.drafter:FAMILY", trainable=None),

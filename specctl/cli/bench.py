@@ -99,7 +99,9 @@ def steps(recipe: BenchRecipe) -> list[str]:
         plans.append(f"time kernels at batch sizes {recipe.batches} and vocabulary sizes {recipe.vocabularies}")
     if {"steps", "rounds", "decoding"} & {*recipe.parts}:
         shapes.check_memory(recipe)
-        plans.append(checks.check_target(recipe.target) if recipe.shape is None else f"random weights: {recipe.shape}")
+        drafters = recipe.drafters if {"rounds", "decoding"} & {*recipe.parts} else []
+        target = f"random weights: {recipe.shape}" if recipe.shape else checks.check_target(recipe.target, drafters)
+        plans.append(target)
     if "steps" in recipe.parts:
         plans.append(f"time target steps of specctl and of transformers after {recipe.context} tokens of context")
     if "rounds" in recipe.parts:

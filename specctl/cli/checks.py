@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,12 @@ def check_label(domain: str) -> None:
         raise UsageError(f"domain {domain!r} is not a valid name: use letters, digits, . - _")
 
 
-def check_target(target: TargetRecipe) -> str:
+def check_target(target: TargetRecipe, drafters: Iterable[str] = (), *, strict: bool = True) -> str:
     """Return one line about how specctl itself would run the target, from its configuration.
+
+    Args:
+        drafters: names of drafters, as in `check_drafters`, that must have been made for the target.
+        strict: whether a drafter of another target is an error. A pool leaves it out instead, with a warning.
 
     Raises CheckpointError if it cannot be used, UsageError if it cannot be sliced as the recipe says.
     """
@@ -48,6 +53,7 @@ def check_target(target: TargetRecipe) -> str:
     if config is None:
         return f"target {target.name} is read from the Hugging Face hub; not checked"
     check_decodable(target.name, config)
+    check_made_for(target, drafters, strict=strict)
     path, why = path_of(config)
     if target.tensor_parallel > 1:
         check_slices(target.name, config, target.tensor_parallel)
@@ -60,12 +66,18 @@ def target_config(target: TargetRecipe) -> Any:
 
     Raises CheckpointError if the target cannot be used.
     """
+    from specctl.decoding.models import target_adapter
     from specctl.decoding.models.loading import load_config
 
     where = local_target(target)
     if where is None:
+        if target.adapter is not None:
+            target_adapter.files(target.adapter)
         return None
-    return load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    config = load_config(where, revision=target.revision, trust_remote_code=target.trust_remote_code)
+    if target.adapter is not None:
+        target_adapter.check(target.adapter, target.name, config, trust_remote_code=target.trust_remote_code)
+    return config
 
 
 def engine_only(target: TargetRecipe) -> str | None:
@@ -119,6 +131,34 @@ def check_drafters(names: list[str]) -> None:
         for part in parts:
             if part not in WEIGHTLESS_DRAFTERS:
                 check_directory(part, otherwise=f", or {', '.join(WEIGHTLESS_DRAFTERS)}")
+
+
+def check_made_for(target: TargetRecipe, names: Iterable[str], *, strict: bool = True) -> None:
+    """Check that drafters were made for a target on this machine, by its configuration and tokenizer.
+
+    A directory without a drafter is passed over: a run may train one there first. The arguments are as in
+    `check_target`. Raises CheckpointError.
+    """
+    from specctl.decoding.target_text import load_target_text
+    from specctl.drafters import checkpoint
+    from specctl.drafters.names import parts_of
+
+    where, text = local_target(target), None
+    for part in dict.fromkeys(part for name in names for part in parts_of(name) if part not in WEIGHTLESS_DRAFTERS):
+        place = Path(part).expanduser()
+        if where is None or not (place / checkpoint.CONFIG).is_file():
+            continue
+        config = checkpoint.read_json(place / checkpoint.CONFIG)
+        if not isinstance(config.get("target"), dict):
+            continue  # the run names the damaged file
+        text = text or load_target_text(**(target.text | {"name": where}))
+        text.identity["name"] = target.name
+        try:
+            checkpoint.check_target(config, text, str(place))
+        except CheckpointError as error:
+            if strict:
+                raise
+            progress.warn(f"{part} is left out of the pool: {error.message}")
 
 
 def check_directory(name: str, otherwise: str = "") -> None:

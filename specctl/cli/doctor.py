@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 TargetName = Annotated[
     str | None, typer.Option("--target", help="Also describe this target and how it would run.", show_default=False)
 ]
+AdapterName = Annotated[
+    str | None, typer.Option("--target-adapter", help="LoRA adapter of the target.", metavar="DIR", show_default=False)
+]
 EXAMPLE = "specctl doctor --target meta-llama/Llama-3.1-8B-Instruct"
 LOW_DISK_GB = 5
 LOW_MEMORY_GB = 5
@@ -52,12 +55,14 @@ def register(app: typer.Typer) -> None:
     command(app, "doctor", EXAMPLE)(doctor)
 
 
-def doctor(target: TargetName = None) -> None:
+def doctor(target: TargetName = None, target_adapter: AdapterName = None) -> None:
     """Check this machine and a target: show problems, and the command that fixes each."""
     with library_output():
         machine = [*software(), *hardware(), *working_directory()]
         about, usable = describe_target(target or "builtin")
         files = weights_of(target) if about and target else []
+        if about and target_adapter:
+            files.append(adapter_of(target or "builtin", target_adapter))
     findings = [*machine, *files, usable]
     missing = sum(finding.state == "missing" for finding in findings)
     document = {
@@ -200,6 +205,20 @@ def weights_of(target: str) -> list[Finding]:
         parts = gguf_target.files(target)
         return [Finding("weights", "ok", f"{parts[0].name}{f' and {len(parts) - 1} more' if parts[1:] else ''}")]
     return [weights(Path(target))] if Path(target).is_dir() else []
+
+
+def adapter_of(target: str, adapter: str) -> Finding:
+    """Check that an adapter fits a target that could be described, without reading weights."""
+    from specctl.cli import checks
+    from specctl.decoding.models import target_adapter
+    from specctl.recipe import TargetRecipe
+
+    try:
+        checks.target_config(TargetRecipe(name=target, adapter=adapter))
+    except CheckpointError as error:
+        return Finding(f"adapter {adapter}", "missing", error.message, error.hint)
+    number = len(target_adapter.shapes(adapter))
+    return Finding(f"adapter {adapter}", "ok", f"{number} tensors, which loading merges into the target's weights")
 
 
 def weights(directory: Path) -> Finding:

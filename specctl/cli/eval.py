@@ -81,7 +81,7 @@ def steps(recipe: EvalRecipe, drafters: list[str]) -> list[str]:
     from specctl.cli import checks
 
     return [
-        checks.check_target(recipe.target),
+        checks.check_target(recipe.target, drafters),
         f"decode {describe_prompts(recipe)}, {counted(len(recipe.seeds), 'time')}",
         f"with {', '.join(drafters) or 'no drafter'}; baselines {', '.join(recipe.baselines) or 'none'}",
         "compare every text with the text of plain decoding",

@@ -60,7 +60,8 @@ def steps(recipe: GenerateRecipe) -> list[str]:
     from specctl.cli import checks
 
     how = f"without a drafter and with {recipe.drafter}" if recipe.drafter else "without a drafter"
-    return [checks.check_target(recipe.target), f"decode up to {recipe.sampling.max_new_tokens} tokens, {how}"]
+    target = checks.check_target(recipe.target, filter(None, [recipe.drafter]))
+    return [target, f"decode up to {recipe.sampling.max_new_tokens} tokens, {how}"]
 
 
 def show(document: dict[str, Any]) -> Any:

@@ -60,7 +60,7 @@ def steps(recipe: LearnFromServerRecipe) -> list[str]:
     publish = "publish better versions, and roll back worse ones" if recipe.publication.enabled else "publish nothing"
     if checks.local_target(recipe.target) is not None:
         check_target(recipe)
-    target = checks.check_target(recipe.target)
+    target = checks.check_target(recipe.target, [str(start)])
     return [target, texts, f"learn after every {recipe.chunk} texts: {algo} from {start}", publish]
 
 

@@ -79,6 +79,7 @@ class Flag:
 DRAFTERS = f"Drafter directory, {listed([*TEXT_DRAFTERS])}, or both: DIR+lookup"
 FLAGS: dict[str, Flag] = {
     "target": Flag(("target.name",), str, "Hugging Face id, directory, GGUF file, or builtin."),
+    "target_adapter": Flag(("target.adapter",), str, "LoRA adapter of the target: a directory of peft.", metavar="DIR"),
     "device": Flag(("target.device",), str, "auto, cpu, cuda or cuda:N."),
     "dtype": Flag(("target.dtype",), str, "auto, bf16, fp16 or fp32."),
     "chat_template_kwargs": Flag(
@@ -218,7 +219,7 @@ HELP: dict[tuple[str, str], str] = {
 }
 """Help texts of single commands, by command and name in `FLAGS`."""
 
-TARGET = ("target", "device", "dtype", "chat_template_kwargs")
+TARGET = ("target", "target_adapter", "device", "dtype", "chat_template_kwargs")
 SAMPLING = ("max_new_tokens", "temperature", "top_p", "top_k", "exact", "seed")
 DATA = ("domain", "prompts")
 SPELLING = {

@@ -95,12 +95,15 @@ def with_pool(recipe: Pooled) -> tuple[Pooled, list[str]]:
 
 
 def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
+    from specctl.cli import checks
+
+    checks.check_made_for(recipe.target, recipe.rivals)
     arms = [*pool, *([recipe.companion_arm] if recipe.companion_arm and recipe.companion_arm not in pool else [])]
     plain = {None: " (and plain decoding, for policies that count seconds)", True: " and plain decoding"}.get(
         recipe.arms.plain, ""
     )
     return [
-        *stream_steps(recipe),
+        *stream_steps(recipe, arms),
         f"choose among {', '.join(arms)}{plain} {choice(recipe)}",
         *([f"every head drafts in one tree with {recipe.companion}"] if recipe.companion else []),
         *presets(recipe.algo, recipe.game),
@@ -108,13 +111,13 @@ def steps(recipe: SelectRecipe, pool: list[str]) -> list[str]:
     ]
 
 
-def stream_steps(recipe: PoolRecipe) -> list[str]:
-    """Return the steps that decode the stream, in words."""
+def stream_steps(recipe: PoolRecipe, pool: list[str]) -> list[str]:
+    """Return the steps that decode the stream with the drafters of a pool, in words."""
     from specctl.cli import checks
 
     number = f"up to {recipe.limit}" if recipe.limit else "all"
     return [
-        checks.check_target(recipe.target),
+        checks.check_target(recipe.target, pool, strict=recipe.strict),
         f"decode {number} {recipe.split} prompts per domain ({', '.join(recipe.data.domain)}), "
         f"in sessions of {recipe.session}, order {recipe.order}",
     ]

@@ -80,13 +80,16 @@ def steps(recipe: ServeRecipe) -> list[str]:
         urls = ", ".join(recipe.server.urls)
         how = f", each by the server that {recipe.choose} chooses" if len(recipe.server.urls) > 1 else ""
         return [f"check that {urls} serve the same model", f"answer requests at {recipe.listen}{how}"]
-    drafts = f"draft with {recipe.drafters[0]}" if recipe.drafters else "decode without a drafter"
+    drafts, drafters = "decode without a drafter", recipe.drafters
     if recipe.chooses:
         from specctl.selection.arms import pool_paths
 
-        drafts = f"choose among {', '.join(pool_paths(recipe))} for every text, by {recipe.choose}"
+        drafters = pool_paths(recipe)
+        drafts = f"choose among {', '.join(drafters)} for every text, by {recipe.choose}"
+    elif drafters:
+        drafts = f"draft with {drafters[0]}"
     plan = [
-        checks.check_target(recipe.target),
+        checks.check_target(recipe.target, drafters, strict=recipe.strict or not recipe.chooses),
         f"answer requests at {recipe.listen}, up to {recipe.slots} texts at a time, and {recipe.waiting} may wait",
         drafts,
     ]

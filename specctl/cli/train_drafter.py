@@ -223,16 +223,32 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
 def report_existing_data(recipe: TrainRecipe, sources: list[Path]) -> None:
     """Report data from another target, and options without effect because their data exists already."""
     from specctl.distillation import store
+    from specctl.drafters.checkpoint import named_adapter
 
     set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
     set_here += [f"distill.{key}" for key in sorted(recipe.distill.model_fields_set)]
     for source in filter(store.exists, sources):
-        target = store.summary(source).meta.get("target", {}).get("name")
-        if target not in (None, recipe.target.name):
-            progress.warn(f"data in {source} was written by target {target}, not {recipe.target.name}")
+        written_by = store.summary(source).meta.get("target", {})
+        if written_by.get("name", recipe.target.name) != recipe.target.name:
+            progress.warn(f"data in {source} was written by target {written_by['name']}, not {recipe.target.name}")
+        elif written_by and not same_adapter(written_by, recipe.target.adapter):
+            progress.warn(
+                f"data in {source} was written with {named_adapter(written_by)}, not with "
+                f"{named_adapter({'adapter': recipe.target.adapter})}"
+            )
         if set_here and not recipe.resume:
             again = f"specctl distill --output-dir {source} --overwrite generates it again"
             progress.log(f"training on the existing data in {source}; ignored: {', '.join(set_here)} ({again})")
+
+
+def same_adapter(identity: dict[str, Any], adapter: str | None) -> bool:
+    """Whether the target with this identity had the adapter in a directory, or none if that is None.
+
+    Raises CheckpointError.
+    """
+    from specctl.decoding.models.identity import adapter_digest
+
+    return identity.get("adapter_weights") == (None if adapter is None else adapter_digest(adapter))
 
 
 class Expected(NamedTuple):
@@ -292,6 +308,7 @@ def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[
 
     plans = [step for missing in first.values() for step in distill.steps(missing)]
     reason = checks.engine_only(recipes[0].target)
+    checks.check_made_for(recipes[0].target, [str(recipe.init) for recipe in recipes if recipe.init])
     if reason is not None:
         plans.append(f"target {recipes[0].target.name} is run by an engine only: {reason}")
     elif not first:

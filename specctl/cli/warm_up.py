@@ -67,8 +67,9 @@ def warm_up_steps(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[A
     """Return the first steps of a plan in words: the target's check and the warm-up."""
     from specctl.cli import checks
 
+    starts = [str(recipe.initial_drafter(family)) for family in recipe.families]
     return [
-        checks.check_target(recipe.target),
+        checks.check_target(recipe.target, starts),
         *(f"distill {missing.data.limit} prompts of {', '.join(missing.data.domain)}" for missing in data.values()),
         *(f"train a drafter of family {one.arch} on them, and write it to {one.output}" for one in first),
     ]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from transformers import LlamaForCausalLM
 
+from specctl.decoding.models import target_adapter
 from specctl.decoding.models.loading import load_model, pick_device, pick_dtype
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target, load_target
@@ -96,7 +97,8 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
     target = load_target(**recipe.target.loading)
     if "steps" not in recipe.parts:
         return target, None
-    return target, load_model(recipe.target.name, device=target.device, dtype=target.dtype)
+    model, adapter = load_model(recipe.target.name, device=target.device, dtype=target.dtype), recipe.target.adapter
+    return target, model if adapter is None else target_adapter.merge(model, adapter, recipe.target.name)
 
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:

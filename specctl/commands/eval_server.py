@@ -72,7 +72,7 @@ def evaluate_server(recipe: EvalServerRecipe, run: Run) -> ServedResult:
     CheckpointError (a server of another target), Interrupted.
     """
     recipe.check_server()
-    target = load_target_text(**recipe.target.described)
+    target = load_target_text(**recipe.target.text)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected)
     with Client(recipe.server) as client, Client(recipe.baseline_server) as other:  # either may have no URLs
         clients = {"server": client} | ({"baseline": other} if recipe.baseline_server.urls else {})

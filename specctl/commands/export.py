@@ -18,6 +18,7 @@ from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe, TargetRecipe
 from specctl.runs import Run, atomic_write, to_json
 
+WITH_ADAPTER = "the drafter was made for the target with adapter {}: serve the target with that adapter"
 NEVER_FASTER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
 
 
@@ -81,7 +82,12 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         max_difference=difference,
         tuning=tuning,
         commands=serving.commands,
-        notes=[*serving.notes, *(tuning.notes if tuning else ()), *([NEVER_FASTER] if tuning and not schedule else ())],
+        notes=[
+            *serving.notes,
+            *(tuning.notes if tuning else ()),
+            *([NEVER_FASTER] if tuning and not schedule else ()),
+            *([WITH_ADAPTER.format(adapter)] if (adapter := drafter.config["target"].get("adapter")) else ()),
+        ],
         pushed=pushed,
     )
 

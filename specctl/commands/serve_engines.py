@@ -80,7 +80,7 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[M
     with Client(recipe.server) as client:
         client.compare_servers()
         if "target" in recipe.model_fields_set:
-            client.compare(load_target_text(**recipe.target.described))
+            client.compare(load_target_text(**recipe.target.text))
         kinds = {one.url: one.facts.engine for one in client.servers}
         versions = [f"{one.facts.engine} {one.facts.version}" for one in client.servers]
         run.target = recipe.model or client.servers[0].model

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from specctl import processes
 from specctl.decoding.cache import KVCache
-from specctl.decoding.models import lean
+from specctl.decoding.models import lean, target_adapter
 from specctl.decoding.models.ends import ModelEnds
-from specctl.decoding.models.identity import weights_digest
 from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     Spread,
@@ -31,7 +30,7 @@ from specctl.decoding.pages import PagePool, budget
 from specctl.decoding.plan import Plan
 from specctl.decoding.prefill import prefill, prefill_shared
 from specctl.decoding.records import Request
-from specctl.decoding.target_text import UNKNOWN_VERSION, ModelVersion, TargetText
+from specctl.decoding.target_text import UNKNOWN_VERSION, ModelVersion, TargetText, version_of
 from specctl.errors import CheckpointError, DataError, UsageError
 from specctl.kernels.distill import Squash
 
@@ -252,6 +251,7 @@ def load_target(
     dtype: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    adapter: str | None = None,
     device_map: str | None = None,
     max_memory: str | None = None,
     path: str = "auto",
@@ -260,6 +260,7 @@ def load_target(
 ) -> Target:
     """Load a target with its tokenizer. CheckpointError, with the file and the reason, if it cannot be used.
 
+    adapter: directory of a LoRA adapter of peft, which is merged into the weights.
     device_map: how `accelerate` spreads the layers over the GPUs of this process; max_memory: upper limit per GPU.
     whole: load the layers, too. Otherwise the target has only embedding, final norm and vocabulary head, and no
     forward.
@@ -270,6 +271,8 @@ def load_target(
     if where.type == "cpu":
         keep_freed_memory()
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+    if adapter is not None:
+        target_adapter.check(adapter, name, load_config(name, **options), trust_remote_code=trust_remote_code)
     part = WHOLE
     if whole and tensor_parallel > 1:
         config = load_config(name, **options)
@@ -286,8 +289,12 @@ def load_target(
         model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, spread=spread)
     else:
         model = load_layerless(name, device=where, dtype=pick_dtype(dtype, where), **options)
+    if adapter is not None and whole:
+        model = target_adapter.merge(model, adapter, name)
+    elif adapter is not None:
+        target_adapter.check_outside(adapter, name)
     tokenizer = load_tokenizer(name, **options)
-    version = ModelVersion(revision, weights_digest(name, revision))
+    version = version_of(name, revision, adapter)
     loaded = LoadedAs(consume=True, whole=whole, part=part)
     target = Target(name, model, tokenizer, version=version, path=path, loaded=loaded)
     if where.type == "cuda":

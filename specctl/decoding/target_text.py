@@ -6,18 +6,22 @@ import hashlib
 import json
 from typing import Any, NamedTuple
 
+from specctl.decoding.models import target_adapter
 from specctl.decoding.models.chat import Renderer
-from specctl.decoding.models.identity import weights_digest
+from specctl.decoding.models.identity import adapter_digest, weights_digest
 from specctl.decoding.models.loading import load_config, load_generation_config, load_tokenizer
 from specctl.decoding.models.supported import context_limit
 from specctl.errors import ChatTemplateError, CheckpointError, DataError
 
 
 class ModelVersion(NamedTuple):
-    """The version of a model's files: a revision on the hub, and a digest of the weights."""
+    """The version of a model's files: a revision on the hub, and a digest of the weights. With an adapter, also the
+    adapter's directory and the digest of its files; `weights` then covers both."""
 
     revision: str | None = None
     weights: str | None = None
+    adapter: str | None = None
+    adapter_weights: str | None = None
 
 
 UNKNOWN_VERSION = ModelVersion()
@@ -30,7 +34,8 @@ class TargetText:
         config: configuration of the text model.
         vocab_size: rows of the embedding; without the weights, the size in the configuration.
         identity: fields that a drafter is checked against: name, hidden size, number of layers, vocabulary size and
-            hash. A resumed run is also checked against `weights` (`weights_digest`).
+            hash. A resumed run is also checked against `weights` (`weights_digest`). Only with an adapter, its
+            directory and digest follow: `adapter`, `adapter_weights`.
         eos_ids: ids that end a response.
         end_id: the id to append to a response with unknown end (None if the target names no end token).
         context_length: longest sequence that the target supports.
@@ -65,6 +70,8 @@ class TargetText:
             "vocab_hash": vocab_hash(tokenizer),
             "weights": version.weights,
         }
+        if version.adapter is not None:
+            self.identity |= {"adapter": version.adapter, "adapter_weights": version.adapter_weights}
 
     def render(self, messages: list[dict[str, Any]], **chat_template_kwargs: Any) -> list[int]:
         """Prompt ids of a conversation (`distillation/messages.py` describes it), with the generation prompt appended.
@@ -186,11 +193,20 @@ def end_id(generation_config, config, tokenizer) -> int | None:
 
 
 def load_target_text(
-    name: str = "builtin", *, revision: str | None = None, trust_remote_code: bool = False
+    name: str = "builtin", *, revision: str | None = None, trust_remote_code: bool = False, adapter: str | None = None
 ) -> TargetText:
-    """Load the text side of a target; its weight files may be absent. CheckpointError if a file cannot be read."""
+    """Load the text side of a target; its weight files may be absent. CheckpointError if a file cannot be read, or if
+    the LoRA adapter in the directory `adapter` does not fit the target."""
     config = load_config(name, revision=revision, trust_remote_code=trust_remote_code)
     generation = load_generation_config(name, config, revision=revision)
     tokenizer = load_tokenizer(name, revision=revision, trust_remote_code=trust_remote_code)
-    version = ModelVersion(revision, weights_digest(name, revision))
-    return TargetText(name, config, generation, tokenizer, version=version)
+    if adapter is not None:
+        target_adapter.check(adapter, name, config, trust_remote_code=trust_remote_code)
+    return TargetText(name, config, generation, tokenizer, version=version_of(name, revision, adapter))
+
+
+def version_of(name: str, revision: str | None = None, adapter: str | None = None) -> ModelVersion:
+    """The version of the target `name` with the LoRA adapter in the directory `adapter`. CheckpointError if files
+    cannot be read."""
+    weights = weights_digest(name, revision, adapter)
+    return ModelVersion(revision, weights, adapter, None if adapter is None else adapter_digest(adapter))

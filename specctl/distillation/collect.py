@@ -31,7 +31,7 @@ def collect(recipe: DistillRecipe, log: str, run: Run, target: TargetText | None
     output = recipe.output_dir or default_output(recipe.data.domain)
     rejections = Rejections(run.dir / "rejected.jsonl", recipe.data.max_rejected, expected=logs.EXPECTED)
     check_free(output, ALONE, resume=recipe.resume, overwrite=recipe.overwrite, private=True)
-    target = target or load_target_text(**recipe.target.described)
+    target = target or load_target_text(**recipe.target.text)
     run.annotate(target=target.identity)
     layout = recipe.target.chat_template_kwargs
     left_out = LeftOut(run.dir / "left-out.jsonl", recipe.exclude)

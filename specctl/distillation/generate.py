@@ -83,7 +83,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
             answered = partial(_decoded, recipe, decoding, drafter)
             text: TargetText = decoding
         else:
-            text = copy.copy(target) if target is not None else load_target_text(**recipe.target.described)
+            text = copy.copy(target) if target is not None else load_target_text(**recipe.target.text)
             client.check(text)
             answered = partial(_served, recipe, client, rejections)
         run.annotate(target=text.identity)

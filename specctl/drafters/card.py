@@ -45,7 +45,8 @@ def model_card(
         f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key not in LEFT_OUT
     )
     usage = "\n".join(commands)
-    made_for = "" if reader == OWN else f", in the format of {reader}"
+    made_for = f" and its adapter `{Path(target['adapter']).name}`" if target.get("adapter") else ""
+    made_for += "" if reader == OWN else f", in the format of {reader}"
     return (
         f"---\n{front}tags:\n{tags}---\n\n# {name}\n\n"
         f"A draft model of family `{family}` for speculative decoding with `{base}`{made_for}. "

@@ -4,6 +4,7 @@ config.json         family, architecture, identity of the target
 model.safetensors   weights (no other weight format is ever opened)
 drafter.json        domain, data fingerprint, recipe hash, measured mat per domain, license
 README.md           model card
+adapter_*           of a LoRA adapter: the same weights for peft (`peft_files`)
 manifest.json       size and sha256 of every other file, written last
 """
 
@@ -20,8 +21,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from specctl import regular_files
-from specctl.decoding.target import Target
+from specctl import progress, regular_files
+from specctl.decoding.target_text import TargetText
+from specctl.drafters import peft_files
 from specctl.drafters.card import model_card
 from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
@@ -67,8 +69,12 @@ def save(
     place = Path(directory).absolute()
     check_free(place, overwrite)
     with staged(place) as draft:
-        write_tensors(draft / WEIGHTS, untied_cpu_copies(tensors))
+        own = untied_cpu_copies(tensors)
+        write_tensors(draft / WEIGHTS, own)
         sync(draft / WEIGHTS)
+        if "lora" in config:
+            write_tensors(draft / peft_files.WEIGHTS, peft_files.weights(own), {"format": "pt"})
+            atomic_write(draft / peft_files.SETTINGS, to_json(peft_files.settings(config, own), indent=2) + "\n")
         atomic_write(draft / CONFIG, to_json(config, indent=2) + "\n")
         atomic_write(draft / INFO, to_json(info, indent=2) + "\n")
         atomic_write(draft / CARD, card if card is not None else model_card(place.name, config, info))
@@ -157,8 +163,8 @@ def check_files(root: Path, files: dict[str, Any], required: Sequence[str], reco
             raise CheckpointError(f"{path} is damaged: its sha256 differs from the manifest's", hint=RECOPY_HINT)
 
 
-def check_target(config: dict[str, Any], target: Target, name: str = "", what: str = "drafter") -> None:
-    """Raise CheckpointError if a drafter with this `config` was made for another target.
+def check_target(config: dict[str, Any], target: TargetText, name: str = "", what: str = "drafter") -> None:
+    """Raise CheckpointError if a drafter with this `config` was made for another target, warn if for another adapter.
 
     The target's name may differ (a moved directory, a fine-tuned target); vocabulary, hidden size and depth may not.
     `what` names the kind of model in the message.
@@ -172,6 +178,16 @@ def check_target(config: dict[str, Any], target: Target, name: str = "", what: s
             f"another model ({differences})",
             hint=f"use --target {made_for.get('name')}, or train a {what} for {given['name']}",
         )
+    if made_for.get("adapter_weights") != given.get("adapter_weights"):
+        progress.warn(
+            f"{what} {name or config.get('family')} was made for a target with {named_adapter(made_for)}, not with "
+            f"{named_adapter(given)}: fewer draft tokens may be accepted"
+        )
+
+
+def named_adapter(identity: Mapping[str, Any]) -> str:
+    """The adapter of a target in words, from its `identity`."""
+    return f"adapter {identity['adapter']}" if identity.get("adapter") else "no adapter"
 
 
 def family(directory: Path) -> str:

@@ -19,6 +19,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import BaseStreamer
 
 from specctl import kernels, threads
+from specctl.decoding.models import target_adapter
 from specctl.decoding.models.loading import Spread, load_model
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
@@ -152,6 +153,8 @@ def load_generator(
         trust_remote_code=recipe.trust_remote_code,
         spread=Spread.of(recipe.device_map, recipe.max_memory),
     )
+    if recipe.adapter is not None:
+        model = target_adapter.merge(model, recipe.adapter, recipe.name)
     return TransformersBaseline(model, target, sampling, assistants)
 
 

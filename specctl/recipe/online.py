@@ -158,6 +158,8 @@ class OnlineRecipe(DrafterStreamRecipe):
             return
         if self.asynchronous:
             raise ValueError("target_schedule and asynchronous exclude each other: the learner keeps its target")
+        if self.target.adapter is not None:
+            raise ValueError("target_schedule and target.adapter exclude each other: schedule merged targets")
         self.target = self.target.model_copy(update={"name": self.target_at(0)})
 
     def _check_pool(self) -> None:

@@ -95,6 +95,7 @@ class TargetRecipe(Section):
 
     name: Name = "builtin"
     revision: Name | None = None
+    adapter: Name | None = None  # directory of a LoRA adapter of the target (peft), merged into the weights
     dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None  # over this process's GPUs
@@ -111,6 +112,8 @@ class TargetRecipe(Section):
             raise ValueError("max_memory needs a device_map")
         if self.device_map is not None and self.tensor_parallel > 1:
             raise ValueError("device_map and tensor_parallel exclude each other: both spread the target")
+        if self.adapter is not None and self.tensor_parallel > 1:
+            raise ValueError("adapter and tensor_parallel exclude each other: save the target with the adapter merged")
         return self
 
     @property
@@ -129,8 +132,13 @@ class TargetRecipe(Section):
 
     @property
     def described(self) -> dict[str, Any]:
-        """Arguments for `load_target_text`."""
+        """Arguments for `load_config`."""
         return self.model_dump(include={"name", "revision", "trust_remote_code"})
+
+    @property
+    def text(self) -> dict[str, Any]:
+        """Arguments for `load_target_text`."""
+        return self.described | {"adapter": self.adapter}
 
 
 def label_of(prompts: str) -> str:
@@ -220,6 +228,17 @@ class CommandRecipe(Section):
 
     sliceable: ClassVar[bool] = False
     """Whether several processes can run the command together, with a target in slices."""
+
+    @model_validator(mode="after")
+    def _served_adapter(self) -> Self:
+        """Require the name of a served model with the target's adapter: engines list the model without it first."""
+        for key in ("server", "features.server"):
+            place: Any = self
+            for part in key.split("."):
+                place = getattr(place, part, None)
+            if self.target.adapter is not None and place is not None and place.urls and place.model is None:
+                raise ValueError(f"target.adapter: name the engine's model that has the adapter: {key}.model=NAME")
+        return self
 
     @model_validator(mode="after")
     def _slices(self) -> Self:

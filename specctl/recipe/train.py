@@ -335,9 +335,9 @@ class TrainRecipe(WriterRecipe):
             raise ValueError(f"{self.arch} learns from the target's responses: corpus and pretrain are for arch {free}")
         options = {key for family in FAMILIES.values() for key in family.options}
         for key in sorted(options - {*FAMILIES[self.arch].options}):
-            if getattr(self.drafter, key) not in (None, False):
+            if getattr(self.drafter, key) != DrafterRecipe.model_fields[key].default:
                 owners = listed([name for name, family in FAMILIES.items() if key in family.options])
-                raise ValueError(f"drafter.{key}: an option of {owners} heads, not of {self.arch}")
+                raise ValueError(f"drafter.{key}: an option of {owners} drafters, not of {self.arch}")
         family = FAMILIES[self.arch]
         if self.features.mode == "server" and (
             family.trainable is None or (self.resolved_objective == "ce" and family.is_lm)

@@ -36,7 +36,7 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
     family = load_family(recipe.arch)
     config = load_config(**recipe.target.described)
     target = load_target(**recipe.target.loading) if engine_only_reason(config) is None else None
-    text = target or load_target_text(**recipe.target.described)
+    text = target or load_target_text(**recipe.target.text)
     run.annotate(target=text.identity)
     corpus = load_corpus(recipe, text)
     started = time.perf_counter()

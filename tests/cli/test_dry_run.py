@@ -4,8 +4,10 @@ import json
 
 import pytest
 
+from specctl.drafters import checkpoint
 from specctl.recipe import RECIPES
 from specctl.recipe.resolve import command_of, shipped
+from tests.measuring.streams import write_head
 
 JSON = [name for name, text in shipped().items() if text.lstrip().startswith("{")]
 SCRIPTS = [name for name, text in shipped().items() if text.startswith("#!")]
@@ -176,3 +178,44 @@ def test_a_family_that_needs_the_layers_is_refused_by_name(specctl, tmp_path, dr
     done = specctl("train-drafter", *options, *dry)
     assert done.code == 2 and "lm needs the target's layers" in done.err
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.fixture
+def foreign(tmp_path, target):
+    """A head of the built-in target, and the same head as made for a target with another vocabulary."""
+    write_head(tmp_path / "own", target, "eagle3", 0)
+    write_head(tmp_path / "pool/other", target, "eagle3", 0)
+    found = checkpoint.load(tmp_path / "pool/other")
+    found.config["target"] |= {"name": "elsewhere", "vocab_hash": "0" * 16}
+    checkpoint.save(found.path, config=found.config, tensors=found.tensors, info=found.info, overwrite=True)
+    return "pool/other was made for elsewhere, but target builtin is another model"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["eval", "--drafter", "pool/other+lookup"],
+        ["eval", "--pool", "pool"],
+        ["generate", "Hi.", "--drafter", "pool/other"],
+        ["select", "--pool", "pool", "--strict"],
+        ["select", "--drafter", "lookup", "--rival", "pool/other"],
+        ["record", "table.parquet", "--pool", "pool", "--strict"],
+        ["serve", "--drafter", "pool/other"],
+        ["bench", "--drafter", "pool/other"],
+        ["online", "--init", "pool/other"],
+        ["train-drafter", "--init", "pool/other", "--lora"],
+        ["learn-from-server", "--init", "pool/other", "--server", "http://127.0.0.1:9"],
+    ],
+    ids=lambda argv: " ".join(argv[:3]),
+)
+def test_a_drafter_of_another_target_is_refused(specctl, foreign, argv):
+    done = specctl(*argv, "--dry-run")
+    assert done.code == 4 and foreign in done.err
+    places = {"pool/other": "own", "pool/other+lookup": "own+lookup", "pool": "own"}
+    specctl.ok(*(places.get(part, part) for part in argv), "--dry-run")
+
+
+def test_a_pool_leaves_out_a_drafter_of_another_target(specctl, foreign):
+    for command in ("select", "serve"):
+        done = specctl.ok(command, "--pool", "pool", "--dry-run")
+        assert f"pool/other is left out of the pool: drafter {foreign}" in done.err

@@ -264,6 +264,19 @@ def test_another_target_is_refused(changed):
     assert key in error.value.message and str(value) in error.value.message and "drafters/sql" in error.value.message
 
 
+ADAPTERS = [{}, {"adapter": "a", "adapter_weights": "01"}, {"adapter": "b", "adapter_weights": "02"}]
+
+
+@pytest.mark.parametrize("own", ADAPTERS)
+@pytest.mark.parametrize("given", ADAPTERS)
+def test_another_adapter_of_the_target_is_told(own, given, capsys):
+    config = CONFIG | {"target": CONFIG["target"] | own}
+    checkpoint.check_target(config, OtherTarget(**given), "drafters/sql")
+    names = [f"adapter {one['adapter']}" if one else "no adapter" for one in (own, given)]
+    said = f"drafters/sql was made for a target with {names[0]}, not with {names[1]}"
+    assert (said in capsys.readouterr().err) is (own != given)
+
+
 def test_a_config_without_target_is_refused(tmp_path):
     checkpoint.save(tmp_path / "d", config={"family": "lm"}, tensors={}, info={})
     with pytest.raises(CheckpointError, match="lacks"):

@@ -181,9 +181,25 @@ def test_a_config_that_fits_no_head_is_refused(target, changes, says):
 @pytest.mark.parametrize("key", ["fc_norm", "norm_before_fc", "norm_before_residual", "norm_output", "sliding_window"])
 def test_other_families_refuse_the_keys(arch, key):
     value = 64 if key == "sliding_window" else True
-    with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of eagle3[\w, ]* heads, not of {arch}"):
+    with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of eagle3[\w, ]* drafters, not of {arch}"):
         TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
     assert getattr(TrainRecipe(drafter=DrafterRecipe(**{key: value})).drafter, key) == value
+
+
+@pytest.mark.parametrize(
+    ("arch", "key", "value"),
+    [
+        *(("eagle3", key, False) for key in ("is_causal", "normed_features")),
+        *(("eagle3", key, 0) for key in ("markov_rank", "conv_kernel_size", "selector_rank")),
+        *(("dflash", key, False) for key in ("fc_norm", "norm_output")),
+        *(("eagle3", "hidden_size", 64), ("hydra", "preset", "small"), ("peagle", "base", "builtin")),
+        *(("eagle", "num_layers", 2), ("dflash", "draft_heads", 2), ("medusa", "num_layers", 2)),
+    ],
+)
+def test_a_key_without_effect_is_refused(arch, key, value):
+    """Also if its value switches something off."""
+    with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of [\w, ]* drafters, not of {arch}"):
+        TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Adapters on a shared base draft as their merged weights would."""
 
+import peft
 import pytest
 import torch
 
@@ -109,6 +110,26 @@ def test_the_base_is_found_beside_a_moved_adapter_and_never_mistaken(place, targ
     checkpoint.save(place / "base", config=other.config, tensors=tensors, info={})
     with pytest.raises(CheckpointError, match="different weights"):
         pool.load_drafter(str(place / "b"), target, DraftingRecipe())
+
+
+@pytest.mark.parametrize("modules", [None, ["q_proj", "fc"]])
+def test_peft_reads_an_adapter(place, head, target, modules):
+    """On the base's module, it makes the weights that `merge` makes."""
+    names = modules or FAMILIES["eagle3"].lora_modules
+    tensors = random_adapter(head, torch.Generator().manual_seed(5), names)
+    config = checkpoint.load(place / "a").config
+    checkpoint.save(place / "c", config=config, tensors=tensors, info={})
+    base = pool.restore_module(checkpoint.load(place / "base"))
+    before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    merged = peft.PeftModel.from_pretrained(base, place / "c").merge_and_unload().state_dict()
+    wanted = pool.merge_adapter(pool.read_checkpoint(place / "c")).tensors
+    assert merged.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(merged[name], tensor)
+        changed = name.endswith(tuple(f"{one}.weight" for one in names))
+        assert torch.equal(tensor, before[name]) is not changed, name
+    said = peft.PeftConfig.from_pretrained(place / "c")
+    assert (said.r, said.lora_alpha, said.base_model_name_or_path) == (4, 8.0, "../base")
 
 
 def test_unknown_projections_are_refused(head):

@@ -1,10 +1,8 @@
 """Medusa's files are those of its own repository."""
 
-import pytest
 import torch
 
 from specctl.drafters.medusa.drafter import FAMILY as medusa
-from specctl.errors import RecipeError
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
 
@@ -24,8 +22,3 @@ def test_it_starts_as_the_target_itself(target):
     module, states = build(target), torch.randn(3, target.hidden_size)
     for k in range(2):
         torch.testing.assert_close(module.vocabulary(k)(module.hidden(k, states)), states @ target.head_weight.T)
-
-
-def test_one_layer(target):
-    with pytest.raises(RecipeError, match="one layer"):
-        build(target, num_layers=2)

@@ -58,7 +58,7 @@ def test_held_out_prompts_are_not_in_the_store(distilled, target, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"drafter": DrafterRecipe(preset="tiny")}, {"objective": "ce"}], ids=["drafter", "objective"]
+    "changes", [{"drafter": DrafterRecipe(num_heads=2)}, {"objective": "ce"}], ids=["drafter", "objective"]
 )
 def test_what_only_a_trained_drafter_has(distilled, tmp_path, changes):
     with pytest.raises(RecipeError, match="retrieval"):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from specctl import lock
 from specctl.decoding.models.loading import builtin_path
 from specctl.drafters import checkpoint as drafters
-from specctl.drafters.pool import load_drafter
+from specctl.drafters.pool import load_drafter, merge_adapter, restore_module
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.progress import interrupts, track
 from specctl.recipe import (
@@ -363,6 +364,9 @@ def test_an_adapter_is_small_resumes_and_leaves_its_base_alone(trained, distille
     saved = drafters.load(result.drafter)
     assert saved.tensors and all(".lora_" in name for name in saved.tensors)
     assert any(tensor.any() for name, tensor in saved.tensors.items() if "lora_B" in name)
+    base = restore_module(drafters.load(place / "drafter"))
+    by_peft = peft.PeftModel.from_pretrained(base, result.drafter).merge_and_unload().state_dict()
+    torch.testing.assert_close(dict(by_peft), merge_adapter(saved).tensors)
     losses = [line["loss"] for line in metrics(tmp_path) if "loss" in line]
     assert losses[-1] < losses[0]
     assert load_drafter(result.drafter, target, DraftingRecipe()).taps

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from specctl import regular_files
-from specctl.decoding.models import gguf_file, gguf_target
+from specctl.decoding.models import gguf_file, gguf_target, target_adapter
 from specctl.decoding.models.loading import is_gguf, model_directory
 from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
@@ -19,9 +19,9 @@ BLOCK = 2**12  # bytes read in the middle of every tensor of a larger file: some
 BLOCKS = 2**10  # blocks read of a larger file without a list of tensors
 
 
-def weights_digest(name: str, revision: str | None = None) -> str | None:
-    """16 hex digits over the sizes, headers and a sample of a target's weight files, or None if there are no such
-    files.
+def weights_digest(name: str, revision: str | None = None, adapter: str | None = None) -> str | None:
+    """16 hex digits over the sizes, headers and a sample of a target's weight files, and of the files of its `adapter`.
+    None if there are no such files.
 
     File times are not used: a copy has new ones, and a file overwritten in place may keep its old one. CheckpointError
     if the files cannot be read.
@@ -32,18 +32,30 @@ def weights_digest(name: str, revision: str | None = None) -> str | None:
         else:
             directory = model_directory(name, revision)
             files = weight_files(directory) if directory is not None else []
-        digest = hashlib.sha256()
-        for path in files:
-            with regular_files.open_regular(path) as file:
-                size = os.fstat(file.fileno()).st_size
-                digest.update(f"{size}\n".encode())
-                for start, length in [(0, size)] if size <= WHOLE else _sample(path, file, size):
-                    file.seek(start)
-                    digest.update(file.read(length))
+        return _digest([*files, *(target_adapter.files(adapter) if adapter is not None else ())])
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"target {name}: its weights cannot be read: {error}", "copy the weights again"
         ) from error
+
+
+def adapter_digest(adapter: str) -> str:
+    """16 hex digits over the files of a target's adapter, like `weights_digest`. CheckpointError if there are none."""
+    try:
+        return str(_digest(target_adapter.files(adapter)))
+    except OSError as error:
+        raise CheckpointError(f"adapter {adapter} cannot be read: {error}", "copy the files again") from error
+
+
+def _digest(files: list[Path]) -> str | None:
+    digest = hashlib.sha256()
+    for path in files:
+        with regular_files.open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(f"{size}\n".encode())
+            for start, length in [(0, size)] if size <= WHOLE else _sample(path, file, size):
+                file.seek(start)
+                digest.update(file.read(length))
     return digest.hexdigest()[:16] if files else None
 
 

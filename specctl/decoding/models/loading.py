@@ -99,9 +99,10 @@ def load_config(name: str, *, revision: str | None = None, trust_remote_code: bo
     check_within_reach(name, revision)
     where = location(name)
     if Path(where).is_dir() and not (Path(where) / "config.json").is_file():
-        raise CheckpointError(
-            f"{name} is not a model directory: it has no config.json", "give the directory that contains config.json"
-        )
+        hint = "give the directory that contains config.json"
+        if (Path(where) / tensors.ADAPTER).is_file():
+            hint = f"it is an adapter: --target BASE --target-adapter {name}"
+        raise CheckpointError(f"{name} is not a model directory: it has no config.json", hint)
     try:
         config = AutoConfig.from_pretrained(where, revision=revision, trust_remote_code=trust_remote_code)
         text = config.get_text_config()

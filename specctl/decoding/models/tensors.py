@@ -162,6 +162,6 @@ def _some(names: list[str]) -> str:
 def _adapted(what: str) -> CheckpointError:
     return CheckpointError(
         f"{what}: a PEFT adapter ({ADAPTER}) is in the directory of its weights",
-        "merge it first (peft: merge_and_unload, then save_pretrained into another directory); if the weights "
-        f"already contain it, delete {ADAPTER}",
+        "move its files to a directory of their own and name that with --target-adapter; if the weights already "
+        f"contain it, delete {ADAPTER}",
     )

@@ -19,8 +19,6 @@ from specctl.drafters.feature.head import DraftHead
 from specctl.drafters.feature.layer import last_slots, select_taps
 from specctl.drafters.medusa.head import MedusaHeads
 from specctl.drafters.tree import TreeShape
-from specctl.errors import RecipeError
-from specctl.recipe import DrafterRecipe
 
 # Share of the target's tokens at each rank, measured on the built-in target (sql, 400 steps) at depth 1.
 ACCURACY = (0.5, 0.11, 0.06, 0.05, 0.04, 0.03, 0.025, 0.02, 0.02, 0.012)
@@ -72,12 +70,6 @@ class MedusaFamily(DepthFamily):
     """Medusa heads. They are stored as `K.0.` and `K.1.` instead of `blocks.K.` and `lm_head.K.`."""
 
     head, config, drafter, layers = MedusaHeads, HeadsConfig, MedusaDrafter, 1
-
-    def architecture(self, recipe: DrafterRecipe, target: Target) -> HeadsConfig:
-        shape = super().architecture(recipe, target)
-        if shape.num_layers != 1:
-            raise RecipeError("a medusa head has one layer", hint="leave drafter.num_layers out, or train hydra")
-        return shape
 
     def stored_state(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {_published(name): tensor for name, tensor in state.items()}

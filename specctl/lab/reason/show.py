@@ -103,9 +103,11 @@ def check_draft(recipe: ReasonRecipe) -> None:
 
 def steps(recipe: ReasonRecipe) -> list[str]:
     """Return the plan after the warm-up in words."""
+    from specctl.cli import checks
     from specctl.lab.reasoning.modes import LEARNING
 
     reasoning = recipe.reasoning.resolved(recipe.target.name)
+    checks.check_made_for(recipe.target, filter(None, [reasoning.drafter]))
     judge = f"the {reasoning.judge.kind} judge" if reasoning.judge.name is None else f"judge {reasoning.judge.name}"
     where = f" at {reasoning.judge.endpoint}" if reasoning.judge.endpoint else ""
     learners = [mode for mode in recipe.modes if mode in LEARNING]

@@ -38,4 +38,7 @@ def record(recipe: RecordRecipe, dry_run: bool) -> None:
 
 
 def steps(recipe: RecordRecipe, pool: list[str]) -> list[str]:
-    return [*stream_steps(recipe), f"record in {recipe.table} what {', '.join(pool)} would draft at every position"]
+    return [
+        *stream_steps(recipe, pool),
+        f"record in {recipe.table} what {', '.join(pool)} would draft at every position",
+    ]

@@ -1,0 +1,85 @@
+"""`--target-adapter`: a LoRA adapter of the target, from the data to the table, and where it does not fit."""
+
+import json
+import shutil
+
+import pytest
+
+from specctl.drafters import checkpoint
+from specctl.drafters.checkpoint import CONFIG
+from tests.decoding.test_target_adapter import write_adapter
+from tests.measuring.streams import write_head
+
+
+@pytest.fixture
+def lora(tmp_path):
+    """An adapter of the built-in target."""
+    write_adapter("builtin", tmp_path / "lora")
+    return "lora"
+
+
+def test_a_plan_refuses_what_the_run_refuses(specctl, lora, tiny_directory, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Name a colour."}) + "\n")
+    tiny = tiny_directory("llama")
+    for command in (["generate", "Hi."], ["distill", "--prompts", "prompts.jsonl"]):
+        for target, adapter in (("builtin", "nowhere"), (tiny, lora)):
+            line = [*command, "--target", target, "--target-adapter", adapter]
+            plan, run = specctl(*line, "--dry-run"), specctl(*line)
+            assert plan.code == run.code == 4
+            assert plan.err.splitlines()[-1] == run.err.splitlines()[-1]
+            assert "adapter" in plan.err
+    specctl.ok("distill", "--prompts", "prompts.jsonl", "--target-adapter", lora, "--dry-run")
+
+
+def test_doctor_reads_one_without_weights(specctl, lora, tiny_directory):
+    found = specctl("doctor", "--target-adapter", lora, "--json").json["findings"]
+    assert next(one for one in found if one["what"] == "adapter lora")["state"] == "ok"
+    done = specctl("doctor", "--target", tiny_directory("llama"), "--target-adapter", lora, "--json")
+    wrong = next(one for one in done.json["findings"] if one["what"] == "adapter lora")
+    assert done.code == 4 and wrong["state"] == "missing" and "has a matrix of shape [4, 256]" in wrong["value"]
+
+
+def test_an_adapter_given_as_the_target_is_told_how(specctl, lora):
+    assert "--target BASE --target-adapter" in specctl("generate", "Hi.", "--target", f"./{lora}", "--dry-run").err
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["distill", "--server", "http://127.0.0.1:9"], "server.model=NAME"),
+        (["train-drafter", "--features-from", "http://127.0.0.1:9"], "features.server.model=NAME"),
+        (["online", "target_schedule=builtin:3,other:3"], "exclude each other"),
+        (["generate", "Hi.", "target.tensor_parallel=2"], "exclude each other"),
+    ],
+)
+def test_contradictions_are_refused(specctl, lora, argv, says):
+    done = specctl(*argv, "--target-adapter", lora, "--dry-run")
+    assert done.code == 2 and says in done.err
+
+
+def test_texts_with_an_adapter(specctl, lora, target, tmp_path):
+    """Lossless with a head of the target without it, and equal to the text of transformers and peft."""
+    write_head(tmp_path / "head", target, "eagle3", 0)
+    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Name a colour."}) + "\n")
+    line = ["--target-adapter", lora, "--dtype", "fp32", "--max-new-tokens", "12"]
+    done = specctl.ok("generate", "Name a colour.", *line, "--drafter", "head+lookup", "--json")
+    assert done.json["identical"]
+    assert done.json["text"] != specctl.ok("generate", "Name a colour.", *line[2:], "--json").json["text"]
+    assert "head was made for a target with no adapter, not with adapter lora" in done.err
+    table = specctl.ok("eval", "--prompts", "prompts.jsonl", *line, "--drafter", "head", "--json").json
+    for name in ("lossless", "lossless_transformers"):
+        assert table[name]["sequences"] and not table[name]["mismatches"]
+
+
+def test_data_and_drafters_name_it(specctl, lora, tmp_path):
+    (tmp_path / "sql.jsonl").write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(4)))
+    line = ["--prompts", "sql.jsonl", "--target-adapter", lora, "--dtype", "fp32"]
+    specctl.ok("distill", *line, "--max-new-tokens", "8")
+    specctl.ok("train-drafter", "--arch", "retrieval", "--domain", "sql", *line[2:])
+    named = checkpoint.read_json(tmp_path / "drafters/sql-retrieval" / CONFIG)["target"]
+    assert named["adapter"] == lora and named["adapter_weights"]
+    assert "with `builtin` and its adapter `lora`." in (tmp_path / "drafters/sql-retrieval/README.md").read_text()
+    plan = ["train-drafter", "--domain", "sql", "--dry-run"]
+    assert "was written with adapter lora, not with no adapter" in specctl.ok(*plan).err
+    shutil.copytree(tmp_path / "lora", tmp_path / "moved")
+    assert "was written with" not in specctl.ok(*plan, "--target-adapter", "moved").err

@@ -1,0 +1,210 @@
+"""LoRA adapters of a target: the text is that of peft's merged model, and what does not fit is refused by name."""
+
+import json
+import shutil
+
+import gguf
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specctl.decoding.models import target_adapter
+from specctl.decoding.models.identity import weights_digest
+from specctl.decoding.models.loading import DTYPES, load_config, load_model, load_tokenizer
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.decoding.target_text import load_target_text
+from specctl.drafters.text.lookup import Lookup
+from specctl.errors import CheckpointError
+from specctl.recipe import TargetRecipe
+from tests.conftest import SIZES, write_tiny
+from tests.toys.decoding import decode
+from tests.toys.gguf import write
+
+CPU = torch.device("cpu")
+PROMPT = [(37 * place) % 500 + 10 for place in range(24)]
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+
+
+def plain_model(base, dtype=torch.float32):
+    return load_model(base, device=CPU, dtype=dtype)
+
+
+def write_adapter(base, place, **settings):
+    """An adapter of a target with random matrices, not small, in the directory `place`."""
+    torch.manual_seed(1)
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "task_type": "CAUSAL_LM"} | settings
+    model = peft.get_peft_model(plain_model(base), peft.LoraConfig(**settings))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.3 * torch.randn_like(parameter)
+    model.save_pretrained(place)
+    return str(place)
+
+
+def merged_by_peft(base, adapter, dtype=torch.float32):
+    return peft.PeftModel.from_pretrained(plain_model(base, dtype), adapter).merge_and_unload()
+
+
+@pytest.fixture
+def base(tiny_directory):
+    return tiny_directory("llama")
+
+
+@pytest.fixture
+def lora(base, tmp_path):
+    return write_adapter(base, tmp_path / "lora")
+
+
+ADAPTERS = {
+    "lora": ("llama", {}),
+    "every linear layer": ("llama-bias-tied", {"target_modules": "all-linear", "bias": "lora_only"}),
+    "dora": ("qwen3", {"use_dora": True}),
+    "ranks by layer": ("qwen2", {"use_rslora": True, "rank_pattern": {"q_proj": 2}, "alpha_pattern": {"v_proj": 3}}),
+    "one layer": ("mistral-window", {"layers_to_transform": [1]}),
+    "a whole head": ("qwen2", {"modules_to_save": ["lm_head"]}),
+    "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "on transformers' forward": ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
+    "caps and windows": ("gemma2", {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's about its own files
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_the_text_is_that_of_peft(tiny_directory, tmp_path, name):
+    architecture, settings = ADAPTERS[name]
+    base = tiny_directory(architecture)
+    adapter = write_adapter(base, tmp_path / "adapter", **settings)
+    merged = merged_by_peft(base, adapter)
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 3, "pad_token_id": 0}
+    wanted = merged.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
+    target = load_target(base, device="cpu", dtype="fp32", adapter=adapter)
+    with torch.no_grad():
+        logits = merged(torch.tensor([PROMPT])).logits[0, -1]
+        before = plain_model(base)(torch.tensor([PROMPT])).logits[0, -1]
+    own = target.prefill([PROMPT], target.new_cache(1, 32))[0][0]
+    torch.testing.assert_close(own, logits, atol=1e-4, rtol=1e-4)
+    assert (own - before).abs().max() > 0.1
+    for drafter in (None, Lookup()):
+        asked = {"sampling": GREEDY, "max_new_tokens": 16, "seeds": [0], "drafter": drafter}
+        assert decode(target, [PROMPT], **asked)[0].output_ids == wanted
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_it_runs_as_the_merged_weights_in_a_file(tmp_path, dtype):
+    """In bf16, a CPU with AVX512-BF16 runs the C++ step."""
+    lora = write_adapter("builtin", tmp_path / "lora")
+    merged_by_peft("builtin", lora, DTYPES[dtype]).save_pretrained(tmp_path / "m")
+    load_tokenizer("builtin").save_pretrained(tmp_path / "m")
+    asked = {"sampling": GREEDY, "max_new_tokens": 16, "seeds": [0]}
+    merged = load_target(str(tmp_path / "m"), device="cpu", dtype=dtype)
+    adapted = load_target("builtin", device="cpu", dtype=dtype, adapter=lora)
+    texts = [decode(target, [PROMPT], **asked)[0].output_ids for target in (merged, adapted)]
+    assert texts[0] == texts[1]
+    assert merged.model.native == adapted.model.native
+
+
+def test_a_gguf_file_takes_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    file = str(tmp_path / "m.gguf")
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96}  # of whole blocks
+    write(write_tiny(tmp_path / "m", "LlamaConfig", sizes), tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
+    adapter = write_adapter(file, tmp_path / "lora")
+    merged = merged_by_peft(file, adapter)
+    options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": 3, "pad_token_id": 0}
+    wanted = merged.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
+    target = load_target(file, device="cpu", dtype="fp32", adapter=adapter)
+    asked = {"sampling": GREEDY, "max_new_tokens": 16, "seeds": [0]}
+    assert decode(target, [PROMPT], **asked)[0].output_ids == wanted
+
+
+def test_the_identity_names_it(base, lora, tmp_path):
+    """So that features, resumed runs and drafters of another adapter are noticed."""
+    other = shutil.copytree(lora, tmp_path / "other")
+    tensors = load_file(other / "adapter_model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "adapter_model.safetensors")
+    plain, first, second = (load_target_text(base, adapter=one) for one in (None, lora, str(other)))
+    assert len({one.identity["weights"] for one in (plain, first, second)}) == 3
+    assert first.identity["adapter"] == lora and "adapter" not in plain.identity
+    assert first.identity["adapter_weights"] != second.identity["adapter_weights"]
+    assert load_target(base, device="cpu", dtype="fp32", adapter=lora).identity == first.identity
+    moved = shutil.copytree(lora, tmp_path / "moved")
+    assert weights_digest(base, None, str(moved)) == first.identity["weights"]
+
+
+def test_a_target_without_layers_takes_one_of_its_layers(base, lora, tmp_path):
+    ends = load_target(base, device="cpu", dtype="fp32", adapter=lora, whole=False)
+    assert torch.equal(ends.head_weight, load_target(base, device="cpu", dtype="fp32").head_weight)
+    outer = write_adapter(base, tmp_path / "outer", modules_to_save=["lm_head"])
+    with pytest.raises(CheckpointError, match=r"outer changes lm_head of target .* without its layers"):
+        load_target(base, device="cpu", dtype="fp32", adapter=outer, whole=False)
+
+
+def changed(lora, place, **settings):
+    """A copy of an adapter with other settings."""
+    shutil.copytree(lora, place)
+    said = json.loads((place / "adapter_config.json").read_text())
+    (place / "adapter_config.json").write_text(json.dumps(said | settings))
+    return place
+
+
+def test_what_is_no_adapter_of_the_target_is_refused(base, lora, tiny_directory, tmp_path):
+    """Before weights are read, and when they are loaded."""
+    deeper = write_adapter(tiny_directory("llama"), tmp_path / "deeper")
+    tensors = load_file(f"{deeper}/adapter_model.safetensors")
+    more = {name.replace("layers.0", "layers.7"): one.clone() for name, one in tensors.items() if "layers.0" in name}
+    save_file(tensors | more, f"{deeper}/adapter_model.safetensors")
+    fewer = shutil.copytree(lora, tmp_path / "fewer")
+    kept = {name: tensor for name, tensor in tensors.items() if "layers.1.self_attn.q_proj.lora_B" not in name}
+    save_file(kept, fewer / "adapter_model.safetensors")
+    wide = write_adapter("builtin", tmp_path / "wide")
+    (tmp_path / "empty").mkdir()
+    cut = shutil.copytree(lora, tmp_path / "cut")
+    (cut / "adapter_model.safetensors").write_bytes((cut / "adapter_model.safetensors").read_bytes()[:100])
+    weightless = shutil.copytree(lora, tmp_path / "weightless")
+    (weightless / "adapter_model.safetensors").unlink()
+    text = shutil.copytree(lora, tmp_path / "text")
+    (text / "adapter_config.json").write_text("[]")
+    for adapter, says in {
+        "nowhere": "adapter directory nowhere does not exist",
+        tmp_path / "empty": "is not an adapter directory: it has no adapter_config.json",
+        weightless: "has no adapter_model.safetensors",
+        text: "adapter_config.json cannot be read",
+        cut: "adapter_model.safetensors cannot be read",
+        changed(lora, tmp_path / "prompt", peft_type="PROMPT_TUNING"): "is of peft type 'PROMPT_TUNING', not 'LORA'",
+        changed(lora, tmp_path / "ia3", peft_type="IA3"): "is of peft type 'IA3', not 'LORA'",
+        changed(lora, tmp_path / "modules", target_modules=["query"]): "Target modules {'query'} not found",
+        changed(lora, tmp_path / "rank", r=8): r"q_proj has a matrix of shape [4, 48], but the target needs [8, 48]",
+        changed(
+            lora, tmp_path / "less", target_modules=["q_proj"]
+        ): "v_proj, but the target has none, or adapter_config.json does not name",
+        wide: "layers.0.self_attn.q_proj has a matrix of shape [4, 256], but the target needs [4, 48]",
+        deeper: "it changes model.layers.7.",
+        fewer: "adapter_model.safetensors lacks the weights of model.layers.1.self_attn.q_proj",
+    }.items():
+        for load in (load_target_text, load_target):
+            with pytest.raises(CheckpointError) as error:
+                load(base, adapter=str(adapter))
+            assert says in error.value.message, error.value.message
+            assert str(adapter) in error.value.message and "\n" not in error.value.message
+
+
+def test_damaged_weights_are_refused(base, lora):
+    tensors = load_file(f"{lora}/adapter_model.safetensors")
+    next(iter(tensors.values()))[0] = torch.nan
+    save_file(tensors, f"{lora}/adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="values that are not finite"):
+        load_target(base, device="cpu", dtype="fp32", adapter=lora)
+
+
+def test_a_quantized_target_is_refused(base, lora):
+    config = load_config(base)
+    config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(CheckpointError, match="is quantized"):
+        target_adapter.check(lora, base, config)
+
+
+def test_slices_have_none():
+    with pytest.raises(ValueError, match="adapter and tensor_parallel exclude each other"):
+        TargetRecipe(adapter="lora", tensor_parallel=2)
