@@ -47,7 +47,8 @@ def open_prompts(name: str) -> IO[bytes]:
             return regular_files.open_regular(name)
         return _stream(name)
     except OSError as error:
-        raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint=f"expected {EXPECTED}") from error
+        hint = None if isinstance(error, PermissionError) else f"expected {EXPECTED}"
+        raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint) from error
 
 
 def _stdin() -> IO[bytes]:
