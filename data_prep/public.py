@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 from ..errors import DataError, brief
 from .domain import SPLITS, Domain, PublicSet
+
+HUB_S = 5.0  # seconds to wait for a connection to the hub
 
 
 def load_public(domain: Domain, split: str = "train", limit: int | None = None) -> Iterator[str]:
@@ -53,11 +58,35 @@ def load_rows(
     """
     from datasets import load_dataset
 
-    with _naming(id, hint):
+    with _naming(id, hint), _offline_if_unreachable():
         found = load_dataset(id, config, split=split, **where)
         if split is None:
             found = found["test"] if "test" in found else next(iter(found.values()), ())
     return _rows(found, id, hint)
+
+
+@contextmanager
+def _offline_if_unreachable() -> Iterator[None]:
+    """Load only from the cache if the hub cannot be reached: `huggingface_hub` would retry for half a minute, and print
+    every try. With a proxy, this is not checked."""
+    import datasets.config
+    from huggingface_hub import constants
+
+    hub = urlsplit(constants.ENDPOINT)
+    try:
+        if not constants.HF_HUB_OFFLINE and hub.scheme not in getproxies():
+            socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_S).close()
+    except OSError as error:
+        before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        try:
+            yield
+        except ConnectionError:
+            raise ConnectionError(f"{hub.hostname} cannot be reached ({error.strerror or error})") from None
+        finally:
+            constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE = before
+    else:
+        yield
 
 
 def _rows(found: Iterable[Mapping[str, Any]], id: str, hint: str) -> Iterator[Mapping[str, Any]]:

@@ -20,12 +20,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from specctl import processes, threads
+from specctl.errors import Interrupted
+from specctl.progress import RESTART, RESUME, interrupts
 from specctl.recipe import (
     RECIPES,
     CommandRecipe,
     ConverterRecipe,
     EvalRecipe,
     PoolRecipe,
+    ResumableRecipe,
+    RunRecipe,
     TrainRecipe,
     WriterRecipe,
     aliases,
@@ -172,12 +176,27 @@ def _execute(command: str, recipe: CommandRecipe, place: Path | None = None) -> 
     # For these recipes output_dir is the product (data, a drafter); for the others it is the run directory.
     run = Run.create(command, recipe, place or (None if isinstance(recipe, makers) else recipe.output_dir))
     place = getattr(recipe, "output", run.dir)
-    with path_in_errors(place), threads.command_threads(recipe.resources.threads), run.held():
-        result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
-        document = run.result(dataclasses.asdict(result))
-        if "matrix" in document:
-            write_matrix(document, run.dir)
+    try:
+        with path_in_errors(place), threads.command_threads(recipe.resources.threads), run.held():
+            result = pkgutil.resolve_name(FUNCTIONS[command])(recipe, run)
+            document = run.result(dataclasses.asdict(result))
+            if "matrix" in document:
+                write_matrix(document, run.dir)
+    except KeyboardInterrupt:
+        interrupts.advice = _how_to_continue(recipe, run)
+        raise
+    except Interrupted as stop:
+        if stop.hint == RESUME:  # otherwise the command has said more
+            stop.hint = _how_to_continue(recipe, run)
+        raise
     return result, document
+
+
+def _how_to_continue(recipe: CommandRecipe, run: Run) -> str:
+    """Hint for a command that a signal stopped."""
+    if not isinstance(recipe, ResumableRecipe):
+        return RESTART
+    return f"{RESUME} --output-dir {run.dir}" if isinstance(recipe, RunRecipe) else RESUME
 
 
 def _execute_sliced(command: str, recipe: CommandRecipe) -> tuple[Any, dict[str, Any]]:

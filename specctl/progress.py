@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.progress import Task
 
 LINE_EVERY_S = 30.0
+RESUME, RESTART = "continue with --resume", "start the command again"
 
 _quiet = False
 _last_line = time.monotonic()  # shared by all bars, so that many short stages do not flood a log
@@ -170,6 +171,7 @@ class Interrupts:
     def __init__(self) -> None:
         self._signal: int | None = None
         self._ctrl_c = self._early = False
+        self.advice = RESTART  # hint for a command that Ctrl-C has stopped
 
     def exit_on_signal(self) -> None:
         """End the process at once on a signal, while no work has begun. Call once, first, in the main thread."""
@@ -187,7 +189,7 @@ class Interrupts:
         if self._ctrl_c:
             return KeyboardInterrupt("stopped by SIGINT")
         if self._early and self._signal is not None:
-            return self._interrupted("start the command again")
+            return self._interrupted(RESTART)
         return error
 
     def remember_signals(self) -> None:
@@ -210,7 +212,7 @@ class Interrupts:
     def check(self) -> None:
         """Raise `Interrupted` (exit code 75) once a signal arrived."""
         if self.requested():
-            raise self._interrupted("continue with --resume")
+            raise self._interrupted(RESUME)
 
     def reset(self) -> None:
         """Forget the signal (for a process that goes on to other work)."""
@@ -222,7 +224,7 @@ class Interrupts:
 
     def _leave(self, number: int, frame: FrameType | None) -> None:
         self._signal = number
-        raise self._interrupted("start the command again")
+        raise self._interrupted(RESTART)
 
     def _stop(self, number: int, frame: FrameType | None) -> None:
         self._ctrl_c = True

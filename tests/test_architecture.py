@@ -203,6 +203,7 @@ LOOKED_AT = {
     "head_directory._names",
     "head_directory._tensors",
     "layouts.find",
+    "line_streams._parquet",
     "records.read_records",
 }
 LOOKED_AT |= {"replaced_tensors._exchange"}

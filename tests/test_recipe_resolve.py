@@ -28,6 +28,7 @@ from specctl.recipe import (
     command_for,
     yaml_file,
 )
+from specctl.recipe import resolve as resolve_module
 from specctl.recipe.resolve import ENV_SIZES, ENV_SWITCHES, Setting, command_of, resolve
 from specctl.subcommands import SUBCOMMANDS
 
@@ -151,7 +152,7 @@ def test_a_recipe_is_bounded_whatever_its_aliases_stand_for(tmp_path, text, says
         ("target.chat_template_kwargs.x=" + "9" * 4000, "an integer beyond 64 bits"),
         ("target.name" + ".x" * 3000 + "=1", "has no sub-keys"),
         ("." * 3000 + "=1", "unknown key"),
-        ("target.device=" + "x" * 100_000, "should match pattern"),
+        ("target.device=" + "x" * 100_000, "should be auto, cpu, cuda or cuda:N"),
         ("target.dtype=" + "x" * 100_000, "should be 'auto'"),
     ],
     ids=lambda text: text[:40],
@@ -159,6 +160,13 @@ def test_a_recipe_is_bounded_whatever_its_aliases_stand_for(tmp_path, text, says
 def test_an_override_is_bounded_and_echoed_in_part(override, says):
     (line,) = problems("generate", overrides=[override])
     assert says in line and len(line) < 900
+
+
+def test_every_pattern_has_words():
+    """`--device gpu` was answered with a regular expression."""
+    sources = Path(resolve_module.__file__).parent.glob("*.py")
+    found = {match for source in sources for match in re.findall(r'Field\(pattern=r"(.*?)"\)', source.read_text())}
+    assert found == set(resolve_module.FORMS)
 
 
 @pytest.mark.parametrize("content", ["9" * 5000, '{"a":' * 100_000], ids=["digits", "deep"])

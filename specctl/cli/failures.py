@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from urllib.parse import urlsplit
 
 from specctl.errors import SpecctlError, brief
+from specctl.progress import interrupts
 from specctl.redaction import redacted
 from specctl.subcommands import SUBCOMMANDS
 
@@ -55,7 +56,7 @@ def _explain(error: BaseException, command: str | None) -> Failure:
     if isinstance(error, SpecctlError):
         return Failure(type(error).__name__, error.message, error.hint, error.exit_code)
     if isinstance(error, KeyboardInterrupt):
-        return Failure("Interrupted", "stopped by SIGINT", "commands with --resume can continue", 130)
+        return Failure("Interrupted", "stopped by SIGINT", interrupts.advice, 130)
     if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # Typer's error: the command line is wrong
         message = error.format_message().rstrip(".") or "the command is missing"  # without a message, help was shown
         return Failure("UsageError", message, _usage_hint(error, command), error.exit_code)

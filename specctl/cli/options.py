@@ -89,7 +89,7 @@ FLAGS: dict[str, Flag] = {
     "prompts": Flag(
         ("data.prompts",),
         str,
-        "JSONL file with prompt, messages or turns, {domain} in its name; - for stdin; hub:ID[:CONFIG] for a data set.",
+        "JSONL, CSV, Parquet or text file, {domain} in its name; - for stdin; hub:ID[:CONFIG] for a data set.",
         metavar="FILE",
     ),
     "from_log": Flag(

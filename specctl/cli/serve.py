@@ -138,7 +138,7 @@ def certain(document: dict[str, Any]) -> list[str]:
     if document["at_least"] is None:
         return []
     least = document["speed_at_least"]
-    return ["× plain: no bound yet" if least is None else f"× plain: at least {least:.2f}", document["at_least"]]
+    return ["× plain: no bound yet"] if least is None else [f"× plain: at least {least:.2f}", document["at_least"]]
 
 
 def learnt(learning: dict[str, Any] | None) -> list[str]:

@@ -56,11 +56,12 @@ def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, Di
             api.execute("distill", missing)
         for one in first:
             api.execute("train-drafter", one)
-    except Interrupted as stop:
-        place = recipe.output_dir or "DIR"
-        raise Interrupted(
-            f"{stop.message} during the warm-up", f"continue with --resume --output-dir {place}"
-        ) from None
+    except (Interrupted, KeyboardInterrupt) as stop:
+        hint = f"{progress.RESUME} --output-dir {recipe.output_dir or 'DIR'}"
+        if isinstance(stop, KeyboardInterrupt):
+            progress.interrupts.advice = hint
+            raise
+        raise Interrupted(f"{stop.message} during the warm-up", hint) from None
 
 
 def warm_up_steps(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> list[str]:

@@ -34,6 +34,7 @@ from specctl.distillation.result import DistillResult, default_output, label
 from specctl.distillation.select_prompts import LeftOut, prepare
 from specctl.distillation.store import ShardLayout, ShardWriter, check_free
 from specctl.engines.records import GenerationRequest, Refusal
+from specctl.errors import Interrupted
 from specctl.recipe import DistillRecipe
 from specctl.runs import Run
 
@@ -285,8 +286,11 @@ def _decoded(
             Request(job.prompt_ids, Sampling(job.temperature, top_k, top_p), job.max_new_tokens, job.seed)
             for job in window
         ]
-        for decoded in stream(engine, requests):
-            yield start + decoded.index, Response(decoded.output_ids, decoded.stop)
+        try:
+            for decoded in stream(engine, requests):
+                yield start + decoded.index, Response(decoded.output_ids, decoded.stop)
+        except Interrupted:  # `_generate` stores the finished texts and stops
+            return
 
 
 def _served(

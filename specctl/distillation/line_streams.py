@@ -1,5 +1,9 @@
-"""Lines of JSON from a file, a pipe or stdin: opened without waiting, read in bounded memory, parsed with a reason."""
+"""Lines of JSON from a file, a pipe or stdin: opened without waiting, read in bounded memory, parsed with a reason.
 
+Rows of other formats (.txt, .csv, .tsv, .parquet) become such lines.
+"""
+
+import csv
 import errno
 import io
 import json
@@ -7,16 +11,31 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import IO, Any
 
 from specctl import progress, regular_files
 from specctl.distillation.rejections import EXPECTED
-from specctl.errors import DataError
+from specctl.errors import DataError, brief
 
 MAX_LINE_BYTES = 8 << 20  # traces of agents have a few MiB
 POLL_S = 0.2  # seconds that a signal may wait while stdin is silent
 ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a separate line"
+
+
+def json_lines(name: str) -> Iterator[tuple[str, bytes | None]]:
+    """The rows of a file and their places, as lines of JSON; None is a line that was too long. Blank lines are left
+    out.
+
+    A line of a .txt file is a prompt, unless it is a JSON object. A row of a .csv, .tsv or .parquet file is an object
+    of its cells, without the empty ones. DataError if the file cannot be read.
+    """
+    label = "<stdin>" if name == "-" else name
+    with open_prompts(name) as file:
+        for number, line in enumerate(READERS.get(Path(name).suffix.lower(), lines)(file), 1):
+            if line is None or line.strip():
+                yield f"{label}:{number}", line
 
 
 def open_prompts(name: str) -> IO[bytes]:
@@ -28,7 +47,8 @@ def open_prompts(name: str) -> IO[bytes]:
             return regular_files.open_regular(name)
         return _stream(name)
     except OSError as error:
-        raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint=f"expected {EXPECTED}") from error
+        hint = None if isinstance(error, PermissionError) else f"expected {EXPECTED}"
+        raise DataError(f"cannot read prompts from {name}: {error.strerror}", hint) from error
 
 
 def _stdin() -> IO[bytes]:
@@ -80,6 +100,56 @@ def lines(file: IO[bytes]) -> Iterator[bytes | None]:
         while line and not line.endswith(b"\n"):
             line = file.readline(MAX_LINE_BYTES)
         yield None
+
+
+def _texts(file: IO[bytes]) -> Iterator[bytes | None]:
+    for line in lines(file):
+        try:
+            text = (line or b"").decode("utf-8-sig").strip()
+        except UnicodeDecodeError:
+            text = ""  # `json_object` says what is wrong with the line
+        yield _row({"prompt": text}) if text and not text.startswith("{") else line
+
+
+def _table(file: IO[bytes]) -> Iterator[bytes]:
+    """Rows of a CSV file. Its header tells whether commas, semicolons or tabs separate the cells."""
+    csv.field_size_limit(MAX_LINE_BYTES)
+    text = io.TextIOWrapper(file, "utf-8-sig", newline="")
+    try:
+        header = text.readline()
+        separator = max(",;\t", key=header.count)
+        names = next(csv.reader([header], delimiter=separator), [])
+        yield from map(_row, csv.DictReader(text, names, delimiter=separator))
+    except UnicodeDecodeError:
+        hint = "convert it, such as `iconv -f WINDOWS-1252 -t UTF-8`"
+        raise DataError(f"cannot read {file.name} as CSV: not UTF-8", hint=hint) from None
+    except csv.Error as error:
+        raise DataError(f"cannot read {file.name} as CSV: {error}", hint="close its quotes, or write JSONL") from None
+
+
+def _parquet(file: IO[bytes]) -> Iterator[bytes]:
+    import pyarrow.parquet
+
+    try:
+        for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256):
+            yield from map(_row, batch.to_pylist())
+    except (ValueError, OSError) as error:
+        raise DataError(f"cannot read {file.name} as Parquet: {brief(str(error), 200)}") from None
+
+
+def _row(cells: Mapping[Any, Any]) -> bytes:
+    return json.dumps(
+        {name: cell for name, cell in cells.items() if name and cell not in (None, "")}, default=str
+    ).encode()
+
+
+READERS: dict[str, Callable[[IO[bytes]], Iterator[bytes | None]]] = {
+    ".txt": _texts,
+    ".csv": _table,
+    ".tsv": _table,
+    ".parquet": _parquet,
+}
+"""Readers of other formats than JSONL, by the end of a file's name."""
 
 
 def json_object(line: bytes | None) -> dict[str, Any]:

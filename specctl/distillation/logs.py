@@ -21,8 +21,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from specctl.decoding.target_text import TargetText
+from specctl.distillation.line_streams import json_lines
 from specctl.distillation.line_streams import json_object as parsed
-from specctl.distillation.line_streams import lines, open_prompts
 from specctl.distillation.messages import (
     ChatMessage,
     ContextExceeded,
@@ -37,7 +37,7 @@ from specctl.distillation.messages import (
 )
 from specctl.distillation.prompt_rows import ends_with_question
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.traces import conversation_of
+from specctl.distillation.traces import conversation_of, dialogue, keys_of
 from specctl.engines import sglang, vllm
 from specctl.engines.records import GenerationRequest, GenerationResult, MalformedResponse
 from specctl.errors import ChatTemplateError
@@ -110,32 +110,26 @@ def turns(row: dict[str, Any]) -> list[LoggedTurn]:
         return [_turn_from_exchange(_body(row, "request"), _body(row, "response"))]
     if (conversation := conversation_of(row)) is not None:
         return _turns(conversation)
-    if "instruction" in row:
-        question = "\n\n".join(str(row[key]) for key in ("instruction", "input") if row.get(key))
-        return _turns(conversation_with(row, _dialogue(question, row.get("output"))))
     if "prompt" in row:
         answer = row.get("response", row.get("completion"))
-        return _turns(conversation_with(row, _dialogue(row["prompt"], answer)))
-    raise ValueError("has none of `response`, `messages`, `conversations`, `instruction`, `prompt`")
+        return _turns(conversation_with(row, dialogue(row["prompt"], answer)))
+    raise ValueError(
+        f"has none of `response`, `messages`, `conversations`, `instruction`, `prompt`, but {keys_of(row)}"
+    )
 
 
 def read(file: str, rejections: Rejections) -> Iterator[tuple[str, LoggedTurn]]:
     """Yield the turns of a file with their places, line by line. Lines without a turn go to `rejections`."""
-    label = "<stdin>" if file == "-" else file
-    with open_prompts(file) as opened:
-        for number, line in enumerate(lines(opened), 1):
-            if line is not None and not line.strip():
-                continue
-            where = f"{label}:{number}"
-            rejections.seen += 1
-            try:
-                found = turns(parsed(line))
-            except ValueError as error:
-                rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
-                continue
-            rejections.seen += len(found) - 1  # every turn may be rejected
-            for turn in found:
-                yield where, turn
+    for where, line in json_lines(file):
+        rejections.seen += 1
+        try:
+            found = turns(parsed(line))
+        except ValueError as error:
+            rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
+            continue
+        rejections.seen += len(found) - 1  # every turn may be rejected
+        for turn in found:
+            yield where, turn
 
 
 def record(turn: LoggedTurn, domain: str, target: TargetText, options: dict[str, Any]) -> dict[str, Any]:
@@ -381,10 +375,6 @@ def _turns(whole: Conversation) -> list[LoggedTurn]:
         _turn(whole.before(place), whole.messages[place])._replace(in_trace=whole.is_trace and place > places[0])
         for place in places
     ]
-
-
-def _dialogue(question: Any, answer: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
 def _body(row: dict[str, Any], key: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from specctl.distillation.messages import (
     text_of,
 )
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.traces import conversation_of
+from specctl.distillation.traces import conversation_of, keys_of
 from specctl.errors import ChatTemplateError
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _conversation(row: Mapping[str, Any]) -> Conversation:
         return conversation_with(row, [{"role": "user", "content": row["prompt"]}])
     conversation = conversation_of(row)
     if conversation is None:
-        raise ValueError("needs either `prompt` or `messages`, or `turns`")
+        raise ValueError(f"needs `prompt`, `messages`, `turns`, `conversations` or `instruction`, but {keys_of(row)}")
     return conversation
 
 

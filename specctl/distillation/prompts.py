@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specctl import progress
-from specctl.distillation.line_streams import lines, open_prompts
+from specctl.distillation.line_streams import json_lines
 from specctl.distillation.messages import checked_messages, prompt_id
 from specctl.distillation.prompt_rows import Prompt, prompts_of_line, prompts_of_row
 from specctl.distillation.rejections import EXPECTED, Rejections
@@ -49,12 +49,12 @@ def check_files(data: DataRecipe) -> None:
     if missing:
         raise DataError(
             f"no prompts file {', '.join(missing)}",
-            hint="give a JSONL file with `prompt` or `messages`, or - for stdin",
+            hint=f"give a file with {EXPECTED}, or - for stdin",
         )
     for domain, file in files.items():
         if not Path(file).is_file():
             kind = "a directory" if Path(file).is_dir() else "a pipe or a device"
-            raise DataError(f"prompts {file} are {kind}, not a file", hint="give a JSONL file, or - for stdin")
+            raise DataError(f"prompts {file} are {kind}, not a file", hint="give a file of prompts, or - for stdin")
         _check_beginning(file, domain, data.max_rejected)
 
 
@@ -181,17 +181,12 @@ def candidates(
 
 
 def _from_file(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:
-    label = "<stdin>" if name == "-" else name
-    with open_prompts(name) as file:
-        for number, line in enumerate(lines(file), 1):
-            where = f"{label}:{number}"
-            if line is not None and not line.strip():
-                continue
-            try:
-                yield from prompts_of_line(line, domain, where, suite=suite)
-            except ValueError as error:
-                rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
-                yield None
+    for where, line in json_lines(name):
+        try:
+            yield from prompts_of_line(line, domain, where, suite=suite)
+        except ValueError as error:
+            rejections.add(where, str(error), (line or b"").decode("utf-8", "replace"))
+            yield None
 
 
 def _from_hub(name: str, domain: str, rejections: Rejections, suite: bool) -> Iterator[Prompt | None]:

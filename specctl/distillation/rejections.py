@@ -14,7 +14,7 @@ SHOWN_REASONS = 5
 HELD_BYTES = 1 << 20  # rejected lines up to this size are held in memory, more in a temporary file
 EXPECTED = (
     'one JSON object per line: {"prompt": "…"}, {"messages": [{"role": "user", "content": "…"}]} or '
-    '{"turns": ["…", "…"]}'
+    '{"turns": ["…", "…"]}; or .csv or .parquet with such columns; or .txt with one prompt per line'
 )
 
 

@@ -5,6 +5,7 @@
 {"system": "…", "conversations": […], "tools": "[…]"}            ToolACE, APIGen-MT, LLaMA-Factory
 {"conversations": [{"role": "user", "content": "…"}, …]}         SpecForge
 {"query": "…", "answers": "[{…}]", "tools": "[…]"}               xLAM
+{"instruction": "…", "input": "…", "output": "…"}                Alpaca; `context` is another name of `input` (Dolly)
 {"trajectory": [{"role": "ai", "text": "…"}, …]}                 SWE-agent trajectories; also with OpenAI's messages
 {"history": [{"role": "assistant", "content": "…"}, …]}          files *.traj of SWE-agent
 
@@ -49,9 +50,23 @@ def conversation_of(row: Mapping[str, Any]) -> Conversation | None:
     elif {"query", "answers"} <= row.keys():
         calls = {"role": "assistant", "content": None, "tool_calls": _parsed(row["answers"], "`answers`")}
         messages = [{"role": "user", "content": row["query"]}, calls]
+    elif "instruction" in row:
+        question = "\n\n".join(str(row[key]) for key in ("instruction", "input", "context") if row.get(key))
+        messages = dialogue(question, row.get("output"))
     else:
         return None
     return conversation_with(row, messages, agent=agent)
+
+
+def dialogue(question: Any, answer: Any) -> list[dict[str, Any]]:
+    """The messages of a question and its answer, without an empty answer."""
+    answered = [] if answer in (None, "") else [{"role": "assistant", "content": answer}]
+    return [{"role": "user", "content": question}, *answered]
+
+
+def keys_of(row: Mapping[str, Any]) -> str:
+    """The keys of a row in another layout, for a message."""
+    return f"has {', '.join(f'`{key:.40}`' for key in list(row)[:5]) or 'no key'}"
 
 
 def _list(row: Mapping[str, Any], key: str) -> list[Any]:

@@ -23,6 +23,8 @@ from specctl.recipe.sections import (
     DraftingRecipe,
     Gpu,
     ResourceRecipe,
+    ResumableRecipe,
+    RunRecipe,
     SamplingRecipe,
     Section,
     TargetRecipe,

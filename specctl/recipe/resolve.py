@@ -394,11 +394,22 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     return f" ({meant})" if meant else ""
 
 
+FORMS = {
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
+    r"^\d+([KMG]i?)?B$": "a size such as 60GiB",
+    r"^\w+$": "the name of an environment variable",
+    r"^\d+/[1-9]\d*$": "I/N, such as 0/4",
+}
+"""Words for the patterns of fields."""
+
+
 def _explain(error: Any, origins: dict[KeyPath, str], fallback: str) -> str:
     """Format a pydantic error as `origin: key: problem`."""
     location: KeyPath = error["loc"]
     origin = next((origins[location[:n]] for n in range(len(location), 0, -1) if location[:n] in origins), fallback)
     problem = error["msg"].removeprefix("Value error, ").removeprefix("Input ").strip()
+    if error["type"] == "string_pattern_mismatch":
+        problem = f"should be {FORMS[error['ctx']['pattern']]}"
     given = error["input"]
     got = "" if isinstance(given, dict | Section) else f" (got {brief(repr(given))})"
     near = ""

@@ -151,7 +151,8 @@ class DataRecipe(Section):
     """Source of the prompts: a file or stdin if given, the public data set on request, else the domain's generator."""
 
     domain: Annotated[Names, Field(min_length=1)] = ["sql"]  # by default the name of a prompts file
-    # JSONL file (one per domain with `{domain}` in its name), "-" for stdin, or "hub:ID[:CONFIG]" for a data set.
+    # JSONL, .csv, .parquet or .txt file (one per domain with `{domain}` in its name), "-" for stdin, or
+    # "hub:ID[:CONFIG]" for a data set.
     prompts: Name | None = None
     # unconditional: the target writes without prompts.
     source: Literal["auto", "generator", "public", "unconditional"] = "auto"

@@ -59,9 +59,10 @@ def held_out_acceptance(
 
 
 def decode_greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
-    """Decode texts greedily. Up to rounding, each is decoded as if it were alone."""
+    """Decode texts greedily. Up to rounding, each is decoded as if it were alone. A signal does not stop it: training
+    saves a checkpoint after it."""
     engine = Engine(target, Fixed.of(drafter), EngineOptions(share_rows=False))
-    return decode(engine, [Request(text, GREEDY, max_new_tokens) for text in texts])
+    return decode(engine, [Request(text, GREEDY, max_new_tokens) for text in texts], stoppable=False)
 
 
 def drafter_info(

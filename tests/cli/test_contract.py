@@ -1,6 +1,7 @@
 """Streams, exit codes, error documents: what scripts around the command rely on."""
 
 import errno
+import functools
 import io
 import json
 import os
@@ -57,6 +58,23 @@ def test_each_error_has_its_exit_code_and_one_line(specctl, library, error, code
     assert set(done.json["error"]) == {"type", "message", "hint"}
     assert [line for line in done.err.splitlines() if line.startswith("error: ")]
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("argv", "hint"),
+    [
+        (["generate", "Hello"], "start the command again"),
+        (["distill"], "continue with --resume"),
+        (["eval", "--drafter", "lookup", "--output-dir", "run"], "continue with --resume --output-dir run"),
+    ],
+)
+@pytest.mark.parametrize(
+    "error", [KeyboardInterrupt, functools.partial(errors.Interrupted, "stopped", progress.RESUME)]
+)
+def test_a_stopped_command_says_how_it_goes_on(argv, hint, error, specctl, library):
+    """Ctrl-C in `generate` named an option that it does not have, and `eval` did not name its run directory."""
+    library(argv[0], raiser(error()))
+    assert specctl(*argv, "--json").json["error"]["hint"] == hint
 
 
 class OutOfMemoryError(RuntimeError):

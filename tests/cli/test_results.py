@@ -49,3 +49,12 @@ def test_speeds_that_cannot_be_are_marked_and_explained_once(specctl, library):
     rows.pop(0)
     assert "cannot be used" not in specctl("eval", "--drafter", "lookup").out
     assert specctl("eval", "--drafter", "lookup", "--json").json["rows"][0]["unusable"] is None
+
+
+def test_a_bound_is_explained_once_there_is_one():
+    """`serve` ended with four lines on what a bound means, after a run that was too short to have one."""
+    from specctl.cli.serve import certain
+
+    document = {"at_least": "at least: holds with …", "speed_at_least": None}
+    assert certain(document) == ["× plain: no bound yet"]
+    assert certain(document | {"speed_at_least": 1.5}) == ["× plain: at least 1.50", document["at_least"]]

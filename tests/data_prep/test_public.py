@@ -1,5 +1,7 @@
 """Public data sets become prompts: local rows in the shape of the real ones, no network."""
 
+import io
+
 import datasets
 import pytest
 from specctl.data_prep import DOMAINS, get, load_public
@@ -30,6 +32,11 @@ PROMPTS = {
     "summarization": "Summarize this paper abstract in one sentence.\n\nWe study heads.\nThey work.",
     "chat": "Name a fruit.",
 }
+
+
+@pytest.fixture(autouse=True)
+def reachable(monkeypatch):
+    monkeypatch.setattr("socket.create_connection", lambda *args: io.BytesIO())
 
 
 @pytest.fixture
@@ -90,3 +97,17 @@ def test_no_network_is_a_clear_error(monkeypatch):
 def test_unknown_split():
     with pytest.raises(ValueError, match="validation"):
         load_public(get("math"), "validation")
+
+
+def test_a_hub_out_of_reach_is_said_at_once(monkeypatch, capfd):
+    """`huggingface_hub` tried six times within 30 seconds, and printed every try."""
+    from huggingface_hub import constants
+
+    def refused(*args):
+        raise ConnectionRefusedError(111, "Connection refused")
+
+    before = constants.HF_HUB_OFFLINE
+    monkeypatch.setattr("socket.create_connection", refused)
+    with pytest.raises(DataError, match=r"openai/gsm8k: .* huggingface.co cannot be reached \(Connection refused\)"):
+        load_public(get("math"))
+    assert (constants.HF_HUB_OFFLINE, capfd.readouterr().err) == (before, "")

@@ -1,5 +1,6 @@
 """What the loop gives drafters room for, and the order in which texts leave it."""
 
+import signal
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -7,10 +8,12 @@ import pytest
 import torch
 
 from specctl import threads
-from specctl.decoding import engine, row_budget
+from specctl.decoding import engine, offline, row_budget
 from specctl.decoding.records import DraftTree
 from specctl.decoding.sampling import GREEDY
-from tests.toys.decoding import decode, stream
+from specctl.errors import Interrupted
+from specctl.progress import interrupts
+from tests.toys.decoding import decode, engine_for, requests, stream
 
 
 class Room:
@@ -82,3 +85,23 @@ def test_few_threads_for_a_text_and_more_for_prompts_and_batches(target, prompts
     asked.clear()
     decode(target, [*prompts, *prompts], seeds=[0] * 6, slots=2, **options)
     assert asked[:2] == [2, len(prompts[0]) + len(prompts[1])]
+
+
+@pytest.mark.parametrize("stoppable", [True, False])
+def test_a_signal_stops_a_long_text(target, prompts, stoppable):
+    """It was noticed when the text ended, after minutes."""
+    rounds = []
+
+    def signalled(state):
+        rounds.append(state)
+        if len(rounds) == 3:
+            interrupts.handle(signal.SIGTERM)
+
+    running = engine_for(target, on_commit=signalled)
+    asked = requests(prompts[:1], sampling=GREEDY, max_new_tokens=8, seeds=[0], ends=frozenset())
+    try:
+        with pytest.raises(Interrupted) if stoppable else nullcontext():
+            offline.decode(running, asked, stoppable=stoppable)
+    finally:
+        interrupts.reset()
+    assert not running.busy and (len(rounds) == 3 if stoppable else len(rounds) > 3)

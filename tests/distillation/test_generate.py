@@ -1,6 +1,7 @@
 """`distill` as a library call: what is written does not depend on batches, shards, signals or kills."""
 
 import hashlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -132,6 +133,18 @@ def signals():
     interrupts.reset()
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_a_signal_in_a_long_text_keeps_the_finished_ones(questions, tmp_path, monkeypatch, signals):
+    def signalled(*args):
+        yield from itertools.islice(fake_stream(*args), 8)
+        interrupts.handle(signal.SIGTERM)
+        interrupts.check()
+
+    monkeypatch.setattr(generate, "stream", signalled)
+    with pytest.raises(Interrupted):
+        go(questions, tmp_path / "out", batch_size=8)
+    assert store.summary(tmp_path / "out").responses == 8
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

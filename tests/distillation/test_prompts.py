@@ -1,5 +1,7 @@
 """Prompt files as they come: what is read, what is rejected, and how that is said."""
 
+import csv
+import functools
 import gzip
 import io
 import json
@@ -9,6 +11,8 @@ import sys
 import tracemalloc
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -38,7 +42,7 @@ BAD = {
     b'{"prompt": "\\ud800"}': "surrogate",
     b'{"prompt": "\xff\xfe"}': "not UTF-8 at byte 12",
     b"\x00\x00": "not JSON",
-    b'{"question": "x"}': "needs either `prompt` or `messages`",
+    b'{"question": "x"}': "needs `prompt`, `messages`, `turns`, `conversations` or `instruction`, but has `question`",
     b'{"prompt": "x", "messages": []}': "has both",
     b'{"messages": []}': "non-empty list",
     b'{"messages": "x"}': "non-empty list",
@@ -79,6 +83,72 @@ def test_each_kind_of_bad_line_is_kept_with_its_place_and_reason(line, tmp_path)
     assert row["where"] == f"{file}:2"
     assert BAD[line] in row["reason"]
     assert len(row["text"]) <= 200
+
+
+TEXTS = ["Which planet is the largest?", 'caf\u00e9, "au lait"; two\tcups']
+ALPACA = {"instruction": "Translate.", "input": "Bonjour", "output": "Hello"}
+
+
+def csv_file(path, rows, delimiter=",", **encoding):
+    with path.open("w", newline="", **encoding) as file:
+        writer = csv.DictWriter(file, list(rows[0]), delimiter=delimiter)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def parquet_file(path, rows):
+    pq.write_table(pa.Table.from_pylist(rows), path)
+
+
+FORMATS = {
+    "p.txt": lambda path, rows: path.write_text("\ufeff" + "\r\n\r\n".join(row["prompt"] for row in rows)),
+    "lines.txt": lambda path, rows: path.write_text("".join(json.dumps(row) + "\n" for row in rows)),
+    "p.csv": csv_file,
+    "excel.csv": functools.partial(csv_file, delimiter=";", encoding="utf-8-sig"),
+    "p.tsv": functools.partial(csv_file, delimiter="\t"),
+    "p.parquet": parquet_file,
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_other_formats_have_the_same_prompts(name, tmp_path):
+    """A file of plain lines, of a spreadsheet or of a data set was refused line by line."""
+    FORMATS[name](tmp_path / name, [{"prompt": text, "license": None} for text in TEXTS])
+    read = read_prompts(data(tmp_path / name), "sql")
+    assert [prompt.messages for prompt in read] == [[{"role": "user", "content": text}] for text in TEXTS]
+    assert read[0].where.endswith(f"{name}:1") and {prompt.license for prompt in read} == {None}
+
+
+@pytest.mark.parametrize("name", ["p.csv", "p.parquet", "lines.txt"])
+def test_alpaca_and_messages_in_other_formats(name, tmp_path):
+    chat = json.dumps([{"role": "user", "content": TEXTS[1]}])
+    rows = [ALPACA | {"messages": None}, dict.fromkeys(ALPACA) | {"messages": chat}]
+    FORMATS[name](
+        tmp_path / name, [{key: cell for key, cell in row.items() if cell or name != "lines.txt"} for row in rows]
+    )
+    alpaca, other = read_prompts(data(tmp_path / name), "sql")
+    assert alpaca.messages == [{"role": "user", "content": "Translate.\n\nBonjour"}] and alpaca.reference == "Hello"
+    assert other.messages == [{"role": "user", "content": TEXTS[1]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "said"),
+    [
+        ("p.parquet", b"PAR1, or not", "as Parquet"),
+        ("p.csv", b'prompt\n"' + b"x" * (line_streams.MAX_LINE_BYTES + 9), "as CSV: field larger"),
+        ("p.csv", b"prompt\ncaf\xe9\n", "as CSV: not UTF-8"),
+        ("p.csv", b"frage,antwort\nx,y\n", "but has `frage`, `antwort`"),
+        ("p.txt", b"caf\xe9\n", "not UTF-8 at byte 3"),
+        ("p.txt", b"\x1f\x8b\x08\x00", "compressed with gzip"),
+        ("p.csv", b"", "no prompts in"),
+        ("p.txt", b"\n\n", "no prompts in"),
+    ],
+)
+def test_a_damaged_file_of_another_format_is_named(name, contents, said, tmp_path):
+    (tmp_path / name).write_bytes(contents)
+    with pytest.raises(DataError) as refused:
+        read_prompts(data(tmp_path / name), "sql")
+    assert said in str(refused.value)
 
 
 @given(st.binary(max_size=300))
