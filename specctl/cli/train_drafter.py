@@ -46,6 +46,10 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     from specctl.cli import checks
 
     check_data(recipe)
+    if recipe.features.servers is not None:
+        from specctl.training.served_features import addresses
+
+        addresses(recipe.features)
     if recipe.init == AUTO:
         recipe = with_generalist(recipe)
     if recipe.init is not None:
@@ -334,7 +338,7 @@ def _training(recipe: TrainRecipe) -> list[str]:
     what = "a LoRA adapter of" if recipe.lora.enabled else "from" if recipe.init else ""
     start = f"{what} {recipe.init} " if recipe.init else ""
     return [
-        *(_served(recipe) if recipe.features.mode == "server" else []),
+        *(_served(recipe) if recipe.features.is_served else []),
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
         *_checks(recipe),
     ]
@@ -371,8 +375,10 @@ def _served(recipe: TrainRecipe) -> list[str]:
     from specctl.training.target_outline import Outline
 
     server, where = recipe.features.server, checks.local_target(recipe.target)
-    who = ", ".join(server.urls) or "the server in features.server.urls"
-    asked = f"request the target's hidden states from {who}, {server.concurrency} texts at a time; it is not checked"
+    who = ", ".join(server.urls) or str(recipe.features.servers or "the server in features.server.urls")
+    ahead = f" and {recipe.features.ahead} ahead of the training" if recipe.features.mode == "stream" else ""
+    asked = f"request the target's hidden states from {who}, {server.concurrency} texts at a time{ahead}; "
+    asked += "it is not checked"
     if where is None:
         return [asked]
     config = load_config(where, trust_remote_code=recipe.target.trust_remote_code)

@@ -34,7 +34,7 @@ from specctl.engines.records import (
     Refusal,
 )
 from specctl.engines.responses import describe_transport_error, error_message, parse_json, parse_piece, retry_after
-from specctl.errors import CheckpointError, UsageError
+from specctl.errors import CheckpointError, SpecctlError, UsageError
 from specctl.recipe import ServerRecipe
 
 if TYPE_CHECKING:
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from specctl.formats.corpus import CorpusTexts
 
 CONNECT_S = 10.0
+JOIN_S = 60.0  # seconds in which a server that joins must have answered the questions about it
 POLL_S = 0.2  # seconds until a signal is noticed while engines are slow
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 30.0
 LOOKAHEAD = 8  # requests that may start ahead of the oldest unfinished one, per request in flight
@@ -69,6 +70,7 @@ class Client:
         self.failures = 0
         self._turn = itertools.count()
         self._vocabulary: int | None = None
+        self._target = ""
         self.probe: list[int] = []
         self._suspects: set[str] = set()  # addresses that were unreachable: check their weights before the next use
         self._pending: dict[asyncio.Task[Any], int] = {}  # requests in flight, with their positions
@@ -78,7 +80,7 @@ class Client:
         key = os.environ.get(self.recipe.api_key_env)
         self._pools = HttpPools(
             self.recipe.concurrency,
-            verify=any(url.startswith("https:") for url in self.recipe.urls),
+            verify=not self.recipe.urls or any(url.startswith("https:") for url in self.recipe.urls),
             headers={"Authorization": f"Bearer {key}"} if key else {},
             timeout=httpx.Timeout(self.recipe.timeout_s, connect=CONNECT_S),
         )
@@ -95,6 +97,11 @@ class Client:
         self._cancel(self._pending)
         self._runner.run(self._pools.aclose())
         self._runner.close()
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop of all requests. While another thread runs it, only coroutines of this class may be used."""
+        return self._runner.get_loop()
 
     def check(self, target: TargetText) -> None:
         """Check that the servers serve `target` (`compare`), and cap its context length at the servers' limits.
@@ -121,18 +128,22 @@ class Client:
 
         Raises CheckpointError.
         """
-        self._vocabulary = target.vocab_size
+        self._vocabulary, self._target = target.vocab_size, target.name
         self.probe = target.tokenizer.encode(endpoints.PROBE, add_special_tokens=False)
         for server in self.servers:
-            theirs = self._run_question(endpoints.probe_token_ids(self._pools.http, server))
-            if theirs is None:
-                progress.log(f"{server.url} has no tokenize endpoint: its vocabulary is not compared with the target's")
-            elif theirs != self.probe:
-                raise CheckpointError(
-                    f"{server.url} serves {server.model} with a different tokenizer from target {target.name}",
-                    "set --target to the served model, or to a directory with its config.json and tokenizer",
-                )
+            self._run_question(self._same_tokenizer(server))
         self._equal_weights()
+
+    async def _same_tokenizer(self, server: Endpoint) -> None:
+        """Raise CheckpointError if a server tokenizes the probe in another way than the target does."""
+        theirs = await endpoints.probe_token_ids(self._pools.http, server)
+        if theirs is None:
+            progress.log(f"{server.url} has no tokenize endpoint: its vocabulary is not compared with the target's")
+        elif theirs != self.probe:
+            raise CheckpointError(
+                f"{server.url} serves {server.model} with a different tokenizer from target {self._target}",
+                "set --target to the served model, or to a directory with its config.json and tokenizer",
+            )
 
     def compare_servers(self) -> None:
         """Check that all servers serve one model: equal name, tokenizer and weights, as far as the servers tell.
@@ -164,9 +175,13 @@ class Client:
     def _equal_weights(self) -> None:
         """Raise CheckpointError if the servers assign different log probabilities to the probe's tokens."""
         for server in self.servers:
-            server.logprobs = self._run_question(endpoints.logprobs(self._pools.http, server, self.probe))
-            if endpoints.distance(server.logprobs, self.servers[0].logprobs) > endpoints.MAX_LOGPROB_DIFFERENCE:
-                raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
+            self._run_question(self._as_the_first(server))
+
+    async def _as_the_first(self, server: Endpoint) -> None:
+        """Raise CheckpointError if a server's log probabilities of the probe differ from the first server's."""
+        server.logprobs = await endpoints.logprobs(self._pools.http, server, self.probe)
+        if endpoints.distance(server.logprobs, self.servers[0].logprobs) > endpoints.MAX_LOGPROB_DIFFERENCE:
+            raise CheckpointError(f"{server.url} and {self.servers[0].url} serve different weights")
 
     def answers(
         self, asks: Sequence[GenerationRequest], *, limit: int | None = None, timed: bool = False
@@ -177,7 +192,7 @@ class Client:
             limit: requests in flight (None = `in_flight`). If a server has fewer slots, the others wait in its queue.
             timed: stream the answers, to measure the time to the first token.
 
-        Raises EngineError if a request has failed once more than `recipe.retries` allows.
+        Raises NoResponse if a request has failed once more than `recipe.retries` allows.
         """
         limit = limit or self.in_flight
         yield from self._all(asks, lambda ask: self._complete(ask, timed), limit, LOOKAHEAD * limit)
@@ -190,26 +205,74 @@ class Client:
         Raises EngineError if a server cannot give the states, or under the conditions of `answers`.
         """
         limit = self.recipe.concurrency
-        return self._all(texts, lambda text: self._read_states(text, wanted), limit, limit)
+        return self._all(texts, lambda text: self.read_states(text, wanted), limit, limit)
 
     def check_states(self, wanted: HiddenStatesSpec) -> None:
         """Raise EngineError if a server cannot give these states, or reports a prefix cache that would hide some."""
-        if len({server.dialect.HIDDEN_STATES_NORMED for server in self.servers}) > 1:
+        for server in self.servers:
+            self._run_question(self._gives_states(server, wanted))
+
+    async def _gives_states(self, server: Endpoint, wanted: HiddenStatesSpec) -> None:
+        if server.dialect.HIDDEN_STATES_NORMED != self.servers[0].dialect.HIDDEN_STATES_NORMED:
             raise EngineError(
                 "the servers are different engines, which return different hidden states", "use servers of one engine"
             )
-        for server in self.servers:
-            if server.dialect.capture_command(wanted) is None:
-                raise EngineError(
-                    f"{server.url} is {server.facts.engine}, which cannot return hidden states {list(wanted.ids)} "
-                    "of one text",
-                    "use vLLM for it; SGLang has the last layer's, enough for eagle, hydra, medusa and lm",
-                )
-            if server.dialect.has_prefix_cache(self._run_question(endpoints.metrics(self._pools.http, server)) or ""):
-                raise EngineError(
-                    f"{server.url} has a prefix cache, so states of cached tokens may be missing",
-                    f"start it with {server.dialect.NO_PREFIX_CACHE_FLAG}",
-                )
+        if server.dialect.capture_command(wanted) is None:
+            raise EngineError(
+                f"{server.url} is {server.facts.engine}, which cannot return hidden states {list(wanted.ids)} of one "
+                "text",
+                "use vLLM for it; SGLang has the last layer's, enough for eagle, hydra, medusa and lm",
+            )
+        if server.dialect.has_prefix_cache(await endpoints.metrics(self._pools.http, server) or ""):
+            raise EngineError(
+                f"{server.url} has a prefix cache, so states of cached tokens may be missing",
+                f"start it with {server.dialect.NO_PREFIX_CACHE_FLAG}",
+            )
+
+    async def probe_states(self, server: Endpoint, wanted: HiddenStatesSpec) -> Tensor:
+        """Hidden states [tokens, layers, width] of the probe from one server.
+
+        Raises CheckpointError or EngineError if the server is not like the first server, or does not give the states.
+        """
+        await self._same_tokenizer(server)
+        await self._as_the_first(server)
+        await self._gives_states(server, wanted)
+        response, rows = await self._states_from(server, self.probe, wanted)
+        if rows is None:
+            raise self._status_error(server, response)
+        return rows
+
+    async def follow(
+        self, urls: Sequence[str], accept: Callable[[Endpoint], Coroutine[Any, Any, None]]
+    ) -> dict[str, str]:
+        """From now on, use the servers at `urls` that answer. If none does, the current servers stay.
+
+        A server that is new, or that was unreachable, is connected, and `accept` raises an error if it is unsuitable.
+
+        Returns, by address, why servers are left out.
+        """
+        known = {server.url: server for server in self.servers if server.url not in self._suspects}
+        recipe = self.recipe.model_copy(update={"wait_s": 0.0})
+
+        async def find(url: str) -> Endpoint | str:
+            if url in known:
+                return known[url]
+            try:
+                async with asyncio.timeout(JOIN_S):
+                    server = await endpoints.connect(self._pools.http, url, recipe)
+                    await accept(server)
+            except SpecctlError as error:
+                return error.message
+            except httpx.TransportError as error:
+                return f"{url} does not respond: {describe_transport_error(error)}"
+            except (MalformedResponse, TimeoutError) as error:
+                return f"{url} gives no valid answer in {JOIN_S:g} s {error}".rstrip()
+            self._suspects.discard(url)
+            return server
+
+        found = await asyncio.gather(*map(find, urls))
+        self.servers = [server for server in found if isinstance(server, Endpoint)] or self.servers
+        return {url: why for url, why in zip(urls, found, strict=True) if isinstance(why, str)}
 
     def _all(
         self, jobs: Sequence[Job], one: Callable[[Job], Coroutine[Any, Any, Result]], limit: int, ahead: int
@@ -318,7 +381,7 @@ class Client:
         try:
             return self._runner.run(question)
         except httpx.TransportError as error:
-            raise EngineError(f"a server does not respond: {describe_transport_error(error)}") from error
+            raise NoResponse(f"a server does not respond: {describe_transport_error(error)}") from error
         except MalformedResponse as error:
             raise EngineError(
                 f"a server gives an unexpected answer: {error}", "check that the URL is that of an engine"
@@ -340,18 +403,21 @@ class Client:
         answer, tries = await self._with_retries(exchange)
         return answer if isinstance(answer, Refusal) else replace(answer, tries=tries)
 
-    async def _read_states(self, text: list[int], wanted: HiddenStatesSpec) -> Tensor | Refusal:
+    async def read_states(self, text: list[int], wanted: HiddenStatesSpec) -> Tensor | Refusal:
+        """Hidden states [tokens, layers, width] of one text, on the CPU. Raises the errors of `states`."""
+        return (await self._with_retries(lambda server: self._states_from(server, text, wanted)))[0]
+
+    async def _states_from(
+        self, server: Endpoint, text: list[int], wanted: HiddenStatesSpec
+    ) -> tuple[httpx.Response, Tensor | None]:
         from specctl.engines import capture  # imports torch, which no other method needs
 
-        async def exchange(server: Endpoint) -> tuple[httpx.Response, Tensor | None]:
-            body = server.dialect.hidden_states_request(text, server.model)
-            response = await self._pools.http.post(server.url + server.dialect.GENERATE, json=body)
-            if response.status_code != 200:
-                return response, None
-            found = server.dialect.parse_hidden_states(parse_json(response), len(text))
-            return response, await capture.states(server, found, text, wanted, self.recipe.timeout_s)
-
-        return (await self._with_retries(exchange))[0]
+        body = server.dialect.hidden_states_request(text, server.model)
+        response = await self._pools.http.post(server.url + server.dialect.GENERATE, json=body)
+        if response.status_code != 200:
+            return response, None
+        found = server.dialect.parse_hidden_states(parse_json(response), len(text))
+        return response, await capture.states(server, found, text, wanted, self.recipe.timeout_s)
 
     async def _with_retries(
         self, exchange: Callable[[Endpoint], Coroutine[Any, Any, tuple[httpx.Response, Result | None]]]
@@ -391,7 +457,7 @@ class Client:
             if tried <= self.recipe.retries:
                 await asyncio.sleep(pause)
         assert failed is not None
-        raise EngineError(
+        raise NoResponse(
             f"{failed.url} failed {self.recipe.retries + 1} times in a row, most recently: {why}",
             "finished work is kept: continue with --resume, or raise server.retries or server.timeout_s",
         )

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, N
 from specctl.recipe.sections import Name, Names, PositiveFloat, Section
 
 
-def _addresses(value: object) -> object:
+def addresses(value: object) -> object:
     """Parse `http://host:8000/v1/, …` into a list of `http://host:8000`."""
     parts = [part.strip() for part in value.split(",")] if isinstance(value, str) else value
     if not isinstance(parts, list) or not all(isinstance(part, str) for part in parts):
@@ -46,7 +46,7 @@ Listen = Annotated[str, AfterValidator(_host_and_port)]
 class ServerRecipe(Section):
     """vLLM, SGLang or llama.cpp servers of the target. The API key is read from the environment and never stored."""
 
-    urls: Annotated[Names, BeforeValidator(_addresses)] = []
+    urls: Annotated[Names, BeforeValidator(addresses)] = []
     engine: Literal["auto", "vllm", "sglang", "llama.cpp"] = "auto"
     model: Name | None = None  # name of the model on the server (None = the first in its list)
     concurrency: PositiveInt = 64  # requests in flight, over all addresses

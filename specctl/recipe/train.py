@@ -100,28 +100,45 @@ class FeatureRecipe(Section):
     `auto` is `memory` if they fit into `budget_gb` per process, else `cached` if `dir` is given and has room, else
     `online`. With `server` an engine computes them, and they are kept on disk as with `cached`.
 
-    `server` can train without the target's layers, and so can `cached` if all features exist already. Acceptance is
-    then estimated from held-out responses, not measured.
+    With `stream` engines compute them while the drafter trains: at most `ahead` texts ahead, anew in every epoch, and
+    none are kept.
+
+    `server` and `stream` can train without the target's layers, and so can `cached` if all features exist already.
+    Acceptance is then estimated from held-out responses, not measured.
     """
 
-    mode: Literal["auto", "memory", "cached", "online", "server"] = "auto"
+    mode: Literal["auto", "memory", "cached", "online", "server", "stream"] = "auto"
     budget_gb: PositiveFloat = 2.0
     dir: LocalPath | None = None  # by default next to the distilled data, shared by all runs on that data
     fp8: bool = False  # on disk: one byte per number, with one scale per hidden state
     server: ServerRecipe = ServerRecipe()  # engines that compute features; with an address `auto` is `server`
+    servers: LocalPath | None = None  # stream: file with one address per line, read again as engines join and leave
+    ahead: PositiveInt = 256  # stream: most texts in flight or waiting, over all processes
     whole_target: bool | None = None  # also load the target's layers (None = if they fit in memory)
 
     @model_validator(mode="after")
     def _server_where_one_is_named(self) -> FeatureRecipe:
-        if self.server.urls and self.mode == "auto":
-            self.mode = "server"
-        if self.server.urls and self.mode != "server":
+        if self.mode == "auto" and (self.servers or self.server.urls):
+            self.mode = "stream" if self.servers else "server"
+        if self.server.urls and not self.is_served:
             raise ValueError(f"mode {self.mode} uses no server: leave out server, or mode")
+        if self.servers and self.server.urls:
+            raise ValueError("servers and server.urls both name engines: leave one of them out")
+        for key in ("servers", "ahead"):
+            if self.mode != "stream" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is for mode stream (got {self.mode})")
         if self.fp8 and self.mode not in ("server", "cached"):
             raise ValueError(f"fp8 is for features on disk: set mode to server or cached (got {self.mode})")
-        if self.whole_target is False and self.mode not in ("server", "cached"):
-            raise ValueError(f"whole_target=false: mode {self.mode} runs the target's layers; use server or cached")
+        if self.whole_target is False and not (self.is_served or self.mode == "cached"):
+            raise ValueError(
+                f"whole_target=false: mode {self.mode} runs the target's layers; use server, stream or cached"
+            )
         return self
+
+    @property
+    def is_served(self) -> bool:
+        """Whether engines compute the features."""
+        return self.mode in ("server", "stream")
 
 
 class HeldOutRecipe(Section):
@@ -277,7 +294,8 @@ class TrainRecipe(WriterRecipe):
     def trains_without_layers(self) -> bool:
         """Whether the drafter can be trained without the target's layers: a head, on stored features."""
         family = FAMILIES[self.arch]
-        return self.features.mode in ("server", "cached") and family.trainable is not None and not family.is_lm
+        stored = self.features.is_served or self.features.mode == "cached"
+        return stored and family.trainable is not None and not family.is_lm
 
     @property
     def optimizer_type(self) -> str:
@@ -339,11 +357,10 @@ class TrainRecipe(WriterRecipe):
                 owners = listed([name for name, family in FAMILIES.items() if key in family.options])
                 raise ValueError(f"drafter.{key}: an option of {owners} drafters, not of {self.arch}")
         family = FAMILIES[self.arch]
-        if self.features.mode == "server" and (
-            family.trainable is None or (self.resolved_objective == "ce" and family.is_lm)
-        ):
+        if self.features.is_served and (family.trainable is None or (self.resolved_objective == "ce" and family.is_lm)):
             raise ValueError(
-                f"features.mode=server: {self.arch} with this objective needs no features: use another mode"
+                f"features.mode={self.features.mode}: {self.arch} with this objective needs no features: use another "
+                "mode"
             )
         if self.features.whole_target is False and not self.trains_without_layers:
             able = listed([name for name, other in FAMILIES.items() if other.trainable and not other.is_lm])

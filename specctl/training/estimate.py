@@ -176,6 +176,7 @@ class PlannedTraining:
     Attributes:
         target: the outline, on the type of device that the target would run on.
         features: bytes of the target features of all texts, in any mode; 0 if the drafter reads none.
+        kept: bytes of the features that exist at a time.
         mode: features.mode with `auto` decided: `memory` if the features are within the budget, else `online`.
         loaded: number of the target's parameters that are loaded.
     """
@@ -199,6 +200,8 @@ class PlannedTraining:
         if self.mode == "auto":
             budget = recipe.features.budget_gb * 2**30 * machine.processes
             self.mode = "memory" if self.features <= budget else "online"
+        ahead = min(1.0, recipe.features.ahead / max(1, texts.responses))
+        self.kept = self.features * {"online": 0.0, "stream": ahead}.get(self.mode, 1.0)
 
     def epoch(self) -> tuple[list[Batch], float]:
         """Batches of an epoch on sample texts, and the share of the processes' time that is not spent waiting."""
@@ -213,7 +216,7 @@ class PlannedTraining:
     def flops(self, steps: int, batch: float) -> float:
         """FLOPs of `steps` steps with `batch` response tokens each, plus the target's forward passes that run here."""
         found = steps * batch * drafter_flops(self.drafter, self.depth, self.texts)
-        if self.features and self.mode != "server" and self.loads_layers:
+        if self.features and not self.recipe.features.is_served and self.loads_layers:
             tokens = steps * batch if self.mode == "online" else self.texts.tokens
             found += 2 * self.outline.active * self.texts.length * tokens
         return found
@@ -231,7 +234,8 @@ class PlannedTraining:
         if compute.itemsize < 4:
             found["autocast"] = self.parameters * compute.itemsize  # a copy of the weights in lower precision
         if self.features:
-            kept = self.features / machine.processes if self.mode == "memory" and machine.gpu == "cpu" else 0
+            in_memory = self.mode in ("memory", "stream") and machine.gpu == "cpu"
+            kept = self.kept / machine.processes if in_memory else 0
             batches = 1 if self.mode == "online" or machine.gpu == "cpu" else 2  # a GPU also holds the next batch
             found["features"] = batches * tokens * feature_bytes(self.drafter, outline, self.texts) + kept
             if self.loads_layers:
@@ -246,7 +250,7 @@ class PlannedTraining:
             "checkpoints": (self.recipe.checkpoint.keep + 1) * state,  # + 1: an old one is deleted last
             "drafter": 4 * self.parameters,
             "distilled data": self.texts.tokens * self.texts.length * JSON_BYTES,
-            "features": self.features * share if self.mode in ON_DISK else 0,
+            "features": self.kept * share if self.mode in {*ON_DISK, "stream"} else 0,
         }
 
 

@@ -5,11 +5,14 @@ If features can be kept, in memory or on disk, the target runs once per sequence
 batch. On a CPU the features are the same bits in every mode.
 """
 
+from __future__ import annotations
+
 import hashlib
+import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +28,9 @@ from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
+
+if TYPE_CHECKING:
+    from specctl.training.feature_stream import FeatureStream
 
 # Most padded tokens in one forward of the target; a longer sequence runs alone. On a CPU every sequence runs alone.
 # That is as fast, and padding would change the last bits of the features: they would depend on the batch and on the
@@ -42,7 +48,8 @@ class FeatureStore:
     def __init__(self, target: Target, taps: tuple[int, ...]):
         self.target, self.taps = target, taps
         self.is_sharded = False  # each example's features are in the memory of one process only
-        self.kept: dict[int, Features] | FeatureFiles = {}
+        self.kept: dict[int, Features] | FeatureFiles | FeatureStream = {}
+        self.stream: FeatureStream | None = None
         self.reader: Prefetcher | None = None  # for features that are kept and have to be copied to a GPU
         self.target_tokens = 0  # tokens that the target has run over, padding excluded
 
@@ -126,6 +133,27 @@ class FeatureStore:
         if mode != "online" and self.target.device.type == "cuda":
             self.reader = Prefetcher(lambda index: self.kept[index], PinnedCopies(self.target.device))
 
+    def open_stream(
+        self, examples: list[Example], recipe: FeatureRecipe, upcoming: Iterator[Example], processes: int
+    ) -> FeatureStream:
+        """Let servers compute features just before `get` asks for them, which it must do in the order of `upcoming`.
+
+        Raises the errors of `FeatureStream` and of its `start`; the caller closes the stream.
+        """
+        from specctl.training.feature_stream import FeatureStream  # HTTP client, needed only here
+
+        self.kept = self.stream = stream = FeatureStream(self, recipe, upcoming, processes)
+        stream.start(examples)
+        if self.target.device.type == "cuda":
+            copies = PinnedCopies(self.target.device)
+
+            def read(index: int) -> Features:
+                with torch.cuda.stream(copies.stream):
+                    return stream[index]
+
+            self.reader = Prefetcher(read, copies)
+        return stream
+
     def prefetch(self, examples: list[Example]) -> None:
         """Start to read the features of a batch before `get` asks for them, if they have to be copied to a GPU."""
         if self.reader is not None:
@@ -134,7 +162,10 @@ class FeatureStore:
     def get(self, examples: list[Example]) -> list[Features]:
         """Features of `examples`, in order, on the target's device. CheckpointError if a features file is damaged."""
         unknown = [example for example in examples if example.index not in self.kept]
+        started = time.perf_counter()
         here = {} if self.reader is None else self.reader.take([example.index for example in examples])
+        if self.stream is not None:
+            self.stream.waited += time.perf_counter() - started
         here |= {e.index: f for group in self._groups(unknown) for e, f in zip(group, self.compute(group), strict=True)}
         asked = (here[e.index] if e.index in here else self.kept[e.index] for e in examples)
         return [_moved(features, self.target.device) for features in asked]

@@ -10,8 +10,11 @@ choice. If the target's layers are not loaded, the expected length on held-out r
 from __future__ import annotations
 
 import math
+import sys
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, replace
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -74,7 +77,7 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
             processes.leave_at_exit()  # not after a failure: the others may be waiting in a collective
             return result
         finally:
-            trainer.trackers.close()
+            trainer.close()
 
 
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
@@ -108,8 +111,7 @@ class Trainer:
         self.engine = make_engine(trainable.module, recipe, self.schedule.peak)
         self.checkpoints = checkpoint.directory(recipe.output)
         self.state = RunState(recipe=recipe_hash(recipe), made_of=input_digests(recipe, target, corpus), world=world)
-        server = recipe.features.mode == "server"
-        self.held_out = HeldOut(trainable, corpus) if server and not target.whole else None
+        self.held_out = HeldOut(trainable, corpus) if recipe.features.is_served and not target.whole else None
         self.trackers = Trackers(recipe.log if rank == 0 else [], run, recipe)
 
     def start(self) -> None:
@@ -127,13 +129,23 @@ class Trainer:
         self.run.annotate(target=self.target.identity)
         store, recipe = self.trainable.store, self.recipe
         if store is not None and self.state.step < self.schedule.steps:
-            homes = texts_by_rank(balanced_rows(self.corpus.train, self.world, self.work))
-            store.prepare(self.corpus.train, recipe.features, recipe.features_dir, homes, self.rank)
+            texts, features = self.corpus.train, recipe.features
+            if features.mode == "stream":
+                features = store.open_stream(texts, features, self._upcoming(), self.world).held_out_recipe()
+            else:
+                homes = texts_by_rank(balanced_rows(texts, self.world, self.work))
+                store.prepare(texts, features, recipe.features_dir, homes, self.rank)
             if self.held_out is not None:
-                self.held_out.prepare(recipe, self.rank, self.world)
+                self.held_out.prepare(recipe.model_copy(update={"features": features}), self.rank, self.world)
         if newest is None and self.rank == 0:  # only here: a start that fails above keeps the old checkpoints
             checkpoint.discard(self.checkpoints)
         dist.barrier()
+
+    def close(self) -> None:
+        """End trackers, and requests for features."""
+        self.trackers.close()
+        if self.trainable.store is not None and self.trainable.store.stream is not None:
+            self.trainable.store.stream.close()
 
     def train(self) -> None:
         """Run steps until the schedule ends, with evaluation, checkpoints and interrupts between them."""
@@ -190,17 +202,37 @@ class Trainer:
         at.tokens += sum(example.response_length for share in chosen for example in share)
         # One clock for all: the learning rate follows it, and a process that stops early would block the others.
         at.seconds = self.max_over_ranks(at.seconds + time.perf_counter() - started)
+        streamed = self._streamed(chosen, time.perf_counter() - started)
         self.run.metrics(
             step=at.step, epoch=at.epoch, loss=losses[0], loss_by_step=losses[1:], lr=rate, tokens=at.tokens,
-            tokens_per_s=at.tokens / at.seconds,
+            tokens_per_s=at.tokens / at.seconds, **streamed,
         )  # fmt: skip
-        self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds)
+        self.trackers.log(at.step, loss=losses[0], lr=rate, tokens_per_s=at.tokens / at.seconds, **streamed)
         lengths = {"mat": at.best_mat, "expected_mat": at.best_expected}
         measured = {name: length for name, length in lengths.items() if length}  # 0 before the first check
-        bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds))
+        bar.update(1, loss=losses[0], **measured, tokens_per_s=round(at.tokens / at.seconds), **streamed)
         at.place += 1
         if at.place == len(self.epoch):  # each epoch is dealt anew and may have one batch more
             self._next_epoch()
+
+    def _streamed(self, chosen: Batch, seconds: float) -> dict[str, float]:
+        """Progress of a step with streamed features: texts per second over all processes, number of texts that have
+        arrived for this process, and the share of the step in which it waits for texts."""
+        stream = self.trainable.store and self.trainable.store.stream
+        if not stream:
+            return {}
+        waited, stream.waited = stream.waited, 0.0
+        return {"samples_per_s": sum(map(len, chosen)) / seconds, "queue": stream.ready, "idle": waited / seconds}
+
+    def _upcoming(self) -> Iterator[Example]:
+        """The texts that this process will run, in order, from the current step to the last."""
+        at = self.state
+        epochs = chain([self.batches(at.epoch)[at.place :]], map(self._batches_of, range(at.epoch + 1, sys.maxsize)))
+        for chosen in islice(chain.from_iterable(epochs), self.schedule.steps - at.step):
+            yield from self._local_share(chosen)[1]
+
+    def _batches_of(self, epoch: int) -> list[Batch]:
+        return self._batches_without(epoch, self.world)
 
     def _next_epoch(self) -> None:
         self.state.epoch, self.state.place, self.state.taken, self.epoch = self.state.epoch + 1, 0, [], []

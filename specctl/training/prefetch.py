@@ -60,9 +60,13 @@ class PinnedCopies:
         self.device, self.stream = device, torch.cuda.Stream(device)
 
     def __call__(self, features: Features) -> Sent:
-        """Start the copy. Calling the result makes the current stream wait for the copy, not the host."""
+        """Start the copy. Calling the result makes the current stream wait for the copy, not the host. Tensors that are
+        on the GPU must have been computed on this object's stream."""
         with torch.cuda.stream(self.stream):
-            moved = [tensor.pin_memory().to(self.device, non_blocking=True) for tensor in vars(features).values()]
+            moved = [
+                tensor if tensor.is_cuda else tensor.pin_memory().to(self.device, non_blocking=True)
+                for tensor in vars(features).values()
+            ]
             copied = self.stream.record_event()
 
         def arrive() -> Features:

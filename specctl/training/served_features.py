@@ -11,8 +11,10 @@ from contextlib import ExitStack, contextmanager
 from typing import Protocol
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
+from specctl import regular_files
 from specctl.decoding.models.loading import is_gguf, location
 from specctl.decoding.target import Target
 from specctl.engines.client import Client
@@ -21,7 +23,7 @@ from specctl.engines.records import EngineError, HiddenStatesSpec, Refusal
 from specctl.engines.registry import DIALECTS
 from specctl.errors import CheckpointError, UsageError
 from specctl.progress import Progress, interrupts, log
-from specctl.recipe import ServerRecipe
+from specctl.recipe import FeatureRecipe, ServerRecipe
 from specctl.training.example import Example
 from specctl.training.feature_files import Features
 
@@ -31,6 +33,7 @@ MAX_LOGPROB_DISTANCE = (
 MIN_PREDICTED = (
     1 / 3
 )  # of the next tokens must be predicted: a model's own texts give 0.6 … 1, other prose 0.5, chance 0
+FILE_HINT = "write one address per line, such as http://host:8000; server.wait_s waits for the first one"
 PROBED_TEXTS = 8  # number of texts that `check_plausible` asks for
 MAX_STATE_DIFFERENCE = (
     0.15  # of a state's length: other kernels, bf16 and fp8 weights differ by less, another layer by more
@@ -57,10 +60,40 @@ def needed_states(
     return HiddenStatesSpec(model, revision, tuple(sorted({*taps, layers})), width)
 
 
+def states_of(store: OwnForward) -> HiddenStatesSpec:
+    """The states from which the features of a store are made."""
+    target = store.target
+    return needed_states(target.name, target.identity["revision"], store.taps, target.num_layers, target.hidden_size)
+
+
 def commands(recipe: ServerRecipe, states: HiddenStatesSpec) -> list[str]:
     """Commands that start a server with these states, one for each engine that can provide them."""
     names = DIALECTS if recipe.engine == "auto" else [recipe.engine]
     return [command for name in names if (command := DIALECTS[name].capture_command(states)) is not None]
+
+
+def addresses(recipe: FeatureRecipe) -> list[str]:
+    """Addresses of the servers: `server.urls`, or the lines of the file `servers` that are neither empty nor comments
+    (#). There is none only while `server.wait_s` allows the file to be missing or empty.
+
+    Raises UsageError: the file is unreadable, names no server, or has a line that is no address.
+    """
+    path = recipe.servers
+    if path is None:
+        return recipe.server.urls
+    try:
+        lines = [line.strip() for line in regular_files.read_bytes(path).decode().splitlines()]
+        found = ServerRecipe(urls=[line for line in lines if line and not line.startswith("#")]).urls
+        problem = "it names no server"
+    except FileNotFoundError:
+        found, problem = [], "there is no such file"
+    except ValidationError as error:
+        raise UsageError(f"features.servers={path}: {error.errors()[0]['msg']}", FILE_HINT) from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"features.servers={path}: {error}", FILE_HINT) from error
+    if not found and not recipe.server.wait_s:
+        raise UsageError(f"features.servers={path}: {problem}", FILE_HINT)
+    return found
 
 
 def served_features(
@@ -79,21 +112,14 @@ def served_features(
         UsageError: the recipe names no server.
         Interrupted: SIGTERM or SIGUSR1 arrived.
     """
-    target = store.target
-    states = needed_states(target.name, target.identity["revision"], store.taps, target.num_layers, target.hidden_size)
+    states = states_of(store)
     with _connected_client(recipe, states, processes) as client:
-        client.compare(target)
-        client.check_states(states)
         origin = {"server": ", ".join(sorted({f"{one.facts.engine} {one.facts.version}" for one in client.servers}))}
         texts = [(number, example) for number, examples in shards.items() for example in examples]
-        longest = sorted((example for _, example in texts), key=lambda e: -len(e.tokens))
-        if target.whole:
-            check_same(store, client, states, longest[0])
-        else:
-            check_plausible(store, client, states, longest[:PROBED_TEXTS])
+        check_states(store, client, states, [example for _, example in texts])
         done: dict[int, dict[int, Features]] = {number: {} for number in shards}
         tokens = 0
-        for place, rows in client.states([_tokens_to_send(example) for _, example in texts], states):
+        for place, rows in client.states([tokens_to_send(example) for _, example in texts], states):
             number, example = texts[place]
             done[number][example.index] = to_features(store, client, states, example, rows)
             tokens += len(example.tokens) - 1
@@ -106,19 +132,35 @@ def served_features(
 @contextmanager
 def _connected_client(recipe: ServerRecipe, states: HiddenStatesSpec, processes: int) -> Iterator[Client]:
     """A client of the recipe's servers. If there are none or they do not answer, the error says how to start one."""
-    how = "; or ".join(commands(recipe, states)) or "vLLM provides the states that this drafter needs"
     if not recipe.urls:
-        raise UsageError("features.mode=server needs a server: --features-from http://host:8000", f"start one: {how}")
-    share = recipe.model_copy(update={"concurrency": max(1, recipe.concurrency // processes)})
+        raise no_server("server", recipe, states)
     with ExitStack() as stack:
         try:
-            client = stack.enter_context(Client(share))
+            client = stack.enter_context(Client(own_share(recipe, processes)))
         except EngineError as error:
-            raise EngineError(error.message, error.hint or f"start one: {how}") from error
+            raise EngineError(error.message, error.hint or start_hint(recipe, states)) from error
         yield client
 
 
-def _tokens_to_send(example: Example) -> list[int]:
+def no_server(mode: str, recipe: ServerRecipe, states: HiddenStatesSpec) -> UsageError:
+    """The error for a features.mode that needs servers, without any."""
+    return UsageError(
+        f"features.mode={mode} needs a server: --features-from http://host:8000", start_hint(recipe, states)
+    )
+
+
+def start_hint(recipe: ServerRecipe, states: HiddenStatesSpec) -> str:
+    """Hint that shows how to start a server with these states."""
+    how = "; or ".join(commands(recipe, states)) or "vLLM provides the states that this drafter needs"
+    return f"start one: {how}"
+
+
+def own_share(recipe: ServerRecipe, processes: int) -> ServerRecipe:
+    """The recipe of one of several processes, which share the concurrent requests."""
+    return recipe.model_copy(update={"concurrency": max(1, recipe.concurrency // processes)})
+
+
+def tokens_to_send(example: Example) -> list[int]:
     """Tokens to send to the server: all but the last, since no feature needs its state."""
     return list(example.tokens[:-1])
 
@@ -154,6 +196,18 @@ def final_states(target: Target, client: Client, rows: Tensor) -> Tensor:
     )
 
 
+def check_states(store: OwnForward, client: Client, states: HiddenStatesSpec, examples: list[Example]) -> None:
+    """Check that the servers serve the target and give its states, on the longest of `examples`. CheckpointError or
+    EngineError if not."""
+    client.compare(store.target)
+    client.check_states(states)
+    longest = sorted(examples, key=lambda e: -len(e.tokens))
+    if store.target.whole:
+        check_same(store, client, states, longest[0])
+    else:
+        check_plausible(store, client, states, longest[:PROBED_TEXTS])
+
+
 def check_same(store: OwnForward, client: Client, states: HiddenStatesSpec, example: Example) -> None:
     """Check that every server gives the features of our own forward for one text. Each server is asked twice, since the
     second answer may come from a cache. CheckpointError if they differ."""
@@ -162,7 +216,7 @@ def check_same(store: OwnForward, client: Client, states: HiddenStatesSpec, exam
     worst = 0.0
     for _ in range(2):
         for _, rows in client.states(
-            [_tokens_to_send(example)] * count, states
+            [tokens_to_send(example)] * count, states
         ):  # one per server: the least busy is asked
             theirs = to_features(store, client, states, example, rows)
             worst = max([worst, *differences(own, theirs, len(store.taps))])
@@ -199,7 +253,7 @@ def check_plausible(store: OwnForward, client: Client, states: HiddenStatesSpec,
     for example in examples:
         answers = []
         for _ in range(2):
-            asked = client.states([_tokens_to_send(example)] * count, states)  # one per server: the least busy is asked
+            asked = client.states([tokens_to_send(example)] * count, states)  # one per server: the least busy is asked
             answers += [to_features(store, client, states, example, rows) for _, rows in asked]
         interrupts.check()
         for answer in answers[1:]:

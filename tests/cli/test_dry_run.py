@@ -219,3 +219,30 @@ def test_a_pool_leaves_out_a_drafter_of_another_target(specctl, foreign):
     for command in ("select", "serve"):
         done = specctl.ok(command, "--pool", "pool", "--dry-run")
         assert f"pool/other is left out of the pool: drafter {foreign}" in done.err
+
+
+@pytest.mark.parametrize("dry", [(), ("--dry-run",)])
+@pytest.mark.parametrize(
+    ("listed", "says"),
+    [
+        (None, "there is no such file"),
+        ("# none yet\n", "it names no server"),
+        ("http://a:8000\nb:8000\n", "'b:8000' is not an address"),
+        ("http://a:8000\nhttp://a:8000/v1\n", "named twice"),
+        (b"\xff\xfe", "codec"),
+    ],
+)
+def test_a_list_of_servers_that_is_none_is_refused_by_name(specctl, distilled, tmp_path, listed, says, dry):
+    distilled(tmp_path / "data")
+    if listed is not None:
+        (tmp_path / "servers").write_bytes(listed if isinstance(listed, bytes) else listed.encode())
+    done = specctl("train-drafter", "distilled=data", "features.servers=servers", *dry)
+    assert done.code == 2 and done.err.count("\n") == 1
+    assert "features.servers=servers: " in done.err and says in done.err and "one address per line" in done.err
+
+
+def test_the_plan_of_a_stream_says_how_far_it_is_ahead(specctl, tmp_path):
+    options = ["--domain", "sql", "features.servers=servers", "features.ahead=9", "features.server.wait_s=5"]
+    steps = specctl("train-drafter", *options, "--dry-run", "--json").json["steps"]
+    assert any("states from servers, 64 texts at a time and 9 ahead of the training" in step for step in steps)
+    assert any('"eagle_aux_hidden_state_layer_ids": [2, 5, 7, 10]' in step for step in steps)

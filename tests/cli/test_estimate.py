@@ -2,12 +2,16 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
+import time
 
 import pytest
 
 from specctl.drafters.pool import FAMILIES
+from specctl.engines import vllm
+from specctl.engines.records import HiddenStatesSpec
 from specctl.recipe.resolve import command_of, resolve, shipped
 
 LLAMA2 = {
@@ -104,23 +108,29 @@ def test_contradictory_engine_options_are_recipe_errors(specctl, argv, says):
     assert says in done.err
 
 
+def stand_ins(place, **programs):
+    """The environment of a job of two nodes, with programs of these names and bodies, and stand-ins for Slurm's."""
+    programs |= {
+        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\n'
+        'SLURM_PROCID=3 SLURM_LOCALID=3 SLURM_STEP_NUM_TASKS=8 exec "$@"',
+        "scontrol": f'[ "$1" = show ] && printf "node1\\nnode2\\n" || echo "$@" >> {place}/requeued',
+    }
+    for name, body in programs.items():
+        program = place / "bin" / name
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/bash\n{body}\n")
+        program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "16", "SLURM_NNODES": "2"}
+    return os.environ | slurm | {"PATH": f"{place}/bin:{os.environ['PATH']}"}
+
+
 def test_the_slurm_script_is_bash_and_its_commands_parse(specctl, distilled, hub_cache, tmp_path):
     """Run it with stand-ins for Slurm and specctl, and dry-run every specctl command line that it came to."""
     script = shipped()["slurm/train-drafter"]
     work = tmp_path / "work"
     work.mkdir()
-    programs = {
-        "srun": 'while [ "${1#--}" != "$1" ]; do shift; done\nSLURM_PROCID=3 SLURM_LOCALID=3 exec "$@"',
-        "scontrol": f'[ "$1" = show ] && echo node1 || echo "$@" >> {tmp_path}/requeued',
-        "specctl": f"printf '%s\\0' \"$@\" end >> {tmp_path}/calls\nexit $(cat {tmp_path}/code)",
-    }
-    for name, body in programs.items():
-        program = tmp_path / "bin" / name
-        program.parent.mkdir(exist_ok=True)
-        program.write_text(f"#!/bin/bash\n{body}\n")
-        program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    slurm = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NTASKS": "16", "SLURM_NNODES": "2"}
-    environment = os.environ | slurm | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "WORK": str(work)}
+    called = f"printf '%s\\0' \"$@\" end >> {tmp_path}/calls\nexit $(cat {tmp_path}/code)"
+    environment = stand_ins(tmp_path, specctl=called) | {"WORK": str(work)}
 
     def run(code: int) -> subprocess.CompletedProcess[str]:
         (tmp_path / "code").write_text(str(code))
@@ -137,6 +147,48 @@ def test_the_slurm_script_is_bash_and_its_commands_parse(specctl, distilled, hub
     for call in calls:
         planned = specctl.ok(*(word for word in call if word != "--dry-run"), "--dry-run", "--json")
         assert planned.json["recipe"]["target"]["name"] == "meta-llama/Llama-3.1-8B-Instruct"
+
+
+def test_the_slurm_script_of_streams_starts_engines_and_trainers(specctl, hub_cache, distilled, tmp_path):
+    """An engine for each task of the first node, with the plan's command and a directory that all nodes share; then the
+    trainers. After a signal the script waits for the trainers, and requeues the job."""
+    states = HiddenStatesSpec("meta-llama/Llama-3.1-8B-Instruct", None, (2, 16, 29, 32), 4096)
+    plan = {"steps": ["first", f"start a server with: {vllm.capture_command(states)}"]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    called = f"""printf '%s\\0' "$@" end >> {tmp_path}/calls
+[[ "$*" = *--dry-run* ]] && exec cat {tmp_path}/plan.json
+trap 'exit 75' TERM
+touch {tmp_path}/trains
+[ "$RANK/$WORLD_SIZE/$MASTER_ADDR" = 3/8/node2 ] || exit 1
+for ((i = 0; i < 500; i++)); do sleep 0.1; done"""
+    engine = f'printf \'%s\\0\' "$CUDA_VISIBLE_DEVICES" "$@" > {tmp_path}/engine.part\n'
+    engine += f"mv {tmp_path}/engine.part {tmp_path}/engine"
+    work = tmp_path / "work"
+    environment = stand_ins(tmp_path, specctl=called, vllm=engine) | {"WORK": str(work)}
+    script = tmp_path / "stream.sbatch"
+    script.write_text(shipped()["slurm/stream"])
+    running = subprocess.Popen(["bash", script], env=environment, cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    end = time.monotonic() + 30
+    while not all((tmp_path / name).exists() for name in ("engine", "trains")):
+        assert running.poll() is None and time.monotonic() < end, running.communicate(timeout=10)[1]
+        time.sleep(0.05)
+    running.send_signal(signal.SIGTERM)
+    said = running.communicate(timeout=30)[1]
+    assert running.returncode == 75 and "start a server with" in said
+    assert (tmp_path / "requeued").read_text() == "requeue 77\n"
+    assert (work / "servers.txt").read_text().split() == [f"http://node1:{8000 + task}" for task in range(8)]
+
+    gpu, *words = (tmp_path / "engine").read_text().strip("\0").split("\0")
+    storage = json.loads(words[words.index("--kv-transfer-config") + 1])["kv_connector_extra_config"]
+    assert gpu == "3" and words[:2] == ["serve", states.target] and words[-2:] == ["--port", "8003"]
+    assert storage["shared_storage_path"].startswith(f"{work}/states/3/")
+    distilled(work / "distilled")
+    calls = [call.strip("\0").split("\0") for call in (tmp_path / "calls").read_text().split("end\0") if call]
+    assert [call[0] for call in calls] == ["train-drafter", "train-drafter"]
+    for call in calls:
+        planned = specctl.ok(*(word for word in call if word not in ("--dry-run", "--json")), "--dry-run", "--json")
+        assert planned.json["recipe"]["features"]["mode"] == "stream"
+        assert any('"eagle_aux_hidden_state_layer_ids": [2, 16, 29, 32]' in step for step in planned.json["steps"])
 
 
 def test_the_slurm_script_is_copied_under_its_own_suffix(specctl, tmp_path):

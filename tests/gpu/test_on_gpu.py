@@ -25,8 +25,12 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
-from specctl.recipe import GenerateRecipe
+from specctl.recipe import FeatureRecipe, GenerateRecipe, ServerRecipe
+from specctl.training import served_features
+from specctl.training.example import Example
+from specctl.training.features import FeatureStore
 from tests.decoding import test_device_round as toys
+from tests.toys.capture import CapturingEngine
 from tests.toys.decoding import decode
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -169,3 +173,37 @@ def test_graphs_stay_while_the_batch_shrinks_and_grows(target, monkeypatch, name
         before = len(captured)
         assert [text.output_ids for text in decode(target, prompts, engine=engine, **how)] == host
     assert len(captured) == before and {*engine.device.batches} >= {1, 8}
+
+
+@pytest.mark.parametrize("taps", [(0, 1), ()], ids=["taps", "last"])
+def test_streamed_features_are_those_of_the_servers_states(target, tmp_path, taps):
+    """Whether a thread has read them ahead, on a stream of its own, or not; and whatever the GPU does meanwhile."""
+    texts = [Example(n, str(n), torch.randint(5, 200, (20 + 5 * n,)).tolist(), 4) for n in range(12)]
+    texts = [texts[n] for n in (3, 1, 0, 2, 5, 4, 7, 6, 9, 11, 8, 10)]
+    width = target.hidden_size
+    kept = {tuple(one.tokens[:-1]): torch.randn(len(one.tokens) - 1, len(taps) + 1, width) for one in texts}
+    store = FeatureStore(target, taps)
+    engine = CapturingEngine(target.tokenizer, "vllm", tmp_path, lambda ids: states_of(kept, ids, len(taps) + 1, width))
+    with engine, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(served_features, "check_same", lambda *_: None)
+        features = FeatureRecipe(mode="stream", ahead=5, server=ServerRecipe(urls=[engine.url]))
+        stream = store.open_stream(texts, features, iter(texts), 1)
+        busy = torch.randn(2048, 2048, device=target.device)
+        try:
+            batches = [texts[n : n + 3] for n in range(0, 12, 3)]
+            for number, batch in enumerate(batches):
+                found = store.get(batch)
+                store.prefetch([*batches, []][number + 1])
+                busy = busy @ busy / 50  # the step: what was read ahead must have waited for no part of it
+                for example, one in zip(batch, found, strict=True):
+                    rows = kept[tuple(example.tokens[:-1])]
+                    own = served_features.to_features(store, stream.client, stream.states, example, rows)
+                    assert all(torch.equal(getattr(own, name), part) for name, part in vars(one).items())
+                    assert one.taps.device.type == target.device.type
+        finally:
+            stream.close()
+
+
+def states_of(kept, ids, layers, width):
+    found = kept.get(tuple(ids))
+    return torch.ones(len(ids), layers, width) if found is None else found
