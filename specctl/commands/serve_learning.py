@@ -1,21 +1,32 @@
-"""`specctl serve --learn`: the drafter of the own engine, or of running engines, learns from served texts."""
+"""`specctl serve --learn`: drafters of the own engine, or of running engines, learn from served texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specctl import progress
+from specctl.adaptation.remote import start_process
 from specctl.adaptation.stream_learner import Lesson
 from specctl.commands.learn_from_server import LEARNT_DIR as SERVED_DIR
 from specctl.commands.learn_from_server import learn_from_server
-from specctl.drafters import checkpoint, pool
+from specctl.drafters import checkpoint, names, pool
 from specctl.errors import Interrupted
 from specctl.gateway.engine_thread import EngineThread
-from specctl.gateway.learning import BackgroundOnlineDrafter, LearningPlan, LiveLearner
+from specctl.gateway.learning import (
+    BackgroundOnlineDrafter,
+    LearningPlan,
+    LiveLearner,
+    PoolLearner,
+    PoolMember,
+    ServingLearner,
+)
 from specctl.gateway.metrics import LearningCounts
 from specctl.gateway.proxy_process import ProxyOptions
 from specctl.recipe import LearnFromServerRecipe, OnlineRecipe, StreamRecipe
@@ -25,11 +36,13 @@ from specctl.runs import Run
 from specctl.training.logging import Trackers
 
 LEARNT_DIR = "drafter"
+LEARNT_POOL = "drafters"
+"""Directory of the learnt drafters of a pool, which is a pool again."""
 
 
 @dataclass(frozen=True)
 class LearningSummary:
-    """Learning of a gateway's drafter, from its start to its end.
+    """Learning of a drafter of a gateway, from its start to its end.
 
     Attributes:
         drafter: directory of the learnt drafter, or None if no weights have changed.
@@ -68,10 +81,12 @@ class LearningSummary:
         )
 
 
-def online_recipe(recipe: ServeRecipe, start: Path) -> OnlineRecipe:
-    """The recipe of `online` with which the drafter `start` learns."""
+def online_recipe(recipe: ServeRecipe, start: Path, learners: int = 1) -> OnlineRecipe:
+    """The recipe of `online` with which the drafter `start` learns; `learners` share the buffer's memory."""
+    keys = shared_keys(recipe, start)
+    buffer = recipe.learn.buffer
     return OnlineRecipe(
-        **shared_keys(recipe, start),
+        **keys | {"buffer": buffer.model_copy(update={"max_mb": buffer.max_mb / learners})},
         beside="none",
         baselines=[],
         asynchronous=True,
@@ -96,33 +111,66 @@ def shared_keys(recipe: ServeRecipe, start: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def learning_from(thread: EngineThread, recipe: ServeRecipe, run: Run) -> Iterator[Callable[[], LearningSummary]]:
-    """Let the drafter of a thread's engine learn during the block, which starts the thread. Yields the summary.
+def learning_from(
+    thread: EngineThread, recipe: ServeRecipe, run: Run, places: Mapping[str, str]
+) -> Iterator[Callable[[], dict[str, LearningSummary]]]:
+    """Let the drafters of a thread's engine that have weights learn during the block, which starts the thread. Yields
+    the summaries by name of the drafter; the name of the only drafter is empty.
 
-    Raises CheckpointError if the drafter cannot be used, and SpecctlError if the learner's process cannot start.
+    `places`: path by name of the engine's drafters.
+
+    Raises CheckpointError if a drafter cannot be used, UsageError if none has weights that learn, and SpecctlError if
+    the learner's process cannot start.
     """
-    engine = thread.engine
-    start = pool.learnable_part(recipe.drafters[0])
-    made, place = online_recipe(recipe, start), run.dir / LEARNT_DIR
-    info = checkpoint.read_info(start) | {"learnt": f"{recipe.learn.algo} while serving, from {start}", "mat": {}}
-    drafter = engine.controller.drafter  # type: ignore[attr-defined]
-    plan = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info)
+    engine, meter = thread.engine, thread.meter
+    arms = {path: name for name, path in places.items()}
+    starts = pool.learnable_parts(arms)
+    titles = names.labels(map(str, starts)) if recipe.chooses else {str(start): "" for start in starts}
+    trackers = Trackers(recipe.log, run, recipe)
+    lessons = itertools.count(1)
 
-    def report(lesson: Lesson, counts: LearningCounts) -> None:
+    def report(name: str, lesson: Lesson, counts: LearningCounts) -> None:
         values = lesson_values(lesson, counts)
-        run.metrics(**values, status=lesson.outcome.status, ruling=lesson.ruling)
-        trackers.log(sum(counts.lessons.values()), **values)
+        of = {"drafter": name} if name else {}
+        run.metrics(**values, **of, status=lesson.outcome.status, ruling=lesson.ruling)
+        trackers.log(next(lessons), **{f"{name}/{key}" if name else key: value for key, value in values.items()})
 
     progress.log("starting the process that learns")
-    online_drafter = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
-    trackers = Trackers(recipe.log, run, recipe)
-    learner = thread.learner = LiveLearner(online_drafter, drafter, plan, thread.meter, report)
+    drafters: dict[str, BackgroundOnlineDrafter] = {}
+    plans: dict[str, LearningPlan] = {}
+    for start in starts:
+        name, made = titles[str(start)], online_recipe(recipe, start, len(starts))
+        info = checkpoint.read_info(start) | {"learnt": f"{recipe.learn.algo} while serving, from {start}", "mat": {}}
+        place = run.dir / LEARNT_POOL / folder_of(name) if name else run.dir / LEARNT_DIR
+        plans[name] = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info, name)
+        drafters[name] = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
+        drafters[name].name = name
+    start_process([*drafters.values()])
+    learner: ServingLearner
+    if recipe.chooses:
+        members = {titles[str(start)]: [arms[path] for path in paths] for start, paths in starts.items()}
+        learner = PoolLearner(
+            {
+                name: PoolMember(drafters[name], own, plans[name], meter, partial(report, name))
+                for name, own in members.items()
+            },
+            engine.target,
+        )
+    else:
+        drafter = engine.controller.drafter  # type: ignore[attr-defined]
+        learner = LiveLearner(drafters[""], drafter, plans[""], meter, partial(report, ""))
+    thread.learner = learner
     learner.start()
     try:
-        yield lambda: LearningSummary.of(learner.counts, place)
+        yield lambda: {name: LearningSummary.of(counts, plans[name].place) for name, counts in meter.learning.items()}
     finally:
         learner.stop()
         trackers.close()
+
+
+def folder_of(name: str) -> str:
+    """Name of a drafter's directory: some drafters are named by their path, and some by an address."""
+    return re.sub(r"[^\w.+-]+", "-", name).strip("-.")
 
 
 def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
@@ -139,9 +187,9 @@ def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
     return values | {f"mat_{name}": mat for name, mat in counts.mat.items()}
 
 
-def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> tuple[LearningCounts, Path]:
+def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> dict[str, LearningSummary]:
     """Serve by running engines, and learn from their texts until SIGINT or SIGTERM: `learn-from-server` with a proxy.
-    Returns the counts, and the directory of the learnt drafter.
+    Returns the summary under an empty name.
 
     Raises the errors of `learn_from_server`.
     """
@@ -156,4 +204,4 @@ def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> tu
     with suppress(Interrupted, KeyboardInterrupt):  # the normal end
         learn_from_server(made, run, guard=guard, counts=counts)
     progress.interrupts.reset()
-    return counts, run.dir / SERVED_DIR
+    return {"": LearningSummary.of(counts, run.dir / SERVED_DIR)}

@@ -6,7 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +51,9 @@ class GatewayProcess:
                 f"the process of the gateway at {self.address} has ended, with status {status}", "start again"
             )
 
-    def show(self, counts: LearningCounts) -> None:
-        """Show these counts on its page and its metrics."""
-        self.tell(counts.to_json())
+    def show(self, counts: Mapping[str, LearningCounts]) -> None:
+        """Show these counts, by name of the drafter, on its page and its metrics."""
+        self.tell({name: one.to_json() for name, one in counts.items()})
 
     def tell(self, document: Any) -> None:
         """Send a line. Does nothing if the process has ended."""
@@ -105,7 +105,7 @@ def main() -> None:
 
     def follow() -> None:
         for line in sys.stdin.buffer:
-            meter.learning = LearningCounts.from_json(json.loads(line))
+            meter.learning = {name: LearningCounts.from_json(one) for name, one in json.loads(line).items()}
 
     server.run(app, socket.socket(fileno=descriptor), server.stop_after(follow))
 

@@ -65,8 +65,10 @@ class ServeRecipe(CommandRecipe):
     def _consistent(self) -> Self:
         if self.chooses and self.drafting.proposal == "sampled":
             raise ValueError("sampled and deterministic proposals are verified by different rules: serve one drafter")
-        if self.learn.enabled and (self.chooses or not self.drafters):
-            raise ValueError("learn: one drafter learns: name it with --drafter DIR, without a pool")
+        if self.learn.enabled and not (self.drafters or self.pool):
+            raise ValueError("learn: name a drafter that learns: --drafter DIR, or --pool DIR")
+        if self.learn.enabled and self.server.urls and self.chooses:
+            raise ValueError("learn: all servers have one drafter: name it with --drafter DIR, without a pool")
         if self.log and not (self.learn.enabled and not self.server.urls):
             raise ValueError("log: trackers show the learning of the own engine: add --learn, or leave log out")
         if self.server.urls and (self.drafters or self.pool) and not self.learn.enabled:
