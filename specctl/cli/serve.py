@@ -69,9 +69,10 @@ def steps(recipe: ServeRecipe) -> list[str]:
     if recipe.server.urls and recipe.learn.enabled:
         urls = ", ".join(recipe.server.urls)
         log = "write the texts to a log in the run directory, which only its owner can read"
+        how = f", each by the server that {recipe.choose} chooses" if recipe.chooses else ""
         return [
             f"check that {urls} serve the same model",
-            f"answer requests at {recipe.listen}, and {log}",
+            f"answer requests at {recipe.listen}{how}, and {log}",
             *learning_steps(recipe),
             "publish better versions to the servers, and roll back worse ones",
         ]
@@ -105,13 +106,14 @@ def learning_steps(recipe: ServeRecipe) -> list[str]:
     families = {checkpoint.family(start): None for start in starts}
     budget = recipe.learn.learner.budget
     time = "without a limit of the time" if budget is None else f"for at most {budget:.0%} of the time of decoding"
+    time = "" if recipe.server.urls else f", {time}, in a process of low priority"
     chunks = [recipe.learn.chunk] if recipe.learn.chunk else [online_families()[family].chunk for family in families]
-    how = f"learn by {recipe.learn.algo} after every {' or '.join(map(str, dict.fromkeys(chunks)))} texts, {time}"
+    how = f"learn by {recipe.learn.algo} after every {' or '.join(map(str, dict.fromkeys(chunks)))} texts"
     saved = "save the drafter in the run directory"
     if len(starts) > 1:
         how = f"{', '.join(map(str, starts))} {how}, in turns, each from its own texts"
         saved = "save each drafter in a directory of its own in the run directory"
-    return [how if recipe.server.urls else f"{how}, in a process of low priority; {saved}"]
+    return [f"{how}{time}; {saved}"]
 
 
 def show(document: dict[str, Any]) -> Any:

@@ -132,7 +132,7 @@ def learn_from_server(
                 for chunk in traffic.chunks():
                     row = learner.learn(chunk, journal.number, traffic.passed_over)
                     bar.update(len(chunk), chunk=row.chunk, mat=row.mat)
-                    _count(told, row, learner.ended)
+                    count_chunk(told, row, learner.ended)
                     show({"": told})
                     with journal.writing():
                         journal.write_chunk([row])
@@ -210,7 +210,7 @@ def open_traffic(
         yield traffic, gateway.show
 
 
-def _count(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
+def count_chunk(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
     """Add a chunk to the counts of the learning."""
     counts.on = not ended
     sent = row.publication

@@ -243,7 +243,8 @@ def result_of(recipe: ServeRecipe, meter: Meter, work: EngineWork | None, second
         for name, one in meter.drafters.items()
     ]
     rounds, tokens = sum(row.rounds for row in rows), sum(row.tokens for row in rows)
-    choose = recipe.choose if recipe.chooses or len(recipe.server.urls) > 1 else None
+    by_servers = len(recipe.server.urls) > 1 and not recipe.learn.enabled  # they may all learn one drafter
+    choose = recipe.choose if recipe.chooses or by_servers else None
     mat = tokens / rounds if rounds else None
     made = meter.certificate
     notes = serve_notes(by_passes=work is not None)

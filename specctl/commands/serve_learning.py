@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from specctl.adaptation.remote import start_process
 from specctl.adaptation.stream_learner import Lesson
 from specctl.commands.learn_from_server import LEARNT_DIR as SERVED_DIR
 from specctl.commands.learn_from_server import learn_from_server
+from specctl.commands.learn_from_servers import LEARNT_POOL, LearningServer, directory_name, learn_from_servers
 from specctl.drafters import checkpoint, names, pool
 from specctl.errors import Interrupted
 from specctl.gateway.engine_thread import EngineThread
@@ -28,16 +28,16 @@ from specctl.gateway.learning import (
     ServingLearner,
 )
 from specctl.gateway.metrics import LearningCounts
-from specctl.gateway.proxy_process import ProxyOptions
+from specctl.gateway.proxy_process import ProxyOptions, ServerPolicy
 from specctl.recipe import LearnFromServerRecipe, OnlineRecipe, StreamRecipe
 from specctl.recipe.learn_from_server import TrafficRecipe
 from specctl.recipe.serve import ServeRecipe
+from specctl.recipe.server import ServerRecipe
 from specctl.runs import Run
+from specctl.selection.arms import learners_of
 from specctl.training.logging import Trackers
 
 LEARNT_DIR = "drafter"
-LEARNT_POOL = "drafters"
-"""Directory of the learnt drafters of a pool, which is a pool again."""
 
 
 @dataclass(frozen=True)
@@ -83,10 +83,8 @@ class LearningSummary:
 
 def online_recipe(recipe: ServeRecipe, start: Path, learners: int = 1) -> OnlineRecipe:
     """The recipe of `online` with which the drafter `start` learns; `learners` share the buffer's memory."""
-    keys = shared_keys(recipe, start)
-    buffer = recipe.learn.buffer
     return OnlineRecipe(
-        **keys | {"buffer": buffer.model_copy(update={"max_mb": buffer.max_mb / learners})},
+        **shared_keys(recipe, start, learners),
         beside="none",
         baselines=[],
         asynchronous=True,
@@ -94,9 +92,10 @@ def online_recipe(recipe: ServeRecipe, start: Path, learners: int = 1) -> Online
     )
 
 
-def shared_keys(recipe: ServeRecipe, start: Path) -> dict[str, Any]:
-    """Keys that `online` and `learn-from-server` share, for the drafter `start`."""
+def shared_keys(recipe: ServeRecipe, start: Path, learners: int) -> dict[str, Any]:
+    """Keys that `online` and `learn-from-server` share, for the drafter `start`; `learners` share the buffer."""
     learn = recipe.learn
+    buffer = learn.buffer.model_copy(update={"max_mb": learn.buffer.max_mb / learners})
     return {
         "target": recipe.target,
         "drafting": recipe.drafting,
@@ -104,7 +103,7 @@ def shared_keys(recipe: ServeRecipe, start: Path) -> dict[str, Any]:
         "arch": checkpoint.family(start),
         "init": start,
         "learner": learn.learner,
-        "buffer": learn.buffer,
+        "buffer": buffer,
         "stream": StreamRecipe(chunk=learn.chunk),
         "seeds": [learn.seed],
     }
@@ -141,7 +140,7 @@ def learning_from(
     for start in starts:
         name, made = titles[str(start)], online_recipe(recipe, start, len(starts))
         info = checkpoint.read_info(start) | {"learnt": f"{recipe.learn.algo} while serving, from {start}", "mat": {}}
-        place = run.dir / LEARNT_POOL / folder_of(name) if name else run.dir / LEARNT_DIR
+        place = run.dir / LEARNT_POOL / directory_name(name) if name else run.dir / LEARNT_DIR
         plans[name] = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info, name)
         drafters[name] = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
         drafters[name].name = name
@@ -168,11 +167,6 @@ def learning_from(
         trackers.close()
 
 
-def folder_of(name: str) -> str:
-    """Name of a drafter's directory: some drafters are named by their path, and some by an address."""
-    return re.sub(r"[^\w.+-]+", "-", name).strip("-.")
-
-
 def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
     """The numbers of a lesson that trackers show."""
     values = {
@@ -189,19 +183,42 @@ def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
 
 def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> dict[str, LearningSummary]:
     """Serve by running engines, and learn from their texts until SIGINT or SIGTERM: `learn-from-server` with a proxy.
-    Returns the summary under an empty name.
+    Returns the summaries by address of the server, or one under an empty name if all servers have one drafter.
 
     Raises the errors of `learn_from_server`.
     """
-    learn, start = recipe.learn, pool.learnable_part(recipe.drafters[0])
-    made = LearnFromServerRecipe(
-        **shared_keys(recipe, start),
-        server=recipe.server,
+    learners: dict[str, LearningServer] = {}
+    counts = LearningCounts()
+    with suppress(Interrupted, KeyboardInterrupt):  # the normal end
+        if recipe.chooses:
+            guard = replace(guard, policy=ServerPolicy(recipe.choose, recipe.policy, recipe.seed))
+            learn_from_servers(recipe.server, server_recipes(recipe), run, guard, learners)
+        else:
+            learn_from_server(server_recipe(recipe, recipe.drafters[0], recipe.server), run, guard=guard, counts=counts)
+    progress.interrupts.reset()
+    if recipe.chooses:
+        return {name: LearningSummary.of(one.counts, one.learner.place) for name, one in learners.items()}
+    return {"": LearningSummary.of(counts, run.dir / SERVED_DIR)}
+
+
+def server_recipe(recipe: ServeRecipe, drafter: str, server: ServerRecipe, learners: int = 1) -> LearnFromServerRecipe:
+    """The recipe of `learn-from-server` for servers with one drafter; `learners` share the buffer's memory."""
+    learn = recipe.learn
+    return LearnFromServerRecipe(
+        **shared_keys(recipe, pool.learnable_part(drafter), learners),
+        server=server,
         traffic=TrafficRecipe(listen=recipe.listen, max_log_mb=learn.max_log_mb),
         publication=learn.publication,
     )
-    counts = LearningCounts()
-    with suppress(Interrupted, KeyboardInterrupt):  # the normal end
-        learn_from_server(made, run, guard=guard, counts=counts)
-    progress.interrupts.reset()
-    return {"": LearningSummary.of(counts, run.dir / SERVED_DIR)}
+
+
+def server_recipes(recipe: ServeRecipe) -> dict[str, LearnFromServerRecipe]:
+    """The recipes of the servers with a drafter that can learn, by address."""
+    learning = {drafter for drafters in learners_of(recipe).values() for drafter in drafters}
+    places = [
+        (url, drafter) for url, drafter in zip(recipe.server.urls, recipe.drafters, strict=True) if drafter in learning
+    ]
+    return {
+        url: server_recipe(recipe, drafter, recipe.server.model_copy(update={"urls": [url]}), len(places))
+        for url, drafter in places
+    }

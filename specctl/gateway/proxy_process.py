@@ -16,23 +16,36 @@ from specctl.errors import SpecctlError
 from specctl.gateway import server, traffic_log
 from specctl.gateway.metrics import LearningCounts, Meter
 from specctl.gateway.running_engines import RunningEngines, engines_app
+from specctl.recipe.select import PolicyRecipe
 from specctl.recipe.serve import LimitsRecipe
 
 SECONDS_TO_END = 5.0  # beyond the time for requests in flight
 
 
 @dataclass(frozen=True)
+class ServerPolicy:
+    """The policy that chooses a server for every text: its name, the constants of policies, and the seed of its
+    draws."""
+
+    name: str
+    options: PolicyRecipe
+    seed: int
+
+
+@dataclass(frozen=True)
 class ProxyOptions:
-    """Protection of the gateway.
+    """Protection of the gateway, and its choice of servers.
 
     Attributes:
         key: API key that clients must send, or None.
         onward: API key for the engines, in the place of the client's, or None to pass that on.
+        policy: policy that chooses a server, or None for the least busy one.
     """
 
     limits: LimitsRecipe = field(default_factory=LimitsRecipe)
     key: str | None = None
     onward: str | None = None
+    policy: ServerPolicy | None = None
 
 
 DEFAULT_OPTIONS = ProxyOptions()
@@ -82,7 +95,9 @@ def running(
         )
         # Send the settings over stdin: all users can read a process's arguments, and addresses may hold passwords.
         gateway = GatewayProcess(process, address)
-        guard = [options.limits.model_dump(), options.key, options.onward]
+        chosen = options.policy
+        policy = None if chosen is None else [chosen.name, chosen.options.model_dump(), chosen.seed]
+        guard = [options.limits.model_dump(), options.key, options.onward, policy]
         gateway.tell([place.fileno(), servers, str(log), max_bytes, *guard])
     try:
         yield gateway
@@ -98,9 +113,14 @@ def running(
 
 def main() -> None:
     """Serve until stdin ends, which happens when the parent process ends."""
-    descriptor, servers, log, max_bytes, limits, key, onward = json.loads(sys.stdin.buffer.readline())
-    meter = Meter("engines")
-    backend = RunningEngines(servers, meter, traffic_log.opened(Path(log), max_bytes), key=onward)
+    descriptor, servers, log, max_bytes, limits, key, onward, policy = json.loads(sys.stdin.buffer.readline())
+    meter, dispatch = Meter("engines"), None
+    if policy is not None:
+        from specctl.selection.dispatch import Dispatcher  # imports torch, which takes seconds
+
+        name, options, seed = policy
+        dispatch = Dispatcher([*servers], name, PolicyRecipe(**options), seed)
+    backend = RunningEngines(servers, meter, traffic_log.opened(Path(log), max_bytes), dispatch, onward)
     app = engines_app(backend, LimitsRecipe(**limits), key)
 
     def follow() -> None:

@@ -306,6 +306,8 @@ class RunningEngines:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 response = wrote if isinstance(wrote, dict) else proxy_messages.joined(wrote)
                 row = {"began": passage.began, "request": passage.text, "ended": ended, "response": response}
+                if self.dispatch is not None:
+                    row["server"] = self.names[url]
                 self.log.info(json.dumps(row))
         try:
             counts = proxy_messages.text_counts(self.servers[url], passage.request.url.path, said)
