@@ -3,7 +3,6 @@ that engine learns from it. All drafters learn in this process, in turns, with o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
@@ -95,9 +94,9 @@ def learn_from_servers(
         client.check(target)
         folders = names.labels(str(one.init) for one in recipes.values())
         for url, recipe in recipes.items():
-            folder = folders[str(recipe.init)] if len(folders) == len(recipes) else redacted(url)
+            folder = folders[str(recipe.init)] if len(folders) == len(recipes) else redacted(url).partition("://")[2]
             own = stack.enter_context(Client(recipe.server))
-            learners[redacted(url)] = new_learner(recipe, own, target, run, directory_name(folder))
+            learners[redacted(url)] = new_learner(recipe, own, target, run, names.place_of(folder))
         for one in learners.values():
             one.learner.begin(one.start)
         traffic = TrafficByServer(
@@ -123,10 +122,13 @@ def learn_from_servers(
                     gateway.show({name: one.counts for name, one in learners.items()})
         finally:
             for one in learners.values():
-                one.learner.save(one.start)
+                if one.counts.on:  # a failure may have left its weights half changed
+                    one.learner.save(one.start)
 
 
-def new_learner(recipe: LearnFromServerRecipe, client: Client, target: Target, run: Run, folder: str) -> LearningServer:
+def new_learner(
+    recipe: LearnFromServerRecipe, client: Client, target: Target, run: Run, folder: Path
+) -> LearningServer:
     """Make the learner of a server's drafter, which is saved in `folder` of the pool of learnt drafters."""
     (algo,), (seed,), start = recipe.algo, recipe.seeds, recipe.init
     assert start is not None
@@ -134,8 +136,3 @@ def new_learner(recipe: LearnFromServerRecipe, client: Client, target: Target, r
     publisher = Publisher(client, make_exporter(client), (options.dir or run.dir / VERSIONS) / folder, options)
     online_drafter = OnlineDrafter(recipe, algo, target, seed)
     return LearningServer(ServedLearner(recipe, online_drafter, publisher, run.dir / LEARNT_POOL / folder), start)
-
-
-def directory_name(name: str) -> str:
-    """Name of a drafter's directory: a drafter can also be named by its path or by the address of a server."""
-    return re.sub(r"[^\w.+-]+", "-", name).strip("-.")

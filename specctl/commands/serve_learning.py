@@ -15,7 +15,7 @@ from specctl.adaptation.remote import start_process
 from specctl.adaptation.stream_learner import Lesson
 from specctl.commands.learn_from_server import LEARNT_DIR as SERVED_DIR
 from specctl.commands.learn_from_server import learn_from_server
-from specctl.commands.learn_from_servers import LEARNT_POOL, LearningServer, directory_name, learn_from_servers
+from specctl.commands.learn_from_servers import LEARNT_POOL, LearningServer, learn_from_servers
 from specctl.drafters import checkpoint, names, pool
 from specctl.errors import Interrupted
 from specctl.gateway.engine_thread import EngineThread
@@ -140,7 +140,7 @@ def learning_from(
     for start in starts:
         name, made = titles[str(start)], online_recipe(recipe, start, len(starts))
         info = checkpoint.read_info(start) | {"learnt": f"{recipe.learn.algo} while serving, from {start}", "mat": {}}
-        place = run.dir / LEARNT_POOL / directory_name(name) if name else run.dir / LEARNT_DIR
+        place = run.dir / LEARNT_POOL / names.place_of(name) if name else run.dir / LEARNT_DIR
         plans[name] = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info, name)
         drafters[name] = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
         drafters[name].name = name
