@@ -68,7 +68,8 @@ class BackgroundOnlineDrafter(AsyncOnlineDrafter):
         if changed and not torch.equal(OnlineDrafter.played(self) if known is None else known, self.played()):
             if not self.played().isfinite().all():
                 raise SpecctlError("the learnt weights are not finite", "lower learn.learner.lr")
-            self._swap()
+            # Never in place: meanwhile the engine's thread drafts with the present weights.
+            self.drafter = self.drafter_of(self.played())
         lessons, self._unreported = self._unreported, []
         return lessons
 

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from specctl.adaptation.worker import LearnerResult, PackedTensors
 from specctl.commands.serve import load_drafters, make_thread
 from specctl.commands.serve_learning import learning_from, online_recipe
 from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.drafters import checkpoint
-from specctl.gateway.learning import LearningPlan, PoolLearner, PoolMember
+from specctl.gateway.learning import BackgroundOnlineDrafter, LearningPlan, PoolLearner, PoolMember
 from specctl.gateway.metrics import Meter
 from specctl.recipe import ServeRecipe
 from specctl.runs import Run
@@ -175,6 +176,16 @@ def test_the_policy_of_full_information_goes_on_with_new_weights(tiny, heads, le
     selector = gateway.thread.engine.controller.selector
     assert selector.scorer.drafters == [arm.drafter for arm in selector.arms]
     assert gateway.thread.engine.controller.failures == 0
+
+
+def test_the_engine_gets_a_new_drafter_for_every_version(tiny, heads, monkeypatch):
+    """Weights would change in the middle of a round, or the engine would never hear of them."""
+    monkeypatch.setattr("specctl.adaptation.remote.take_weights", lambda *_: True)
+    pupil = BackgroundOnlineDrafter(online_recipe(recipe_of(tiny, *heads), heads[0]), "ogd", tiny, 0, heads[0])
+    first, w = pupil.drafter, pupil.played()
+    results = [LearnerResult(None, w + 0.1, {}, PackedTensors.of({})), None]
+    pupil.process = SimpleNamespace(receive=lambda name, seconds: results.pop(0))
+    assert pupil.lessons() == [None] and pupil.drafter is not first and torch.equal(pupil.played(), w + 0.1)
 
 
 class Member(SimpleNamespace):
