@@ -127,10 +127,11 @@ class ReplayBuffer(FeatureStore):
                 text.rejections = row.rejections
                 text.rejected.append(len(row.ids) - row.prompt_length - 2)  # the last token is the target's own
             if row.stop is not None:
-                self._add(state, b, text)
+                self.take_in(state, b, text)
                 memory.rows[b] = _UnfinishedText(end=len(row.ids))
 
-    def _add(self, state: DecodeState, b: int, text: _UnfinishedText) -> None:
+    def take_in(self, state: DecodeState, b: int, text: _UnfinishedText) -> None:
+        """Take in the finished text in slot b."""
         row = state.rows[b]
         label = row.request.label or Label(str(row.index))
         example = Example(self._next, label.query, list(row.ids), row.prompt_length)

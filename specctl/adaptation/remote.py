@@ -7,6 +7,8 @@ The decoder never waits. It hands over the texts of a chunk with their features,
 sequences. Both go through shared memory. Chunks that are answered while the learner is at work wait here; then it
 learns from all waiting chunks at once. The waiting chunks share the room of the buffer. If the learner is so slow that
 no room is left, the oldest chunks are dropped. The learner also drops the texts that its own buffer cannot hold.
+
+Several drafters can learn in one process (`start_process`): they share its copy of the target, and learn in turns.
 """
 
 import atexit
@@ -14,7 +16,8 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,25 +44,102 @@ from specctl.training.checkpoint import add_prefix, strip_prefix
 TIMEOUT_S = 600.0  # timeout for the last chunks of a stream, and for starting the processes
 
 
+class LearnerProcess:
+    """A process in which learners take turns, and the messages to and from it."""
+
+    def __init__(self, learners: Sequence[WorkerLearner]):
+        context = multiprocessing.get_context("spawn")
+        self._inbox, self._outbox = context.Queue(), context.Queue()
+        arguments = ([*learners], self._inbox, self._outbox)
+        self._process = context.Process(target=worker.run_worker, args=arguments, daemon=True)
+        self._answers: dict[str, deque[LearnerResult | Failed]] = defaultdict(deque)  # by learner
+        atexit.register(self.close)  # multiprocessing would wait for workers, which ignore SIGTERM
+
+    def start(self) -> None:
+        """Start the process, and wait until it is ready. Raises SpecctlError if it cannot start."""
+        # Block signals before starting the worker: it inherits the mask.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.IGNORED_SIGNALS)
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        until = time.monotonic() + TIMEOUT_S
+        while not isinstance(message := self._next(1.0), Ready):
+            if message is not None:
+                raise _error(message)
+            interrupts.check()
+            if time.monotonic() > until:
+                raise SpecctlError(f"the learner process did not start within {TIMEOUT_S:.0f} s")
+
+    def send(self, message: list[Chunk] | tuple[dict[str, Any], PackedTensors]) -> None:
+        """Send the chunks of one learner, or a state for the only learner."""
+        self._inbox.put(message)
+
+    def receive(self, learner: str, seconds: float) -> LearnerResult | None:
+        """The next answer of a learner, or None. Raises SpecctlError if it has failed."""
+        answers = self._answers[learner]
+        while not answers and (message := self._next(seconds)) is not None:
+            self._answers[message.learner].append(message)
+        answer = answers.popleft() if answers else None
+        if isinstance(answer, Failed):
+            raise _error(answer)
+        return answer
+
+    def _next(self, seconds: float) -> Any:
+        """The next message of the process, or None."""
+        try:
+            return self._outbox.get(timeout=seconds) if seconds else self._outbox.get_nowait()
+        except queue.Empty:
+            self._check_alive()
+            return None
+        except (OSError, EOFError) as error:  # the process died while its tensors were fetched
+            self._check_alive()
+            raise SpecctlError(f"the learner process ended while it sent a message: {error}") from error
+
+    def _check_alive(self) -> None:
+        """Raise SpecctlError if the process was killed. (If it fails it says so, and ends with code 0.)"""
+        if self._process.exitcode:
+            raise SpecctlError(f"the learner process ended with code {self._process.exitcode}")
+
+    def signal(self, number: int) -> None:
+        """Send a signal, if the process runs."""
+        if self._process.is_alive() and self._process.pid is not None:
+            os.kill(self._process.pid, number)
+
+    def close(self) -> None:
+        """Kill the process, also in the middle of an update."""
+        atexit.unregister(self.close)
+        if self._process.pid is not None:
+            self._process.kill()
+            self._process.join()
+        self._inbox.cancel_join_thread()  # unsent messages have no reader any more
+
+
+def _error(failed: Failed) -> SpecctlError:
+    return SpecctlError(f"the learner process failed: {failed.message}", hint="try it without --async")
+
+
 class AsyncOnlineDrafter(OnlineDrafter):
     """An `OnlineDrafter` with its learner in another process. This process has the buffer that feeds the learner, and
     the drafter with its newest weights.
 
     On a CPU, the learner has half of this process' threads while it runs.
+
+    Attributes:
+        name: of the learner in its process.
+        process: the process, which `start_process` sets.
     """
 
+    recipe: OnlineRecipe
+    name = ""
+    process: LearnerProcess
     in_background = False  # whether the worker gives way to other processes, and sends weights without a state
 
     def __init__(self, recipe: OnlineRecipe, algo: str, target: Target, seed: int, start: Path | None = None):
-        """Raises SpecctlError if the worker cannot start."""
+        """Raises SpecctlError if the worker cannot start. A learner in the background waits for `start_process`."""
         super().__init__(recipe, algo, target, seed, start)
         self._threads = max(1, torch.get_num_threads() // 2)
-        context = multiprocessing.get_context("spawn")
-        self._inbox, self._outbox = context.Queue(), context.Queue()
-        learner = WorkerLearner(recipe, algo, seed, start, _device(recipe, target), self._threads, self.in_background)
-        arguments = (learner, self._inbox, self._outbox)
-        self._process = context.Process(target=worker.run_worker, args=arguments, daemon=True)
-        self._algo = algo
+        self._algo, self._start = algo, start
         self._last: LearnerResult | None = None
         self._unreported: list[Lesson] = []  # lessons that no chunk's row has reported yet
         self._learner_state: State = super().state()  # the learner's newest state
@@ -67,25 +147,14 @@ class AsyncOnlineDrafter(OnlineDrafter):
         self.waiting: list[Chunk] = []  # chunks to send next
         self._vector: Tensor | None = None  # [P] the newest weights, or None before the first update
         self._swap_s, self._warned = 0.0, False  # since the last chunk; whether drops were reported
-        atexit.register(self.close)  # multiprocessing would wait for workers, which ignore SIGTERM
-        try:
-            self._start()
-            until = time.monotonic() + TIMEOUT_S
-            while not isinstance(self.receive(1.0), Ready):
-                interrupts.check()
-                if time.monotonic() > until:
-                    raise SpecctlError(f"the learner process did not start within {TIMEOUT_S:.0f} s")
-        except BaseException:
-            self.close()
-            raise
+        if not self.in_background:
+            start_process([self])
 
-    def _start(self) -> None:
-        """Block signals before starting the worker: it inherits the mask."""
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, worker.IGNORED_SIGNALS)
-        try:
-            self._process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def in_worker(self) -> WorkerLearner:
+        """The learner in the worker."""
+        device = _device(self.recipe, self.target)
+        options = device, self._threads, self.in_background, self.name
+        return WorkerLearner(self.recipe, self._algo, self.seed, self._start, *options)
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -93,13 +162,13 @@ class AsyncOnlineDrafter(OnlineDrafter):
         threads = torch.get_num_threads()
         if self.target.device.type == "cpu":
             torch.set_num_threads(self._threads)
-        self._signal(signal.SIGCONT)
+        self.process.signal(signal.SIGCONT)
         try:
             self._take()
             yield
             self._make_room()
         finally:
-            self._signal(signal.SIGSTOP)
+            self.process.signal(signal.SIGSTOP)
             torch.set_num_threads(threads)
 
     @property
@@ -129,7 +198,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
 
     def _hand_over(self, acceptance: Acceptance, decode_s: float | None = None) -> None:
         """Hand the texts of the buffer over to the learner. With `decode_s` it keeps to the time budget."""
-        self.waiting.append(replace(Chunk.of(self.buffer, acceptance), decode_s=decode_s))
+        self.waiting.append(replace(Chunk.of(self.buffer, acceptance), decode_s=decode_s, learner=self.name))
         self.buffer.clear()
         self._make_room()
         self._send()
@@ -140,7 +209,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
             self.sent, self.waiting = self.waiting, []
             for chunk in self.sent:
                 chunk.share()
-            self._inbox.put(self.sent)
+            self.process.send(self.sent)
 
     def _make_room(self) -> None:
         """Drop the oldest waiting chunks until they and the buffer together hold no more than the buffer may.
@@ -169,11 +238,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
 
     def close(self) -> None:
         """Kill the worker, also in the middle of an update."""
-        atexit.unregister(self.close)
-        if self._process.pid is not None:
-            self._process.kill()
-            self._process.join()
-        self._inbox.cancel_join_thread()  # unsent messages have no reader any more
+        self.process.close()
 
     def played(self) -> Tensor:
         return super().played() if self._vector is None else self._vector
@@ -194,7 +259,7 @@ class AsyncOnlineDrafter(OnlineDrafter):
         self.buffer.clear()  # the learner replays them from its own buffer
         self.buffer.dropped = facts.get("dropped_here", 0)  # missing in the state of an `OnlineDrafter`
         self._learner_state = facts, {name: value for name, value in tensors.items() if not name.startswith("waiting")}
-        self._inbox.put((facts, PackedTensors.of(self._learner_state[1])))
+        self.process.send((facts, PackedTensors.of(self._learner_state[1])))
         for place, chunk in enumerate(facts.get("waiting", [])):
             self.waiting.append(Chunk.restored(chunk, strip_prefix(f"waiting{place}.", tensors)))
         self._send()
@@ -215,34 +280,28 @@ class AsyncOnlineDrafter(OnlineDrafter):
         synchronise(self.target.device)
         self._swap_s += time.perf_counter() - began
 
-    def receive(self, seconds: float) -> Ready | LearnerResult | None:
-        """The next message of the worker, or None. Raises SpecctlError if the worker has failed."""
-        try:
-            message = self._outbox.get(timeout=seconds) if seconds else self._outbox.get_nowait()
-        except queue.Empty:
-            self._check_alive()
-            return None
-        except (OSError, EOFError) as error:  # the worker died while its tensors were fetched
-            self._check_alive()
-            raise SpecctlError(f"the learner process ended while it sent a message: {error}") from error
-        if isinstance(message, Failed):
-            raise SpecctlError(f"the learner process failed: {message.message}", hint="try it without --async")
-        if isinstance(message, LearnerResult):
-            self._last, self.sent = message, []
-            self._unreported.append(message.lesson)
-            self._learner_state = message.facts, message.state.tensors()
-            self._vector = message.played.to(self.target.device)
+    def receive(self, seconds: float) -> LearnerResult | None:
+        """The next result of the learner, or None. Raises SpecctlError if it has failed."""
+        result = self.process.receive(self.name, seconds)
+        if result is not None:
+            self._last, self.sent = result, []
+            self._unreported.append(result.lesson)
+            self._learner_state = result.facts, result.state.tensors()
+            self._vector = result.played.to(self.target.device)
             self._send()
-        return message
+        return result
 
-    def _check_alive(self) -> None:
-        """Raise SpecctlError if the worker was killed. (If it fails it says so, and ends with code 0.)"""
-        if self._process.exitcode:
-            raise SpecctlError(f"the learner process ended with code {self._process.exitcode}")
 
-    def _signal(self, number: int) -> None:
-        if self._process.is_alive() and self._process.pid is not None:
-            os.kill(self._process.pid, number)
+def start_process(drafters: Sequence[AsyncOnlineDrafter]) -> None:
+    """Start one process in which all of these drafters learn. Raises SpecctlError if it cannot start."""
+    process = LearnerProcess([drafter.in_worker() for drafter in drafters])
+    for drafter in drafters:
+        drafter.process = process
+    try:
+        process.start()
+    except BaseException:
+        process.close()
+        raise
 
 
 def _device(recipe: OnlineRecipe, target: Target) -> str:

@@ -26,6 +26,7 @@ from specctl.decoding.records import Label, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, pool
+from specctl.drafters.names import place_of
 from specctl.families import online_families
 from specctl.recipe import OnlineRecipe
 from specctl.selection.arm import Arm
@@ -229,7 +230,7 @@ class Specialists(StreamLearner):
         """Write every specialist as a drafter directory below `directory`, which is a pool again."""
         for name, online_drafter in self.online_drafters.items():
             start = checkpoint.read_info(online_drafter.start)
-            online_drafter.save(directory / name, {**info, "domain": start.get("domain", []), "mat": {}})
+            online_drafter.save(directory / place_of(name), {**info, "domain": start.get("domain", []), "mat": {}})
         return directory
 
     def state(self) -> tuple[dict[str, Any], dict[str, Tensor]]:

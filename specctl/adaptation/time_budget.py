@@ -1,5 +1,7 @@
 """Time budget for learning: a running account that earns a share of the decoding time and pays for updates."""
 
+from __future__ import annotations
+
 MAX_DOUBLINGS = 5  # largest number of doublings of the saving before an update
 MAX_RAISES = 1  # largest number of doublings of the share while updates help
 
@@ -13,11 +15,15 @@ class TimeBudget:
 
     While updates help, the share is twice as large, and they are paid for afterwards. An update in vain ends this.
 
+    Drafters that learn in turns have one account each, which earns by the time in which that drafter drafted. No update
+    is paid from seconds that another account of the `group` owes. So together they spend no more than one drafter.
+
     Attributes:
         balance: seconds; negative if updates were paid in advance.
         price: seconds of the last update, or an estimate for the first one (None = not known).
         doublings: number of doublings of the price that has to be saved.
         raises: number of doublings of the share.
+        group: all accounts of the drafters that learn in turns, this one included; empty for a single drafter.
     """
 
     def __init__(self, share: float | None):
@@ -27,18 +33,24 @@ class TimeBudget:
         self.price: float | None = None
         self.doublings = 1
         self.raises = 0
+        self.group: list[TimeBudget] = []
+
+    @property
+    def available(self) -> float:
+        """Seconds of the balance that no other account of the group owes."""
+        return self.balance + sum(min(one.balance, 0.0) for one in self.group if one is not self)
 
     @property
     def can_pay(self) -> bool:
         """Whether enough was saved for an update; always true without a limit."""
         if self.share is None or self.price is None:
             return self.share is None
-        return self.balance >= (0.0 if self.raises else self.price * 2**self.doublings)
+        return self.available >= (0.0 if self.raises else self.price * 2**self.doublings)
 
     @property
     def may_borrow(self) -> bool:
         """Whether an update may run now and be paid for later: only while nothing is owed."""
-        return self.balance >= 0
+        return self.available >= 0
 
     def earn(self, decode_s: float) -> None:
         """Credit the share of these seconds of decoding."""

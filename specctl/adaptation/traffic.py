@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections import deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +31,7 @@ class ServedText:
         drafting: counters of its drafts, or None if the engine does not report them.
         baseline: counters of the same prompt on an engine that does not learn, or None without such an engine.
         began: time of the request, in seconds since 1970; 0 if unknown.
+        server: address of the server that wrote it, if a policy has chosen that; otherwise empty.
     """
 
     id: str
@@ -40,6 +41,7 @@ class ServedText:
     drafting: DraftCounters | None = None
     baseline: DraftCounters | None = None
     began: float = 0.0
+    server: str = ""
 
 
 def parse_served_text(row: Mapping[str, Any], target: TargetText, options: dict[str, Any]) -> ServedText:
@@ -55,7 +57,8 @@ def parse_served_text(row: Mapping[str, Any], target: TargetText, options: dict[
     drafting = turn.engine_ids.answer.drafting if turn.engine_ids else None
     began = row.get("began")
     began = float(began) if isinstance(began, (int, float)) else 0.0
-    return ServedText(kept["prompt_id"], "traffic", prompt, output, drafting, began=began)
+    server = str(row.get("server", ""))
+    return ServedText(kept["prompt_id"], "traffic", prompt, output, drafting, began=began, server=server)
 
 
 @dataclass(frozen=True)
@@ -208,6 +211,47 @@ class LogTraffic:
             if len(waiting) > MAX_BACKLOG_CHUNKS * self.size:
                 waiting.popleft()
                 self.passed_over += 1
+
+
+@dataclass
+class TrafficByServer(LogTraffic):
+    """Chunks of the texts of one server each, from the log of a gateway that chooses servers. It follows the log until
+    a signal.
+
+    Attributes:
+        sizes: texts in a chunk, by server; texts of other servers are passed over without being counted.
+        passed_over_of: number of texts that there was no time to learn from, by server.
+    """
+
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    passed_over_of: Counter[str] = field(default_factory=Counter)
+
+    def chunks(self) -> Iterator[list[ServedText]]:
+        """The chunks, the next one of the server with most waiting chunks. Raises Interrupted, SpecctlError."""
+        tail, waiting = Tail(self.path), defaultdict[str, deque[ServedText]](deque)
+        try:
+            while True:
+                read: deque[tuple[ServedText, LogPosition]] = deque()
+                self._read(tail, read)
+                for text, _ in read:
+                    self._wait(text, waiting[text.server])
+                ready = {server: len(waiting[server]) / size for server, size in self.sizes.items()}
+                first = max(ready, key=lambda server: ready[server])
+                if ready[first] >= 1:
+                    yield [waiting[first].popleft() for _ in range(self.sizes[first])]
+                else:
+                    self.check()
+                    time.sleep(POLL_S)
+                progress.interrupts.check()
+        finally:
+            tail.close()
+
+    def _wait(self, text: ServedText, queue: deque[ServedText]) -> None:
+        if text.server in self.sizes:
+            queue.append(text)
+            if len(queue) > MAX_BACKLOG_CHUNKS * self.sizes[text.server]:
+                queue.popleft()
+                self.passed_over_of[text.server] += 1
 
 
 class RequestedTraffic:

@@ -1,4 +1,4 @@
-"""Worker process of an asynchronous learner, and the messages between it and the decoder."""
+"""Worker process of one or several asynchronous learners, and the messages between it and the decoder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,12 +62,14 @@ class Chunk:
 
     Attributes:
         decode_s: seconds in which the chunk was decoded, if they limit the time for learning from it.
+        learner: name of the learner among those of the process.
     """
 
     texts: list[BufferedText]
     features: Features | None
     acceptance: Acceptance
     decode_s: float | None = None
+    learner: str = ""
 
     @property
     def bytes(self) -> int:
@@ -129,18 +131,20 @@ class LearnerResult:
     played: Tensor
     facts: dict[str, Any]
     state: PackedTensors
+    learner: str = ""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Message of a worker that ends with an error."""
+    """Message of a learner that ends with an error, or of a worker that cannot start."""
 
     message: str
+    learner: str = ""
 
 
 @dataclass(frozen=True)
 class WorkerLearner:
-    """The learner of a worker: its recipe, and where it runs.
+    """A learner of a worker: its recipe, and where it runs.
 
     Attributes:
         in_background: give way to other processes, and report weights without the learner's state.
@@ -153,31 +157,55 @@ class WorkerLearner:
     device: str
     threads: int
     in_background: bool = False
+    name: str = ""
 
 
-def run_worker(learner: WorkerLearner, inbox: Any, outbox: Any) -> None:
-    """Run a worker: learn from the messages of a queue until the process is killed."""
+def run_worker(learners: Sequence[WorkerLearner], inbox: Any, outbox: Any) -> None:
+    """Run a worker: its learners take turns with the messages of a queue, until the process is killed. All learn with
+    one copy of the target. If one fails, the others go on."""
     _die_with_parent()
     try:
-        torch.set_num_threads(learner.threads)
-        recipe, loading = learner.recipe, {"device": learner.device, "device_map": None, "max_memory": None}
-        target = load_target(**recipe.target.loading | loading, whole=recipe.buffer.reruns)
-        online_drafter = OnlineDrafter(recipe, learner.algo, target, learner.seed, learner.start)
-        outbox.put(Ready())
-        if learner.in_background:
-            os.nice(NICENESS)
-        while True:
-            message: list[Chunk] | tuple[dict[str, Any], PackedTensors] = inbox.get()
-            if not isinstance(message, list):  # a state to restore
-                online_drafter.restore(message[0], message[1].tensors())
-                continue
-            for chunk in message:
-                chunk.into(online_drafter.buffer)
-            lesson = _lesson(online_drafter, message)
-            facts, state = ({}, {}) if learner.in_background else online_drafter.state()
-            outbox.put(LearnerResult(lesson, online_drafter.played().cpu(), facts, PackedTensors.of(state)))
+        first = learners[0]
+        torch.set_num_threads(first.threads)
+        loading = {"device": first.device, "device_map": None, "max_memory": None}
+        target = load_target(**first.recipe.target.loading | loading, whole=first.recipe.buffer.reruns)
+        drafters = {one.name: OnlineDrafter(one.recipe, one.algo, target, one.seed, one.start) for one in learners}
     except Exception as error:
-        outbox.put(Failed(f"{type(error).__name__}: {error}"))
+        outbox.put(_failed(error))
+        return
+    accounts = [drafter.account for drafter in drafters.values()]
+    for account in accounts:
+        account.group = accounts
+    outbox.put(Ready())
+    if first.in_background:
+        os.nice(NICENESS)
+    while drafters:
+        message: list[Chunk] | tuple[dict[str, Any], PackedTensors] = inbox.get()
+        name = message[0].learner if isinstance(message, list) else ""  # a state is for the only learner
+        drafter = drafters.get(name)
+        if drafter is None:  # it has failed
+            continue
+        try:
+            if isinstance(message, list):
+                outbox.put(_answer(drafter, message, with_state=not first.in_background))
+            else:
+                drafter.restore(message[0], message[1].tensors())
+        except Exception as error:
+            outbox.put(_failed(error, name))
+            accounts.remove(drafters.pop(name).account)
+
+
+def _failed(error: Exception, learner: str = "") -> Failed:
+    return Failed(f"{type(error).__name__}: {error}", learner)
+
+
+def _answer(drafter: OnlineDrafter, chunks: list[Chunk], *, with_state: bool) -> LearnerResult:
+    """Let a learner learn from chunks."""
+    for chunk in chunks:
+        chunk.into(drafter.buffer)
+    lesson = _lesson(drafter, chunks)
+    facts, state = drafter.state() if with_state else ({}, {})
+    return LearnerResult(lesson, drafter.played().cpu(), facts, PackedTensors.of(state), chunks[0].learner)
 
 
 def _lesson(online_drafter: OnlineDrafter, chunks: list[Chunk]) -> Lesson:

@@ -42,11 +42,10 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
 
     With --server, running engines answer. The policy sends each text to the engine with the drafter that suits it, and
     learns from the engines' counters.
-    With --learn, the drafter learns from the texts that are served.
+    With --learn, drafters learn from the texts that are served: in a pool, each from the texts that it drafted.
 
     / shows what it does, /metrics is for Prometheus. A signal ends it."""
     from specctl.cli import checks
-    from specctl.drafters import pool
     from specctl.selection import dispatch
     from specctl.selection.policies import registry
 
@@ -55,7 +54,9 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
     registry.check([recipe.choose])
     checks.check_drafters(recipe.drafters)
     if recipe.learn.enabled:
-        pool.learnable_part(recipe.drafters[0])
+        from specctl.selection.arms import learners_of
+
+        learners_of(recipe)
     if recipe.output_dir:
         checks.check_output("serve", recipe.output_dir, overwrite=recipe.overwrite)
     run_or_plan("serve", recipe, dry_run, lambda: steps(recipe), show, "run_dir")
@@ -68,9 +69,10 @@ def steps(recipe: ServeRecipe) -> list[str]:
     if recipe.server.urls and recipe.learn.enabled:
         urls = ", ".join(recipe.server.urls)
         log = "write the texts to a log in the run directory, which only its owner can read"
+        how = f", each by the server that {recipe.choose} chooses" if recipe.chooses else ""
         return [
             f"check that {urls} serve the same model",
-            f"answer requests at {recipe.listen}, and {log}",
+            f"answer requests at {recipe.listen}{how}, and {log}",
             *learning_steps(recipe),
             "publish better versions to the servers, and roll back worse ones",
         ]
@@ -100,16 +102,21 @@ def learning_steps(recipe: ServeRecipe) -> list[str]:
     """Return what learning adds to the plan: nothing without --learn."""
     if not recipe.learn.enabled:
         return []
-    from specctl.drafters import checkpoint, pool
+    from specctl.drafters import checkpoint
+    from specctl.selection.arms import learners_of
 
-    family = checkpoint.family(pool.learnable_part(recipe.drafters[0]))
+    starts = list(learners_of(recipe))
+    families = {checkpoint.family(start): None for start in starts}
     budget = recipe.learn.learner.budget
     time = "without a limit of the time" if budget is None else f"for at most {budget:.0%} of the time of decoding"
-    chunk = recipe.learn.chunk or online_families()[family].chunk
-    how = f"learn by {recipe.learn.algo} after every {chunk} texts, {time}"
-    return [
-        how if recipe.server.urls else f"{how}, in a process of low priority; save the drafter in the run directory"
-    ]
+    time = "" if recipe.server.urls else f", {time}, in a process of low priority"
+    chunks = [recipe.learn.chunk] if recipe.learn.chunk else [online_families()[family].chunk for family in families]
+    how = f"learn by {recipe.learn.algo} after every {' or '.join(map(str, dict.fromkeys(chunks)))} texts"
+    saved = "save the drafter in the run directory"
+    if len(starts) > 1:
+        how = f"{', '.join(map(str, starts))} {how}, in turns, each from its own texts"
+        saved = "save each drafter in a directory of its own in the run directory"
+    return [f"{how}{time}; {saved}"]
 
 
 def show(document: dict[str, Any]) -> Any:
@@ -124,7 +131,8 @@ def show(document: dict[str, Any]) -> Any:
         f"{document['requests']} texts, {document['tokens']} tokens in {document['seconds']:.0f} s, "
         f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         *certain(document),
-        *learnt(document["learning"]),
+        *learnt("", document["learning"]),
+        *(line for name, one in document["learning_by_drafter"].items() for line in learnt(name, one)),
         f"run: {cell(document['run_dir'])}",
     )
 
@@ -141,11 +149,12 @@ def certain(document: dict[str, Any]) -> list[str]:
     return ["× plain: no bound yet"] if least is None else [f"× plain: at least {least:.2f}", document["at_least"]]
 
 
-def learnt(learning: dict[str, Any] | None) -> list[str]:
-    """Render what was learnt: nothing if no drafter learnt."""
+def learnt(name: str, learning: dict[str, Any] | None) -> list[str]:
+    """Render what a drafter learnt: nothing if it did not learn. The name of the only drafter is empty."""
     if learning is None:
         return []
     counts = f"{learning['lessons']} lessons changed the weights, {learning['rollbacks']} were taken back"
     spent = f"{learning['learn_s']:.0f} s of learning"
     mats = f"mat {cell(learning['mat_first'])} at first, {cell(learning['mat'])} at the end"
-    return [f"{counts}; {spent}; {mats}", f"learned: {cell(learning['drafter'])}"]
+    of = f"{name}: " if name else ""
+    return [f"{of}{counts}; {spent}; {mats}", f"{of}learned: {cell(learning['drafter'])}"]

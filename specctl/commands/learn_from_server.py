@@ -1,7 +1,7 @@
 """`specctl learn-from-server`: a drafter that learns from the texts of running engines, and is published into them."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +132,8 @@ def learn_from_server(
                 for chunk in traffic.chunks():
                     row = learner.learn(chunk, journal.number, traffic.passed_over)
                     bar.update(len(chunk), chunk=row.chunk, mat=row.mat)
-                    _count(told, row, learner.ended)
-                    show(told)
+                    count_chunk(told, row, learner.ended)
+                    show({"": told})
                     with journal.writing():
                         journal.write_chunk([row])
                         journal.append(COUNTS, [text_counts(text) for text in chunk])
@@ -186,7 +186,7 @@ def open_traffic(
     clients: tuple[Client, Client],
     rejections: Rejections,
     guard: ProxyOptions,
-) -> Iterator[tuple[Traffic, Callable[[LearningCounts], None]]]:
+) -> Iterator[tuple[Traffic, Callable[[Mapping[str, LearningCounts]], None]]]:
     """Context of the texts to learn from: prompts sent to the servers, a log, or a proxy that runs meanwhile. Also
     yields a function that shows counts on the proxy's page."""
     (client, other), options, source = clients, recipe.target.chat_template_kwargs, recipe.traffic
@@ -205,12 +205,12 @@ def open_traffic(
     servers = {server.url: server.facts.engine for server in client.servers}
     with proxy_process.running(source.listen, servers, log, int(source.max_log_mb * 2**20), guard) as gateway:
         traffic.check = gateway.check
-        gateway.show(LearningCounts(on=True))
+        gateway.show({"": LearningCounts(on=True)})
         progress.log(f"requests that go to {gateway.address} are forwarded to the servers and learned from")
         yield traffic, gateway.show
 
 
-def _count(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
+def count_chunk(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
     """Add a chunk to the counts of the learning."""
     counts.on = not ended
     sent = row.publication
@@ -225,7 +225,7 @@ def _count(counts: LearningCounts, row: ServedChunk, ended: bool) -> None:
         counts.mat = {"first": counts.mat.get("first", row.mat), "last": last, "present": row.mat}
 
 
-def _unseen(counts: LearningCounts) -> None:
+def _unseen(counts: Mapping[str, LearningCounts]) -> None:
     """Ignore counts: there is no page to show them."""
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import uvicorn
@@ -34,7 +34,7 @@ from specctl.gateway.own_engine import Offer, OwnEngine
 from specctl.gateway.proxy_process import ProxyOptions
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
-from specctl.selection.arms import load_pool, named, pool_paths, trained_on
+from specctl.selection.arms import learners_of, load_pool, named, pool_paths, trained_on
 from specctl.selection.certificate import Certificate, explanation, serve_notes
 
 PLAIN = "no draft"
@@ -69,7 +69,8 @@ class ServedDrafter:
 
 @dataclass(frozen=True)
 class ServeResult:
-    """The result document of `serve`. `choose` is None if one drafter drafts everything, `learning` if none learns.
+    """The result document of `serve`. `choose` is None if one drafter drafts everything, `learning` if it does not
+    learn. `learning_by_drafter` has the drafters that learn where a policy chooses.
 
     It has no regret, because the yield of the other servers on a text is unknown. `decide_us_p50`: median microseconds
     to choose a server, or None if no server was chosen. `speed_at_least`: lower bound of the speed over plain decoding
@@ -85,6 +86,7 @@ class ServeResult:
     requests: int = 0  # finished texts
     decide_us_p50: float | None = None
     learning: LearningSummary | None = None
+    learning_by_drafter: dict[str, LearningSummary] = field(default_factory=dict)
     speed_at_least: float | None = None
     at_least: str | None = None
 
@@ -101,7 +103,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
     """
     key = api_key(recipe)
     if recipe.learn.enabled:
-        pool.learnable_part(recipe.drafters[0])
+        learners_of(recipe)
     if recipe.server.urls:
         return serve_by_engines(recipe, run, key)
     with ExitStack() as stack:
@@ -125,7 +127,9 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
             ),
         )
         backend.warm_up()
-        learning = stack.enter_context(learning_from(thread, recipe, run)) if recipe.learn.enabled else None
+        learning: Callable[[], dict[str, LearningSummary]] = dict
+        if recipe.learn.enabled:
+            learning = stack.enter_context(learning_from(thread, recipe, run, places))
         failures: list[BaseException] = []
 
         def watch(http: uvicorn.Server) -> None:
@@ -150,7 +154,7 @@ def serve(recipe: ServeRecipe, run: Run, *, target: Target | None = None) -> Ser
         if failures:
             raise SpecctlError(f"the engine has failed: {where(failures[0])}", "start it again") from failures[0]
     result = result_of(recipe, meter, None, time.monotonic() - began)
-    return result if learning is None else replace(result, learning=learning())
+    return with_learning(result, learning())
 
 
 def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeResult:
@@ -161,9 +165,16 @@ def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeRes
     if not recipe.learn.enabled:
         return result_of(recipe, *answer_by_engines(recipe, run, key))
     began = time.monotonic()
-    counts, learnt = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward_key(recipe, key)))
+    found = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward_key(recipe, key)))
     result = result_of(recipe, Meter(str(run.target)), None, time.monotonic() - began)
-    return replace(result, learning=LearningSummary.of(counts, learnt))
+    return with_learning(result, found)
+
+
+def with_learning(result: ServeResult, learnt: Mapping[str, LearningSummary]) -> ServeResult:
+    """Add what was learnt, by name of the drafter; the name of the only drafter is empty."""
+    if "" in learnt:
+        return replace(result, learning=learnt[""])
+    return replace(result, learning_by_drafter=dict(learnt))
 
 
 def api_key(recipe: ServeRecipe) -> str | None:
@@ -232,7 +243,8 @@ def result_of(recipe: ServeRecipe, meter: Meter, work: EngineWork | None, second
         for name, one in meter.drafters.items()
     ]
     rounds, tokens = sum(row.rounds for row in rows), sum(row.tokens for row in rows)
-    choose = recipe.choose if recipe.chooses or len(recipe.server.urls) > 1 else None
+    by_servers = len(recipe.server.urls) > 1 and not recipe.learn.enabled  # they may all learn one drafter
+    choose = recipe.choose if recipe.chooses or by_servers else None
     mat = tokens / rounds if rounds else None
     made = meter.certificate
     notes = serve_notes(by_passes=work is not None)

@@ -7,7 +7,7 @@ import os
 import time
 from collections import deque
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from logging import Logger
 from statistics import median
 
@@ -57,7 +57,7 @@ class TextLog:
         """Write the line of a text."""
         if text.decide_us is not None:
             self.decisions.append(text.decide_us)
-        self.log.info(json.dumps({"time": time.time()} | asdict(text)))
+        self.log.info(json.dumps({"time": time.time()} | vars(text)))
 
 
 def onward_key(recipe: ServeRecipe, key: str | None) -> str | None:

@@ -1,27 +1,40 @@
-"""`specctl serve --learn`: the drafter of the own engine, or of running engines, learns from served texts."""
+"""`specctl serve --learn`: drafters of the own engine, or of running engines, learn from served texts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specctl import progress
+from specctl.adaptation.remote import start_process
 from specctl.adaptation.stream_learner import Lesson
 from specctl.commands.learn_from_server import LEARNT_DIR as SERVED_DIR
 from specctl.commands.learn_from_server import learn_from_server
-from specctl.drafters import checkpoint, pool
+from specctl.commands.learn_from_servers import LEARNT_POOL, LearningServer, learn_from_servers
+from specctl.drafters import checkpoint, names, pool
 from specctl.errors import Interrupted
 from specctl.gateway.engine_thread import EngineThread
-from specctl.gateway.learning import BackgroundOnlineDrafter, LearningPlan, LiveLearner
+from specctl.gateway.learning import (
+    BackgroundOnlineDrafter,
+    LearningPlan,
+    LiveLearner,
+    PoolLearner,
+    PoolMember,
+    ServingLearner,
+)
 from specctl.gateway.metrics import LearningCounts
-from specctl.gateway.proxy_process import ProxyOptions
+from specctl.gateway.proxy_process import ProxyOptions, ServerPolicy
 from specctl.recipe import LearnFromServerRecipe, OnlineRecipe, StreamRecipe
 from specctl.recipe.learn_from_server import TrafficRecipe
 from specctl.recipe.serve import ServeRecipe
+from specctl.recipe.server import ServerRecipe
 from specctl.runs import Run
+from specctl.selection.arms import learners_of
 from specctl.training.logging import Trackers
 
 LEARNT_DIR = "drafter"
@@ -29,7 +42,7 @@ LEARNT_DIR = "drafter"
 
 @dataclass(frozen=True)
 class LearningSummary:
-    """Learning of a gateway's drafter, from its start to its end.
+    """Learning of a drafter of a gateway, from its start to its end.
 
     Attributes:
         drafter: directory of the learnt drafter, or None if no weights have changed.
@@ -68,10 +81,10 @@ class LearningSummary:
         )
 
 
-def online_recipe(recipe: ServeRecipe, start: Path) -> OnlineRecipe:
-    """The recipe of `online` with which the drafter `start` learns."""
+def online_recipe(recipe: ServeRecipe, start: Path, learners: int = 1) -> OnlineRecipe:
+    """The recipe of `online` with which the drafter `start` learns; `learners` share the buffer's memory."""
     return OnlineRecipe(
-        **shared_keys(recipe, start),
+        **shared_keys(recipe, start, learners),
         beside="none",
         baselines=[],
         asynchronous=True,
@@ -79,9 +92,10 @@ def online_recipe(recipe: ServeRecipe, start: Path) -> OnlineRecipe:
     )
 
 
-def shared_keys(recipe: ServeRecipe, start: Path) -> dict[str, Any]:
-    """Keys that `online` and `learn-from-server` share, for the drafter `start`."""
+def shared_keys(recipe: ServeRecipe, start: Path, learners: int) -> dict[str, Any]:
+    """Keys that `online` and `learn-from-server` share, for the drafter `start`; `learners` share the buffer."""
     learn = recipe.learn
+    buffer = learn.buffer.model_copy(update={"max_mb": learn.buffer.max_mb / learners})
     return {
         "target": recipe.target,
         "drafting": recipe.drafting,
@@ -89,37 +103,65 @@ def shared_keys(recipe: ServeRecipe, start: Path) -> dict[str, Any]:
         "arch": checkpoint.family(start),
         "init": start,
         "learner": learn.learner,
-        "buffer": learn.buffer,
+        "buffer": buffer,
         "stream": StreamRecipe(chunk=learn.chunk),
         "seeds": [learn.seed],
     }
 
 
 @contextmanager
-def learning_from(thread: EngineThread, recipe: ServeRecipe, run: Run) -> Iterator[Callable[[], LearningSummary]]:
-    """Let the drafter of a thread's engine learn during the block, which starts the thread. Yields the summary.
+def learning_from(
+    thread: EngineThread, recipe: ServeRecipe, run: Run, places: Mapping[str, str]
+) -> Iterator[Callable[[], dict[str, LearningSummary]]]:
+    """Let the drafters of a thread's engine that have weights learn during the block, which starts the thread. Yields
+    the summaries by name of the drafter; the name of the only drafter is empty.
 
-    Raises CheckpointError if the drafter cannot be used, and SpecctlError if the learner's process cannot start.
+    `places`: path by name of the engine's drafters.
+
+    Raises CheckpointError if a drafter cannot be used, UsageError if none has weights that learn, and SpecctlError if
+    the learner's process cannot start.
     """
-    engine = thread.engine
-    start = pool.learnable_part(recipe.drafters[0])
-    made, place = online_recipe(recipe, start), run.dir / LEARNT_DIR
-    info = checkpoint.read_info(start) | {"learnt": f"{recipe.learn.algo} while serving, from {start}", "mat": {}}
-    drafter = engine.controller.drafter  # type: ignore[attr-defined]
-    plan = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info)
+    engine, meter = thread.engine, thread.meter
+    arms = {path: name for name, path in places.items()}
+    starts = pool.learnable_parts(arms)
+    titles = names.labels(map(str, starts)) if recipe.chooses else {str(start): "" for start in starts}
+    trackers = Trackers(recipe.log, run, recipe)
+    lessons = itertools.count(1)
 
-    def report(lesson: Lesson, counts: LearningCounts) -> None:
+    def report(name: str, lesson: Lesson, counts: LearningCounts) -> None:
         values = lesson_values(lesson, counts)
-        run.metrics(**values, status=lesson.outcome.status, ruling=lesson.ruling)
-        trackers.log(sum(counts.lessons.values()), **values)
+        of = {"drafter": name} if name else {}
+        run.metrics(**values, **of, status=lesson.outcome.status, ruling=lesson.ruling)
+        trackers.log(next(lessons), **{f"{name}/{key}" if name else key: value for key, value in values.items()})
 
     progress.log("starting the process that learns")
-    online_drafter = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
-    trackers = Trackers(recipe.log, run, recipe)
-    learner = thread.learner = LiveLearner(online_drafter, drafter, plan, thread.meter, report)
+    drafters: dict[str, BackgroundOnlineDrafter] = {}
+    plans: dict[str, LearningPlan] = {}
+    for start in starts:
+        name, made = titles[str(start)], online_recipe(recipe, start, len(starts))
+        info = checkpoint.read_info(start) | {"learnt": f"{recipe.learn.algo} while serving, from {start}", "mat": {}}
+        place = run.dir / LEARNT_POOL / names.place_of(name) if name else run.dir / LEARNT_DIR
+        plans[name] = LearningPlan(made.chunk, recipe.learn.longest, place, recipe.learn.save_s, info, name)
+        drafters[name] = BackgroundOnlineDrafter(made, recipe.learn.algo, engine.target, recipe.learn.seed, start)
+        drafters[name].name = name
+    start_process([*drafters.values()])
+    learner: ServingLearner
+    if recipe.chooses:
+        members = {titles[str(start)]: [arms[path] for path in paths] for start, paths in starts.items()}
+        learner = PoolLearner(
+            {
+                name: PoolMember(drafters[name], own, plans[name], meter, partial(report, name))
+                for name, own in members.items()
+            },
+            engine.target,
+        )
+    else:
+        drafter = engine.controller.drafter  # type: ignore[attr-defined]
+        learner = LiveLearner(drafters[""], drafter, plans[""], meter, partial(report, ""))
+    thread.learner = learner
     learner.start()
     try:
-        yield lambda: LearningSummary.of(learner.counts, place)
+        yield lambda: {name: LearningSummary.of(counts, plans[name].place) for name, counts in meter.learning.items()}
     finally:
         learner.stop()
         trackers.close()
@@ -139,21 +181,44 @@ def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
     return values | {f"mat_{name}": mat for name, mat in counts.mat.items()}
 
 
-def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> tuple[LearningCounts, Path]:
+def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> dict[str, LearningSummary]:
     """Serve by running engines, and learn from their texts until SIGINT or SIGTERM: `learn-from-server` with a proxy.
-    Returns the counts, and the directory of the learnt drafter.
+    Returns the summaries by address of the server, or one under an empty name if all servers have one drafter.
 
     Raises the errors of `learn_from_server`.
     """
-    learn, start = recipe.learn, pool.learnable_part(recipe.drafters[0])
-    made = LearnFromServerRecipe(
-        **shared_keys(recipe, start),
-        server=recipe.server,
+    learners: dict[str, LearningServer] = {}
+    counts = LearningCounts()
+    with suppress(Interrupted, KeyboardInterrupt):  # the normal end
+        if recipe.chooses:
+            guard = replace(guard, policy=ServerPolicy(recipe.choose, recipe.policy, recipe.seed))
+            learn_from_servers(recipe.server, server_recipes(recipe), run, guard, learners)
+        else:
+            learn_from_server(server_recipe(recipe, recipe.drafters[0], recipe.server), run, guard=guard, counts=counts)
+    progress.interrupts.reset()
+    if recipe.chooses:
+        return {name: LearningSummary.of(one.counts, one.learner.place) for name, one in learners.items()}
+    return {"": LearningSummary.of(counts, run.dir / SERVED_DIR)}
+
+
+def server_recipe(recipe: ServeRecipe, drafter: str, server: ServerRecipe, learners: int = 1) -> LearnFromServerRecipe:
+    """The recipe of `learn-from-server` for servers with one drafter; `learners` share the buffer's memory."""
+    learn = recipe.learn
+    return LearnFromServerRecipe(
+        **shared_keys(recipe, pool.learnable_part(drafter), learners),
+        server=server,
         traffic=TrafficRecipe(listen=recipe.listen, max_log_mb=learn.max_log_mb),
         publication=learn.publication,
     )
-    counts = LearningCounts()
-    with suppress(Interrupted, KeyboardInterrupt):  # the normal end
-        learn_from_server(made, run, guard=guard, counts=counts)
-    progress.interrupts.reset()
-    return counts, run.dir / SERVED_DIR
+
+
+def server_recipes(recipe: ServeRecipe) -> dict[str, LearnFromServerRecipe]:
+    """The recipes of the servers with a drafter that can learn, by address."""
+    learning = {drafter for drafters in learners_of(recipe).values() for drafter in drafters}
+    places = [
+        (url, drafter) for url, drafter in zip(recipe.server.urls, recipe.drafters, strict=True) if drafter in learning
+    ]
+    return {
+        url: server_recipe(recipe, drafter, recipe.server.model_copy(update={"urls": [url]}), len(places))
+        for url, drafter in places
+    }

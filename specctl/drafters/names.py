@@ -44,3 +44,9 @@ def labels(paths: Iterable[str]) -> dict[str, str]:
     """Map each path to its short name, or to the full path if two drafters share the short name."""
     names = {path: name_of(path) for path in paths}
     return {path: name if [*names.values()].count(name) == 1 else path for path, name in names.items()}
+
+
+def place_of(name: str) -> Path:
+    """Relative path of the directory that a drafter of a pool is saved in. The name may be a path (`labels`), also an
+    absolute one, which must not lead out of the pool."""
+    return Path(*(part for part in Path(name).parts if part not in (os.sep, os.pardir)))

@@ -3,6 +3,7 @@
 import json
 import os
 import pkgutil
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -80,11 +81,23 @@ def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStat
 def learnable_part(path_or_name: str) -> Path:
     """Return the directory of the weights that can learn: the drafter, or the head of a hybrid. UsageError if there are
     none."""
-    head = Path(parts_of(path_or_name)[0]).expanduser()
-    family = checkpoint.family(head) if checkpoint.is_drafter(head) else None
-    if family not in online_families():
-        raise UsageError(f"{path_or_name} has no weights that learn", "name the directory of a head: --drafter DIR")
-    return head
+    return next(iter(learnable_parts([path_or_name])))
+
+
+def learnable_parts(paths: Iterable[str]) -> dict[Path, list[str]]:
+    """Return the directories of the weights that can learn, and the drafters that draft with them. Drafters without
+    such weights are left out. UsageError if there are no such weights at all."""
+    found: dict[Path, list[str]] = {}
+    given = list(paths)
+    for path in given:
+        head = Path(parts_of(path)[0]).expanduser()
+        if checkpoint.is_drafter(head) and checkpoint.family(head) in online_families():
+            same = next((one for one in found if one.resolve() == head.resolve()), head)
+            found.setdefault(same, []).append(path)
+    if not found:
+        have = f"{', '.join(given)} {'has' if len(given) == 1 else 'have'}"
+        raise UsageError(f"{have} no weights that learn", "name the directory of a head: --drafter DIR")
+    return found
 
 
 def hybrid_costs(name: str, head: Drafter, target: Target) -> Costs:

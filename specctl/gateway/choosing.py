@@ -52,6 +52,10 @@ class GuardedController(Controller):
 
         self.selector.on_round, self.selector.on_text, self.on_failure = on_round, on_text, on_failure
 
+    def drafter(self, arm: str) -> Drafter:
+        """The drafter of the arm with this name."""
+        return next(one.drafter for one in self.selector.arms if one.name == arm)
+
     def begin(self, text: Sequence) -> None:
         self._texts.append(text)
         self._guarded(partial(self.selector.begin, text))

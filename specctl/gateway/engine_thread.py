@@ -19,7 +19,7 @@ from specctl.decoding.engine import Engine
 from specctl.decoding.records import Decoded, Event, Request, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.gateway.faults import where
-from specctl.gateway.learning import LiveLearner
+from specctl.gateway.learning import ServingLearner
 from specctl.gateway.logprobs import LogprobRecorder, TokenLogprob
 from specctl.gateway.metrics import Meter
 from specctl.gateway.text_stream import TextStream, decoder
@@ -116,10 +116,10 @@ class EngineThread:
 
     Attributes:
         open: texts that have not ended; only the event loop may read or change it.
-        learner: observes rounds and steps, and exchanges the drafter of the engine; or None. Set it before `start`.
+        learner: observes rounds and steps, and exchanges drafters of the engine; or None. Set it before `start`.
     """
 
-    learner: LiveLearner | None = None
+    learner: ServingLearner | None = None
 
     def __init__(
         self,
@@ -165,6 +165,8 @@ class EngineThread:
     def note_round(self, query: str, drafter: str, committed: int, accepted: int, depth: int) -> None:
         """Count a round of the text with the label `query`, for a controller that chooses drafters."""
         self.meter.drafter(drafter).add(committed, accepted, depth)
+        if self.learner is not None:
+            self.learner.note_round(query, drafter)
         if (generation := self._by_query.get(query)) is not None:
             generation.arms[drafter] += 1
 

@@ -3,6 +3,9 @@
 The engine's thread collects finished texts with the states that decoding has computed, and exchanges the drafter
 between two steps. A second thread hands the texts to the learner's process, builds a drafter from every new version of
 the weights, and writes it to the disk. So no text waits for a lesson.
+
+Where a policy chooses among drafters, each drafter with weights learns from the texts of which it drafted most rounds.
+All learn in one process, in turns, and the time in which a drafter drafted is the time that it may learn by.
 """
 
 from __future__ import annotations
@@ -10,8 +13,9 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,11 +31,13 @@ from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine
 from specctl.decoding.protocols import Drafter
-from specctl.decoding.records import Event, RoundResult
-from specctl.decoding.state import DecodeState
+from specctl.decoding.records import Counts, Event, RoundResult
+from specctl.decoding.state import DecodeState, PerText
+from specctl.decoding.target import Target
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.tree import CandidateDrafter
 from specctl.errors import SpecctlError
+from specctl.gateway.choosing import GuardedController
 from specctl.gateway.faults import where
 from specctl.gateway.metrics import DrafterCounts, LearningCounts, Meter
 from specctl.training.feature_files import Features
@@ -62,7 +68,8 @@ class BackgroundOnlineDrafter(AsyncOnlineDrafter):
         if changed and not torch.equal(OnlineDrafter.played(self) if known is None else known, self.played()):
             if not self.played().isfinite().all():
                 raise SpecctlError("the learnt weights are not finite", "lower learn.learner.lr")
-            self._swap()
+            # Never in place: meanwhile the engine's thread drafts with the present weights.
+            self.drafter = self.drafter_of(self.played())
         lessons, self._unreported = self._unreported, []
         return lessons
 
@@ -82,12 +89,12 @@ class TrafficBuffer(ReplayBuffer):
     longest: int
     entered = 0
 
-    def _add(self, state: DecodeState, b: int, text: Any) -> None:
+    def take_in(self, state: DecodeState, b: int, text: Any) -> None:
         if len(state.rows[b].ids) > self.longest:
             self.dropped += 1
         else:
             self.entered += 1
-            super()._add(state, b, text)
+            super().take_in(state, b, text)
 
 
 @dataclass(frozen=True)
@@ -109,6 +116,7 @@ class LearningPlan:
         place: directory that the drafter is saved in.
         save_s: shortest time between two copies there.
         info: description of the saved drafter.
+        name: of the drafter, empty if it drafts everything.
     """
 
     chunk: int
@@ -116,9 +124,70 @@ class LearningPlan:
     place: Path
     save_s: float
     info: dict[str, Any]
+    name: str = ""
 
 
-class LiveLearner:
+class ServingLearner(ABC):
+    """Learning beside an engine: the calls of the engine's thread, and a thread of its own, which hands texts to the
+    learner's process."""
+
+    def __init__(self) -> None:
+        self._wake, self._stopping = threading.Event(), False
+        self._thread = threading.Thread(target=self._main, name="learning", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and the learner's process, and save the newest weights. A lesson that runs is lost."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join(30.0)
+        self.close()
+        self.save()
+
+    def _main(self) -> None:
+        try:
+            while not self._stopping and self.on:
+                self._wake.wait(POLL_S)
+                self._wake.clear()
+                self.take_turn()
+        finally:
+            self.close()
+
+    @property
+    @abstractmethod
+    def on(self) -> bool:
+        """Whether anything learns."""
+
+    def note_round(self, query: str, drafter: str) -> None:  # noqa: B027
+        """Note which drafter drafted the round of a text that `observe` gets next, if a policy chose it. Called in the
+        engine's thread."""
+
+    @abstractmethod
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        """Take in the tokens of a round. Called in the engine's thread."""
+
+    @abstractmethod
+    def after_step(self, engine: Engine, events: list[Event], seconds: float) -> None:
+        """Hand over texts, and exchange drafters that have new weights. Called in the engine's thread."""
+
+    @abstractmethod
+    def take_turn(self) -> None:
+        """Hand texts to the learner's process, and take its lessons. Called in this object's thread."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the learner's process."""
+
+    @abstractmethod
+    def save(self) -> None:
+        """Write the newest weights to the disk, if they are not there yet."""
+
+
+class LiveLearner(ServingLearner):
     """Lets a drafter learn from the texts of an engine, which drafts with it.
 
     A failure ends the learning, never the serving: it is reported once and counted.
@@ -137,9 +206,10 @@ class LiveLearner:
         meter: Meter,
         report: Callable[[Lesson, LearningCounts], None] = lambda lesson, counts: None,
     ):
+        super().__init__()
         self.online_drafter, self.drafter, self.plan = online_drafter, drafter, plan
         self.meter, self.report = meter, report
-        self.counts = meter.learning = LearningCounts(on=True)
+        self.counts = meter.learning[plan.name] = LearningCounts(on=True)
         own = online_drafter.buffer
         self.buffer = TrafficBuffer(own.target, own.taps, max_bytes=own.max_bytes, feedback=own.feedback)
         self.buffer.longest = plan.longest
@@ -152,37 +222,26 @@ class LiveLearner:
         self._bad = 0  # lessons in a row that did harm or were refused
         self._saved, self._saved_at = 0, time.monotonic()  # lessons in the copy on the disk
         self._updates, self._save_failed = 0, False
-        self._wake, self._stopping = threading.Event(), False
-        self._thread = threading.Thread(target=self._main, name="learning", daemon=True)
 
-    def start(self) -> None:
-        """Start the thread."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread and the learner's process, and save the newest weights. A lesson that runs is lost."""
-        self._stopping = True
-        self._wake.set()
-        if self._thread.is_alive():
-            self._thread.join(30.0)
-        self.online_drafter.close()
-        self._count()
-        self._save()
+    @property
+    def on(self) -> bool:
+        return self.counts.on
 
     def observe(self, state: DecodeState, result: RoundResult) -> None:
-        """Take in the tokens of a round. Called in the engine's thread."""
         if not self.counts.on:
             return
         try:
             self.buffer.observe(state)
-            rounds = self._by_version[self.counts.version]
             for one in result.counts.values():
-                rounds.add(one.committed, one.accepted, one.depth)
+                self._count_round(one)
         except Exception as error:  # learning must not harm the round
-            self._fail(error)
+            self.fail(error)
+
+    def _count_round(self, counts: Counts) -> None:
+        """Count a round that the drafter drafted."""
+        self._by_version[self.counts.version].add(counts.committed, counts.accepted, counts.depth)
 
     def after_step(self, engine: Engine, events: list[Event], seconds: float) -> None:
-        """Hand over texts, and exchange the drafter if there is a new one. Called in the engine's thread."""
         if not self.counts.on:
             return
         try:
@@ -196,7 +255,7 @@ class LiveLearner:
             if self._built is not None:
                 self._exchange(engine)
         except Exception as error:
-            self._fail(error)
+            self.fail(error)
 
     def _hand_over(self) -> None:
         acceptance = Acceptance.of(self._ended)
@@ -209,31 +268,33 @@ class LiveLearner:
         """Draft with the new weights from the next round on. The running texts go on: the new drafter reads them."""
         new, self._built = self._built, None
         assert new is not None
-        old, self.drafter = self.drafter, new
-        engine.exchange(Fixed.of(new), [old, old.head] if isinstance(old, Hybrid) else [old])
+        self._put_in(engine, new)
         version = self.counts.version
         for number in self._by_version.keys() - {0, version}:
             del self._by_version[number]
         self._by_version[version + 1] = DrafterCounts()
         self.counts.version = version + 1
 
-    def _main(self) -> None:
+    def _put_in(self, engine: Engine, head: Drafter) -> None:
+        """Let the engine draft with a head, inside a hybrid if it drafts with a hybrid."""
+        old, self.drafter = self.drafter, with_head(self.drafter, head)
+        engine.exchange(Fixed.of(self.drafter), dropped_with(old))
+
+    def take_turn(self) -> None:
         try:
-            while not self._stopping and self.counts.on:
-                self._wake.wait(POLL_S)
-                self._wake.clear()
-                self._count()
-                if self._handed is not None:
-                    self._teach(self._handed)
-                    self._handed = None
-                self._take_lessons()
-                if time.monotonic() - self._saved_at >= self.plan.save_s:
-                    self._save()
+            self._count()
+            if self._handed is not None:
+                self._teach(self._handed)
+                self._handed = None
+            self._take_lessons()
+            if time.monotonic() - self._saved_at >= self.plan.save_s:
+                self.save()
         except Exception as error:
             if not self._stopping:
-                self._fail(error)
-        finally:
-            self.online_drafter.close()
+                self.fail(error)
+
+    def close(self) -> None:
+        self.online_drafter.close()
 
     def _teach(self, served: ServedTexts) -> None:
         buffer = self.online_drafter.buffer
@@ -255,23 +316,20 @@ class LiveLearner:
         if self.online_drafter.drafter is not self._newest:
             self._newest = self.online_drafter.drafter
             self._updates += 1
-            self._offer(self.online_drafter.drafter)
+            self._built = self.online_drafter.drafter
 
-    def _offer(self, head: Drafter) -> None:
-        """Offer new weights to the engine, inside a hybrid if the engine drafts with a hybrid."""
-        present = self.drafter
-        if isinstance(present, Hybrid):
-            assert isinstance(head, CandidateDrafter)
-            head = Hybrid(head, present.text, present.costs, present.past)
-        self._built = head
+    @property
+    def _who(self) -> str:
+        """The subject of messages."""
+        return f"learning of {self.plan.name}" if self.plan.name else "learning"
 
     def _watch(self, lesson: Lesson) -> None:
         """Warn of an update that went wrong. Raises SpecctlError after `GIVE_UP` in a row."""
         back, refused = lesson.ruling == "rollback", lesson.outcome.status == "refused"
         if back:
-            progress.warn("learning: the last update lowered acceptance and was taken back")
+            progress.warn(f"{self._who}: the last update lowered acceptance and was taken back")
         if refused:
-            progress.warn("learning: a loss or gradient was not finite, so nothing was learned from these texts")
+            progress.warn(f"{self._who}: a loss or gradient was not finite, so nothing was learned from these texts")
         self._bad = self._bad + 1 if back or refused else 0
         if self._bad == GIVE_UP:
             raise SpecctlError(
@@ -285,8 +343,8 @@ class LiveLearner:
         named = {"first": 0, "last": counts.version - 1, "present": counts.version}
         counts.mat = {name: mat for name, n in named.items() if n in rounds and (mat := rounds[n].mat) is not None}
 
-    def _save(self) -> None:
-        """Write the newest weights to the disk, if they are not there yet."""
+    def save(self) -> None:
+        self._count()
         self._saved_at = time.monotonic()
         if self._updates == self._saved:
             return
@@ -299,7 +357,7 @@ class LiveLearner:
                 progress.warn(f"the learnt drafter is not saved: {error}")
             self._save_failed = True
 
-    def _fail(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """Learning ends, and serving goes on with the present drafter. Called in any thread."""
         if not self.counts.on:
             return
@@ -307,4 +365,176 @@ class LiveLearner:
         self.buffer.clear()
         self.meter.fault("learner")
         told = error.message if isinstance(error, SpecctlError) else where(error)
-        progress.warn(f"learning has failed and ends; serving goes on with the present drafter: {told}")
+        progress.warn(f"{self._who} has failed and ends; serving goes on with the present drafter: {told}")
+
+
+@dataclass
+class DraftedPart:
+    """The part of a text that one drafter drafted: rounds, accepted tokens and verified positions."""
+
+    rounds: int = 0
+    accepted: int = 0
+    verified: int = 0
+
+    def add(self, counts: Counts) -> None:
+        """Count a round."""
+        self.rounds += 1
+        self.accepted += counts.accepted
+        self.verified += min(counts.accepted + 1, counts.depth)
+
+
+class PoolMember(LiveLearner):
+    """The learner of one head of a pool, with `arms`: the names under which the policy can choose it, alone or in a
+    hybrid."""
+
+    def __init__(
+        self,
+        online_drafter: BackgroundOnlineDrafter,
+        arms: Sequence[str],
+        plan: LearningPlan,
+        meter: Meter,
+        report: Callable[[Lesson, LearningCounts], None] = lambda lesson, counts: None,
+    ):
+        super().__init__(online_drafter, online_drafter.drafter, plan, meter, report)
+        self.arms = arms
+
+    def _put_in(self, engine: Engine, head: Drafter) -> None:
+        controller, self.drafter = engine.controller, head
+        assert isinstance(controller, GuardedController)
+        old = {arm: controller.drafter(arm) for arm in self.arms}
+        controller.selector.exchange({arm: with_head(drafter, head) for arm, drafter in old.items()})
+        engine.exchange(controller, [one for drafter in old.values() for one in dropped_with(drafter)])
+
+    def take_text(self, state: DecodeState, b: int, text: Any) -> None:
+        """Take in the finished text in slot b. Called in the engine's thread."""
+        try:
+            self.buffer.take_in(state, b, text)
+        except Exception as error:
+            self.fail(error)
+
+    def note_text(self, part: DraftedPart) -> None:
+        """Note the drafter's part of a text that has ended."""
+        self._ended.append((part.accepted, part.verified))
+
+    def note_own_round(self, counts: Counts) -> None:
+        """Count a round that the drafter drafted."""
+        self._count_round(counts)
+
+
+class FinishedTexts(ReplayBuffer):
+    """Watches the texts of an engine, and calls `found` with each finished one; it has no room itself."""
+
+    def __init__(self, target: Target, found: Callable[[DecodeState, int, Any], None]):
+        super().__init__(target, (), max_bytes=0)
+        self.found = found
+
+    def take_in(self, state: DecodeState, b: int, text: Any) -> None:
+        self.found(state, b, text)
+
+
+class PoolLearner(ServingLearner):
+    """Lets every drafter of a pool that has weights learn from the texts of which it drafted most rounds.
+
+    A failure of one learner ends its learning alone.
+
+    Args:
+        members: the learners by name of their drafter, in one process.
+    """
+
+    def __init__(self, members: Mapping[str, PoolMember], target: Target):
+        super().__init__()
+        self.members = dict(members)
+        self._member_of = {arm: name for name, member in members.items() for arm in member.arms}
+        self._texts = FinishedTexts(target, self._end_text)
+        self._arms: dict[str, str] = {}  # arm of the round that is observed next, by query
+        self._rounds: Counter[str] = Counter()  # since the last step, by drafter
+        self._played: Counter[str] = Counter()  # rounds in all, by drafter
+        self._seconds = 0.0  # of steps without a round, since the last one with rounds
+        for member in members.values():
+            member._wake = self._wake
+
+    @property
+    def on(self) -> bool:
+        return any(member.on for member in self.members.values())
+
+    def note_round(self, query: str, drafter: str) -> None:
+        self._arms[query] = self._member_of.get(drafter, drafter)
+
+    def observe(self, state: DecodeState, result: RoundResult) -> None:
+        if not self.on:
+            return
+        try:
+            parts = self._parts(state)
+            for b, counts in result.counts.items():
+                label = state.rows[b].request.label
+                name = self._arms.get(label.query) if label is not None else None
+                if name is None:  # the policy has failed
+                    continue
+                parts[b].setdefault(name, DraftedPart()).add(counts)
+                self._rounds[name] += 1
+                if name in self.members:
+                    self.members[name].note_own_round(counts)
+            self._texts.observe(state)
+        except Exception as error:  # learning must not harm the round
+            for member in self.members.values():
+                member.fail(error)
+        self._arms.clear()
+
+    def _parts(self, state: DecodeState) -> list[dict[str, DraftedPart]]:
+        """The parts that drafters had in the texts of a batch, by slot and drafter."""
+        memory: PerText[dict[str, DraftedPart]] | None = state.memory.get(self)
+        if memory is None:
+            memory = state.memory[self] = PerText(dict, state.batch)
+        return memory.rows
+
+    def _end_text(self, state: DecodeState, b: int, text: Any) -> None:
+        parts = self._parts(state)[b]
+        for name, part in parts.items():
+            if name in self.members:
+                self.members[name].note_text(part)
+        first = max(parts, key=lambda name: parts[name].rounds, default="")
+        if first in self.members and self.members[first].on:
+            self.members[first].take_text(state, b, text)
+        parts.clear()  # an idle slot ends no text again
+
+    def after_step(self, engine: Engine, events: list[Event], seconds: float) -> None:
+        self._seconds += seconds
+        total = self._rounds.total()
+        shared = self._seconds / total if total else 0.0
+        for name, member in self.members.items():
+            member.after_step(engine, [], shared * self._rounds[name])
+        if total:
+            self._played += self._rounds
+            self._rounds.clear()
+            self._seconds = 0.0
+
+    def take_turn(self) -> None:
+        for name in sorted(self.members, key=lambda name: -self._played[name]):
+            if self.members[name].on and not self._stopping:
+                self.members[name].take_turn()
+
+    def stop(self) -> None:
+        for member in self.members.values():
+            member._stopping = True
+        super().stop()
+
+    def close(self) -> None:
+        for member in self.members.values():  # of one process
+            member.close()
+
+    def save(self) -> None:
+        for member in self.members.values():
+            member.save()
+
+
+def with_head(present: Drafter, head: Drafter) -> Drafter:
+    """The head, inside a hybrid like the present drafter if that is one."""
+    if not isinstance(present, Hybrid):
+        return head
+    assert isinstance(head, CandidateDrafter)
+    return Hybrid(head, present.text, present.costs, present.past)
+
+
+def dropped_with(drafter: Drafter) -> list[Drafter]:
+    """A drafter, and its head if it is a hybrid."""
+    return [drafter, drafter.head] if isinstance(drafter, Hybrid) else [drafter]

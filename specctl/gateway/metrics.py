@@ -74,7 +74,7 @@ class DrafterCounts:
 
 @dataclass
 class LearningCounts:
-    """Counts of the drafter that learns from served texts.
+    """Counts of a drafter that learns from served texts.
 
     Attributes:
         on: whether it learns; False after a failure.
@@ -113,16 +113,16 @@ class Meter:
 
     Attributes:
         drafters: counts by name of the drafter, or by address of the server.
-        learning: counts of the drafter that learns, or None if no drafter learns.
+        learning: counts by name of the drafter that learns; the name is empty if there is only one drafter.
         certificate: lower bound of the speed relative to plain decoding, or None if no policy chooses.
     """
 
-    learning: LearningCounts | None = None
     certificate: Certificate | None = None
 
     def __init__(self, model: str):
         self.model = model
         self.drafters: dict[str, DrafterCounts] = {}
+        self.learning: dict[str, LearningCounts] = {}
         self.registry = CollectorRegistry()
         self.registry.register(_DrafterCollector(self))
         self.registry.register(_LearningCollector(self))
@@ -246,17 +246,19 @@ class _CertificateCollector(Collector):
 
 
 class _LearningCollector(Collector):
-    """Metrics made of `Meter.learning` when they are read: without samples if no drafter learns."""
+    """Metrics made of `Meter.learning` when they are read: without samples if no drafter learns. They have the label
+    `drafter` where a policy chooses among several."""
 
     def __init__(self, meter: Meter):
         self.meter = meter
 
     def collect(self) -> Iterator[Metric]:
-        counts = self.meter.learning
-        on = GaugeMetricFamily("specctl:learning", "Whether the drafter learns; 0 after a failure.")
-        version = GaugeMetricFamily("specctl:learning_version", "Number of the weights that draft now.")
-        mat = GaugeMetricFamily("specctl:learning_mat", "Tokens per pass of the target.", labels=("weights",))
-        lessons = CounterMetricFamily("specctl:learning_lessons", "Lessons by result.", labels=("status",))
+        counts = dict(self.meter.learning)
+        labels = ("drafter",) if any(counts) else ()
+        on = GaugeMetricFamily("specctl:learning", "Whether the drafter learns; 0 after a failure.", labels=labels)
+        version = GaugeMetricFamily("specctl:learning_version", "Number of the weights that draft now.", labels=labels)
+        mat = GaugeMetricFamily("specctl:learning_mat", "Tokens per pass of the target.", labels=(*labels, "weights"))
+        lessons = CounterMetricFamily("specctl:learning_lessons", "Lessons by result.", labels=(*labels, "status"))
         sums = {
             "rollbacks": "Updates that were taken back.",
             "texts": "Texts that were learnt from.",
@@ -264,14 +266,17 @@ class _LearningCollector(Collector):
             "learn_s": "Seconds of lessons.",
             "serve_s": "Seconds in which texts were decoded.",
         }
-        totals = {name: CounterMetricFamily(f"specctl:learning_{name}", help) for name, help in sums.items()}
-        if counts is not None:
-            on.add_metric((), counts.on)
-            version.add_metric((), counts.version)
-            for weights, value in dict(counts.mat).items():
-                mat.add_metric((weights,), value)
-            for status, count in dict(counts.lessons).items():
-                lessons.add_metric((status,), count)
+        totals = {
+            name: CounterMetricFamily(f"specctl:learning_{name}", help, labels=labels) for name, help in sums.items()
+        }
+        for drafter, one in counts.items():
+            label = (drafter,) if labels else ()
+            on.add_metric(label, one.on)
+            version.add_metric(label, one.version)
+            for weights, value in dict(one.mat).items():
+                mat.add_metric((*label, weights), value)
+            for status, count in dict(one.lessons).items():
+                lessons.add_metric((*label, status), count)
             for name, total in totals.items():
-                total.add_metric((), getattr(counts, name))
+                total.add_metric(label, getattr(one, name))
         yield from (on, version, mat, lessons, *totals.values())

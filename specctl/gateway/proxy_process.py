@@ -6,7 +6,7 @@ import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,23 +16,36 @@ from specctl.errors import SpecctlError
 from specctl.gateway import server, traffic_log
 from specctl.gateway.metrics import LearningCounts, Meter
 from specctl.gateway.running_engines import RunningEngines, engines_app
+from specctl.recipe.select import PolicyRecipe
 from specctl.recipe.serve import LimitsRecipe
 
 SECONDS_TO_END = 5.0  # beyond the time for requests in flight
 
 
 @dataclass(frozen=True)
+class ServerPolicy:
+    """The policy that chooses a server for every text: its name, the constants of policies, and the seed of its
+    draws."""
+
+    name: str
+    options: PolicyRecipe
+    seed: int
+
+
+@dataclass(frozen=True)
 class ProxyOptions:
-    """Protection of the gateway.
+    """Protection of the gateway, and its choice of servers.
 
     Attributes:
         key: API key that clients must send, or None.
         onward: API key for the engines, in the place of the client's, or None to pass that on.
+        policy: policy that chooses a server, or None for the least busy one.
     """
 
     limits: LimitsRecipe = field(default_factory=LimitsRecipe)
     key: str | None = None
     onward: str | None = None
+    policy: ServerPolicy | None = None
 
 
 DEFAULT_OPTIONS = ProxyOptions()
@@ -51,9 +64,9 @@ class GatewayProcess:
                 f"the process of the gateway at {self.address} has ended, with status {status}", "start again"
             )
 
-    def show(self, counts: LearningCounts) -> None:
-        """Show these counts on its page and its metrics."""
-        self.tell(counts.to_json())
+    def show(self, counts: Mapping[str, LearningCounts]) -> None:
+        """Show these counts, by name of the drafter, on its page and its metrics."""
+        self.tell({name: one.to_json() for name, one in counts.items()})
 
     def tell(self, document: Any) -> None:
         """Send a line. Does nothing if the process has ended."""
@@ -82,7 +95,9 @@ def running(
         )
         # Send the settings over stdin: all users can read a process's arguments, and addresses may hold passwords.
         gateway = GatewayProcess(process, address)
-        guard = [options.limits.model_dump(), options.key, options.onward]
+        chosen = options.policy
+        policy = None if chosen is None else [chosen.name, chosen.options.model_dump(), chosen.seed]
+        guard = [options.limits.model_dump(), options.key, options.onward, policy]
         gateway.tell([place.fileno(), servers, str(log), max_bytes, *guard])
     try:
         yield gateway
@@ -98,14 +113,19 @@ def running(
 
 def main() -> None:
     """Serve until stdin ends, which happens when the parent process ends."""
-    descriptor, servers, log, max_bytes, limits, key, onward = json.loads(sys.stdin.buffer.readline())
-    meter = Meter("engines")
-    backend = RunningEngines(servers, meter, traffic_log.opened(Path(log), max_bytes), key=onward)
+    descriptor, servers, log, max_bytes, limits, key, onward, policy = json.loads(sys.stdin.buffer.readline())
+    meter, dispatch = Meter("engines"), None
+    if policy is not None:
+        from specctl.selection.dispatch import Dispatcher  # imports torch, which takes seconds
+
+        name, options, seed = policy
+        dispatch = Dispatcher([*servers], name, PolicyRecipe(**options), seed)
+    backend = RunningEngines(servers, meter, traffic_log.opened(Path(log), max_bytes), dispatch, onward)
     app = engines_app(backend, LimitsRecipe(**limits), key)
 
     def follow() -> None:
         for line in sys.stdin.buffer:
-            meter.learning = LearningCounts.from_json(json.loads(line))
+            meter.learning = {name: LearningCounts.from_json(one) for name, one in json.loads(line).items()}
 
     server.run(app, socket.socket(fileno=descriptor), server.stop_after(follow))
 

@@ -44,7 +44,7 @@ POSTED_PATHS = (*TEXT_PATHS, *proxy_messages.OWN_PATHS, "/tokenize", "/detokeniz
 RETRY_STATUSES = {429, 500, 502, 503, 504}  # statuses after which another server is tried
 REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may be the fault of one request
 LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
-LEARN_SHARE = 4  # pause between two times of learning, as a multiple of the time that it took
+LEARN_SHARE = 20  # pause between two times of learning, as a multiple of the time that it took
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 
 
@@ -123,7 +123,7 @@ class RunningEngines:
     async def texts(self, request: Request, body: bytes) -> Response:
         """Return an engine's answer. Raises ApiError (502) if no engine answers."""
         document = _json(body)
-        kinds, path = set(self.servers.values()), request.url.path
+        kinds, path = set(self.servers.values()), request.scope["path"]  # `request.url` is made anew every time
         text = document if any(proxy_messages.is_recordable(one, path, document) for one in kinds) else None
         return await self._forward(ForwardedRequest(request, body, text, self._choice(text), time.time()))
 
@@ -162,7 +162,7 @@ class RunningEngines:
         """The answer of the first server that gives one."""
         answer: Response | None = None
         seen = 0
-        path = passage.request.url.path
+        path = passage.request.scope["path"]
         able = [url for url in passage.choice.order if proxy_messages.has_path(self.servers[url], path)]
         for url in sorted(able or passage.choice.order, key=self._resting):
             if seen == MOST_ENGINES:
@@ -205,14 +205,17 @@ class RunningEngines:
     async def _forward_to(self, url: str, passage: ForwardedRequest) -> Response:
         """The answer of one engine. Raises aiohttp.ClientError."""
         request, engine, content = passage.request, self.servers[url], passage.content
-        path = request.scope.get("raw_path", request.url.path.encode()).decode("ascii")
+        raw = request.scope.get("raw_path")
+        path = request.url.path if raw is None else raw.decode("ascii")
         added: frozenset[str] = frozenset()
-        kept = passage.text is not None and proxy_messages.is_recordable(engine, request.url.path, passage.text)
+        kept = passage.text is not None and proxy_messages.is_recordable(engine, request.scope["path"], passage.text)
         if kept and passage.text is not None:
             asked, added = proxy_messages.with_counters(engine, passage.text, ids=self.log is not None)
             content, added = _rewritten(asked, content, added)
-        query = f"?{request.url.query}" if request.url.query else ""
-        answer = await self.http.send(url, path + query, request.method, request.headers.raw, content)
+        query = request.scope["query_string"].decode("ascii")
+        answer = await self.http.send(
+            url, f"{path}?{query}" if query else path, request.method, request.headers.raw, content
+        )
         try:
             return await self._answer(url, answer, added, passage, kept)
         except BaseException:
@@ -306,9 +309,11 @@ class RunningEngines:
             with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
                 response = wrote if isinstance(wrote, dict) else proxy_messages.joined(wrote)
                 row = {"began": passage.began, "request": passage.text, "ended": ended, "response": response}
+                if self.dispatch is not None:
+                    row["server"] = self.names[url]
                 self.log.info(json.dumps(row))
         try:
-            counts = proxy_messages.text_counts(self.servers[url], passage.request.url.path, said)
+            counts = proxy_messages.text_counts(self.servers[url], passage.request.scope["path"], said)
             if counts is None:
                 return
             drafting, name = counts.drafting, self.names[url]

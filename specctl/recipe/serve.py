@@ -63,10 +63,13 @@ class ServeRecipe(CommandRecipe):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.chooses and self.drafting.proposal == "sampled":
+        if self.chooses and not self.server.urls and self.drafting.proposal == "sampled":
             raise ValueError("sampled and deterministic proposals are verified by different rules: serve one drafter")
-        if self.learn.enabled and (self.chooses or not self.drafters):
-            raise ValueError("learn: one drafter learns: name it with --drafter DIR, without a pool")
+        if self.learn.enabled and not (self.drafters or self.pool):
+            raise ValueError("learn: name a drafter that learns: --drafter DIR, or --pool DIR")
+        by_servers = self.learn.enabled and bool(self.server.urls)
+        if by_servers and (self.pool or len(self.drafters) not in (1, len(self.server.urls))):
+            raise ValueError("learn: name one --drafter for all servers, or one for each server, in their order")
         if self.log and not (self.learn.enabled and not self.server.urls):
             raise ValueError("log: trackers show the learning of the own engine: add --learn, or leave log out")
         if self.server.urls and (self.drafters or self.pool) and not self.learn.enabled:

@@ -71,6 +71,11 @@ class Arm:
         """A copy of this arm with a separate count of failures."""
         return Arm(self.name, self.drafter, self.nodes, scored, self.weighs_rows, self.trained_on)
 
+    def exchange(self, drafter: Drafter) -> None:
+        """Draft with a drafter that reads the same hidden states from now on."""
+        self.scored = drafter if self.scored is self.drafter else self.scored
+        self.drafter = drafter
+
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         failed = False
         clock = work_clock(state.device)

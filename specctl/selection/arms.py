@@ -41,6 +41,16 @@ def pool_paths(recipe: PoolRecipe | ServeRecipe) -> list[str]:
     return names if len(names) > 1 else [*names, *(name for name in TEXT_DRAFTERS if name not in names)]
 
 
+def learners_of(recipe: ServeRecipe) -> dict[Path, list[str]]:
+    """Directories of the weights that learn while a recipe is served, and the drafters that draft with them. UsageError
+    if there are none."""
+    paths = recipe.drafters
+    if recipe.chooses and not recipe.server.urls:
+        by_name = {name: path for path, name in named(pool_paths(recipe)).items()}
+        paths = [by_name[name] for name in chosen_names(recipe.arms, list(by_name))]
+    return pool.learnable_parts(paths)
+
+
 def _directories(named: Path | None) -> list[Path]:
     """The drafter directories of a pool. The default pool may be missing or empty, another one may not."""
     if named not in (None, DEFAULT_POOL):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from specctl import processes
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.prompt_features import features_of
-from specctl.decoding.protocols import Controller, Proposer
+from specctl.decoding.protocols import Controller, Drafter, Proposer
 from specctl.decoding.records import Counts, Label, RoundResult
 from specctl.decoding.records import Sequence as Text
 from specctl.decoding.state import DecodeState
@@ -139,11 +139,26 @@ class Selector(Controller):
         self.on_text: Callable[[float], None] | None = None  # called with the `relative_seconds` of a text that ends
         self.scorer, self.overlaps, self.score_ends, self.memory = inputs[:4]
         self.accepts_late_counts, self.keeps_hidden = not inputs.overlaps, inputs.scorer is not None
-        drafters = list(dict.fromkeys(arm.scored for arm in arms))
-        self.drafter_of = [drafters.index(arm.scored) for arm in arms]
+        self._number_drafters()
         self.taps = taps_of(arms) or inputs.taps
         self.catch_up_clock = ArmClock.of(len(arms))  # seconds in which an arm reads the tokens it has missed
         self.forget()
+
+    def _number_drafters(self) -> list[Drafter]:
+        """Number the drafters that are scored, and return them."""
+        drafters = list(dict.fromkeys(arm.scored for arm in self.arms))
+        self.drafter_of = [drafters.index(arm.scored) for arm in self.arms]
+        return drafters
+
+    def exchange(self, drafters: Mapping[str, Drafter]) -> None:
+        """Draft with other drafters that read the same hidden states, by name of the arm. The policy keeps
+        its estimates. To be called while no round is pending."""
+        for arm in self.arms:
+            if (new := drafters.get(arm.name)) is not None:
+                arm.exchange(new)
+        numbered = self._number_drafters()
+        if self.scorer is not None:
+            self.scorer.use(numbered)
 
     def forget(self) -> None:
         """Forget all games, counts and measurements."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter_ns
@@ -78,8 +79,11 @@ class Dispatcher:
         else:
             features = features_of(body)
             belief = self.memory.belief(features)
-            texts = [heard + in_flight[url] for heard, url in zip(self.memory.texts, self.urls, strict=True)]
-            worth = [-float(count) for count in texts] if belief is None else prior_bounds(belief, BETA)
+            if belief is None:
+                heard = zip(self.memory.texts, self.urls, strict=True)
+                worth = [-float(count + in_flight[url]) for count, url in heard]
+            else:
+                worth = prior_bounds(belief, BETA)
         most = OVERLOAD_FACTOR * min(in_flight.values()) + OVERLOAD_SLACK
         ranked = sorted(
             zip(self.urls, worth, strict=True),
@@ -129,9 +133,9 @@ def pass_statistics(counts: TextCounts) -> ArmRounds:
 def features_of(body: Mapping[str, Any]) -> Array:
     """[FEATURES] counts of a prompt's words (or of its ids), hashed with signs (Weinberger et al. 2009) and damped."""
     values = np.zeros(FEATURES)
-    for word in words_of(body):
+    for word, count in Counter(words_of(body)).items():
         hashed = zlib.crc32(word.encode())
-        values[hashed % FEATURES] += 1 if hashed >> 31 else -1
+        values[hashed % FEATURES] += count if hashed >> 31 else -count
     return np.sign(values) * np.log1p(np.abs(values))
 
 

@@ -83,7 +83,12 @@ class Scorer:
     def __init__(self, target: Target, drafters: Sequence[Drafter], depth: int):
         """`depth`: number of draft depths to score. 1 is cheap and biased: drafters that read their own output get
         worse with depth."""
-        self.target, self.drafters, self.depth = target, drafters, depth
+        self.target, self.depth = target, depth
+        self.use(drafters)
+
+    def use(self, drafters: Sequence[Drafter]) -> None:
+        """Score these drafters from now on."""
+        self.drafters = drafters
         self.forget()
         self._teams = [(places, _stacked([drafters[n] for n in places])) for places in scoring_groups(drafters)]
 

@@ -114,6 +114,31 @@ def test_a_slow_learner_does_not_fill_the_memory(tmp_path, tiny, monkeypatch, ca
     again.close()
 
 
+def test_learners_of_one_process_share_the_target_and_fail_alone(tmp_path, tiny, monkeypatch):
+    """Each would load a target of its own, and one that fails would take the others with it."""
+    names, loaded, inbox, outbox = ["eagle3", "hydra"], [], queue.Queue(), queue.Queue()
+    heads = [write_head(tmp_path / name, tiny, name) for name in names]
+    recipes = [recipe("unread.jsonl", head, tiny, algo=["ogd"], asynchronous=True) for head in heads]
+    learners = [
+        worker.WorkerLearner(made, "ogd", 0, head, "cpu", torch.get_num_threads(), name=name)
+        for made, head, name in zip(recipes, heads, names, strict=True)
+    ]
+    load = worker.load_target
+    monkeypatch.setattr(worker, "load_target", lambda *a, **k: loaded.append(load(*a, **k)) or loaded[-1])
+    monkeypatch.setattr(worker, "_die_with_parent", lambda: None)
+    here = {name: OnlineDrafter(made, "ogd", tiny, 0) for name, made in zip(names, recipes, strict=True)}
+    chunks = {name: dataclasses.replace(answered(pupil, tiny), learner=name) for name, pupil in here.items()}
+    broken = {name: dataclasses.replace(chunk, features=None, texts=[None]) for name, chunk in chunks.items()}
+    for sent in (broken["eagle3"], chunks["hydra"], chunks["eagle3"], broken["hydra"]):
+        inbox.put([sent])
+    worker.run_worker(learners, inbox, outbox)
+    ready, first, lesson, last = (outbox.get_nowait() for _ in range(4))
+    assert ready == Ready() and outbox.empty() and len(loaded) == 1
+    assert (first.learner, last.learner, lesson.learner) == ("eagle3", "hydra", "hydra") and "Error" in first.message
+    assert lesson.lesson.outcome.status == "updated"
+    assert torch.equal(lesson.played, taught(here["hydra"], [chunks["hydra"]])[1]), "as it learns alone"
+
+
 def stopped(pid):
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
 

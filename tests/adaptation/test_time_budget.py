@@ -115,3 +115,23 @@ def test_after_an_update_that_helped_the_next_is_paid_for_afterwards():
     assert account.can_pay
     account.record_update(4.0, vain=True, helped=False)
     assert not account.can_pay
+
+
+@pytest.mark.parametrize("helped", [True, False])
+def test_learners_that_take_turns_spend_no_more_than_one(helped):
+    """Every drafter of a pool would borrow a lesson of its own, or one that helps would leave the others no time."""
+    accounts, prices, shares = [TimeBudget(0.05) for _ in range(3)], (4.0, 1.0, 2.0), (0.6, 0.3, 0.1)
+    spent, decoded = [0.0] * 3, 0.0
+    for account, price in zip(accounts, prices, strict=True):
+        account.group, account.price = accounts, price
+    for _ in range(4000):
+        decoded += 1.0
+        for number, (account, price, share) in enumerate(zip(accounts, prices, shares, strict=True)):
+            account.earn(share)
+            if account.can_pay or (account.may_borrow and helped):
+                account.spend(price)
+                account.record_update(price, vain=not helped, helped=helped)
+                spent[number] += price
+        assert sum(spent) <= (0.1 if helped else 0.05) * decoded + max(prices)
+    assert min(spent) > 0 and (not helped or sum(spent) > 0.09 * decoded)
+    assert not helped or spent[0] > spent[1] > spent[2], "the drafter that plays most has most time"

@@ -6,11 +6,13 @@ import json
 import signal
 import threading
 import time
+from pathlib import Path
 
 import httpx
 import pytest
 
 from specctl import progress
+from specctl.adaptation.served_learner import ServedLearner
 from specctl.commands.learn_from_server import learn_from_server
 from specctl.commands.serve import serve
 from specctl.drafters import checkpoint
@@ -353,3 +355,94 @@ def test_serve_learns_from_running_engines(tmp_path, target, head, engine, monke
     assert found.learning.lessons == 3 and found.learning.version == 4 and engine.version == "v000004"
     assert checkpoint.load(found.learning.drafter).config["family"] == "eagle3"
     assert found.learning.mat_first == 1.75  # later texts may have been drafted by any version
+
+
+def test_each_server_learns_from_the_texts_it_wrote(tmp_path, target, head, exported, monkeypatch, capsys):
+    """A version would go to the wrong engine, or the failure of one learner would end the other one, or the serving."""
+    other = write_head(tmp_path / "heads" / "other", target, "eagle3", seed=1)
+    address, pages, failing = [], [], []
+    learn = ServedLearner.learn
+
+    def fails(self, chunk, number, passed_over):
+        if failing and self.publisher.engines.servers[0].url == failing[0]:
+            raise ValueError("Name a colour.")
+        return learn(self, chunk, number, passed_over)
+
+    monkeypatch.setattr(ServedLearner, "learn", fails)
+    with LiveEngine(target, exported / "vllm") as one, LiveEngine(target, exported / "vllm") as two:
+        engines = {engine.url: engine for engine in (one, two)}
+        for engine in engines.values():
+            engine.histograms = {f"v{n:06}": BETTER for n in range(2, 99)}
+        asked = [[5, 6, 7 + n] for n in range(150)]
+        prompts = [ids for ids in asked if len(one.text(ids, 6, 0, 0)[0]) > 1]
+        recipe = ServeRecipe(
+            target={"name": "builtin", "dtype": "fp32", "device": "cpu"},
+            server={"urls": [*engines]},
+            drafters=[str(head), str(other)],
+            choose="random",
+            listen="127.0.0.1:0",
+            learn={"enabled": True, "chunk": 2, "learner": {"holdout": 0, "rest": 0}},
+            output_dir=tmp_path / "run",
+        )
+        logged = progress.log
+
+        def log(message):
+            if message.startswith("requests that go to "):
+                address.append(message.split()[4])
+            logged(message)
+
+        def version(url):
+            page = httpx.get(address[0] + "/metrics").text
+            found = [line.split()[-1] for line in page.splitlines() if f'_version{{drafter="{url}"}}' in line]
+            return float(found[0]) if found else 0.0
+
+        def client():
+            try:
+                wait_for(lambda: address)
+                with httpx.Client(base_url=address[0], transport=httpx.HTTPTransport(retries=30), timeout=30) as http:
+                    body = {"model": "builtin", "max_tokens": 6, "temperature": 0, "seed": 0}
+
+                    def ask(ids):
+                        answer = http.post("/v1/completions", json=body | {"prompt": ids})
+                        assert answer.status_code == 200
+                        assert answer.json()["usage"]["completion_tokens"] == len(one.text(ids, 6, 0, 0)[0])
+
+                    for ids in prompts[:20]:
+                        ask(ids)
+                    wait_for(lambda: all(version(url) >= 2 for url in engines))
+                    failing.append(one.url)
+                    for ids in prompts[20:60]:
+                        ask(ids)
+                    line = f'specctl:learning{{drafter="{one.url}"}} 0.0'
+                    wait_for(lambda: line in http.get("/metrics").text)
+                    before = version(two.url)
+                    for ids in prompts[60:90]:
+                        ask(ids)
+                    wait_for(lambda: version(two.url) > before)
+                    pages.append(http.get("/metrics").text)
+            finally:
+                progress.interrupts.handle(signal.SIGTERM)
+
+        monkeypatch.setattr(progress, "log", log)
+        thread = threading.Thread(target=client)
+        thread.start()
+        found = serve(recipe, Run.create("serve", recipe, tmp_path / "run"))
+        thread.join()
+    assert pages, "the client has failed"
+    assert f'specctl:learning{{drafter="{two.url}"}} 1.0' in pages[0] and found.choose == "random"
+    assert all(f'specctl:drafter_texts_total{{drafter="{url}"}}' in pages[0] for url in engines)
+    learnt = found.learning_by_drafter
+    assert found.learning is None and learnt[one.url].failed and not learnt[two.url].failed
+    places = [tmp_path / "run/drafters" / name for name in ("eagle3", "other")]
+    assert [Path(learnt[url].drafter) for url in engines] == places
+    for url, start in ((one.url, head), (two.url, other)):
+        assert engines[url].version == f"v{learnt[url].version:06}" and learnt[url].lessons >= 1
+        ours, theirs = (checkpoint.load(place).tensors for place in (learnt[url].drafter, start))
+        assert any(bool((ours[name].float() != theirs[name].float()).any()) for name in theirs)
+        strange = checkpoint.load(places[start == head]).tensors
+        near = sum(float((ours[name].float() - theirs[name].float()).square().sum()) for name in theirs)
+        assert near < sum(float((ours[name].float() - strange[name].float()).square().sum()) for name in theirs)
+    said = capsys.readouterr().err
+    assert said.count("has failed and ends; it goes on with its present drafter") == 1 and "colour" not in said
+    rows = [json.loads(line) for line in (tmp_path / "run/traffic.jsonl").read_text().splitlines()]
+    assert {row["server"] for row in rows} == set(engines)

@@ -38,8 +38,11 @@ def test_the_plan(specctl):
         (("--listen", "8000"), "must be HOST:PORT"),
         (("slots=0",), "slots"),
         (("--drafter", "lookup", "--drafter", "suffix", "drafting.proposal=sampled"), "serve one drafter"),
-        (("--learn",), "one drafter learns: name it with --drafter"),
-        (("--learn", "--pool", "drafters"), "one drafter learns"),
+        (("--learn",), "learn: name a drafter that learns"),
+        (("--learn", "--pool", "drafters"), "lookup, suffix have no weights that learn"),
+        (("--learn", "--drafter", "lookup", "--drafter", "suffix"), "lookup, suffix have no weights that learn"),
+        (("--learn", "--pool", "drafters", "--server", "http://a:1"), "one --drafter for all servers, or one for each"),
+        (("--learn", *("--drafter", "lookup") * 3, "--server", "http://a:1,http://b:1"), "or one for each server"),
         (("--learn", "--drafter", "lookup"), "lookup has no weights that learn"),
         (("--learn", "--drafter", "lookup", "learn.algo=static"), "a rule that learns"),
         (("--learn", "--drafter", "lookup", "learn.algo=ogd-eagle3"), "without a family"),
@@ -62,7 +65,18 @@ def test_the_plan_of_learning(specctl, tmp_path):
     own = specctl("serve", "--learn", "--drafter", head, "--dry-run").out
     assert "learn by ogd after every 40 texts, for at most 5% of the time" in own and "low priority" in own
     both = specctl("serve", "--learn", "--drafter", head, "--server", "http://a:1", "--dry-run").out
-    assert "write the texts to a log" in both and "roll back worse ones" in both
+    assert "write the texts to a log" in both and "roll back worse ones" in both and "5%" not in both
+    pool = specctl("serve", "--learn", "--drafter", head, "--drafter", "lookup", "--dry-run").out
+    assert "choose among" in pool and "learn by ogd after every 40 texts, for at most 5% of the time" in pool
+    (tmp_path / "other").mkdir()
+    for name in ("config.json", "drafter.json"):
+        (tmp_path / "other" / name).write_text('{"family": "hydra"}')
+    pool = " ".join(specctl("serve", "--learn", "--pool", str(tmp_path), "--dry-run").out.split())
+    assert f"{head}, {tmp_path}/other learn by ogd after every 40 or 80 texts" in pool
+    assert "in turns, each from its own texts" in pool
+    servers = ("--server", "http://a:1,http://b:1", "--drafter", head, "--drafter", "lookup")
+    each = " ".join(specctl("serve", "--learn", *servers, "--dry-run").out.split())
+    assert "each by the server that cgp-ucb chooses" in each and "learn by ogd after every 40 texts" in each
 
 
 @pytest.mark.slow

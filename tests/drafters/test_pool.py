@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specctl.decoding.plain import NoDraft
-from specctl.drafters import checkpoint
+from specctl.drafters import checkpoint, names
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
@@ -151,3 +151,16 @@ def test_no_pool(tmp_path, name, kind):
     with pytest.raises(kind) as error:
         find_pool(tmp_path / name)
     assert error.value.hint
+
+
+def test_drafters_that_are_named_by_their_path_are_saved_in_the_pool(tmp_path):
+    """A learnt drafter would be written over the drafter that it started from."""
+    for path, place in (
+        ("sql-eagle3+lookup", "sql-eagle3+lookup"),
+        ("/pool/a/sql", "pool/a/sql"),
+        ("../a/sql", "a/sql"),
+    ):
+        assert tmp_path / names.place_of(path) == tmp_path / place
+    both = [f"{tmp_path}/a/sql", f"{tmp_path}/b/sql"]
+    places = {names.place_of(name) for name in names.labels(both).values()}
+    assert len(places) == 2 and not any(place.is_absolute() for place in places)

@@ -54,7 +54,7 @@ class RestlessLearner(LiveLearner):
             torch.manual_seed(self.steps)
             head = self.online_drafter.drafter_of(w + self.noise * w.std() * torch.randn_like(w))
             old, self.exchanged_while_busy = self.drafter, self.exchanged_while_busy + 1
-            self._offer(head)
+            self._built = head
             super().after_step(engine, events, seconds)
             assert old not in engine.state.memory and self.drafter is not old
         else:
