@@ -1,7 +1,5 @@
 """`specctl serve`: answer requests in OpenAI's protocol with the target's own engine."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Mapping

@@ -1,8 +1,6 @@
 """Choice of the attention implementation of a step: our kernel, which reads lengths and ancestors on the device, or
 PyTorch's, which reads a mask."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

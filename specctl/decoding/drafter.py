@@ -1,7 +1,5 @@
 """Base class of drafters, with the defaults of a drafter that keeps no state between rounds."""
 
-from __future__ import annotations
-
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.state import DecodeState
 

@@ -1,7 +1,5 @@
 """Decoding engine: requests that come and go, decoded as one batch. Every command that decodes runs this loop."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial

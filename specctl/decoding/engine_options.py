@@ -1,7 +1,5 @@
 """Options of the decoding engine."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp

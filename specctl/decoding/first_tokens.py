@@ -1,7 +1,5 @@
 """Prefill of a batch's new sequences, and their first tokens."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Rounds that run from the host, one at a time: draft, verify, commit."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from specctl import processes

@@ -1,7 +1,5 @@
 """Plain decoding: the drafter that drafts nothing."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

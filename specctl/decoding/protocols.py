@@ -1,7 +1,5 @@
 """Protocols of drafters and controllers, as the decoding loop uses them."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable

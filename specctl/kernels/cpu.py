@@ -6,8 +6,6 @@ rows several times takes a few rows at a time. Its buffers stay in the CPU cache
 memory from the system costs more than the arithmetic on it. Softmax is used as PyTorch's fastest exponential.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator, Sequence

@@ -4,8 +4,6 @@ This is for backends that compile their kernels. A machine may lack a C compiler
 code for its GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType

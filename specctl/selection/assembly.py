@@ -1,7 +1,5 @@
 """Assembly of a selector: arms, a policy by name, the rules of its game, and the scorer of idle drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial

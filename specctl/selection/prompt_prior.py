@@ -1,7 +1,5 @@
 """First opinion of a policy: which drafter suits a prompt, before any round has been played."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Protocol
 

@@ -1,7 +1,5 @@
 """Seconds of a target step by its number of rows: the unit of rewards and losses that count time."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

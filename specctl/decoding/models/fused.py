@@ -1,7 +1,5 @@
 """Choice between fused kernels and PyTorch for the small operations of a decoder layer."""
 
-from __future__ import annotations
-
 import functools
 import os
 import warnings

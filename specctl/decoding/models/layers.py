@@ -4,8 +4,6 @@ All of them work on rows: hidden states are [N, H] with N = B·T. The residual s
 (`linear.py`) run in the weights' dtype.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

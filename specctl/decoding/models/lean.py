@@ -4,8 +4,6 @@ Covers Llama, Mistral, Qwen2 and Qwen3 dense models (grouped-query attention, at
 scaling). All other models run through `transformers`' own forward (`hf.py`), with the same interface.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Run-time weights of draft heads, and a decoder layer with a KV cache that reads the target's features."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from abc import ABC, abstractmethod
