@@ -5,8 +5,6 @@ between two steps. A second thread hands the texts to the learner's process, bui
 the weights, and writes it to the disk. So no text waits for a lesson.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time
