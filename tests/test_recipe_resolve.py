@@ -480,3 +480,17 @@ def test_heads_draft_alone_on_a_gpu(recipe, device, gpu, companion, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert recipe(target={"device": device}).companion == companion
     assert recipe(target={"device": device}, beside="lookup").companion == "lookup"
+
+
+def test_a_removed_key_is_taken_with_its_default_and_refused_with_another_value(tmp_path):
+    """A resolved recipe of an earlier version names every default."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("command: distill\nfilters: {near_prompts: 0.95, near_responses: null, loops: drop}\n")
+    assert resolve("distill", file, environ={}).filters.loops == "drop"
+    file.write_text("command: distill\nfilters: {near_prompts: 0.9}\n")
+    (line,) = problems("distill", file)
+    assert line == (
+        f"{file}:2: filters.near_prompts: no longer a key: prompts are compared with `exclude` alone: leave it out"
+    )
+    (line,) = problems("distill", overrides=["filters.near_responses=0.9"])
+    assert "no longer a key: responses are not compared" in line

@@ -63,6 +63,15 @@ ROUTE_NAMES = {"algo": "choose", "seeds": "seed"}
 """Keys of `route`, and their names in `serve`. They were lists of one item."""
 ROUTE_KEYS = {"policy", "server", "listen", "overwrite", *ROUTE_NAMES, *CommandRecipe.model_fields}
 
+REMOVED: dict[str, tuple[Any, str]] = {
+    "filters.near_prompts": (
+        0.95,
+        "prompts are compared with `exclude` alone: leave it out",
+    ),
+    "filters.near_responses": (None, "responses are not compared: leave it out"),
+}
+"""Keys of earlier recipes: the default, which recipe files may still name, and what to do instead of another value."""
+
 MODES = {
     "record": Mode("select --record", _any("record"), ignores=True),
     "train-router": Mode("select --train-router", _router, ignores=True, defaults={"train_router": False}),

@@ -267,6 +267,11 @@ def _to_fields(model: type[Section], setting: Setting, problems: list[str]) -> I
     for depth, key in enumerate(setting.path):
         field = section.model_fields.get(key)
         if field is None:
+            if (key := dotted(setting.path)) in aliases.REMOVED:
+                default, advice = aliases.REMOVED[key]
+                if setting.value != default:
+                    problems.append(f"{_location(setting.origin, setting.path)}: no longer a key: {advice}")
+                return
             near = _nearest(dotted(setting.path), _keys(model)) if len(problems) < MAX_SUGGESTIONS else ""
             problems.append(f"{_location(setting.origin, setting.path)}: unknown key{near}")
             return
