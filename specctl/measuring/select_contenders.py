@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import IO, NamedTuple
+from typing import IO
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
@@ -110,19 +110,6 @@ class DrafterPool:
     kinds: Mapping[str, PromptClusters] = field(default_factory=dict)
 
 
-class RouterPrior(NamedTuple):
-    """A trained router, and the number of tokens that its opinion counts as for policies with full information.
-
-    With 0 tokens these policies start without it.
-    """
-
-    router: PromptPrior | None = None
-    tokens: int = 0
-
-
-NO_ROUTER = RouterPrior()
-
-
 class SelectContenders:
     """All contenders of one `select` run, with their policies, logs and statistics."""
 
@@ -132,11 +119,10 @@ class SelectContenders:
         target: Target,
         stream: list[list[Case]],
         pool: DrafterPool,
-        prior: RouterPrior = NO_ROUTER,
+        router: PromptPrior | None = None,
     ):
-        self.recipe, self.target, self.stream = recipe, target, stream
+        self.recipe, self.target, self.stream, self.router = recipe, target, stream, router
         self.drafters = pool.drafters
-        self.router, self.warm_tokens = prior
         self._check_router()
         self.companion = pool.companion or companion_of(recipe, target)
         self.store_s = 0.0  # seconds spent on adding texts to the store
@@ -189,8 +175,6 @@ class SelectContenders:
             return False
         if recipe.arms.plain is not None:
             return recipe.arms.plain
-        if self.warm_tokens and registry.learns(policy) == "losses":  # the router knows drafters only
-            return False
         return plays_for_seconds(self._copies_of(self.arms), policy, recipe.game)
 
     def _copies_of(self, arms: Sequence[Arm]) -> list[Arm]:
@@ -218,11 +202,7 @@ class SelectContenders:
         options = self.recipe.policy
         if name == registry.ROUTER:
             return registry.build("fixed", arms, options.model_copy(update={"arm": int(self._routed(text).argmax())}))
-        policy = registry.build(name, arms, options)
-        if policy.learns == "losses":
-            for _ in range(self.warm_tokens):
-                policy.losses((1 - self._routed(text)).tolist())
-        return policy
+        return registry.build(name, arms, options)
 
     def _routed(self, text: Label) -> Array:
         """[N] router probabilities for a prompt: how likely each arm is the right one to play."""
