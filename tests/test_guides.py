@@ -18,8 +18,9 @@ from typer.main import get_command
 
 from specctl.cli import guide
 from specctl.cli.main import app
+from specctl.environment import ENV_SECRETS, ENV_SIZES, ENV_SWITCHES
 from specctl.errors import UsageError
-from specctl.recipe.resolve import ENV_SECRETS, ENV_SIZES, ENV_SWITCHES, resolve
+from specctl.recipe.resolve import resolve
 from specctl.subcommands import SUBCOMMANDS
 from tests.cli.conftest import specctl
 from tests.test_maps import sources

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specctl import kernels
-from specctl.decoding import attention, paged
-from specctl.decoding.models import fused
+from specctl.decoding import attention
+from specctl.environment import ENV_SIZES, ENV_SWITCHES
 from specctl.errors import RecipeError, UsageError
 from specctl.kernels import native
 from specctl.measuring.records import check_same, recipe_stamp
@@ -28,7 +28,7 @@ from specctl.recipe import (
     command_for,
     yaml_file,
 )
-from specctl.recipe.resolve import ENV_SIZES, ENV_SWITCHES, Setting, command_of, resolve
+from specctl.recipe.resolve import Setting, command_of, resolve
 from specctl.subcommands import SUBCOMMANDS
 
 
@@ -223,9 +223,6 @@ def test_what_they_read_is_checked_before_anything_runs():
         "SPECCTL_KERNELS: must be one of reference, cpu, triton (got 'nope')",
     ]
     assert ENV_SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
-    assert ENV_SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
-    assert ENV_SWITCHES["SPECCTL_LAYERS"] == fused.CHOICES
-    assert ENV_SWITCHES["SPECCTL_KV"] == paged.CHOICES
     assert ENV_SWITCHES["SPECCTL_STEP"] == native.CHOICES
 
 
@@ -239,7 +236,7 @@ def test_a_size_is_a_number_above_0(size):
 def test_every_variable_that_the_package_reads_is_known():
     """One that is documented and unknown here ends every command."""
     sources = (path.read_text() for path in Path(attention.__file__).parent.parent.rglob("*.py"))
-    read = {name for text in sources for name in re.findall(r'os\.environ\.get\("(SPECCTL_\w+)"', text)}
+    read = {name for text in sources for name in re.findall(r'(?:os\.environ\.get|switch)\("(SPECCTL_\w+)"', text)}
     assert read and read <= {*ENV_SWITCHES, *ENV_SIZES}
 
 

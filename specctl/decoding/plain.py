@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.drafter import BaseDrafter
-from specctl.decoding.protocols import DeviceDraft
+from specctl.decoding.protocols import BaseDrafter, DeviceDraft
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe

@@ -7,7 +7,7 @@ code for its GPU.
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,17 @@ from .reference import Ancestry
 from .rows import Rows
 
 ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
+
+
+class LayerShape(NamedTuple):
+    """Sizes that the kernels are compiled for."""
+
+    hidden: int
+    inner: int  # width of the MLP
+    heads: int
+    kv_heads: int
+    dim: int
+    normed: bool  # queries and keys have norms
 
 
 def _without_autocast(trial: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -42,14 +53,9 @@ def mismatch(backend: ModuleType, device: torch.device) -> str | None:
 
 
 @_without_autocast
-def layer_mismatch(
-    backend: ModuleType, device: torch.device, dtype: torch.dtype, hidden: int, inner: int, heads: int, kv_heads: int,
-    dim: int, normed: bool,
-) -> str | None:  # fmt: skip
-    """Reason not to use the fused operations of `backend` for layers of this shape, or None if they agree.
-
-    `hidden`, `inner`: sizes of the residual stream and of the MLP. `normed`: whether queries and keys have a norm.
-    """
+def layer_mismatch(backend: ModuleType, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> str | None:
+    """Reason not to use the fused operations of `backend` for layers of this shape, or None if they agree."""
+    hidden, inner, heads, kv_heads, dim, normed = shape
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:

@@ -12,8 +12,7 @@ from typing import IO
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import rounds as device_rounds
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label

@@ -46,7 +46,7 @@ def write(path: Path, count: int) -> None:
 class NoEngine:
     """An engine that decodes nothing."""
 
-    def __init__(self, target, controller, options):
+    def __init__(self, target, options):
         self.options = options
 
 

@@ -19,8 +19,7 @@ import numpy as np
 
 from specctl import progress
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import features_of
