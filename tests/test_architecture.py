@@ -302,10 +302,9 @@ MANY_PARAMETERS = {
     "decoding.device.device_batch": 1,
     "decoding.plan": 1,
     "decoding.target": 1,
-    "kernels.cpu": 2,
+    "kernels.cpu": 1,
     "kernels.distill": 2,
     "kernels.reference": 3,
-    "kernels.self_check": 1,
 }
 """Functions with more parameters, by file. A budget that may only fall."""
 

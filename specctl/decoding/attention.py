@@ -52,7 +52,7 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     ):  # `kernels.select_backend` has already warned
         _refused.add(device)
         return False
-    reason = self_check.attention_mismatch(kernels.attention, device, dtype, heads, kv_heads, dim)
+    reason = self_check.attention_mismatch(kernels.attention, device, dtype, (heads, kv_heads, dim))
     if reason is not None:
         warnings.warn(f"attention on {device} runs in PyTorch: {reason}", stacklevel=2)
     return reason is None
@@ -64,7 +64,7 @@ def serves_pages(device: torch.device, dtype: torch.dtype, heads: int, kv_heads:
     fails."""
     if kernels.select_backend(device) != "triton":  # `kernels.select_backend` has already warned
         return False
-    reason = self_check.attention_mismatch(kernels.attention, device, dtype, heads, kv_heads, dim, paged=True)
+    reason = self_check.attention_mismatch(kernels.attention, device, dtype, (heads, kv_heads, dim), paged=True)
     if reason is not None:
         warnings.warn(f"KV caches on {device} are contiguous, not paged: {reason}", stacklevel=2)
     return reason is None

@@ -122,21 +122,25 @@ def _difference(
 
 @_without_autocast
 def attention_mismatch(
-    attention: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
+    attention: Callable[..., Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
     paged: bool = False,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Reason not to use `attention` for a model with such heads, or None if it agrees with the reference.
 
-    `paged`: whether texts are in pages. Covers few slots, so that one slot too many would show, and many slots in
-    several pieces; numbers of rows cover every tiling.
+    `shape`: number of query heads and of KV heads, and their dimension. `paged`: whether texts are in pages. Covers few
+    slots, so that one slot too many would show, and many slots in several pieces; numbers of rows cover every tiling.
     """
+    heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(0)
     base = torch.tensor([0, 5, 300])
     close = 1e-3 if dtype == torch.float32 else 2e-2
     for rows in sorted({1, *(max(1, size * kv_heads // heads) for size in (32, 64, 128))} - {0}):
         rows = min(rows, 64)
-        shape = (len(base), -(-(300 + rows) // PAGE) * PAGE, 2 * kv_heads, dim)
-        store = torch.randn(shape, generator=generator).to(device, dtype)
+        slots = -(-(300 + rows) // PAGE) * PAGE
+        store = torch.randn(len(base), slots, 2 * kv_heads, dim, generator=generator).to(device, dtype)
         q = torch.randn(len(base), rows, heads, dim, generator=generator).to(device, dtype)
         own = torch.ones(rows, dtype=torch.int64) << torch.arange(rows)
         for bits in (None, (own | 1).expand(len(base), -1).to(device)):
