@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import IO
+from typing import IO, Protocol
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
@@ -17,6 +17,7 @@ from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
+from specctl.distillation.messages import ChatMessage, text_of
 from specctl.drafters import pool
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import UsageError
@@ -44,7 +45,6 @@ from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Array, Policy
-from specctl.selection.prompt_prior import PromptPrior, prompt_text
 
 DRAFT_ALL = "draft-all"
 RECOMPUTING = "recompute"
@@ -107,6 +107,24 @@ class DrafterPool:
     drafters: dict[str, Drafter]
     companion: Companion | None = None
     kinds: Mapping[str, PromptClusters] = field(default_factory=dict)
+
+
+class PromptPrior(Protocol):
+    """A classifier of prompts with one class per drafter of the pool.
+
+    Attributes:
+        arms: names of the drafters, in the order of the pool.
+    """
+
+    arms: list[str]
+
+    def probabilities(self, texts: Sequence[str]) -> Array:
+        """[n, N] probability that each drafter is the right one for each prompt."""
+
+
+def prompt_text(messages: Sequence[ChatMessage]) -> str:
+    """The text of a conversation as a classifier reads it: all messages."""
+    return "\n\n".join(text_of(message) for message in messages)
 
 
 class SelectContenders:

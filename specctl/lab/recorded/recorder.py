@@ -35,9 +35,9 @@ from specctl.lab.recorded.trace import Table, Trace
 from specctl.selection import feedback
 from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
 from specctl.selection.arms import longest_draft
+from specctl.selection.assembly import step_seconds
 from specctl.selection.divergence import overlaps
 from specctl.selection.policies.policy import Array
-from specctl.selection.step_timing import step_seconds
 
 
 @dataclass(frozen=True)

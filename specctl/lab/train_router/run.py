@@ -14,11 +14,10 @@ from specctl.lab.recorded.table_file import read_table
 from specctl.lab.routing.router import Router, check_free
 from specctl.lab.routing.training import RouterExample, RouterReport, label_by_domain, label_by_hindsight, train_router
 from specctl.lab.train_router.recipe import TrainRouterRecipe
-from specctl.measuring.select_contenders import SelectContenders
+from specctl.measuring.select_contenders import SelectContenders, prompt_text
 from specctl.measuring.select_result import SelectResult
 from specctl.recipe import DataRecipe
 from specctl.runs import Run
-from specctl.selection.prompt_prior import prompt_text
 
 DIRECTORY = "router"
 
