@@ -3,8 +3,6 @@
 `get("sql").generate(1000, seed=0)` writes prompts offline; `load_public(get("sql"))` reads the public data set.
 """
 
-from __future__ import annotations
-
 from ..errors import did_you_mean
 from . import biochem, chat, code, math, medical, sql, summarization
 from .domain import SPLITS, Domain, PromptsExhausted, PublicSet, UnknownDomain

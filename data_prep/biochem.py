@@ -1,7 +1,5 @@
 """Biology and chemistry prompts: terms to define, textbook sections to write, exercises to solve."""
 
-from __future__ import annotations
-
 from random import Random
 
 from .domain import Domain, PublicSet

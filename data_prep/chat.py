@@ -1,7 +1,5 @@
 """Chat prompts: everyday questions and requests, some with a text to work on."""
 
-from __future__ import annotations
-
 from random import Random
 
 from .domain import Domain, PublicSet

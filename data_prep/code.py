@@ -1,7 +1,5 @@
 """Code prompts: a function to write from a sentence and tests, or a documented stub to complete."""
 
-from __future__ import annotations
-
 import re
 from random import Random
 

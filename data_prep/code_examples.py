@@ -1,7 +1,5 @@
 """Small Python tasks as records, and helpers that their solutions and examples share."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from random import Random

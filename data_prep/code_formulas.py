@@ -3,8 +3,6 @@
 `code_tasks.txt` has the names and texts of these tasks; this module has their solutions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache

@@ -4,8 +4,6 @@ Most tasks are compositions: a filter, a map and a fold over a list; a class of 
 and an action. Combining the parts gives thousands of different tasks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise

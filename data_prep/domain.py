@@ -1,7 +1,5 @@
 """Domains of prompts: each has a public data set to load, and an offline generator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b

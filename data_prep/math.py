@@ -1,7 +1,5 @@
 """Math prompts: short stories with a number for an answer, told at once or in several steps."""
 
-from __future__ import annotations
-
 from functools import cache
 from random import Random
 

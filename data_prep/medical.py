@@ -1,7 +1,5 @@
 """Medical prompts: short questions about a condition, and research questions to answer from an abstract."""
 
-from __future__ import annotations
-
 from random import Random
 
 from .domain import Domain, PublicSet

@@ -16,8 +16,6 @@ Phrases are drawn by position, so the texts of a seed depend on the order of phr
 drawn twice as often.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache

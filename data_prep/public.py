@@ -1,7 +1,5 @@
 """Prompts from the public data set of a domain. Only this module needs a network and the `datasets` package."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager

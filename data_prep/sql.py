@@ -1,7 +1,5 @@
 """SQL prompts: a question over one table (in two layouts), or over a database of several tables (`sql_university`)."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from random import Random

@@ -1,7 +1,5 @@
 """Questions over one table: phrasings that combine a column, conditions and an aggregate."""
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from random import Random

@@ -3,8 +3,6 @@
 Prompts show some of the tables, always including COURSE, in any order.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from random import Random
 

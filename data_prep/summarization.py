@@ -1,7 +1,5 @@
 """Summarization prompts: paper abstracts to put in one sentence, and conversations to put in a clinical note."""
 
-from __future__ import annotations
-
 from random import Random
 
 from .domain import Domain, PublicSet

@@ -52,8 +52,8 @@ class Lock:
         SpecctlError: the directory cannot be written.
     """
 
-    def __init__(self, path: Path, what: Path | None = None, hint: str = HINT):
-        self.path, self.protected, self._hint = path, what or path.parent, hint
+    def __init__(self, path: Path, protected: Path | None = None, hint: str = HINT):
+        self.path, self.protected, self._hint = path, protected or path.parent, hint
         self._ended, self._signing = threading.Event(), threading.Lock()
         self._id, self._beats, self._since = secrets.token_hex(4), 0, time.strftime("%Y-%m-%dT%H:%M:%S%z")
         try:
@@ -212,7 +212,7 @@ class Lock:
 
 
 @contextmanager
-def hold(path: Path, what: Path) -> Iterator[None]:
+def hold(path: Path, protected: Path) -> Iterator[None]:
     """Hold the lock file `path`, in an existing directory, during the block.
 
     Under torchrun only rank 0 holds it. Afterwards the file is removed, and its directory too if that is empty. Raises
@@ -221,7 +221,7 @@ def hold(path: Path, what: Path) -> Iterator[None]:
     if not progress.is_rank_zero():
         yield
         return
-    lock = Lock(path, what)
+    lock = Lock(path, protected)
     try:
         yield
     finally:

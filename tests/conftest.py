@@ -118,7 +118,7 @@ def cache_of_its_own(tmp_path_factory):
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         patch.setattr("specctl.drafters.hybrid.costs.REPEATS", 1)
         patch.setattr("specctl.drafters.hybrid.costs.WARM_UP", 1)
-        patch.setattr("specctl.selection.step_timing.REPEATS", 1)
+        patch.setattr("specctl.selection.assembly.REPEATS", 1)
         patch.setattr("specctl.decoding.timing.WARM_UP", 1)
         patch.setattr("specctl.measuring.contenders.WARMUP_TOKENS", 3)
         patch.setattr("specctl.lab.reasoning.modes.WARMUP_TOKENS", 3)

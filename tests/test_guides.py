@@ -18,8 +18,9 @@ from typer.main import get_command
 
 from specctl.cli import guide
 from specctl.cli.main import app
+from specctl.environment import ENV_SECRETS, ENV_SIZES, ENV_SWITCHES
 from specctl.errors import UsageError
-from specctl.recipe.resolve import ENV_SECRETS, ENV_SIZES, ENV_SWITCHES, resolve
+from specctl.recipe.resolve import resolve
 from specctl.subcommands import SUBCOMMANDS
 from tests.cli.conftest import specctl
 from tests.test_maps import sources
@@ -221,7 +222,7 @@ def test_keys_flags_and_variables_of_a_guide_exist(topic):
 @pytest.mark.parametrize("wrong", ["`filters.near`", "`--temprature 0`", "`SPECCTL_KVS=1`", "`drafting.widht=2`"])
 def test_an_unknown_name_is_seen(wrong):
     """Negative control, beside names that exist."""
-    right = "`filters.near_prompts`, `--seed N`, `SPECCTL_TARGET__DTYPE=fp32`, `SPECCTL_KV_GIB`, `result.json`"
+    right = "`filters.near_excluded`, `--seed N`, `SPECCTL_TARGET__DTYPE=fp32`, `SPECCTL_KV_GIB`, `result.json`"
     assert unknown(right) == []
     assert len(unknown(f"{right} {wrong}")) == 1
 

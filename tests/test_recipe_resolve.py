@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specctl import kernels
-from specctl.decoding import attention, paged
-from specctl.decoding.models import fused
+from specctl.decoding import attention
+from specctl.environment import ENV_SIZES, ENV_SWITCHES
 from specctl.errors import RecipeError, UsageError
 from specctl.kernels import native
 from specctl.measuring.records import check_same, recipe_stamp
@@ -29,7 +29,7 @@ from specctl.recipe import (
     yaml_file,
 )
 from specctl.recipe import resolve as resolve_module
-from specctl.recipe.resolve import ENV_SIZES, ENV_SWITCHES, Setting, command_of, resolve
+from specctl.recipe.resolve import Setting, command_of, resolve
 from specctl.subcommands import SUBCOMMANDS
 
 
@@ -231,9 +231,6 @@ def test_what_they_read_is_checked_before_anything_runs():
         "SPECCTL_KERNELS: must be one of reference, cpu, triton (got 'nope')",
     ]
     assert ENV_SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
-    assert ENV_SWITCHES["SPECCTL_ATTENTION"] == attention.CHOICES
-    assert ENV_SWITCHES["SPECCTL_LAYERS"] == fused.CHOICES
-    assert ENV_SWITCHES["SPECCTL_KV"] == paged.CHOICES
     assert ENV_SWITCHES["SPECCTL_STEP"] == native.CHOICES
 
 
@@ -247,7 +244,7 @@ def test_a_size_is_a_number_above_0(size):
 def test_every_variable_that_the_package_reads_is_known():
     """One that is documented and unknown here ends every command."""
     sources = (path.read_text() for path in Path(attention.__file__).parent.parent.rglob("*.py"))
-    read = {name for text in sources for name in re.findall(r'os\.environ\.get\("(SPECCTL_\w+)"', text)}
+    read = {name for text in sources for name in re.findall(r'(?:os\.environ\.get|switch)\("(SPECCTL_\w+)"', text)}
     assert read and read <= {*ENV_SWITCHES, *ENV_SIZES}
 
 
@@ -488,3 +485,17 @@ def test_heads_draft_alone_on_a_gpu(recipe, device, gpu, companion, monkeypatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     assert recipe(target={"device": device}).companion == companion
     assert recipe(target={"device": device}, beside="lookup").companion == "lookup"
+
+
+def test_a_removed_key_is_taken_with_its_default_and_refused_with_another_value(tmp_path):
+    """A resolved recipe of an earlier version names every default."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text("command: distill\nfilters: {near_prompts: 0.95, near_responses: null, loops: drop}\n")
+    assert resolve("distill", file, environ={}).filters.loops == "drop"
+    file.write_text("command: distill\nfilters: {near_prompts: 0.9}\n")
+    (line,) = problems("distill", file)
+    assert line == (
+        f"{file}:2: filters.near_prompts: no longer a key: prompts are compared with `exclude` alone: leave it out"
+    )
+    (line,) = problems("distill", overrides=["filters.near_responses=0.9"])
+    assert "no longer a key: responses are not compared" in line

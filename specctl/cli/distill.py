@@ -97,20 +97,16 @@ def steps(recipe: DistillRecipe) -> list[str]:
 
 def prompt_filters(recipe: DistillRecipe) -> list[str]:
     """Return a sentence about the prompts that are left out."""
-    near, near_excluded = recipe.filters.near_prompts, recipe.filters.near_excluded
-    kinds = ["duplicates"]
-    if near is not None:
-        kinds.append(f"near-duplicates (similarity {near:g})")
+    near, kinds = recipe.filters.near_excluded, ["duplicates"]
     if recipe.exclude is not None:
-        alike = f" and near-duplicates of them (similarity {near_excluded:g})" if near_excluded is not None else ""
+        alike = f" and near-duplicates of them (similarity {near:g})" if near is not None else ""
         kinds.append(f"the prompts in {recipe.exclude}{alike}")
     return [f"leave out {', '.join(kinds)}"]
 
 
 def response_filters(recipe: DistillRecipe) -> list[str]:
-    """Return a sentence about the treatment of loops, truncated responses and near-duplicates."""
-    loops, truncated, near = recipe.filters.loops, recipe.filters.truncated, recipe.filters.near_responses
+    """Return a sentence about the treatment of loops and truncated responses."""
+    loops, truncated = recipe.filters.loops, recipe.filters.truncated
     kinds = [f"{loops} loops"] if loops != "keep" else []
     kinds += ["drop truncated responses"] if truncated == "drop" else []
-    kinds += [f"drop near-duplicates (similarity {near:g})"] if near is not None else []
     return [f"filter the responses: {', '.join(kinds)}"] if kinds else []

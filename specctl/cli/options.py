@@ -182,7 +182,6 @@ FLAGS: dict[str, Flag] = {
     "replay": Flag(("replay",), Path, "Play the policies on a recorded table instead of decoding.", metavar="FILE"),
     "train_router": Flag(("train_router",), bool, "Train a classifier of prompts first, for the policy `router`."),
     "router_dir": Flag(("router_dir",), Path, "Directory of a trained router, or for a new one.", metavar="DIR"),
-    "warm_start": Flag(("warm_start",), bool, "Start full-information policies from the router's opinion."),
     "batch": Flag(("batch",), int, "Sequences decoded at a time."),
     "limit": Flag(("limit",), int, "Prompts per domain."),
     "data_limit": Flag(("data.limit",), int, "Prompts per domain."),

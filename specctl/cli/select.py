@@ -23,7 +23,7 @@ FLAGS = (
     *("algo", "pool", "drafters", "strict", "beside", "domain", "prompts", "limit", "reset", "session"),
     *("select_baselines", "rivals", "batch", "seeds", *TARGET, *SAMPLING, "save_outputs", "output_dir", "overwrite"),
 )
-EARLIER = ("record", "replay", "train_router", "router_dir", "warm_start", "server", "listen", "resume")
+EARLIER = ("record", "replay", "train_router", "router_dir", "server", "listen", "resume")
 """Flags of commands that were modes of this one."""
 COLUMNS = {
     "algo": "contender",

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from specctl.commands.export_datastore import export_datastore
-from specctl.commands.export_push import push
-from specctl.commands.export_result import RECORD, ExportResult, check_free, record
+from specctl.commands.export_result import RECORD, ExportResult, check_free, push, record
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
 from specctl.drafters.card import model_card

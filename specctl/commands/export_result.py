@@ -1,17 +1,22 @@
-"""Result document of `specctl export`, and the check of its output directory."""
+"""Result document of `specctl export`, the check of its output directory, and the upload to the Hugging Face hub."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
+
 from specctl.drafters import checkpoint
 from specctl.engines.corpora import PublishedCorpus
-from specctl.errors import UsageError
+from specctl.errors import SpecctlError, UsageError, one_line
 from specctl.measuring.served_costs import Tuning
 from specctl.recipe import ExportRecipe
 
 RECORD = "export.json"
 """File in the output directory that says where the export comes from. A directory with this file may be overwritten."""
+
+TOKEN_HINT = "run `hf auth login`, or set HF_TOKEN to a token that may write"
 
 
 @dataclass(frozen=True)
@@ -57,3 +62,30 @@ def check_free(place: Path, overwrite: bool) -> None:
         raise UsageError(f"{place} exists and was not written by specctl export", hint="choose another --output-dir")
     if not overwrite:
         raise UsageError(f"{place} exists", hint="--overwrite replaces it")
+
+
+def push(directory: Path, name: str, private: bool) -> str:
+    """Upload a directory into a model repository, which is created if it is missing. Returns its address.
+
+    export.json stays here: it holds paths of this machine. The token comes from `hf auth login` or `HF_TOKEN`.
+
+    Raises SpecctlError if the hub cannot be reached or refuses; the directory remains.
+    """
+    api = HfApi()
+    remains = f"the files remain in {directory}"
+    try:
+        url = api.create_repo(name, private=private, exist_ok=True)
+        api.upload_folder(
+            repo_id=name, folder_path=directory, ignore_patterns=[RECORD], commit_message="Upload by specctl export"
+        )
+    except LocalTokenNotFoundError as error:
+        raise SpecctlError(f"no token of the hub; {remains}", TOKEN_HINT) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        reason = str(error.server_message or one_line(error)).replace("\n", " ")
+        hint = TOKEN_HINT if status in (401, 403) else f"hf upload {name} {directory} tries again"
+        raise SpecctlError(f"{api.endpoint} answered {status}: {reason:.200}; {remains}", hint) from error
+    except Exception as error:  # the hub's client raises errors of httpx or httpx2, by its version
+        hint = f"run `hf upload {name} {directory}` on a machine that reaches the hub"
+        raise SpecctlError(f"the upload to {api.endpoint} failed: {one_line(error)}; {remains}", hint) from error
+    return str(url)

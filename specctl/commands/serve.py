@@ -1,7 +1,5 @@
 """`specctl serve`: answer requests in OpenAI's protocol with the target's own engine."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -15,8 +13,7 @@ from specctl import progress
 from specctl.commands.serve_engines import EngineWork, answer_by_engines, onward_key
 from specctl.commands.serve_learning import LearningSummary, learn_from_engines, learning_from
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request

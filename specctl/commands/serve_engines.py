@@ -1,7 +1,5 @@
 """`specctl serve --server`: running engines answer, and a policy chooses one of them for every text."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

@@ -1,20 +1,16 @@
 """Choice of the attention implementation of a step: our kernel, which reads lengths and ancestors on the device, or
 PyTorch's, which reads a mask."""
 
-from __future__ import annotations
-
 import functools
-import os
 import warnings
 
 import torch
 from torch import Tensor
 
 from specctl import kernels
-from specctl.errors import UsageError
+from specctl.environment import switch
 from specctl.kernels import self_check
 
-CHOICES = ("kernel", "sdpa")
 _refused: set[torch.device] = set()  # GPUs on which the kernels do not run on Triton
 
 
@@ -25,10 +21,7 @@ def by_kernel(device: torch.device | str) -> bool:
     The environment variable SPECCTL_ATTENTION=kernel|sdpa overrides the choice, on any device. UsageError for other
     values.
     """
-    chosen = os.environ.get("SPECCTL_ATTENTION")
-    if chosen:
-        if chosen not in CHOICES:
-            raise UsageError(f"SPECCTL_ATTENTION={chosen!r} is not a valid value", f"use one of {', '.join(CHOICES)}")
+    if chosen := switch("SPECCTL_ATTENTION"):
         return chosen == "kernel"
     device = torch.device(device)
     return device.type == "cuda" and kernels.backend("cuda") == "triton" and device not in _refused
@@ -47,7 +40,7 @@ def serves(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
 
 def _answers(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> bool:
     # A kernel requested by name is not tried first: if it fails, the user sees the error.
-    return os.environ.get("SPECCTL_ATTENTION") == "kernel" or _tried(device, dtype, heads, kv_heads, dim)
+    return switch("SPECCTL_ATTENTION") == "kernel" or _tried(device, dtype, heads, kv_heads, dim)
 
 
 @functools.cache
@@ -59,7 +52,7 @@ def _tried(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, 
     ):  # `kernels.select_backend` has already warned
         _refused.add(device)
         return False
-    reason = self_check.attention_mismatch(kernels.attention, device, dtype, heads, kv_heads, dim)
+    reason = self_check.attention_mismatch(kernels.attention, device, dtype, (heads, kv_heads, dim))
     if reason is not None:
         warnings.warn(f"attention on {device} runs in PyTorch: {reason}", stacklevel=2)
     return reason is None
@@ -71,7 +64,7 @@ def serves_pages(device: torch.device, dtype: torch.dtype, heads: int, kv_heads:
     fails."""
     if kernels.select_backend(device) != "triton":  # `kernels.select_backend` has already warned
         return False
-    reason = self_check.attention_mismatch(kernels.attention, device, dtype, heads, kv_heads, dim, paged=True)
+    reason = self_check.attention_mismatch(kernels.attention, device, dtype, (heads, kv_heads, dim), paged=True)
     if reason is not None:
         warnings.warn(f"KV caches on {device} are contiguous, not paged: {reason}", stacklevel=2)
     return reason is None

@@ -1,7 +1,5 @@
 """Catch-up of a drafter with the text: it reads all missed tokens, or only attention sinks and a recent window."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass

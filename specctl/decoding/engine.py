@@ -1,21 +1,20 @@
 """Decoding engine: requests that come and go, decoded as one batch. Every command that decodes runs this loop."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
 import torch
 
 from specctl import processes
-from specctl.decoding import first_tokens
+from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import graphs
 from specctl.decoding.device.rounds import DeviceRounds, device_rounds
-from specctl.decoding.engine_options import DEFAULT_OPTIONS, EngineOptions
-from specctl.decoding.host_runner import HostRunner
+from specctl.decoding.host_runner import HostRunner, prefill
+from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Controller, OnDevice, OnPrefill, OnRound, Proposer
 from specctl.decoding.records import Decoded, Event, Request, RoundResult, Sequence
 from specctl.decoding.row_budget import MAX_NODES, budget_for
@@ -34,6 +33,36 @@ def idle_bytes(device: torch.device) -> float:
     if device.type != "cuda":
         return float("inf")
     return IDLE_SHARE * torch.cuda.get_device_properties(device).total_memory
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Options of an engine.
+
+    Attributes:
+        slots: most sequences at a time; other requests wait (default: all at once).
+        share_rows: the sequences of a batch share the rows that cost little more than one (`SHARED_ROWS`). Drafts get
+            shorter, throughput gets higher. False: drafts are as long as for one sequence, to measure those drafts.
+        exact: fixed shapes, so that speculative and plain decoding are bitwise equal in bf16, too (chains only). All
+            slots must be taken by the first step.
+        catch_up: how much of a text a lagging drafter reads (also at its first use, when it has read nothing).
+        keeps_hidden: keep the target's hidden states at every new position (`DecodeState.hidden`).
+        on_host: run every round from the host, so that contenders can be compared. Otherwise rounds run on the device
+            if they can (device/rounds.py).
+        prefixes: cached texts of earlier calls. A prefix that a prompt shares with a cached text or an earlier prompt
+            is not prefilled again.
+    """
+
+    slots: int | None = None
+    share_rows: bool = True
+    exact: bool = False
+    catch_up: CatchUp = RECOMPUTE
+    keeps_hidden: bool = False
+    on_host: bool = False
+    prefixes: Prefixes | None = None
+
+
+DEFAULT_OPTIONS = EngineOptions()
 
 
 class Engine:
@@ -134,7 +163,7 @@ class Engine:
         events."""
         self.clock.start()
         if slots := self._admit():
-            logits = first_tokens.prefill(self.target, self.state, slots, self._shares, self.options.prefixes)
+            logits = prefill(self.target, self.state, slots, self._shares, self.options.prefixes)
             if self.on_prefill is not None:
                 self.on_prefill(self.state, slots, logits)
             self._clear_up()

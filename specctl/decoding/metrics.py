@@ -5,8 +5,6 @@ everything after the end-of-sequence token. Rates are ratios of sums, which give
 with a zero denominator is None.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Literal

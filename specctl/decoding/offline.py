@@ -1,7 +1,5 @@
 """Offline decoding of a given list of requests, as `generate`, `distill`, `eval` and other commands do it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 

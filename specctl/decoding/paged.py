@@ -4,7 +4,6 @@ goes."""
 from __future__ import annotations
 
 import copy
-import os
 from itertools import accumulate
 
 import torch
@@ -13,18 +12,7 @@ from torch import Tensor
 from specctl.decoding.cache import KVCache, select_rows
 from specctl.decoding.pages import PAGE, SCRATCH_PAGE, Lease, PagePool, new_table, pages_for
 from specctl.decoding.plan import EMPTY_RANGE, Plan
-from specctl.errors import UsageError
 from specctl.kernels import gather_pages, slots_of
-
-CHOICES = ("paged", "contiguous")
-
-
-def kv_choice() -> str | None:
-    """The value of SPECCTL_KV, or None if it is not set. UsageError if it is not one of `CHOICES`."""
-    chosen = os.environ.get("SPECCTL_KV") or None
-    if chosen not in (None, *CHOICES):
-        raise UsageError(f"SPECCTL_KV={chosen!r} is not a valid value", f"use one of {', '.join(CHOICES)}")
-    return chosen
 
 
 class PagedCache(KVCache):

@@ -1,13 +1,10 @@
 """Plain decoding: the drafter that drafts nothing."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.drafter import BaseDrafter
-from specctl.decoding.protocols import DeviceDraft
+from specctl.decoding.protocols import BaseDrafter, DeviceDraft
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe

@@ -1,7 +1,5 @@
 """Prefill of prompts into the KV cache, in chunks of rows that bound the memory for activations."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

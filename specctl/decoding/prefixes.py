@@ -5,8 +5,6 @@ beginning. A few cached texts are enough for this. A server would keep them in a
 2024).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from typing import NamedTuple
 

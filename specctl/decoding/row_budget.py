@@ -1,7 +1,5 @@
 """Row budget of a target step: the number of nodes that a draft may have."""
 
-from __future__ import annotations
-
 from specctl.decoding.protocols import Proposer, WeighsRows
 from specctl.decoding.state import DecodeState
 

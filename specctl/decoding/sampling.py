@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from specctl import kernels
+from specctl.recipe.sections import SamplingRecipe
 
 ACCEPT, TARGET, DRAFT = 0, 1, 2  # random streams; shared noise between them would bias the distribution
-
-
-class SamplingFilters(Protocol):
-    """Filters in a recipe (`SamplingRecipe`)."""
-
-    temperature: float
-    top_k: int
-    top_p: float
 
 
 @dataclass(frozen=True)
@@ -32,7 +24,7 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of(cls, recipe: SamplingFilters) -> Sampling:
+    def of(cls, recipe: SamplingRecipe) -> Sampling:
         """The filters of a recipe."""
         return cls(recipe.temperature, recipe.top_k, recipe.top_p)
 

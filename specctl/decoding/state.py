@@ -83,7 +83,7 @@ class DecodeState:
         at_rest: no round is pending, and the host has all memory of the drafters. The batch may change, and drafters
             may read the texts.
         spare: cache rows beyond the longest text, for draft nodes.
-        capacity: cache rows per sequence.
+        capacity: cache rows per sequence; it grows if a text needs more.
         exact_rows: > 0 fixes the rows of every step, the cache span and B, so that all kernels see one shape.
         catch_up: how much of these texts a lagging drafter reads.
     """
@@ -98,13 +98,11 @@ class DecodeState:
         spare: int,
         exact_rows: int = 0,
         catch_up: CatchUp = RECOMPUTE,
-        capacity: int = 0,
         keeps_hidden: bool = False,
     ):
-        """`capacity`: initial number of cache rows per sequence; it grows if a text needs more."""
         self.target, self.device, self.dtype = target, target.device, target.dtype
         self.taps, self.spare, self.exact_rows, self.catch_up = taps, spare, exact_rows, catch_up
-        self.capacity = capacity
+        self.capacity = 0
         self.keeps_hidden = keeps_hidden
         # exact mode needs contiguous rows: `discard` overwrites a failed row with a copy of a sound one
         self.pool = None if exact_rows else target.pool()

@@ -1,7 +1,5 @@
 """Text side of a target, without its weights: tokenizer, chat template, end-of-sequence ids, sizes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any, NamedTuple

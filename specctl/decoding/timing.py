@@ -1,8 +1,6 @@
 """Timing of functions against each other. They run in turn, so that a drift of the machine's speed affects all
 functions alike, and their medians are compared."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable, Mapping

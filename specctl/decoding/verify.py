@@ -6,8 +6,6 @@ token that plain decoding would have drawn with the same seed. Ratio rule (sampl
 Algorithm 1; Chen et al. 2023, Algorithm 2; or for the chain as a block, Sun et al. 2025, Algorithm 2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -15,11 +15,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from specctl import processes, progress
-from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import stream
-from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
@@ -58,10 +55,10 @@ Answered = Callable[[list[Job]], Iterator[tuple[int, Response | None]]]
 """Function that answers jobs: yields (position in the list, response) in any order; None = refused."""
 
 
-def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, drafter: Any = None) -> DistillResult:
+def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None) -> DistillResult:
     """Generate the responses of a recipe into its directory.
 
-    Callers that have already loaded a target or a drafter pass them in. A drafter changes the speed, not the text.
+    Callers that have already loaded a target pass it in.
 
     Raises:
         DataError: no usable prompts, a directory with other settings, or a corrupted shard.
@@ -81,7 +78,7 @@ def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None, dr
         prompts = prepare(recipe, rejections, left_out)
         if client is None:
             decoding = target or load_target(**recipe.target.loading)
-            answered = partial(_decoded, recipe, decoding, drafter)
+            answered = partial(_decoded, recipe, decoding)
             text: TargetText = decoding
         else:
             text = copy.copy(target) if target is not None else load_target_text(**recipe.target.text)
@@ -269,9 +266,7 @@ def up_to_budget(rows: list[dict[str, Any]], budget: int | None) -> list[dict[st
     return kept
 
 
-def _decoded(
-    recipe: DistillRecipe, target: Target, drafter: Drafter | None, jobs: list[Job]
-) -> Iterator[tuple[int, Response | None]]:
+def _decoded(recipe: DistillRecipe, target: Target, jobs: list[Job]) -> Iterator[tuple[int, Response | None]]:
     """Decode the target's own responses; yield (position in `jobs`, response) as they end.
 
     A finished text makes room for the next one at once. Its KV cache has the size of the longest text among `WINDOW`
@@ -279,7 +274,7 @@ def _decoded(
     """
     top_k, top_p = recipe.sampling.top_k, recipe.sampling.top_p
     options = EngineOptions(slots=recipe.batch_size, exact=recipe.sampling.exact)
-    engine = Engine(target, Fixed.of(drafter), options)
+    engine = Engine(target, options=options)
     for start in range(0, len(jobs), WINDOW * recipe.batch_size):
         window = jobs[start : start + WINDOW * recipe.batch_size]
         requests = [

@@ -1,29 +1,14 @@
-"""Near-duplicate texts: MinHash signatures of word 5-grams, looked up by locality-sensitive hashing.
+"""Near-duplicate texts: most of their word 5-grams are the same.
 
-The methods are from Broder 1997 (MinHash), Leskovec et al. 2020, section 3.4 (bands), and Lee et al. 2022,
-"Deduplicating training data makes language models better" (5-grams). The signatures come from the library rensa.
-rensa's own index would take 0.7 KB of memory per text. The index here takes 0.3 KB and keeps the texts on disk. Every
-candidate pair is compared exactly, so an estimate alone never drops a text.
+5-grams are the unit of Lee et al. 2022, "Deduplicating training data makes language models better".
 """
 
 import re
-import zlib
-from array import array
-from collections.abc import Iterator
-
-import numpy as np
-from rensa import RMinHash
-
-from specctl.distillation.spool import Spool
+from collections import defaultdict
+from math import ceil
 
 GRAM = 5  # words
 SHORTEST = 8  # n-grams: texts with fewer are never near-duplicates, since a single word would decide
-VALUES = 128  # per signature: the estimate's standard deviation is 0.027 at a similarity of 0.9
-SEED = 0
-BANDS = 8
-RECALL = 0.95  # least share of pairs at the threshold that have a band in common
-MARGIN = 0.1  # how far the estimate may be below the threshold: nearly four standard deviations
-CROWD = 64  # most texts of a bucket that are compared, newest first: boilerplate would make it quadratic
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+")  # in scripts without spaces, a character is a word
 
 
@@ -34,102 +19,41 @@ def word_ngrams(text: str) -> list[str]:
 
 
 class NearDuplicateIndex:
-    """Texts by number, in the order in which they were added; `find` returns a near-duplicate of a text.
+    """Texts with their ids. `find` returns a text whose n-grams have a Jaccard similarity of at least `threshold`.
 
-    A pair with a Jaccard similarity of `threshold` or more is found with a probability of at least `RECALL`. Equal
-    texts are always found, pairs below the threshold never. The results depend on the texts and their order alone.
+    A share of `threshold` of a text's n-grams must then be in the other text. So only texts with one of the remaining
+    n-grams, and the rarest ones at that, are compared (Bayardo et al. 2007, "Scaling up all pairs similarity search").
     """
 
     def __init__(self, threshold: float):
         self.threshold = threshold
-        self.rows = max(rows for rows in (1, 2, 4, 8, 16) if _shared(threshold, rows) >= RECALL or rows == 1)
-        self._buckets = _Buckets()
-        self._signatures = bytearray()  # one byte per value
-        self._texts = Spool()
+        self._ids: list[str] = []
+        self._ngrams: list[frozenset[int]] = []  # hashes, by text
+        self._texts: defaultdict[int, list[int]] = defaultdict(list)  # numbers of the texts with an n-gram
 
-    def find(self, text: str) -> int | None:
-        """The number of a text that is nearly the same, or None."""
-        ngrams = word_ngrams(text)
-        return self._find(ngrams, _signature(ngrams)) if len(ngrams) >= SHORTEST else None
+    def add(self, id: str, text: str) -> None:
+        ngrams = _hashes(text)
+        for ngram in ngrams:
+            self._texts[ngram].append(len(self._ids))
+        self._ids.append(id)
+        self._ngrams.append(ngrams)
 
-    def add(self, text: str) -> int | None:
-        """Return the number of a near-duplicate, or else add the text under the next number and return None."""
-        ngrams, number = word_ngrams(text), len(self)
-        signature = _signature(ngrams)
-        if len(ngrams) >= SHORTEST:
-            duplicate = self._find(ngrams, signature)
-            if duplicate is not None:
-                return duplicate
-            for key in self._keys(signature):
-                self._buckets.add(key, number)
-        self._signatures += signature.astype(np.uint8).tobytes()
-        self._texts.append(text.encode())
-        return None
-
-    def __len__(self) -> int:
-        return len(self._signatures) // VALUES
-
-    def _find(self, ngrams: list[str], signature: np.ndarray) -> int | None:
-        candidates = sorted({number for key in self._keys(signature) for number in self._buckets.entries(key)})
-        if not candidates:
-            return None
-        signatures = np.frombuffer(self._signatures, np.uint8).reshape(-1, VALUES)[candidates]
-        estimates = (signatures == signature.astype(np.uint8)).mean(axis=1)
-        distinct = set(ngrams)
-        for place in np.argsort(-estimates, kind="stable"):
-            if estimates[place] < self.threshold - MARGIN:
-                break
-            other = set(word_ngrams(self._texts[candidates[place]].decode()))
-            if len(distinct & other) >= self.threshold * len(distinct | other):
-                return candidates[place]
-        return None
-
-    def _keys(self, signature: np.ndarray) -> Iterator[int]:
-        """Hash of the whole signature, and hash of each band. The first finds equal texts even in crowded bands."""
-        yield zlib.crc32(signature.tobytes())
-        for band in range(BANDS):
-            yield zlib.crc32(signature[band * self.rows : (band + 1) * self.rows].tobytes(), band + 1)
+    def find(self, text: str) -> str | None:
+        """The id of the most similar near-duplicate, the first one in a tie, or None."""
+        ngrams = _hashes(text)
+        shared = ceil(self.threshold * len(ngrams) - 1e-9)
+        rarest = sorted(ngrams, key=lambda ngram: len(self._texts.get(ngram, ())))[: len(ngrams) - shared + 1]
+        candidates = sorted({number for ngram in rarest for number in self._texts.get(ngram, ())})
+        similarity = {number: _jaccard(ngrams, self._ngrams[number]) for number in candidates}
+        best = max(candidates, key=similarity.__getitem__, default=None)
+        return None if best is None or similarity[best] < self.threshold else self._ids[best]
 
 
-class _Buckets:
-    """Hash table with chains, in three arrays: the key of every entry, its number, and the previous entry."""
-
-    def __init__(self) -> None:
-        self._heads = array("I", bytes(4 << 10))  # newest entry by key, counted from 1; 0 = empty
-        self._keys, self._numbers, self._before = array("I"), array("I"), array("I")
-
-    def add(self, key: int, number: int) -> None:
-        self._keys.append(key)
-        self._numbers.append(number)
-        self._before.append(0)
-        if len(self._keys) > len(self._heads):
-            self._heads = array("I", bytes(8 * len(self._heads)))
-            for entry in range(1, len(self._keys) + 1):
-                self._link(entry)
-        else:
-            self._link(len(self._keys))
-
-    def entries(self, key: int) -> Iterator[int]:
-        """Numbers under a key, newest first, at most `CROWD`."""
-        entry, remaining = self._heads[key % len(self._heads)], CROWD
-        while entry and remaining:
-            if self._keys[entry - 1] == key:
-                remaining -= 1
-                yield self._numbers[entry - 1]
-            entry = self._before[entry - 1]
-
-    def _link(self, entry: int) -> None:
-        slot = self._keys[entry - 1] % len(self._heads)
-        self._before[entry - 1], self._heads[slot] = self._heads[slot], entry
+def _hashes(text: str) -> frozenset[int]:
+    """Hashes of a text's n-grams; none for a short text."""
+    ngrams = word_ngrams(text)
+    return frozenset(map(hash, ngrams)) if len(ngrams) >= SHORTEST else frozenset()
 
 
-def _shared(similarity: float, rows: int) -> float:
-    """Probability that two texts with this similarity have a band in common: 1 - (1 - s^r)^b."""
-    return 1.0 - (1.0 - similarity**rows) ** BANDS
-
-
-def _signature(ngrams: list[str]) -> np.ndarray:
-    """MinHash signature of n-grams: [VALUES] of uint32."""
-    sketch = RMinHash(VALUES, SEED)
-    sketch.update(ngrams)
-    return np.array(sketch.digest(), np.uint32)
+def _jaccard(first: frozenset[int], second: frozenset[int]) -> float:
+    return len(first & second) / len(first | second)

@@ -1,7 +1,5 @@
 """Plan of a distilling run, made before anything is decoded: responses, their seeds, and their order."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

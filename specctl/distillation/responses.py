@@ -1,4 +1,4 @@
-"""Filter of responses that teach a drafter the wrong things: loops, truncated texts, near-duplicates.
+"""Filter of responses that teach a drafter the wrong things: loops and truncated texts.
 
 A loop is an n-gram that repeats until the text is cut at its length limit. Any drafter predicts it after a few rounds,
 and hundreds of such tokens outweigh all others. By default a loop is cut and its beginning kept. A truncated text is
@@ -8,19 +8,18 @@ genuine target output up to its cut, and its tokens say nothing about an end. It
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from specctl import regular_files
 from specctl.decoding.target_text import TargetText
-from specctl.distillation.near_duplicates import NearDuplicateIndex
-from specctl.distillation.shards import Record, Writer, files, records, writer_of
+from specctl.distillation.shards import Record, Writer
 from specctl.distillation.store import drop_torn_line
 from specctl.recipe import DistillRecipe, FilterRecipe
 
-LOOP, TRUNCATED, NEAR = "loop", "truncated", "near-duplicate"
+LOOP, TRUNCATED = "loop", "truncated"
 LONGEST_PERIOD = 64  # of a loop, in tokens
 REPEATS, SHORTEST = 4, 32  # least repeats and least tokens of a loop
 KEPT_REPEATS = 2  # repeats that a cut loop keeps
@@ -54,26 +53,19 @@ class ResponseFilter:
     filters, so these responses are not generated again.
     """
 
-    def __init__(self, filters: FilterRecipe, path: Path, stored: Iterable[Record], decode: Callable[[list[int]], str]):
+    def __init__(self, filters: FilterRecipe, path: Path, decode: Callable[[list[int]], str]):
         self.filters, self.path, self.decode = filters, path, decode
-        action = {LOOP: filters.loops, TRUNCATED: filters.truncated, NEAR: "drop" if filters.near_responses else "keep"}
+        action = {LOOP: filters.loops, TRUNCATED: filters.truncated}
         known = decisions(path)
-        self.dropped = {id: 0 for id, row in known.items() if row["action"] == "drop" == action[row["reason"]]}
+        self.dropped = {id: 0 for id, row in known.items() if row["action"] == "drop" == action.get(row["reason"])}
         if path.exists():
             drop_torn_line(path)
-        self._near = None if filters.near_responses is None else NearDuplicateIndex(filters.near_responses)
-        if self._near is not None:
-            for record in stored:
-                self._near.add(record["text"])
 
     @classmethod
     def of(cls, recipe: DistillRecipe, directory: Path, writer: Writer, target: TargetText) -> ResponseFilter:
-        """Build the filter for one writer of a directory, including the responses that this writer has already
-        stored."""
-        own = [path for path in files(directory, "shard") if writer_of(path) == writer]
-        stored = (record for path in own for record in records(path))
+        """Build the filter for one writer of a directory."""
         path = directory / f"filtered-{writer[0]}of{writer[1]}.jsonl"
-        return cls(recipe.filters, path, stored, partial(target.tokenizer.decode, skip_special_tokens=True))
+        return cls(recipe.filters, path, partial(target.tokenizer.decode, skip_special_tokens=True))
 
     def filter_rows(self, rows: list[Record]) -> list[Record]:
         """Filter the rows, cut loops, and append the decisions to the file. Returns the rows to store."""
@@ -103,8 +95,6 @@ class ResponseFilter:
                 row = row if action != "cut" else row | self._cut(row["response_ids"], *found)
             if action != "drop" and self.filters.truncated == "drop":
                 reason, action = TRUNCATED, "drop"
-        if action != "drop" and self._near is not None and self._near.add(row["text"]) is not None:
-            reason, action = NEAR, "drop"
         return row, reason, action
 
     def _cut(self, ids: list[int], start: int, period: int) -> dict[str, Any]:

@@ -14,7 +14,7 @@ class DistillResult:
     response_tokens: int
     tokens_per_s: float  # of this run; includes prefill, excludes loading and rendering
     rejected: int
-    left_out: int  # prompts: repeated, excluded, or near-duplicates
+    left_out: int  # prompts: repeated or excluded
     dropped: int  # responses that the filters dropped
     shards: int
     output: str

@@ -1,7 +1,7 @@
-"""Selection of a run's prompts: each once, without excluded prompts and near-duplicates, up to the limit.
+"""Selection of a run's prompts: each once, without excluded prompts and their near-duplicates, up to the limit.
 
 All decisions are made before anything is answered, and depend on the prompts and their order alone. So a resumed run
-and all jobs of an array decide the same. Prompts wait on disk; memory holds the id, place and signature of each.
+and all jobs of an array decide the same. Prompts wait on disk; memory holds the id and place of each.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from specctl.distillation.spool import Spool
 from specctl.errors import DataError
 from specctl.recipe import DataRecipe, DistillRecipe, FilterRecipe
 
-REPEATED, EXCLUDED, NEAR_EXCLUDED, NEAR = "repeated", "excluded", "near-excluded", "near-duplicate"
+REPEATED, EXCLUDED, NEAR_EXCLUDED = "repeated", "excluded", "near-excluded"
 REASONS = {
     REPEATED: "repeat an earlier prompt",
     EXCLUDED: "are in {file}",
     NEAR_EXCLUDED: "are nearly the same as a prompt in {file}",
-    NEAR: "are nearly the same as an earlier prompt",
 }
 LISTED = 1000  # most ids per reason in a data card; left-out.jsonl in the run directory has all
 
@@ -75,11 +74,11 @@ class PromptFilter:
         self._left_out = left_out
         self._seen: set[bytes] = set()
         self._excluded: set[bytes] = set()
-        self._near = _Near(filters.near_prompts)
-        self._near_excluded = _Near(filters.near_excluded)
+        self._near = None if filters.near_excluded is None else NearDuplicateIndex(filters.near_excluded)
         for prompt in prompts_in(exclude):
             self._excluded.add(bytes.fromhex(prompt.id))
-            self._near_excluded.find(prompt.id, prompt.messages, add=True)
+            if self._near is not None and (question := _first_question(prompt.messages)):
+                self._near.add(prompt.id, question)
 
     def accept(self, id: str, messages: list[ChatMessage], where: str) -> bool:
         """Whether a prompt is kept. A kept prompt counts as seen; any other is recorded as left out."""
@@ -88,10 +87,8 @@ class PromptFilter:
             reason, like = EXCLUDED, id
         elif key in self._seen:
             reason, like = REPEATED, id
-        elif other := self._near_excluded.find(id, messages):
+        elif self._near is not None and (other := self._near.find(_first_question(messages))):
             reason, like = NEAR_EXCLUDED, other
-        elif other := self._near.find(id, messages, add=True):
-            reason, like = NEAR, other
         else:
             self._seen.add(key)
             return True
@@ -107,25 +104,11 @@ class PromptFilter:
         return bytes.fromhex(id) in self._seen
 
 
-class _Near:
-    """Index of nearly equal questions. Later turns are not compared, because the conversation before them decides the
-    answer."""
-
-    def __init__(self, threshold: float | None):
-        self._index = None if threshold is None else NearDuplicateIndex(threshold)
-        self._ids = bytearray()
-
-    def find(self, id: str, messages: Sequence[ChatMessage], *, add: bool = False) -> str | None:
-        """Return the id of a prompt that asks nearly the same, or None. With `add`, a prompt without a match is
-        added."""
-        if self._index is None or not messages or any(message["role"] == "assistant" for message in messages):
-            return None
-        found = (self._index.add if add else self._index.find)(text_of(messages[-1]))
-        if found is not None:
-            return self._ids[16 * found : 16 * found + 16].hex()
-        if add:
-            self._ids += bytes.fromhex(id)
-        return None
+def _first_question(messages: Sequence[ChatMessage]) -> str:
+    """The question of a first turn, or nothing. Later turns are not compared, because the conversation before them
+    decides the answer."""
+    first = messages and all(message["role"] != "assistant" for message in messages)
+    return text_of(messages[-1]) if first else ""
 
 
 class Prompts:

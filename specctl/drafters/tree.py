@@ -11,8 +11,7 @@ from typing import NamedTuple, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor
 
-from specctl.decoding.drafter import BaseDrafter
-from specctl.decoding.protocols import Drafter
+from specctl.decoding.protocols import BaseDrafter, Drafter
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, first_chain
 from specctl.decoding.state import DecodeState
 from specctl.recipe import DraftingRecipe

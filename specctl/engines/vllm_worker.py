@@ -11,8 +11,6 @@ form of the running drafter. It is undone if vLLM fails to load the weights. Run
 keys and values of the previous drafter: their drafts may get worse, but the texts stay the same.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import logging

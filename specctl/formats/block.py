@@ -5,8 +5,6 @@ ships it for DFlash as `mask_embedding.pt` (both engines), and for vLLM's DSpark
 SGLang's DSpark reads neither.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

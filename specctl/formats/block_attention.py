@@ -6,8 +6,6 @@ without both keys the layers with a window are causal. SGLang 0.5.23 reads `is_c
 has one flag for all layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -10,8 +10,6 @@ Engines feed one mask per draft token, and in layers without a causal mask all s
 of tokens, the head computes something else. Windows and causal layers: see `block_attention`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

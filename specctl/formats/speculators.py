@@ -17,8 +17,6 @@ MTP layers. The format covers targets with tensors `mtp.*`, under names of the p
 the tensors back into the target. For a dense target the layer is Qwen3's.
 """
 
-from __future__ import annotations
-
 import shlex
 from dataclasses import replace
 from pathlib import Path

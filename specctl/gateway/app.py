@@ -1,7 +1,5 @@
 """The gateway as an ASGI application: its paths and methods, by name."""
 
-from __future__ import annotations
-
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 

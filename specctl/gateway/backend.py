@@ -1,7 +1,5 @@
 """Interface of the two kinds of back ends: an engine in this process, and running engines."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from starlette.requests import Request

@@ -1,7 +1,5 @@
 """Controller of the gateway's engine: one drafter, or a policy that chooses among a pool."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial

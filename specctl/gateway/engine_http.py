@@ -4,8 +4,6 @@ aiohttp parses in C. A request to a stand-in engine costs 210 µs of CPU time wi
 stream costs 20 µs, and 90 to 170 with httpx.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterable
 

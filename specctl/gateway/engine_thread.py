@@ -1,7 +1,5 @@
 """Thread that owns a decoding engine. The event loop gives it requests, and gets parts of texts back."""
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading

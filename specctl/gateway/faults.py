@@ -1,7 +1,5 @@
 """Description of an unexpected error for logs: no log quotes a request or an answer."""
 
-from __future__ import annotations
-
 
 def where(error: BaseException) -> str:
     """Kind and place of an error, without its message, which may quote a text."""

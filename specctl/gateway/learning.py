@@ -8,8 +8,6 @@ Where a policy chooses among drafters, each drafter with weights learns from the
 All learn in one process, in turns, and the time in which a drafter drafted is the time that it may learn by.
 """
 
-from __future__ import annotations
-
 import shutil
 import threading
 import time

@@ -1,7 +1,5 @@
 """Limits of what one client, or all together, can ask of the gateway: an ASGI middleware."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 from collections.abc import Awaitable, Callable

@@ -1,7 +1,5 @@
 """Log probabilities of tokens that an engine commits, for the requests that ask for them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Answers of OpenAI's API: whole documents, and the pieces of streams."""
 
-from __future__ import annotations
-
 import json
 import time
 import uuid

@@ -1,7 +1,5 @@
 """Errors in the form of OpenAI's API."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from pydantic import ValidationError

@@ -1,7 +1,5 @@
 """Requests of OpenAI's API for texts: their fields, limits and defaults."""
 
-from __future__ import annotations
-
 import secrets
 from typing import Annotated, Any, Literal, Self, TypeVar, cast
 

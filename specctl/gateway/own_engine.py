@@ -1,7 +1,5 @@
 """Back end with an engine in this process."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """A gateway to running engines in a process of its own, so that a learner beside it does not slow it down."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

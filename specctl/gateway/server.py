@@ -1,7 +1,5 @@
 """HTTP server of the gateway: listens, and runs an application until a signal arrives."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Server-sent events (HTML Standard §9.2), and a response that sends them until the client leaves."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping

@@ -1,7 +1,5 @@
 """Text of a growing list of tokens: parts that can be sent at once, and the end at a stop string."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Another form stays text: its end cannot be told from other text without the rules of each model.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

@@ -1,7 +1,5 @@
 """Log of requests and answers that only its owner can read."""
 
-from __future__ import annotations
-
 import errno
 import logging
 import os

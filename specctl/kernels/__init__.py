@@ -6,8 +6,6 @@ goes to `cpu`. A tensor on a CUDA device goes to `triton` if Triton is installed
 Triton reads CPU tensors only in its interpreter (TRITON_INTERPRET=1); without it they go to `cpu`.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -6,12 +6,11 @@ rows several times takes a few rows at a time. Its buffers stay in the CPU cache
 memory from the system costs more than the arithmetic on it. Softmax is used as PyTorch's fastest exponential.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -288,9 +287,10 @@ def drafter_feedback(p: Rows, drafts: Sequence[DraftRows], tokens: Tensor) -> Dr
     for at, part, (dense, log_p, *rest) in _chunks(p.logits.detach(), 5):
         x = tokens[at, None]
         best = _target(p, at, part, dense, log_p)
-        mass = dense.sum(-1)
-        of_target.append(torch.stack((mass, torch.mul(dense, log_p, out=rest[0]).sum(-1), dense.gather(1, x)[:, 0])))
-        of_drafts.append([_drafted(draft, at, x, best, mass, dense, log_p, rest) for draft in drafts])
+        target = _TargetRows(best, dense.sum(-1), dense, log_p)
+        negentropy = torch.mul(dense, log_p, out=rest[0]).sum(-1)
+        of_target.append(torch.stack((target.mass, negentropy, dense.gather(1, x)[:, 0])))
+        of_drafts.append([_drafted(draft, at, x, target, rest) for draft in drafts])
     mass, negentropy, p_x = torch.cat(of_target, -1)
     entropy = -negentropy
     each = [torch.cat(sums, -1) for sums in zip(*of_drafts, strict=True)]
@@ -338,10 +338,18 @@ def _dense(rows: Rows, at: slice, logits: Tensor, scores: Tensor, p: Tensor) -> 
     return best
 
 
-def _drafted(
-    draft: DraftRows, at: slice, x: Tensor, best: Tensor, mass: Tensor, p: Tensor, log_p: Tensor, buffers: list[Tensor]
-) -> Tensor:
+class _TargetRows(NamedTuple):
+    """Most likely tokens [R], Σ p [R], p and log max(p, TINY) [R, V]."""
+
+    best: Tensor
+    mass: Tensor
+    p: Tensor
+    log_p: Tensor
+
+
+def _drafted(draft: DraftRows, at: slice, x: Tensor, target: _TargetRows, buffers: list[Tensor]) -> Tensor:
     """Σ p log q, Σ max(p − q, 0), Σ q log q, Σ q log p, q(x), agreement, and p outside the vocabulary: [7, R]."""
+    best, mass, p, log_p = target
     missed = torch.zeros_like(mass)
     if draft.ids is not None:
         p, log_p = p[:, draft.ids], log_p[:, draft.ids]

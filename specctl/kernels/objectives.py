@@ -12,8 +12,6 @@ lk_lambda   λ kl + (1 − λ) tv          LK-λ of the same paper: λ = exp(−
                                        paper takes 1 − tv as a batch mean, this code takes it per row
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

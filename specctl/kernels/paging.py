@@ -1,7 +1,5 @@
 """The mapping from a text's slots to a pool of pages, which the cache, the layers and attention share."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 # Slots per page. Attention reads 32 slots at a time, in tiles that begin at multiples of 32. A page is a multiple of

@@ -4,12 +4,10 @@ This is for backends that compile their kernels. A machine may lack a C compiler
 code for its GPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import wraps
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +18,17 @@ from .reference import Ancestry
 from .rows import Rows
 
 ROWS, VOCABULARY, DRAFTED = 6, 1000, 2
+
+
+class LayerShape(NamedTuple):
+    """Sizes that the kernels are compiled for."""
+
+    hidden: int
+    inner: int  # width of the MLP
+    heads: int
+    kv_heads: int
+    dim: int
+    normed: bool  # queries and keys have norms
 
 
 def _without_autocast(trial: Callable[..., str | None]) -> Callable[..., str | None]:
@@ -44,14 +53,9 @@ def mismatch(backend: ModuleType, device: torch.device) -> str | None:
 
 
 @_without_autocast
-def layer_mismatch(
-    backend: ModuleType, device: torch.device, dtype: torch.dtype, hidden: int, inner: int, heads: int, kv_heads: int,
-    dim: int, normed: bool,
-) -> str | None:  # fmt: skip
-    """Reason not to use the fused operations of `backend` for layers of this shape, or None if they agree.
-
-    `hidden`, `inner`: sizes of the residual stream and of the MLP. `normed`: whether queries and keys have a norm.
-    """
+def layer_mismatch(backend: ModuleType, device: torch.device, dtype: torch.dtype, shape: LayerShape) -> str | None:
+    """Reason not to use the fused operations of `backend` for layers of this shape, or None if they agree."""
+    hidden, inner, heads, kv_heads, dim, normed = shape
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int, of: torch.dtype = dtype) -> Tensor:
@@ -118,21 +122,25 @@ def _difference(
 
 @_without_autocast
 def attention_mismatch(
-    attention: Callable[..., Tensor], device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, dim: int,
+    attention: Callable[..., Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: tuple[int, int, int],
     paged: bool = False,
-) -> str | None:  # fmt: skip
+) -> str | None:
     """Reason not to use `attention` for a model with such heads, or None if it agrees with the reference.
 
-    `paged`: whether texts are in pages. Covers few slots, so that one slot too many would show, and many slots in
-    several pieces; numbers of rows cover every tiling.
+    `shape`: number of query heads and of KV heads, and their dimension. `paged`: whether texts are in pages. Covers few
+    slots, so that one slot too many would show, and many slots in several pieces; numbers of rows cover every tiling.
     """
+    heads, kv_heads, dim = shape
     generator = torch.Generator().manual_seed(0)
     base = torch.tensor([0, 5, 300])
     close = 1e-3 if dtype == torch.float32 else 2e-2
     for rows in sorted({1, *(max(1, size * kv_heads // heads) for size in (32, 64, 128))} - {0}):
         rows = min(rows, 64)
-        shape = (len(base), -(-(300 + rows) // PAGE) * PAGE, 2 * kv_heads, dim)
-        store = torch.randn(shape, generator=generator).to(device, dtype)
+        slots = -(-(300 + rows) // PAGE) * PAGE
+        store = torch.randn(len(base), slots, 2 * kv_heads, dim, generator=generator).to(device, dtype)
         q = torch.randn(len(base), rows, heads, dim, generator=generator).to(device, dtype)
         own = torch.ones(rows, dtype=torch.int64) << torch.arange(rows)
         for bits in (None, (own | 1).expand(len(base), -1).to(device)):

@@ -17,8 +17,7 @@ from transformers import PreTrainedModel
 from specctl import progress
 from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Label, Request

@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from specctl import progress
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.target import Target
 from specctl.decoding.target_text import TargetText
 from specctl.distillation.messages import prompt_id

@@ -20,8 +20,7 @@ from specctl.adaptation.updates.watchdog import Acceptance
 from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import rounds as device_rounds
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.plain import PLAIN
 from specctl.decoding.protocols import Controller, Drafter, OnDevice
 from specctl.decoding.records import Decoded, Label

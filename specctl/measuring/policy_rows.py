@@ -112,15 +112,15 @@ class StreamAnswers:
         arms: Sequence[str],
         plain: str | None,
         same_text: bool,
-        by: Yardstick = "mat",
+        yardstick: Yardstick = "mat",
     ):
         self.answers, self.arms, self.plain = answers, arms, plain
         self.sessions, self.games = grouping[:2]
         self._texts = grouping.texts or range(len(self.games))
-        self.yardstick = by
-        self._measure = metrics.mat if by == "mat" else metrics.tokens_per_s
+        self.yardstick = yardstick
+        self._measure = metrics.mat if yardstick == "mat" else metrics.tokens_per_s
         self.best_arm_of = self._best()
-        self.has_regret = bool(self.best_arm_of) and same_text and by == "mat"  # whether a regret is defined
+        self.has_regret = bool(self.best_arm_of) and same_text and yardstick == "mat"  # whether a regret is defined
         fastest = [(metrics.tokens_per_s(answers[arm]) or 0.0, arm) for arm in arms]
         self.fastest = max(fastest)[1] if fastest else None
 

@@ -90,9 +90,9 @@ class ResumableRun:
         recipe: LearningRecipe,
         run: Run,
         stamp: Stamp,
-        parts: str,
-        shown: Sequence[str],
-        lines: Sequence[str] = (CHUNKS,),
+        chunk_dir: str,
+        metric_fields: Sequence[str],
+        line_files: Sequence[str] = (CHUNKS,),
     ):
         """
         Args:
@@ -100,12 +100,12 @@ class ResumableRun:
             metric_fields: fields of a chunk's row that are copied to metrics.jsonl.
             line_files: names of the .jsonl files that grow with every chunk.
         """
-        self.metric_fields = shown
-        self.recipe, self.run, self.stamp, self.line_files = recipe, run, stamp, lines
-        self.chunk_dir, self.checkpoints = run.dir / parts, run.dir / CHECKPOINTS
+        self.metric_fields, self.line_files = metric_fields, line_files
+        self.recipe, self.run, self.stamp = recipe, run, stamp
+        self.chunk_dir, self.checkpoints = run.dir / chunk_dir, run.dir / CHECKPOINTS
         self.mark, self.tensors = ResumePoint(), {}
         self._saved = self.mark
-        self._sums = {name: hashlib.sha256() for name in lines}
+        self._sums = {name: hashlib.sha256() for name in line_files}
         self._begun = False
 
     mark: ResumePoint

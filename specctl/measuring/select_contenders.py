@@ -7,17 +7,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean, pstdev
-from typing import IO, NamedTuple
+from typing import IO, Protocol
 
 from specctl.decoding.catch_up import RECOMPUTE, CatchUp
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.device import rounds as device_rounds
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.protocols import Controller, Drafter
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import Target
+from specctl.distillation.messages import ChatMessage, text_of
 from specctl.drafters import pool
 from specctl.drafters.retrieval.datastore import GrowingDatastore
 from specctl.errors import UsageError
@@ -45,7 +45,6 @@ from specctl.selection.companion import Companion
 from specctl.selection.controller import RoundLine, Selector
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Array, Policy
-from specctl.selection.prompt_prior import PromptPrior, prompt_text
 
 DRAFT_ALL = "draft-all"
 RECOMPUTING = "recompute"
@@ -110,17 +109,22 @@ class DrafterPool:
     kinds: Mapping[str, PromptClusters] = field(default_factory=dict)
 
 
-class RouterPrior(NamedTuple):
-    """A trained router, and the number of tokens that its opinion counts as for policies with full information.
+class PromptPrior(Protocol):
+    """A classifier of prompts with one class per drafter of the pool.
 
-    With 0 tokens these policies start without it.
+    Attributes:
+        arms: names of the drafters, in the order of the pool.
     """
 
-    router: PromptPrior | None = None
-    tokens: int = 0
+    arms: list[str]
+
+    def probabilities(self, texts: Sequence[str]) -> Array:
+        """[n, N] probability that each drafter is the right one for each prompt."""
 
 
-NO_ROUTER = RouterPrior()
+def prompt_text(messages: Sequence[ChatMessage]) -> str:
+    """The text of a conversation as a classifier reads it: all messages."""
+    return "\n\n".join(text_of(message) for message in messages)
 
 
 class SelectContenders:
@@ -132,11 +136,10 @@ class SelectContenders:
         target: Target,
         stream: list[list[Case]],
         pool: DrafterPool,
-        prior: RouterPrior = NO_ROUTER,
+        router: PromptPrior | None = None,
     ):
-        self.recipe, self.target, self.stream = recipe, target, stream
+        self.recipe, self.target, self.stream, self.router = recipe, target, stream, router
         self.drafters = pool.drafters
-        self.router, self.warm_tokens = prior
         self._check_router()
         self.companion = pool.companion or companion_of(recipe, target)
         self.store_s = 0.0  # seconds spent on adding texts to the store
@@ -189,8 +192,6 @@ class SelectContenders:
             return False
         if recipe.arms.plain is not None:
             return recipe.arms.plain
-        if self.warm_tokens and registry.learns(policy) == "losses":  # the router knows drafters only
-            return False
         return plays_for_seconds(self._copies_of(self.arms), policy, recipe.game)
 
     def _copies_of(self, arms: Sequence[Arm]) -> list[Arm]:
@@ -218,11 +219,7 @@ class SelectContenders:
         options = self.recipe.policy
         if name == registry.ROUTER:
             return registry.build("fixed", arms, options.model_copy(update={"arm": int(self._routed(text).argmax())}))
-        policy = registry.build(name, arms, options)
-        if policy.learns == "losses":
-            for _ in range(self.warm_tokens):
-                policy.losses((1 - self._routed(text)).tolist())
-        return policy
+        return registry.build(name, arms, options)
 
     def _routed(self, text: Label) -> Array:
         """[N] router probabilities for a prompt: how likely each arm is the right one to play."""

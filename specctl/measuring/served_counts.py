@@ -20,11 +20,11 @@ def counts(text: ServedText) -> dict[str, Any]:
     }
 
 
-def mat_of(texts: Sequence[Mapping[str, Any]], side: str = "") -> float | None:
-    """Tokens per round, bonus token included, over the lines of `counts.jsonl` with counters of this side."""
-    told = [text for text in texts if text[f"{side}rounds"]]
-    rounds = sum(text[f"{side}rounds"] for text in told)
-    return 1 + sum(text[f"{side}accepted"] for text in told) / rounds if rounds else None
+def mat_of(texts: Sequence[Mapping[str, Any]]) -> float | None:
+    """Tokens per round, bonus token included, over the lines of `counts.jsonl` with counters."""
+    told = [text for text in texts if text["rounds"]]
+    rounds = sum(text["rounds"] for text in told)
+    return 1 + sum(text["accepted"] for text in told) / rounds if rounds else None
 
 
 def over_baseline(texts: Sequence[Mapping[str, Any]]) -> Measured:

@@ -54,7 +54,7 @@ def _algo(*names: str) -> Callable[[Values], bool]:
 
 
 def _router(values: Values) -> bool:
-    return _any("train_router", "router_dir", "warm_start")(values) or _algo(ROUTER)(values)
+    return _any("train_router", "router_dir")(values) or _algo(ROUTER)(values)
 
 
 ROUTE = "route"
@@ -62,6 +62,17 @@ ROUTE = "route"
 ROUTE_NAMES = {"algo": "choose", "seeds": "seed"}
 """Keys of `route`, and their names in `serve`. They were lists of one item."""
 ROUTE_KEYS = {"policy", "server", "listen", "overwrite", *ROUTE_NAMES, *CommandRecipe.model_fields}
+
+REMOVED: dict[str, tuple[Any, str]] = {
+    "filters.near_prompts": (
+        0.95,
+        "prompts are compared with `exclude` alone: leave it out",
+    ),
+    "filters.near_responses": (None, "responses are not compared: leave it out"),
+    "warm_start": (False, "a router plays in the policy `router` alone: leave it out"),
+    "router.weight": (8, "no policy starts from a router's opinion: leave it out"),
+}
+"""Keys of earlier recipes: the default, which recipe files may still name, and what to do instead of another value."""
 
 MODES = {
     "record": Mode("select --record", _any("record"), ignores=True),

@@ -19,20 +19,16 @@ from specctl.recipe.sections import (
 )
 from specctl.recipe.server import ServerRecipe
 
-Similarity = Annotated[float, Field(gt=0, le=1)]
-
 
 class FilterRecipe(Section):
     """Filters that leave out prompts and responses.
 
-    A similarity is Jaccard's, over word 5-grams; null = no comparison. On 25,000 prompts in nine domains a threshold of
-    0.95 drops four, which differ from another prompt by a full stop or a comma. A threshold of 0.9 also drops eleven
-    different questions about one database schema, and 0.8 drops a twentieth of such questions.
+    A similarity is Jaccard's, over word 5-grams. 0.8 also drops a twentieth of the different questions about one
+    database schema.
     """
 
-    near_prompts: Similarity | None = 0.95  # drop a prompt this similar to an earlier one
-    near_excluded: Similarity | None = 0.8  # drop a prompt this similar to one of `exclude`; low, to be safe
-    near_responses: Similarity | None = None  # drop a response this similar to an earlier one of this job
+    # Drop a prompt this similar to one of `exclude` (null = no comparison).
+    near_excluded: Annotated[float, Field(gt=0, le=1)] | None = 0.8
     loops: Literal["cut", "drop", "keep"] = "cut"  # an n-gram repeated up to the end of a response of full length
     truncated: Literal["keep", "drop"] = "keep"  # responses that reached the length limit
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import ValidationError
 
 from specctl import progress, regular_files
+from specctl.environment import ENV_SECRETS, ENV_SIZES, ENV_SWITCHES
 from specctl.errors import RecipeError, brief, did_you_mean
 from specctl.recipe import RECIPES, CommandRecipe, Section, aliases, yaml_file
 from specctl.recipe.yaml_file import KeyPath
@@ -25,19 +26,6 @@ ENVIRONMENT = "SPECCTL_"
 SUFFIXES = (".yaml", ".json", ".sbatch")  # of file names: recipes, DeepSpeed configurations, Slurm scripts
 MAX_CHARACTERS = 1 << 20  # most characters of a recipe file
 MAX_SUGGESTIONS = 10  # further problems get no suggestion, because each search compares all names
-ENV_SWITCHES = {
-    "SPECCTL_KERNELS": ("reference", "cpu", "triton"),
-    "SPECCTL_GRAPHS": ("0", "1", "eager"),
-    "SPECCTL_ATTENTION": ("kernel", "sdpa"),
-    "SPECCTL_LAYERS": ("fused", "plain"),
-    "SPECCTL_KV": ("paged", "contiguous"),
-    "SPECCTL_STEP": ("native", "torch"),
-}
-"""Environment variables that are not recipe keys, with their values; kernel dispatch and decoding loop read them."""
-ENV_SIZES = ("SPECCTL_KV_GIB",)
-"""Further such variables, with a number of GiB as their value."""
-ENV_SECRETS = ("SPECCTL_API_KEY", "SPECCTL_SERVE_KEY")
-"""Keys of servers. They are read where they are sent or compared, and stored nowhere."""
 
 
 class Setting(NamedTuple):
@@ -267,6 +255,11 @@ def _to_fields(model: type[Section], setting: Setting, problems: list[str]) -> I
     for depth, key in enumerate(setting.path):
         field = section.model_fields.get(key)
         if field is None:
+            if (key := dotted(setting.path)) in aliases.REMOVED:
+                default, advice = aliases.REMOVED[key]
+                if setting.value != default:
+                    problems.append(f"{_location(setting.origin, setting.path)}: no longer a key: {advice}")
+                return
             near = _nearest(dotted(setting.path), _keys(model)) if len(problems) < MAX_SUGGESTIONS else ""
             problems.append(f"{_location(setting.origin, setting.path)}: unknown key{near}")
             return

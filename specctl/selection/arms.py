@@ -1,7 +1,5 @@
 """The arms of `specctl select`: the drafters of a pool, and how much each of them drafts."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -1,15 +1,17 @@
 """Assembly of a selector: arms, a policy by name, the rules of its game, and the scorer of idle drafters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import torch
+
 from specctl import processes
+from specctl.decoding.plan import plan_rows
 from specctl.decoding.prompt_features import PromptClusters
 from specctl.decoding.records import Label
 from specctl.decoding.target import Target
+from specctl.decoding.timing import medians
 from specctl.recipe import GameRecipe
 from specctl.selection.arm import Arm
 from specctl.selection.arms import longest_draft
@@ -22,7 +24,8 @@ from specctl.selection.game.rules import Rules, rules_for
 from specctl.selection.policies import registry
 from specctl.selection.policies.policy import Arms, Policy, seed_of
 from specctl.selection.prompt_memory import PromptMemory
-from specctl.selection.step_timing import step_seconds
+
+CONTEXT, REPEATS = 192, 20  # context tokens and repetitions of the timed steps
 
 NewPolicy = Callable[[Arms, Label], Policy]
 """Makes a fresh policy for the game that begins with a text; the arms' seed and the text decide its draws."""
@@ -118,6 +121,21 @@ def _game(
     plain = next((number for number, arm in enumerate(arms) if arm.plain), None)
     seeded = Arms(len(arms), rules.depth, seed_of(seed + text.seed, text.query), plain)
     return Game(new_policy(seeded, text), rules, seeded, clock)
+
+
+def step_seconds(target: Target, rows: Sequence[int], batch: int = 1) -> list[float]:
+    """Median seconds of a target step with each number of `rows`, after each of `batch` texts of `CONTEXT` tokens."""
+    context = min(CONTEXT, target.context_length - max(rows))
+    cache = target.model.new_cache(batch, context + max(rows))
+    text = torch.arange(context) % target.vocab_size
+    target.prefill([text.tolist()] * batch, cache)
+
+    def step(count: int) -> object:
+        plan = plan_rows([context] * batch, count, device=target.device, dtype=target.dtype)
+        return target.step(torch.zeros(batch, count, dtype=torch.long, device=target.device), cache, plan)
+
+    timed = medians({str(count): partial(step, count) for count in rows}, REPEATS, target.device)
+    return [timed[str(count)] for count in rows]
 
 
 def plain_step(target: Target, batch: int) -> float:

@@ -4,8 +4,6 @@ The worth of a draft depends on how many texts share its step, not on which ones
 to spare; with many texts every row costs time (BanditSpec, section 6.2, which chooses one draft length for the batch).
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

@@ -1,8 +1,6 @@
 """Companion text drafter, which reads only text (the present one, or all finished ones) and drafts together with every
 head of a stream."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Controller of `specctl select`: the game of every text chooses its arm, and learns from the target's verification."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence

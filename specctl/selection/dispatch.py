@@ -6,8 +6,6 @@ the prompt as `selection.policies.contextual` does. Hashed words take the place 
 server returns with its answers.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections import Counter

@@ -5,8 +5,6 @@ the draft tokens before it. So the reward needs no further forward pass (MetaSD,
 chain of first children.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

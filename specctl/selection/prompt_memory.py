@@ -5,8 +5,6 @@ The symbols of that module apply. In addition: x [D] features of a prompt; k cov
 a prompt (`training_advantage`); θ the worth of φ in rewards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,7 @@ from typing import Any
 
 from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.prompt_features import cluster_of
 from specctl.decoding.protocols import Drafter

@@ -46,8 +46,8 @@ def test_what_becomes_of_responses_is_said(specctl):
         return [step for step in steps if step.startswith("filter the responses: ")]
 
     assert said() == ["filter the responses: cut loops"] and said("filters.loops=keep") == []
-    (every,) = said("filters.loops=drop", "filters.truncated=drop", "filters.near_responses=0.9")
-    assert every.endswith("drop loops, drop truncated responses, drop near-duplicates (similarity 0.9)")
+    (every,) = said("filters.loops=drop", "filters.truncated=drop")
+    assert every.endswith("drop loops, drop truncated responses")
 
 
 def test_a_store_is_not_said_to_be_trained(specctl):

@@ -16,7 +16,7 @@ from specctl.decoding.state import DecodeState
 from tests.measuring.streams import write_head
 
 PACKAGE = Path(__file__).resolve().parents[2] / "specctl"
-BUDGET = {"generate": 76, "select": 97, "export": 38}
+BUDGET = {"generate": 73, "select": 95, "export": 38}
 
 
 class FirstRound(BaseException):

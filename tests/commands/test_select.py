@@ -42,7 +42,6 @@ from specctl.measuring.contenders import Case, measure
 from specctl.measuring.policy_rows import Grouping, StreamAnswers
 from specctl.measuring.select_contenders import (
     DrafterPool,
-    RouterPrior,
     SelectContenders,
     make_sessions,
     prompt_batches,
@@ -874,19 +873,12 @@ class Oracle:
 
 
 def test_the_router_plays_what_it_says(tmp_path, prompts, target, pool):
-    made = recipe(prompts, algo=["router", "hedgespec"], router_dir=tmp_path, warm_start=True, baselines=["fixed"])
+    made = recipe(prompts, algo=["router", "hedgespec"], router_dir=tmp_path, baselines=["fixed"])
     cases = [[Case(Prompt("ab" * 16, [{"role": "user", "content": "Hi"}], "sql", ""), [1, 5], 8)]]
-    stage = SelectContenders(
-        made, target, cases, DrafterPool(pool), RouterPrior(Oracle([*pool], "lookup"), made.router.weight)
-    )
+    stage = SelectContenders(made, target, cases, DrafterPool(pool), Oracle([*pool], "lookup"))
     with open(tmp_path / "log", "w") as log:
         stage.play(log, lambda records: tmp_path)
     assert {arm for _, arm, _ in stage.plays["router"]} == {"lookup"}
-    first = json.loads((tmp_path / "log").read_text().splitlines()[-1])
-    assert first["algo"] == "hedgespec"
-    weights = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    warm = next(line["weights"] for line in weights if line["algo"] == "hedgespec")
-    assert max(warm) == warm[1] > 0.5
 
 
 def test_half_sessions_of_two_domains(prompts):

@@ -253,7 +253,7 @@ def test_a_kernel_that_raises_leads_back_to_the_mask(monkeypatch, kernel):
 
 def test_the_trial_sees_one_wrong_bit():
     """Rows that see their neighbour, or a slot too few, or forget the last piece of many slots."""
-    how = (CPU, torch.bfloat16, 8, 2, 16)
+    how = (CPU, torch.bfloat16, (8, 2, 16))
 
     def changed(change):
         return lambda q, rows, ancestry, span, scale: reference.attention(q, rows, *change(ancestry, span), scale)
@@ -269,7 +269,7 @@ def test_the_trial_sees_one_wrong_bit():
 
 
 def test_the_trial_sees_a_wrong_page():
-    how = (CPU, torch.bfloat16, 8, 2, 16)
+    how = (CPU, torch.bfloat16, (8, 2, 16))
     assert self_check.attention_mismatch(reference.attention, *how, paged=True) is None
 
     def of_a_neighbour(*args):

@@ -14,13 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from specctl import kernels
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.models import fused
-from specctl.decoding.models.fused import LayerShape
+from specctl.decoding.models import layers
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.errors import UsageError
 from specctl.kernels import reference
+from specctl.kernels.self_check import LayerShape
 from tests.toys.decoding import decode
 
 CPU = torch.device("cpu")
@@ -127,8 +127,8 @@ def test_launches_of_a_plain_round(tiny_directory, fuse, monkeypatch, name, spli
 
     monkeypatch.setattr(device_round.DeviceRounds, "round", watched)
     totals = []
-    for layers in (2, 3):
-        monkeypatch.setattr(target.model, "layers", (target.model.layers * 2)[:layers])
+    for count in (2, 3):
+        monkeypatch.setattr(target.model, "layers", (target.model.layers * 2)[:count])
         decode(target, PROMPTS[:1], sampling=GREEDY, max_new_tokens=3, seeds=[0])
         totals.append(counts[-1].total())
     layer, rest = totals[1] - totals[0], totals[0] - 2 * (totals[1] - totals[0])
@@ -148,33 +148,33 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
         return op
 
     shape = LayerShape(16, 24, 4, 2, 8, True)
-    fused.tried.cache_clear()
+    layers.tried.cache_clear()
     try:
         monkeypatch.setattr(kernels, "silu_and_mul", gate_of(0.0))
-        assert fused.tried(CPU, torch.float32, shape) and fused.tried(CPU, torch.float32, shape)
+        assert layers.tried(CPU, torch.float32, shape) and layers.tried(CPU, torch.float32, shape)
         assert len(tried) == 1
-        fused.tried.cache_clear()
+        layers.tried.cache_clear()
         monkeypatch.setattr(kernels, "silu_and_mul", gate_of(0.1))
         with pytest.warns(UserWarning, match="layers on cpu run unfused: silu_and_mul gives a different result"):
-            assert not fused.tried(CPU, torch.float32, shape)
+            assert not layers.tried(CPU, torch.float32, shape)
         with warnings.catch_warnings(action="error"):
-            assert not fused.tried(CPU, torch.float32, shape)
+            assert not layers.tried(CPU, torch.float32, shape)
     finally:
-        fused.tried.cache_clear()
+        layers.tried.cache_clear()
 
 
 def test_who_decides(monkeypatch):
     monkeypatch.delenv("SPECCTL_LAYERS", raising=False)
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
     gpu, shape = torch.device("cuda", 0), LayerShape(16, 24, 4, 2, 8, False)
-    monkeypatch.setattr(fused, "tried", lambda *args: True)
-    assert not fused.fuses(CPU, torch.float32, shape)
-    assert fused.fuses(gpu, torch.float32, shape) == kernels.TRITON
+    monkeypatch.setattr(layers, "tried", lambda *args: True)
+    assert not layers.fuses(CPU, torch.float32, shape)
+    assert layers.fuses(gpu, torch.float32, shape) == kernels.TRITON
     monkeypatch.setenv("SPECCTL_KERNELS", "reference")
-    assert not fused.fuses(gpu, torch.float32, shape)
+    assert not layers.fuses(gpu, torch.float32, shape)
     for chosen in ("fused", "plain"):
         monkeypatch.setenv("SPECCTL_LAYERS", chosen)
-        assert fused.fuses(gpu, torch.float32, shape) == fused.fuses(CPU, torch.float32, shape) == (chosen == "fused")
+        assert layers.fuses(gpu, torch.float32, shape) == layers.fuses(CPU, torch.float32, shape) == (chosen == "fused")
     monkeypatch.setenv("SPECCTL_LAYERS", "flash")
     with pytest.raises(UsageError, match="SPECCTL_LAYERS='flash'"):
-        fused.fuses(CPU, torch.float32, shape)
+        layers.fuses(CPU, torch.float32, shape)

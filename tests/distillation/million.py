@@ -32,7 +32,7 @@ class Target:
 
 
 def write(path: Path, count: int) -> None:
-    """20 to 100 words each; one in 20 is a near-duplicate of the one before, one in 50 a copy."""
+    """20 to 100 words each; one in 20 has another full stop than the one before, one in 100 is a copy."""
     draw, text = random.Random(0), ""
     with open(path, "w") as file:
         for number in range(count):
@@ -46,7 +46,7 @@ def write(path: Path, count: int) -> None:
 class NoEngine:
     """An engine that decodes nothing."""
 
-    def __init__(self, target, controller, options):
+    def __init__(self, target, options):
         self.options = options
 
 

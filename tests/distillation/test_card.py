@@ -30,14 +30,13 @@ def go(tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "Engine", NoEngine)
     monkeypatch.setattr(generate, "stream", looping)
     rows = [{"prompt": f"{number} " + " ".join(f"of{number}is{n}" for n in range(20))} for number in range(11)]
-    rows += [{"prompt": TEXT}, {"prompt": TEXT}, {"prompt": f"{TEXT}!"}]
+    rows += [{"prompt": TEXT}] * 3
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row | {"license": "MIT", "language": "en"}) + "\n" for row in rows))
 
     def distilled(**fields):
         recipe = {"data": {"domain": ["chat"], "prompts": str(file)}, "output_dir": tmp_path / "out", **fields}
-        filters = {"near_prompts": 0.95} | fields.pop("filters", {})
-        recipe = DistillRecipe.model_validate(recipe | {"filters": filters})
+        recipe = DistillRecipe.model_validate(recipe)
         result = generate.distill(recipe, Run(tmp_path, "distill"), target=Target())
         path = tmp_path / "out" / CARD
         return result, json.loads(path.read_text()) if path.exists() else None
@@ -50,7 +49,7 @@ def test_counts_are_those_of_the_records(go, tmp_path):
     rows = list(store.read(tmp_path / "out"))
     prompts, responses = card["prompts"], card["responses"]
     assert prompts["read"] == 14 == prompts["kept"] + result.left_out
-    assert prompts["left_out"]["repeated"] == 1 and prompts["licenses"] == {"MIT": prompts["kept"]}
+    assert prompts["left_out"]["repeated"] == 2 and prompts["licenses"] == {"MIT": prompts["kept"]}
     assert (responses["count"], responses["loops_cut"]) == (len(rows), 3)
     assert responses["by_stop"] == {"eos": len(rows) // 2, "length": len(rows) - len(rows) // 2}
     for name in ("prompt", "response"):

@@ -376,15 +376,18 @@ def test_prompts_to_be_measured_on_are_left_out(go, tmp_path):
         go(many(3), "other", exclude=held)
 
 
-def test_near_duplicates_are_left_out_but_samples_and_later_turns_are_not(go):
+def test_near_duplicates_of_excluded_prompts_are_left_out_but_later_turns_are_not(go, tmp_path):
     """Two answers to one prompt are two samples; a second turn repeats all of the first, and is another prompt."""
     words = " ".join(f"word{n}" for n in range(60))
     asked = [{"prompt": words, "response": "One."}, {"prompt": words, "response": "Two."}]
     near = {"prompt": words + "!", "response": "Three."}
     first = [{"role": "user", "content": words + "?"}, {"role": "assistant", "content": "Yes."}]
     later = {"messages": [*first, {"role": "user", "content": words}, {"role": "assistant", "content": "No."}]}
-    assert go([*asked, near, later]).responses == 3
-    assert go([*asked, near, later], "all", filters={"near_prompts": None}).responses == 5
+    held = tmp_path / "test.jsonl"
+    held.write_text(json.dumps({"prompt": words + "!!"}) + "\n")
+    assert go([*asked, near, later]).responses == 5
+    assert go([*asked, near, later], "near", exclude=held).responses == 1
+    assert go([*asked, near, later], "all", exclude=held, filters={"near_excluded": None}).responses == 5
 
 
 def test_what_stopped_goes_on_and_more_of_a_log_is_added(go, tmp_path):

@@ -15,8 +15,8 @@ def row(ids, stop="length", id="a", text=""):
     return {"id": id, "prompt_id": "p", "response_ids": list(ids), "stop": stop, "text": text}
 
 
-def made(path, stored=(), **filters):
-    return ResponseFilter(FilterRecipe(**filters), path / "filtered-0of1.jsonl", stored, str)
+def made(path, **filters):
+    return ResponseFilter(FilterRecipe(**filters), path / "filtered-0of1.jsonl", str)
 
 
 @pytest.mark.parametrize("period", [1, 2, 7, 40])
@@ -54,16 +54,6 @@ def test_truncated_responses_are_kept_unless_told(tmp_path):
     assert len(made(tmp_path).filter_rows(rows)) == 2
     assert [kept["id"] for kept in made(tmp_path, truncated="drop").filter_rows(rows)] == ["b"]
     assert decisions(tmp_path / "filtered-0of1.jsonl")["a"]["reason"] == "truncated"
-
-
-def test_near_duplicate_responses_are_dropped_when_told_and_again_after_a_stop(tmp_path):
-    words = " ".join(f"w{n}" for n in range(90))
-    rows = [row([n], "eos", id=str(n), text=text) for n, text in enumerate([words, words + "!", "else", "else"])]
-    assert len(made(tmp_path).filter_rows(rows)) == 4
-    first = made(tmp_path, near_responses=0.9)
-    assert [kept["id"] for kept in first.filter_rows(rows[:1])] == ["0"]
-    resumed = made(tmp_path, rows[:1], near_responses=0.9)
-    assert [kept["id"] for kept in resumed.filter_rows(rows[1:])] == ["2", "3"] and [*resumed.dropped] == ["1"]
 
 
 def test_a_file_of_decisions_survives_a_kill_and_other_settings(tmp_path):

@@ -7,7 +7,7 @@ import pytest
 
 from specctl.distillation.prompts import read_prompts
 from specctl.distillation.rejections import Rejections
-from specctl.distillation.select_prompts import EXCLUDED, NEAR, NEAR_EXCLUDED, REPEATED, LeftOut, prepare
+from specctl.distillation.select_prompts import EXCLUDED, NEAR_EXCLUDED, REPEATED, LeftOut, prepare
 from specctl.errors import DataError
 from specctl.recipe import DistillRecipe
 
@@ -40,20 +40,20 @@ def test_each_reason_is_counted_and_listed(go, tmp_path):
     held = write(tmp_path / "test.jsonl", [texts[0], texts[1].removesuffix(texts[1].split()[-1])])
     file = write(tmp_path / "all.jsonl", [*texts, texts[2], texts[3].upper() + "!"])
     kept, left_out = go(file, exclude=held)
-    assert left_out.counts == {EXCLUDED: 1, NEAR_EXCLUDED: 1, REPEATED: 1, NEAR: 1}
-    assert len(kept) == 18 and not {texts[0], texts[1]} & {*kept}
+    assert left_out.counts == {EXCLUDED: 1, NEAR_EXCLUDED: 1, REPEATED: 1}
+    assert len(kept) == 19 and not {texts[0], texts[1]} & {*kept}
     listed = [json.loads(line) for line in left_out.path.read_text().splitlines()]
     assert {row["reason"]: row["where"] for row in listed}[NEAR_EXCLUDED] == f"{file}:2"
     assert {row["prompt_id"] for row in listed} == {id for ids in left_out.ids.values() for id in ids}
     assert all(len(row["like"]) == 32 for row in listed)
 
 
-def test_filters_can_be_switched_off(go, tmp_path):
+def test_the_comparison_can_be_switched_off(go, tmp_path):
     texts = [question(1), question(1) + "!", question(2)]
     held = write(tmp_path / "test.jsonl", [question(2) + "!"])
     kept, left_out = go(write(tmp_path / "all.jsonl", texts), exclude=held)
-    assert len(kept) == 1 and left_out.counts == {NEAR: 1, NEAR_EXCLUDED: 1}
-    kept, left_out = go(tmp_path / "all.jsonl", exclude=held, filters={"near_prompts": None, "near_excluded": None})
+    assert len(kept) == 2 and left_out.counts == {NEAR_EXCLUDED: 1}
+    kept, left_out = go(tmp_path / "all.jsonl", exclude=held, filters={"near_excluded": None})
     assert len(kept) == 3 and not left_out.counts
 
 
@@ -67,21 +67,21 @@ def test_the_limit_counts_what_is_kept(go, tmp_path):
 
 
 def test_order_is_that_of_read_prompts_and_does_not_depend_on_the_file(go, tmp_path):
-    texts = [question(seed) for seed in range(60)] + [question(seed) + "?" for seed in range(30)]
+    texts = [question(seed) for seed in range(60)] + [question(seed) for seed in range(30)]
     kept, _ = go(write(tmp_path / "a.jsonl", texts))
     random.Random(0).shuffle(texts)
     file = write(tmp_path / "b.jsonl", texts)
     assert go(file)[0] == kept and len(kept) == 60
     recipe = DistillRecipe.model_validate({"data": {"domain": ["sql"], "prompts": str(file), "limit": 25}})
     drawn = [prompt.messages[0]["content"] for prompt in read_prompts(recipe.data, "sql", sample=True)]
-    assert go(file, data={"limit": 25}, filters={"near_prompts": None})[0] == drawn
+    assert go(file, data={"limit": 25})[0] == drawn
 
 
 def test_several_domains_share_their_filters(go, tmp_path):
     write(tmp_path / "sql.jsonl", [question(1), question(2)])
-    write(tmp_path / "math.jsonl", [question(1), question(2) + "!", question(3)])
+    write(tmp_path / "math.jsonl", [question(1), question(2), question(3)])
     kept, left_out = go(tmp_path / "{domain}.jsonl", data={"domain": ["sql", "math"]})
-    assert len(kept) == 3 and left_out.counts == {REPEATED: 1, NEAR: 1}
+    assert len(kept) == 3 and left_out.counts == {REPEATED: 2}
 
 
 def test_nothing_left_says_why(go, tmp_path):

@@ -9,8 +9,7 @@ import httpx
 import pytest
 
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.drafters import pool
 from specctl.gateway import server
 from specctl.gateway.app import make_app

@@ -8,8 +8,7 @@ import torch
 from specctl.adaptation.online_drafter import OnlineDrafter
 from specctl.commands.serve_learning import online_recipe
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.drafters import checkpoint, pool
 from specctl.errors import SpecctlError
 from specctl.gateway.app import make_app

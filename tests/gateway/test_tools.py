@@ -6,8 +6,7 @@ import json
 import pytest
 
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.engines.proxy_messages import joined
 from specctl.gateway import tool_calls
 from specctl.gateway.app import make_app

@@ -15,8 +15,7 @@ from specctl.commands.generate import generate
 from specctl.decoding import attention
 from specctl.decoding.device import graphs
 from specctl.decoding.device import rounds as device_round
-from specctl.decoding.models import fused
-from specctl.decoding.models.fused import LayerShape
+from specctl.decoding.models import layers
 from specctl.decoding.models.loading import load_tokenizer, pick_device
 from specctl.decoding.plan import plan_rows
 from specctl.decoding.records import Request
@@ -25,6 +24,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target, load_target
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.kernels.self_check import LayerShape
 from specctl.recipe import FeatureRecipe, GenerateRecipe, ServerRecipe
 from specctl.training import served_features
 from specctl.training.example import Example
@@ -90,7 +90,7 @@ def test_kernels_pass_their_trials(dtype, shape):
     pick_device(DEVICE)
     assert kernels.select_backend(device) == "triton"
     heads = device, dtype, shape.heads, shape.kv_heads, shape.dim
-    assert attention.serves(*heads) and attention.serves_pages(*heads) and fused.tried(device, dtype, shape)
+    assert attention.serves(*heads) and attention.serves_pages(*heads) and layers.tried(device, dtype, shape)
 
 
 @pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-3), (torch.bfloat16, 6e-2)])

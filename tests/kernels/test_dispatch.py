@@ -67,13 +67,13 @@ def test_unknown_backend_names_the_valid_ones(monkeypatch):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_backends_have_the_signatures_of_the_reference(name):
-    expected = inspect.signature(getattr(reference, name))
-    assert inspect.signature(getattr(cpu, name)) == expected
-    assert inspect.signature(getattr(kernels, name)) == expected
+    expected = inspect.signature(getattr(reference, name), eval_str=True)
+    assert inspect.signature(getattr(cpu, name), eval_str=True) == expected
+    assert inspect.signature(getattr(kernels, name), eval_str=True) == expected
     if kernels.TRITON:
         from specctl.kernels import triton_backend
 
-        assert inspect.signature(getattr(triton_backend, name)) == expected
+        assert inspect.signature(getattr(triton_backend, name), eval_str=True) == expected
 
 
 def test_rows_are_dispatched_by_their_logits(monkeypatch):

@@ -11,6 +11,7 @@ from specctl.decoding.models.layers import RMSNorm
 from specctl.decoding.plan import plan_at, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.kernels import self_check
+from specctl.kernels.self_check import LayerShape
 
 CPU = torch.device("cpu")
 CLOSE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -108,7 +109,7 @@ def test_a_row_does_not_depend_on_its_neighbours(backend):
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_trial_passes_what_is_right_and_sees_what_is_not(backend, normed):
     """Keys in another slot, or gates in the place of what they are multiplied with."""
-    shape = (CPU, torch.bfloat16, 48, 64, 4, 2, 16, normed)
+    shape = (CPU, torch.bfloat16, LayerShape(48, 64, 4, 2, 16, normed))
     assert self_check.layer_mismatch(backend, *shape) is None
 
     class Wrong:

@@ -51,7 +51,7 @@ def record(target, pool, queries, sampling, depth, **file):
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch):
     """How long steps take is not what is tested."""
-    monkeypatch.setattr("specctl.selection.step_timing.REPEATS", 1)
+    monkeypatch.setattr("specctl.selection.assembly.REPEATS", 1)
 
 
 @pytest.fixture(scope="module")

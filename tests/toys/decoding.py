@@ -6,8 +6,7 @@ from typing import Any
 
 from specctl.decoding import offline
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.records import Decoded, Request
 
 

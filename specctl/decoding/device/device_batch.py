@@ -4,8 +4,6 @@ The host's `DecodeState` remains the record of the texts. `DeviceBatch` is loade
 ahead, and reports the committed tokens of every round in a small tensor.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from typing import NamedTuple, Self

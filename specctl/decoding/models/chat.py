@@ -7,8 +7,6 @@ tokenizer: no tensor, no device, no file. It closes all files and connections in
 other ends notice when the parent exits.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

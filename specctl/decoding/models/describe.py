@@ -1,7 +1,5 @@
 """Description of a target from its configuration and tokenizer, without reading weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from specctl.decoding.models import gguf_target, lean, tensors

@@ -4,8 +4,6 @@
 the factor minus one) and the logits (scales, caps). The tensors are found by the end of their name and by their shape.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

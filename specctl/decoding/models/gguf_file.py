@@ -4,8 +4,6 @@ The reader in the `gguf` package trusts every count in a file, so a damaged coun
 each count against the size of the file. The format is described in the repository ggml-org/ggml.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import mmap

@@ -5,8 +5,6 @@ header. `transformers` reads that directory like any model directory. The weight
 one tensor at a time in fp32 and rounds it to the requested dtype.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math

@@ -5,8 +5,6 @@ from the model's training (SmolLM's digits). This module follows llama.cpp, whic
 (src/llama-vocab.cpp).
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from typing import Any

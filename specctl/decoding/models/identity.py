@@ -1,7 +1,5 @@
 """Identity of a target's weights: a digest that detects another checkpoint under the same path."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Iterator, Mapping

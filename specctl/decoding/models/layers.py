@@ -4,9 +4,9 @@ All of them work on rows: hidden states are [N, H] with N = B·T. The residual s
 (`linear.py`) run in the weights' dtype.
 """
 
-from __future__ import annotations
-
+import functools
 import math
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,9 @@ from specctl import kernels
 from specctl.decoding.attention import served
 from specctl.decoding.cache import KVCache
 from specctl.decoding.plan import Block, Plan, unskipped
+from specctl.environment import switch
+from specctl.kernels import self_check
+from specctl.kernels.self_check import LayerShape
 
 
 class RMSNorm:
@@ -55,7 +58,7 @@ class RMSNorms(RMSNorm):
 
 
 def add_norm(x: Tensor, delta: Tensor, norm: RMSNorm, fuse: bool) -> tuple[Tensor, Tensor]:
-    """The residual stream x + δ [N, H] in fp32, and its norm. `fuse`: in one kernel (`fused.fuses`)."""
+    """The residual stream x + δ [N, H] in fp32, and its norm. `fuse`: in one kernel (`fuses`)."""
     if fuse and type(norm) is RMSNorm:  # not an `RMSNorms`
         return kernels.add_rms_norm(x, delta, norm.weight, norm.eps)
     x = x + delta
@@ -100,3 +103,28 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, block: Block, scale: float)
     span, mask, skipped = block
     keys, values = unskipped(keys, 2, span, skipped), unskipped(values, 2, span, skipped)
     return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=scale)
+
+
+def fuses(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
+    """Whether layers of this shape run fused: on a GPU with Triton, if a trial with that shape agrees with the
+    reference. If it does not, one warning is issued.
+
+    The environment variable SPECCTL_LAYERS=fused|plain overrides the choice, on any device. UsageError for other
+    values.
+    """
+    if chosen := switch("SPECCTL_LAYERS"):
+        return chosen == "fused"
+    return device.type == "cuda" and kernels.backend("cuda") == "triton" and tried(device, dtype, shape)
+
+
+@functools.cache
+def tried(device: torch.device, dtype: torch.dtype, shape: LayerShape) -> bool:
+    """Whether the kernels agree with the reference. They are tried once per device, dtype and shape."""
+    if (
+        device.type == "cuda" and kernels.select_backend(device) != "triton"
+    ):  # `kernels.select_backend` has already warned
+        return False
+    reason = self_check.layer_mismatch(kernels, device, dtype, shape)
+    if reason is not None:
+        warnings.warn(f"layers on {device} run unfused: {reason}", stacklevel=2)
+    return reason is None

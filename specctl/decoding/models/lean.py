@@ -4,8 +4,6 @@ Covers Llama, Mistral, Qwen2 and Qwen3 dense models (grouped-query attention, at
 scaling). All other models run through `transformers`' own forward (`hf.py`), with the same interface.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +12,7 @@ from specctl import kernels
 from specctl.decoding import paged
 from specctl.decoding.attention import serves, serves_pages
 from specctl.decoding.cache import KVCache
-from specctl.decoding.models.fused import LayerShape, fuses
-from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
+from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.native import Packed, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
@@ -23,7 +20,9 @@ from specctl.decoding.models.supported import ropes
 from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
+from specctl.environment import switch
 from specctl.errors import UsageError
+from specctl.kernels.self_check import LayerShape
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 # Frequencies that depend on the sequence length do not fit into one table.
@@ -171,7 +170,7 @@ class LeanModel:
         overrides, except for slices."""
         if self.part.count > 1:
             return False
-        if chosen := paged.kv_choice():
+        if chosen := switch("SPECCTL_KV"):
             return chosen == "paged"
         if self.device.type != "cuda" or not self.by_kernel:
             return False

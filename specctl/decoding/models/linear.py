@@ -9,8 +9,6 @@ handles products of a few rows:
   for eight). Only weights that fp16 can hold are packed, namely weights stored as bf16 in their file.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Interface between a target and the implementation of its model."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 import torch

@@ -1,7 +1,5 @@
 """C++ step: all layers of a lean model, or the layer of a draft head, in one call (`specctl/kernels/native`)."""
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ all-reduce gives every rank the same bits, with gloo and with NCCL, because each
 sent to all. All ranks therefore have the same hidden states and logits, and make the same decisions.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from typing import Any

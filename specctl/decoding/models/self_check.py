@@ -4,8 +4,6 @@ No table covers every architecture, least of all models with custom code. A mode
 keeps a cache outside of ours, would still write plausible text; this trial detects it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Requirements of speculative decoding on a target's architecture, and limits on its sequence length."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from specctl.errors import CheckpointError

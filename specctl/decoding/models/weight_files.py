@@ -1,8 +1,6 @@
 """Tensors of a model's safetensors files by name, on this machine or on the hub. Only headers and wanted tensors are
 read."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.drafter import BaseDrafter
-from specctl.decoding.protocols import DeviceDraft
+from specctl.decoding.protocols import BaseDrafter, DeviceDraft
 from specctl.decoding.records import PADDING, DraftTree, Score, empty_draft
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target

@@ -1,7 +1,5 @@
 """Shape of a block-parallel head, and what each of its layers attends to."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 

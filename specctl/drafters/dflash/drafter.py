@@ -4,8 +4,6 @@ One pass of the head drafts a whole block. An optional Markov head or candidate 
 by token.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 

@@ -20,8 +20,6 @@ Slot i of a sequence holds the target's features g_i and the token x_{i+1}, as i
 slot i has the anchor x_{i+1}, and its step k = 0, 1, … predicts x_{i+2+k}.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import cast

@@ -1,7 +1,5 @@
 """Run-time form of a block-parallel head's decoder layers."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

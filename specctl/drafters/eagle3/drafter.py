@@ -1,7 +1,5 @@
 """Drafter of family `eagle3`: an EAGLE-3 head (Li et al. 2025, arXiv 2503.01840), drafting chains or dynamic trees."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from specctl.decoding.target import Target

@@ -15,8 +15,6 @@ part of the recurrence: step k + 1 reads the same normed state that the vocabula
 With `gradient_checkpointing` long samples fit into memory, at the price of a second forward pass.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

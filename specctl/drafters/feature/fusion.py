@@ -1,7 +1,5 @@
 """Heads that fuse several tapped states to one feature, read together with a token: shared by EAGLE-3 and P-EAGLE."""
 
-from __future__ import annotations
-
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, cast
 

@@ -1,7 +1,5 @@
 """Shared code of trainable draft heads: configuration, batches, layer parts, draft vocabulary and loss per step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial

@@ -1,7 +1,5 @@
 """Run-time weights of draft heads, and a decoder layer with a KV cache that reads the target's features."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from abc import ABC, abstractmethod
@@ -15,8 +13,7 @@ from torch import Tensor, nn
 
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import CommittedSlots
-from specctl.decoding.models.fused import LayerShape, fuses
-from specctl.decoding.models.layers import RMSNorm, add_norm, attend, gated
+from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
 from specctl.decoding.models.native import NativeStep, Packed, native_step
 from specctl.decoding.plan import Plan, plan_rows
@@ -25,6 +22,7 @@ from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
 from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer
 from specctl.drafters.lora import Adapter, FusedPart
+from specctl.kernels.self_check import LayerShape
 
 Table = Callable[[], tuple[Tensor, Tensor]]
 """Function that builds the rotary table of some rows; it is lazy because the C++ step does not need one."""

@@ -1,7 +1,5 @@
 """Device-side rounds (decoding/device/rounds.py) of a drafter that reads the target's features."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

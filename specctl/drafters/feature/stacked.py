@@ -8,8 +8,6 @@ LoRA adapters of one base share one forward of the base on any device, plus a ba
 matrices.
 """
 
-from __future__ import annotations
-
 import copy
 from collections import Counter
 from collections.abc import Hashable, Sequence

@@ -22,8 +22,7 @@ import torch
 
 from specctl import processes, progress, regular_files, threads
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.models.lean import LeanModel
 from specctl.decoding.plain import PLAIN
 from specctl.decoding.records import DraftTree, Request

@@ -15,8 +15,7 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.drafter import BaseDrafter
-from specctl.decoding.protocols import DeviceDraft, OnDevice
+from specctl.decoding.protocols import BaseDrafter, DeviceDraft, OnDevice
 from specctl.decoding.records import DraftTree, Score, empty_draft
 from specctl.decoding.row_budget import node_budget
 from specctl.decoding.state import DecodeState, PerText

@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedModel
 from specctl import kernels
 from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.drafter import BaseDrafter
 from specctl.decoding.models.hf import HFModel
 from specctl.decoding.models.lean import LeanModel, unsupported_reason
 from specctl.decoding.models.model import Model
 from specctl.decoding.plan import Plan, plan_at, plan_rows
+from specctl.decoding.protocols import BaseDrafter
 from specctl.decoding.records import PADDING, ChainRows, DraftTree, Score, empty_draft
 from specctl.decoding.sampling import DRAFT
 from specctl.decoding.state import DecodeState, lagging_sequences

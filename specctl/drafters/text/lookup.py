@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.drafter import BaseDrafter
-from specctl.decoding.protocols import DeviceDraft
+from specctl.decoding.protocols import BaseDrafter, DeviceDraft
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import TEXT_CALIBRATION

@@ -6,8 +6,7 @@ This is SuffixDecoding (Oliaro et al. 2024, arXiv 2411.04975) on a suffix automa
 
 import torch
 
-from specctl.decoding.drafter import BaseDrafter
-from specctl.decoding.protocols import DeviceDraft
+from specctl.decoding.protocols import BaseDrafter, DeviceDraft
 from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.gate import STORE_CALIBRATION, TEXT_CALIBRATION

@@ -5,8 +5,6 @@ compiler with OpenMP (g++ 11 or later, or clang). Compilation takes about five s
 Without a compiler, or if the check below fails, everything runs on PyTorch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -4,8 +4,6 @@ These kernels also run on a CPU in Triton's interpreter (TRITON_INTERPRET=1 befo
 them with the reference. They use no libdevice and no autotuning.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, cast

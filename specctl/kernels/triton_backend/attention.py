@@ -5,8 +5,6 @@ program reads its keys once for all these heads. Every program processes a piece
 combines the pieces by their log-sum-exp. The order of all sums is fixed: no atomics.
 """
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 from math import log
 from typing import NamedTuple

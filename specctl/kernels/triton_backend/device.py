@@ -1,7 +1,5 @@
 """Code that the Triton kernels share: loading logits, the probability of tokens, the search in a running sum."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

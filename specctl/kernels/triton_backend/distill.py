@@ -3,8 +3,6 @@
 Formulas: `kernels.objectives`. The second and third pass over a row read it from the cache.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

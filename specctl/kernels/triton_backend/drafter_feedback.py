@@ -3,8 +3,6 @@
 The drafters' addresses are in a table, so that one program sees all N drafters without copying their logits.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Most likely tokens of a row: the k maxima of every tile, then the k best candidates; log Σ exp in the same passes."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -3,8 +3,6 @@
 Arithmetic is fp32, with one rounding at the end. A row's sums have one order, independent of the other rows.
 """
 
-from __future__ import annotations
-
 import triton
 import triton.language as tl
 from torch import Tensor

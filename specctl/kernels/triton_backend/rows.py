@@ -6,8 +6,6 @@ candidates, so the search for the cut runs on few logits. The masses in this sea
 the candidates nor the batch changes a bit of the result.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -6,8 +6,6 @@ documents. Scores and probabilities stay in registers; the backward pass recompu
 of all sums is fixed.
 """
 
-from __future__ import annotations
-
 from math import log
 from typing import Any
 

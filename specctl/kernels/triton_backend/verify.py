@@ -1,7 +1,5 @@
 """Verification rules: the walk down a tree, and the two rules for chains of sampled drafts."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

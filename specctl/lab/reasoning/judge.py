@@ -15,8 +15,7 @@ from typing import Any
 import httpx
 import torch
 
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.models import tensors
 from specctl.decoding.models.loading import check_within_reach, first_line, location, model_directory, pick_device
 from specctl.decoding.offline import decode

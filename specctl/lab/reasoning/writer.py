@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from specctl.adaptation.stream import EncodedPrompt
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.prefixes import Prefixes
 from specctl.decoding.protocols import Drafter

@@ -19,8 +19,7 @@ import numpy as np
 
 from specctl import progress
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
 from specctl.decoding.plain import NoDraft
 from specctl.decoding.prompt_features import features_of
@@ -36,9 +35,9 @@ from specctl.lab.recorded.trace import Table, Trace
 from specctl.selection import feedback
 from specctl.selection.arm import Arm, TimedDraft, prompt_states, taps_of
 from specctl.selection.arms import longest_draft
+from specctl.selection.assembly import step_seconds
 from specctl.selection.divergence import overlaps
 from specctl.selection.policies.policy import Array
-from specctl.selection.step_timing import step_seconds
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ class RouterRecipe(Section):
     # JSONL files to train on, with {domain} in the name. The default is prompts of the domains' generators.
     prompts: Name | None = None
     limit: PositiveInt = 300  # prompts per domain
-    weight: PositiveInt = 8  # warm start: number of tokens that its opinion counts as
     model: Name | None = None  # Hugging Face id or directory of a BERT-style encoder (None = from scratch)
     revision: Name | None = None
     layers: PositiveInt = 2  # from scratch

@@ -12,7 +12,7 @@ from specctl.recipe.select import ROUTER, SelectRecipe
 class TrainRouterRecipe(SelectRecipe):
     """`specctl train-router`: a classifier of prompts, beside the policies of `specctl select` on one stream.
 
-    It plays in the policy `router`, and with `warm_start` it is the first opinion of policies with full information.
+    It plays in the policy `router`.
     """
 
     sliceable = False
@@ -21,7 +21,6 @@ class TrainRouterRecipe(SelectRecipe):
     router_dir: LocalPath | None = None  # directory of the router (None = in the run directory)
     train_router: bool = True  # false = use the trained router in router_dir
     replay: LocalPath | None = None  # recorded table with the labels, for router.labels=hindsight
-    warm_start: bool = False  # policies with full information start from the router's opinion of the prompt
 
     @property
     def companion_arm(self) -> None:
@@ -33,6 +32,6 @@ class TrainRouterRecipe(SelectRecipe):
             raise ValueError("there is no router: set router_dir, or train one with train_router")
         if self.choice == "batch":
             raise ValueError("a router chooses per text: leave out choice=batch")
-        if self.arms.plain and (self.warm_start or ROUTER in self.algo):
+        if self.arms.plain and ROUTER in self.algo:
             raise ValueError("arms.plain: a router knows only drafters, so plain decoding cannot be an arm")
         return self

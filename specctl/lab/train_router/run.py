@@ -14,11 +14,10 @@ from specctl.lab.recorded.table_file import read_table
 from specctl.lab.routing.router import Router, check_free
 from specctl.lab.routing.training import RouterExample, RouterReport, label_by_domain, label_by_hindsight, train_router
 from specctl.lab.train_router.recipe import TrainRouterRecipe
-from specctl.measuring.select_contenders import RouterPrior, SelectContenders
+from specctl.measuring.select_contenders import SelectContenders, prompt_text
 from specctl.measuring.select_result import SelectResult
 from specctl.recipe import DataRecipe
 from specctl.runs import Run
-from specctl.selection.prompt_prior import prompt_text
 
 DIRECTORY = "router"
 
@@ -34,8 +33,7 @@ def train_and_play(
     unlabelled = Rejections(run.dir / "router-rejected.jsonl", recipe.data.max_rejected, hold=run.replaces_earlier)
     pooled = load_stream(recipe, run, target, drafters)
     router, report = router_of(recipe, run, pooled.target, pooled.places, unlabelled)
-    prior = RouterPrior(router, recipe.router.weight if recipe.warm_start else 0)
-    stage = SelectContenders(recipe, pooled.target, pooled.stream, pooled.pool, prior)
+    stage = SelectContenders(recipe, pooled.target, pooled.stream, pooled.pool, router)
     pooled.begin(run)
     unlabelled.release()
     if report is not None:

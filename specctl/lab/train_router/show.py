@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from specctl.lab.train_router.recipe import TrainRouterRecipe
 
 FLAGS = (
-    *("router_dir", "warm_start", "algo", "pool", "drafters", "strict", "beside", "domain", "prompts", "limit"),
+    *("router_dir", "algo", "pool", "drafters", "strict", "beside", "domain", "prompts", "limit"),
     *("reset", "session", "select_baselines", "rivals", "batch", "seeds", *TARGET, *SAMPLING),
     *("save_outputs", "output_dir", "overwrite"),
 )
-EXAMPLE = "specctl train-router --algo router,hedgespec --pool ./drafters --warm-start"
+EXAMPLE = "specctl train-router --algo router,hedgespec --pool ./drafters"
 
 
 def register(app: typer.Typer) -> None:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 
 from specctl.decoding.controllers import Fixed
-from specctl.decoding.engine import Engine
-from specctl.decoding.engine_options import EngineOptions
+from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.metrics import why_unusable
 from specctl.decoding.offline import decode
 from specctl.decoding.plan import plan_rows

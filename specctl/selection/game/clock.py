@@ -1,7 +1,5 @@
 """Measured seconds per round of each arm."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Self

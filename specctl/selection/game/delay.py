@@ -1,7 +1,5 @@
 """Delayed feedback: the loss of a position is known only once the tokens of a whole draft from there are known."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from specctl.selection.game.losses import (

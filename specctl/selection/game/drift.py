@@ -1,7 +1,5 @@
 """Drift test: notices a change for the worse in the accepted tokens of the playing arm, which are known anyway."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 SLACK = 0.5  # k: half of the fall to be noticed, in standard deviations

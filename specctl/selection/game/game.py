@@ -1,7 +1,5 @@
 """Game between a policy and the rounds of decoding, for live decoding and for replays."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field, replace
 from math import inf, isfinite

@@ -1,7 +1,5 @@
 """Correction of the lengths that scores promise, by the lengths of the rounds that an arm has played."""
 
-from __future__ import annotations
-
 from math import sqrt
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Losses of full information: the cost of every arm at a position, from its acceptance probabilities."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

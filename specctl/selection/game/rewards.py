@@ -1,7 +1,5 @@
 """Rewards of a round for bandits, in [0, 1]. K is the longest draft of the pool (MetaSD's N_max)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan

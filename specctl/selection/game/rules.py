@@ -1,7 +1,5 @@
 """Rules of the game between a policy and decoding: the kind of feedback, for which rounds or tokens, and when."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Schedule for scoring idle drafters: often while little is known, then ever more seldom."""
 
-from __future__ import annotations
-
 from specctl.selection.game.rules import Rules
 
 

@@ -3,8 +3,6 @@
 Symbols: n pulls of an arm, μ̂ its mean reward, t rounds played, N arms, K the depth.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from math import log, sqrt
 from typing import ClassVar

@@ -1,7 +1,5 @@
 """Policies that learn nothing: a fixed arm, and a uniform draw."""
 
-from __future__ import annotations
-
 from specctl.errors import UsageError
 from specctl.recipe.select import PolicyRecipe
 from specctl.selection.policies.policy import Arms, BasePolicy, Numbers, one_hot

@@ -18,8 +18,6 @@ Symbols: N arms; m, v [N] mean and variance of f_i(x), the latter in units of sÂ
 and r [N] their mean rewards.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Symbols: I the arm played, p [N] the probabilities it was drawn from, Y tokens committed, K the depth, t rounds.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import exp, log, sqrt
 from operator import add

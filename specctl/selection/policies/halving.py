@@ -1,7 +1,5 @@
 """Sequential halving: pull the surviving arms equally often, drop the worse half, and so on; then keep one arm."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil, floor, log, log2
 from typing import ClassVar

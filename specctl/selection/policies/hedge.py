@@ -4,8 +4,6 @@ Symbols of the papers: ℓ [N] losses of one step; p [N] weights; L [N] cumulate
 having followed each arm, R_i = Σ (⟨p, ℓ⟩ − ℓ_i); C [N] = Σ |⟨p, ℓ⟩ − ℓ_i|; t steps until now; η rate.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from math import exp, log, sqrt

@@ -4,8 +4,6 @@ Policies compute with lists of plain numbers: between two rounds of decoding the
 a small array costs 5 microseconds there, as much as a whole loop over seven arms.
 """
 
-from __future__ import annotations
-
 import hashlib
 from abc import ABC, abstractmethod
 from bisect import bisect_right

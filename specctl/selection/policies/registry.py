@@ -1,7 +1,5 @@
 """Registry of the policies, by name. `router` is no entry, because `build` has no classifier of prompts."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from specctl.errors import UsageError, did_you_mean
