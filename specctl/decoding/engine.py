@@ -309,6 +309,7 @@ class Engine:
         they take much memory: a capture takes as long as some tens of rounds."""
         if self.device is not None and self.device.tracks and self.state.nbytes <= idle_bytes(self.state.device):
             self._drain()
+            self.state.rounds = self.state.ahead = self.state.replays = 0
         else:
             self.state, self.device = self._new_state(), None
 

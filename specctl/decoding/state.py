@@ -241,7 +241,6 @@ class DecodeState:
         for memory in self.memory.values():
             for b in range(size):
                 memory.renew(b)
-        self.rounds = self.ahead = self.replays = 0
 
     def width(self, count: int) -> int:
         """Batch size B for `count` sequences."""

@@ -52,7 +52,7 @@ class Response(NamedTuple):
 
 
 Answered = Callable[[list[Job]], Iterator[tuple[int, Response | None]]]
-"""Function that answers jobs: yields (position in the list, response) in any order; None = refused."""
+"""Function that answers jobs: yields (position in the list, response) in any order; the response is None if refused."""
 
 
 def distill(recipe: DistillRecipe, run: Run, *, target: Target | None = None) -> DistillResult:

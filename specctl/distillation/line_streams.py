@@ -25,7 +25,7 @@ ARRAY = "if the file is a JSON array, `jq -c '.[]'` puts each element on a separ
 
 
 def json_lines(name: str) -> Iterator[tuple[str, bytes | None]]:
-    """The rows of a file and their places, as lines of JSON; None is a line that was too long. Blank lines are left
+    """The rows of a file and their places, as lines of JSON. A line that was too long is None. Blank lines are left
     out.
 
     A line of a .txt file is a prompt, unless it is a JSON object. A row of a .csv, .tsv or .parquet file is an object
@@ -107,7 +107,7 @@ def _texts(file: IO[bytes]) -> Iterator[bytes | None]:
         try:
             text = (line or b"").decode("utf-8-sig").strip()
         except UnicodeDecodeError:
-            text = ""  # `json_object` says what is wrong with the line
+            text = ""  # `json_object` names the fault of the line
         yield _row({"prompt": text}) if text and not text.startswith("{") else line
 
 

@@ -19,7 +19,7 @@ def word_ngrams(text: str) -> list[str]:
 
 
 class NearDuplicateIndex:
-    """Texts with their ids. `find` returns a text whose n-grams have a Jaccard similarity of at least `threshold`.
+    """Texts with their ids. `find` returns a text with n-grams of a Jaccard similarity of at least `threshold`.
 
     A share of `threshold` of a text's n-grams must then be in the other text. So only texts with one of the remaining
     n-grams, and the rarest ones at that, are compared (Bayardo et al. 2007, "Scaling up all pairs similarity search").

@@ -9,7 +9,7 @@ class Spool:
     """Rows of bytes by their place; the temporary file disappears with this object."""
 
     def __init__(self) -> None:
-        self._file = TemporaryFile()  # noqa: SIM115 (closed when nobody needs it any more)
+        self._file = TemporaryFile()  # noqa: SIM115 (closed with this object)
         self._ends = array("Q", [0])
         self._flushed = 0  # bytes
 

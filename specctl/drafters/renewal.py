@@ -15,7 +15,7 @@ from specctl.decoding.target import Target
 def take_weights(drafter: Drafter, source: Drafter) -> bool:
     """Copy the weights of `source` into `drafter`, a drafter of the same family and sizes. Returns False, and changes
     nothing, if they differ in more than the values of their tensors, or if a CPU's packed products hold the weights."""
-    pairs = list(zip_longest(_weights(drafter), _weights(source)))
+    pairs = list(zip_longest(weights_of(drafter), weights_of(source)))
     if any(isinstance(one, Linear) for pair in pairs for one in pair):
         return False
     if any(old is None or new is None or _form(old) != _form(new) for old, new in pairs):
@@ -38,7 +38,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-def _weights(owner: Any, seen: set[int] | None = None) -> Iterator[Any]:
+def weights_of(owner: Any, seen: set[int] | None = None) -> Iterator[Any]:
     """Tensors of an object of this package, and its products with packed weights. The target's tensors, which drafters
     share, and rotary tables are left out."""
     seen = set() if seen is None else seen
@@ -57,4 +57,4 @@ def _weights(owner: Any, seen: set[int] | None = None) -> Iterator[Any]:
     elif type(owner).__module__.startswith("specctl."):
         parts = getattr(owner, "__dict__", {}).values()
     for part in parts:
-        yield from _weights(part, seen)
+        yield from weights_of(part, seen)

@@ -202,7 +202,7 @@ def counts(result):
 
 @pytest.mark.parametrize(
     ("when", "action", "error", "kept"),
-    [(4, sigterm, Interrupted, 2), (5, fail, RuntimeError, 2), (3, fail, RuntimeError, 0)],
+    [(4, sigterm, Interrupted, 1), (5, fail, RuntimeError, 2), (3, fail, RuntimeError, 0)],
 )
 def test_a_run_that_was_cut_short_goes_on(tmp_path, prompts, target, stopping, when, action, error, kept):
     """Finished questions are not asked again, a half-answered one is, and the result is that of one run."""
@@ -210,7 +210,7 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, prompts, target, stopping, w
     with pytest.raises(error) as caught:
         evaluate(made, run_of(tmp_path, made), target=target, drafters={"d": stopping(when, action)})
     if error is Interrupted:
-        assert "after 2 of 3 prompts" in caught.value.message and "--resume" in caught.value.hint
+        assert "after 1 of 3 prompts" in caught.value.message and "--resume" in caught.value.hint
         progress.interrupts.reset()
     assert pq.read_table(tmp_path / "run/records.parquet").num_rows == 2 * kept
 

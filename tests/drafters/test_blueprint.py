@@ -16,6 +16,7 @@ from specctl.drafters.retrieval.drafter import FAMILY as retrieval
 from specctl.errors import CheckpointError
 from specctl.recipe import DraftingRecipe, TrainRecipe
 
+LORA = {"rank": 2, "alpha": 4}
 TINY = {"preset": "tiny", "num_layers": 1}
 
 
@@ -37,7 +38,7 @@ def drafters(target, tmp_path_factory):
     weight = load_file(base / "model.safetensors")["fc.weight"]
     update = {"fc.lora_A.weight": torch.ones(2, weight.shape[1]), "fc.lora_B.weight": torch.ones(len(weight), 2)}
     origin = {"path": "../eagle3", "sha256": checkpoint.weights_digest(base)}
-    config = json.loads((base / "config.json").read_text()) | {"lora": {"rank": 2, "alpha": 4, "base": origin}}
+    config = json.loads((base / "config.json").read_text()) | {"lora": LORA | {"base": origin}}
     made["lora"] = checkpoint.save(root / "lora", config=config, tensors=update, info={})
     return made
 
@@ -55,7 +56,17 @@ def changed(drafters, target):
             n: t for n, t in (load_file(source / "model.safetensors") | (tensors or {})).items() if t is not None
         }
         place = source.parent / "changed"
-        checkpoint.save(place, config=config, tensors=weights, info={}, overwrite=True)
+        checkpoint.save(
+            place,
+            config=config | {"lora": LORA} if "lora" in config else config,
+            tensors=weights,
+            info={},
+            overwrite=True,
+        )
+        (place / "config.json").write_text(json.dumps(config))
+        (place / "manifest.json").write_text(
+            json.dumps({"format": checkpoint.FORMAT, "files": checkpoint.digests(place)})
+        )
         with warnings.catch_warnings(action="error"), pytest.raises(CheckpointError) as error:
             pool.load_drafter(str(place), target, DraftingRecipe())
         assert str(place) in error.value.message and "\n" not in error.value.message

@@ -19,9 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from specctl import progress
 from specctl.adaptation.stream import PromptStream
-from specctl.distillation import prompts
+from specctl.distillation import line_streams
 from specctl.distillation.rejections import Rejections
 from specctl.drafters import checkpoint as checkpoints
+from specctl.drafters.renewal import weights_of
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
 from specctl.measuring import online_contenders, online_journal
 from specctl.measuring.online_contenders import OnlineContenders
@@ -358,8 +359,8 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, make, tiny, wh
 
 def test_prompts_are_read_no_more_often_than_by_a_run_that_goes_through(tmp_path, make, tiny, stopped, monkeypatch):
     """A look at the beginning, once to see what there is, once to give them out: to compare them took two more."""
-    opened, real = [], prompts.open_prompts
-    monkeypatch.setattr(prompts, "open_prompts", lambda name: opened.append(name) or real(name))
+    opened, real = [], line_streams.open_prompts
+    monkeypatch.setattr(line_streams, "open_prompts", lambda name: opened.append(name) or real(name))
     stopped(3, tmp_path / "run", make())
     assert len(opened) == 3
     again(tmp_path / "run", make(), tiny)
@@ -437,9 +438,10 @@ def test_what_a_slowed_learner_plays_is_drafted_with(make, tiny):
     pupil = stage.learners["optimistic"]
     chunk = next(PromptStream(made.data, made.stream, tiny, Rejections(None, 0.0), size=2).chunks())
     for gradient in (pupil.objective.gradient, lambda w, batch, draw: (torch.tensor(torch.nan), torch.tensor(1.0), w)):
-        drafter, pupil.objective.gradient = pupil.drafter, gradient
+        before, pupil.objective.gradient = [tensor.clone() for tensor in weights_of(pupil.drafter)], gradient
         stage.learn(chunk, stage.answer(chunk, lambda *args: None))
-        assert pupil.drafter is not drafter
+        after = weights_of(pupil.drafter)
+        assert not all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
     assert stage.failed_chunks["optimistic"] == 1
 
 
