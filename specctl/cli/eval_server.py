@@ -30,6 +30,7 @@ COLUMNS = {
     "first_token_s": "first token, s",
     "token_s": "next, s",
     "mat": "mat",
+    "cached_prompt": "cached",
     "speedup": "× baseline",
     "same_texts": "same texts",
     "requests": "of",

@@ -50,12 +50,15 @@ class ServerPass:
         seconds: time during which requests were in flight.
         drafting: the engine's counters for these replies, or None if it does not report them.
         failures: requests that failed and were sent again.
+        cached_prompt: share of the prompts' tokens that came from the engine's prefix cache, or None if it does not
+            tell.
     """
 
     replies: dict[tuple[int, int], Reply]
     seconds: float
     drafting: DraftCounters | None
     failures: int
+    cached_prompt: float | None
 
     def paired_with(self, base: ServerPass | None) -> list[Reply]:
         """The replies, each paired with the baseline's answer to the same turn if there is one."""
@@ -134,7 +137,7 @@ def run_conversations(
     """
     warm = [replace(ask, max_new_tokens=min(8, ask.max_new_tokens)) for ask in requests_of(recipe, cases[:WARMUP])]
     _ = list(client.answers(warm, limit=concurrency, timed=True))
-    failures, before = client.failures, client.drafting()
+    failures, before, cache = client.failures, client.drafting(), client.prefix_cache()
     replies: dict[tuple[int, int], Reply] = {}
     open_ones: dict[int, Case] = dict(enumerate(cases))
     seconds, turn = 0.0, 0
@@ -168,7 +171,13 @@ def run_conversations(
     drafting = None if after is None else after.since(before or DraftCounters())
     if len(own) == len(replies) and (drafting is None or any(one.accepted_at for one in own)):
         drafting = DraftCounters.total(own)  # without the requests of others
-    return ServerPass(dict(sorted(replies.items())), seconds, drafting, client.failures - failures)
+    asked, hit = (now - then for now, then in zip(client.prefix_cache(), cache, strict=True))
+    cached = [reply.answer.cached_tokens for reply in replies.values()]
+    told = [count for count in cached if count is not None]
+    if len(told) == len(cached):
+        asked, hit = sum(len(reply.prompt_ids) for reply in replies.values()), sum(told)
+    share = hit / asked if asked > 0 else None
+    return ServerPass(dict(sorted(replies.items())), seconds, drafting, client.failures - failures, share)
 
 
 def requests_of(recipe: EvalServerRecipe, cases: Sequence[Case]) -> list[GenerationRequest]:
@@ -194,4 +203,5 @@ def row(
         seconds=done.seconds,
         tokens_per_s=measured["tokens"] / done.seconds,
         failures=done.failures,
+        cached_prompt=done.cached_prompt,
     )

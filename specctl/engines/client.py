@@ -316,6 +316,13 @@ class Client:
         parts = [part for part in found if part is not None]
         return DraftCounters.total(parts) if len(parts) == len(found) else None
 
+    def prefix_cache(self) -> tuple[int, int]:
+        """Tokens that all servers have looked up in their prefix caches, and found there; 0 for those that do not
+        tell."""
+        found = [self._run_question(endpoints.prefix_cache(self._pools.http, server)) for server in self.servers]
+        asked, hit = zip(*(part or (0, 0) for part in found), strict=True)
+        return sum(asked), sum(hit)
+
     def publish(self, directory: Path, version: str) -> None:
         """Make all servers draft with the drafter in `directory` from their next step on.
 

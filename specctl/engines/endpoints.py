@@ -86,6 +86,12 @@ async def draft_counters(http: httpx.AsyncClient, server: Endpoint) -> DraftCoun
     return None if page is None else server.dialect.parse_draft_counters(page)
 
 
+async def prefix_cache(http: httpx.AsyncClient, server: Endpoint) -> tuple[int, int] | None:
+    """The tokens that the server has looked up in its prefix cache and found there, or None if it does not tell."""
+    page = await metrics(http, server)
+    return None if page is None else server.dialect.parse_prefix_cache(page)
+
+
 async def metrics(http: httpx.AsyncClient, server: Endpoint) -> str | None:
     """The server's page of metrics, or None if it has none."""
     response = await http.get(f"{server.url}/metrics")

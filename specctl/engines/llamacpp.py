@@ -114,6 +114,11 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
     return found if found and found.rounds else None
 
 
+def parse_prefix_cache(page: str) -> tuple[int, int] | None:
+    """Return None: our requests switch the cache off, as its states depend on the requests before."""
+    return None
+
+
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
     return {"model": model, "content": text, "add_special": False, "parse_special": False}
 

@@ -135,6 +135,7 @@ class GenerationResult:
         seconds: from the successful request to its answer.
         first_s: seconds to the first token, or None if the answer was not streamed.
         tries: number of requests sent for this answer.
+        cached_tokens: tokens of the prompt that the engine took from its prefix cache, or None if it does not say.
     """
 
     output_ids: list[int]
@@ -143,6 +144,7 @@ class GenerationResult:
     seconds: float = 0.0
     first_s: float | None = None
     tries: int = 1
+    cached_tokens: int | None = None
 
 
 @dataclass(frozen=True)
@@ -228,6 +230,10 @@ class Dialect(Protocol):
 
     def parse_draft_counters(self, metrics: str) -> DraftCounters | None:
         """The draft counters in a page of metrics, or None if the engine does not draft or does not report them."""
+
+    def parse_prefix_cache(self, metrics: str) -> tuple[int, int] | None:
+        """The tokens in a page of metrics that the engine has looked up in its prefix cache, and that it found there;
+        None if the page does not tell."""
 
     def capture_command(self, wanted: HiddenStatesSpec) -> str | None:
         """Command that starts a server which outputs hidden states, or None if the engine cannot."""

@@ -22,6 +22,7 @@ from specctl.engines.records import (
     HiddenStatesSpec,
     LoadedDrafter,
     MalformedResponse,
+    is_count,
     parsing,
 )
 from specctl.engines.vllm_worker import differences
@@ -70,7 +71,10 @@ def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
         raise MalformedResponse(f"unexpected finish reason {reason!r}")
     if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
         ids = [*ids, matched]  # SGLang strips the token that ended the text: restore it
-    return GenerationResult(ids, STOPS[reason], own_drafting(about))
+    cached = about.get("cached_tokens")
+    return GenerationResult(
+        ids, STOPS[reason], own_drafting(about), cached_tokens=cached if is_count(cached) else None
+    )
 
 
 def own_drafting(about: Mapping[str, Any]) -> DraftCounters | None:
@@ -103,6 +107,11 @@ def join_stream(pieces: list[Any]) -> Any:
 
 def parse_draft_counters(page: str) -> DraftCounters | None:
     """Return None: SGLang's metrics page has means, not counters. Each answer carries its own counters instead."""
+    return None
+
+
+def parse_prefix_cache(page: str) -> tuple[int, int] | None:
+    """Return None: each answer says how much of its prompt was cached."""
     return None
 
 

@@ -100,6 +100,12 @@ def parse_draft_counters(page: str) -> DraftCounters | None:
     return metrics.draft_counters(page, "vllm:")
 
 
+def parse_prefix_cache(page: str) -> tuple[int, int] | None:
+    """Tokens that were looked up in the prefix cache, and found."""
+    asked = metrics.total(page, "vllm:prefix_cache_queries_total")
+    return None if asked is None else (int(asked), int(metrics.total(page, "vllm:prefix_cache_hits_total") or 0))
+
+
 def tokenize_request(text: str, model: str) -> dict[str, Any]:
     return {"model": model, "prompt": text, "add_special_tokens": False}
 

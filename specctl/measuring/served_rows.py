@@ -66,6 +66,8 @@ class ServedRow(Figures):
         server: "server", or "baseline".
         tokens_per_s: throughput of all requests together.
         failures: requests that failed and were sent again.
+        cached_prompt: share of the prompts' tokens that the engine took from its prefix cache, or None if it does not
+            tell. Some engines find less with a drafter.
     """
 
     server: str
@@ -75,6 +77,7 @@ class ServedRow(Figures):
     seconds: float
     tokens_per_s: float
     failures: int
+    cached_prompt: float | None = None
 
 
 @dataclass(frozen=True)

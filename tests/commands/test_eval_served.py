@@ -69,6 +69,29 @@ def test_rows_of_both_servers(go, text, tmp_path, kind):
     assert len(lines) == 6 * len(rows) and sum(len(line["output_ids"]) for line in lines) == sum(r.tokens for r in rows)
 
 
+def test_cached_prompts_are_counted_for_each_server(go, text):
+    """By the growth of vLLM's counters while the requests ran, or by SGLang's answers; None if an engine does not
+    tell."""
+    page = "vllm:prefix_cache_queries_total{engine=\"0\"} %d\nvllm:prefix_cache_hits_total{engine=\"0\"} %d\n"
+    seen = []
+
+    def counted():
+        seen.append(100 + 40 * len(seen))
+        return page % (seen[-1], seen[-1] // 4)
+
+    with FakeEngine(text.tokenizer) as engine, FakeEngine(text.tokenizer) as plain:
+        engine.scraped = counted
+        rows = go(engine, plain, data={"domain": ["sql"]}, concurrency=[1]).servers
+    assert [row.cached_prompt for row in rows] == [0.25, None]
+
+
+def test_cached_prompts_of_sglang(go, text):
+    with FakeEngine(text.tokenizer, "sglang") as engine:
+        engine.cached = 3
+        (row,) = go(engine, data={"domain": ["sql"]}, concurrency=[1]).servers
+    assert 0 < row.cached_prompt < 1
+
+
 def test_counters_of_the_engine_where_texts_say_nothing(go, text):
     with FakeEngine(text.tokenizer) as engine:
         scraped = []

@@ -47,6 +47,7 @@ class FakeEngine:
         self.number = self.there = self.most = 0
         self.shift, self.context, self.slots, self.pages = 0.0, 512, 64, {}
         self.histogram: list[int] = []
+        self.cached: int | None = None  # tokens that SGLang takes from its prefix cache
         self.blank, self.end = " ", "\n"  # in the events of streams
         self.scraped = None
         self.gone = False  # every connection breaks
@@ -110,6 +111,7 @@ class FakeEngine:
         out, stop = self.text(ids, sampling["max_new_tokens"], sampling["temperature"], sampling.get("sampling_seed"))
         reason = {"type": stop} | ({"matched": out[-1]} if stop == "stop" else {})
         about = {"finish_reason": reason, "prompt_tokens": len(ids), "completion_tokens": len(out)}
+        about |= {} if self.cached is None else {"cached_tokens": self.cached}
         if self.histogram:
             rounds = sum(self.histogram)
             about |= {"spec_correct_drafts_histogram": self.histogram, "spec_verify_ct": rounds}

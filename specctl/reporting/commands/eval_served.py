@@ -24,6 +24,7 @@ SERVERS = {
     "token_s": "next tokens, s",
     "mat": "mat",
     "mat_interval": "mat, 95 %",
+    "cached_prompt": "cached share of prompts",
     "speedup": "× baseline",
     "speedup_interval": "× baseline, 95 %",
     "same_texts": "same texts",
