@@ -106,7 +106,7 @@ def test_data_head_and_counts(target, tmp_path):
         ours = decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=[0] * len(prompts))
         assert [row["response_ids"] for row in greedy] == [one.output_ids for one in ours]
 
-        head = trained("eagle3", target, tmp_path / "sql", tmp_path / "head")
+        head = trained("eagle3", tmp_path / "sql", tmp_path / "head")
         exporting.export(ExportRecipe(drafter=head, to="vllm", output_dir=tmp_path / "export"))
         drafting = {"method": "eagle3", "model": str(tmp_path / "export"), "num_speculative_tokens": TOKENS}
         metrics = ("--per-request-spec-decode-metrics", "summary")
