@@ -104,8 +104,7 @@ def learn_from_servers(
             target,
             first.target.chat_template_kwargs,
             Rejections(run.dir / REJECTED, first.data.max_rejected, expected=logs.EXPECTED),
-            max(recipe.chunk for recipe in recipes.values()),
-            sizes={redacted(url): recipe.chunk for url, recipe in recipes.items()},
+            {redacted(url): recipe.chunk for url, recipe in recipes.items()},
         )
         kinds = {one.url: one.facts.engine for one in client.servers}
         size = int(first.traffic.max_log_mb * 2**20)
