@@ -108,8 +108,9 @@ def learn_from_servers(
         )
         kinds = {one.url: one.facts.engine for one in client.servers}
         size = int(first.traffic.max_log_mb * 2**20)
-        assert first.traffic.listen is not None
-        gateway = stack.enter_context(proxy_process.running(first.traffic.listen, kinds, traffic.path, size, guard))
+        listen = first.traffic.listen
+        assert listen is not None
+        gateway = stack.enter_context(proxy_process.running(listen, kinds, traffic.path, size, guard, fresh=True))
         traffic.check = gateway.check
         gateway.show({name: one.counts for name, one in learners.items()})
         progress.log(f"requests that go to {gateway.address} are forwarded to the servers and learned from")

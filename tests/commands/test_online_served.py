@@ -197,9 +197,10 @@ def through_proxy(go, engine, count):
 
 
 def test_texts_of_clients_come_through_the_proxy(go, engine, tmp_path):
-    result = through_proxy(go, engine, 6)
-    assert result.prompts == 6 and result.chunks == 3 and result.mat == 1.75
-    assert len((tmp_path / "run" / "traffic.jsonl").read_text().splitlines()) == 6
+    for _ in range(2):  # the texts of an earlier run in the same directory, perhaps of another target, do not count
+        result = through_proxy(go, engine, 6)
+        assert result.prompts == 6 and result.chunks == 3 and result.mat == 1.75
+        assert len((tmp_path / "run" / "traffic.jsonl").read_text().splitlines()) == 6
 
 
 def test_texts_of_a_log(go, engine, tmp_path, target):
