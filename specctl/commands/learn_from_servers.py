@@ -63,6 +63,13 @@ class LearningServer:
             told = error.message if isinstance(error, SpecctlError) else where(error)
             progress.warn(f"learning of {name} has failed and ends; it goes on with its present drafter: {told}")
 
+    def save(self) -> None:
+        """Save the learned drafter. A failure is only reported: the other drafters are to be saved, too."""
+        try:
+            self.learner.save(self.start)
+        except (SpecctlError, OSError) as error:
+            progress.warn(f"the drafter learned from {self.start} is not saved: {error}")
+
 
 def learn_from_servers(
     server: ServerRecipe,
@@ -123,7 +130,7 @@ def learn_from_servers(
         finally:
             for one in learners.values():
                 if one.counts.on:  # a failure may have left its weights half changed
-                    one.learner.save(one.start)
+                    one.save()
 
 
 def new_learner(
