@@ -177,8 +177,8 @@ class OnlineDrafter(StreamLearner):
         return seconds * len(steps) * (self.rule.epochs or 1)
 
     def learn(self, acceptance: Acceptance, *, no_time: bool = False) -> Lesson:
-        """Learn from the texts that `buffer` has taken in since the last call; `drafter` keeps its weights. If
-        `no_time` of time, learn nothing and only take back an update that did harm."""
+        """Learn from the texts that `buffer` has taken in since the last call; `drafter` keeps its weights. With
+        `no_time`, learn nothing and only take back an update that did harm."""
         began = time.perf_counter()
         self._unroll(acceptance)
         fresh, older = self._texts()

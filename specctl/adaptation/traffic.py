@@ -125,7 +125,31 @@ class Tail:
 
 
 @dataclass
-class LogTraffic:
+class LoggedTexts:
+    """The texts in a log, as they come."""
+
+    path: Path
+    target: TargetText
+    options: dict[str, Any]
+    rejections: Rejections
+
+    def texts(self, tail: Tail) -> Iterator[tuple[ServedText, LogPosition]]:
+        """The texts that have not been read yet, each with the place after it. Lines without a text are rejected."""
+        for line in tail.lines():
+            if not line.strip():
+                continue
+            self.rejections.seen += 1
+            try:
+                text = parse_served_text(json_object(line), self.target, self.options)
+            except ValueError as error:
+                where = f"{self.path}, byte {tail.place.offset - len(line)}"
+                self.rejections.add(where, str(error), line.decode("utf-8", "replace"))
+            else:
+                yield text, tail.place
+
+
+@dataclass
+class LogTraffic(LoggedTexts):
     """Chunks of the texts in a log, as they come.
 
     If learning is slower than the traffic, the oldest waiting texts are passed over.
@@ -139,10 +163,6 @@ class LogTraffic:
         check: called while it waits; raises SpecctlError if the writer of the log has ended.
     """
 
-    path: Path
-    target: TargetText
-    options: dict[str, Any]
-    rejections: Rejections
     size: int
     follow: bool = True
     limit: int | None = None
@@ -196,17 +216,9 @@ class LogTraffic:
 
     def _read(self, tail: Tail, waiting: deque[tuple[ServedText, LogPosition]]) -> None:
         """Take the new texts, up to the number that may wait."""
-        for line in tail.lines():
-            if not line.strip():
-                continue
-            self.rejections.seen += 1
-            try:
-                waiting.append((parse_served_text(json_object(line), self.target, self.options), tail.place))
-            except ValueError as error:
-                where = f"{self.path}, byte {tail.place.offset - len(line)}"
-                self.rejections.add(where, str(error), line.decode("utf-8", "replace"))
-            full = len(waiting) >= MAX_BACKLOG_CHUNKS * self.size
-            if full and not self.follow:
+        for text in self.texts(tail):
+            waiting.append(text)
+            if len(waiting) >= MAX_BACKLOG_CHUNKS * self.size and not self.follow:
                 return  # a file that does not grow is read whole, piece by piece
             if len(waiting) > MAX_BACKLOG_CHUNKS * self.size:
                 waiting.popleft()
@@ -214,26 +226,26 @@ class LogTraffic:
 
 
 @dataclass
-class TrafficByServer(LogTraffic):
+class TrafficByServer(LoggedTexts):
     """Chunks of the texts of one server each, from the log of a gateway that chooses servers. It follows the log until
-    a signal.
+    a signal. Each server has its own queue, so the texts of a busy server displace no others.
 
     Attributes:
         sizes: texts in a chunk, by server; texts of other servers are passed over without being counted.
         passed_over_of: number of texts that there was no time to learn from, by server.
+        check: as in `LogTraffic`.
     """
 
-    sizes: Mapping[str, int] = field(default_factory=dict)
+    sizes: Mapping[str, int]
     passed_over_of: Counter[str] = field(default_factory=Counter)
+    check: Callable[[], None] = lambda: None
 
     def chunks(self) -> Iterator[list[ServedText]]:
         """The chunks, the next one of the server with most waiting chunks. Raises Interrupted, SpecctlError."""
         tail, waiting = Tail(self.path), defaultdict[str, deque[ServedText]](deque)
         try:
             while True:
-                read: deque[tuple[ServedText, LogPosition]] = deque()
-                self._read(tail, read)
-                for text, _ in read:
+                for text, _ in self.texts(tail):
                     self._wait(text, waiting[text.server])
                 ready = {server: len(waiting[server]) / size for server, size in self.sizes.items()}
                 first = max(ready, key=lambda server: ready[server])

@@ -62,7 +62,7 @@ class Chunk:
 
     Attributes:
         decode_s: seconds in which the chunk was decoded, if they limit the time for learning from it.
-        learner: name of the learner among those of the process.
+        learner: name of the learner in its process.
     """
 
     texts: list[BufferedText]

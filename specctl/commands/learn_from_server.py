@@ -203,7 +203,8 @@ def open_traffic(
         yield traffic, _unseen
         return
     servers = {server.url: server.facts.engine for server in client.servers}
-    with proxy_process.running(source.listen, servers, log, int(source.max_log_mb * 2**20), guard) as gateway:
+    size, fresh = int(source.max_log_mb * 2**20), not recipe.resume
+    with proxy_process.running(source.listen, servers, log, size, guard, fresh=fresh) as gateway:
         traffic.check = gateway.check
         gateway.show({"": LearningCounts(on=True)})
         progress.log(f"requests that go to {gateway.address} are forwarded to the servers and learned from")

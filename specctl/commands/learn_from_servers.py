@@ -63,6 +63,13 @@ class LearningServer:
             told = error.message if isinstance(error, SpecctlError) else where(error)
             progress.warn(f"learning of {name} has failed and ends; it goes on with its present drafter: {told}")
 
+    def save(self) -> None:
+        """Save the learned drafter. A failure is only reported: the other drafters are to be saved, too."""
+        try:
+            self.learner.save(self.start)
+        except (SpecctlError, OSError) as error:
+            progress.warn(f"the drafter learned from {self.start} is not saved: {error}")
+
 
 def learn_from_servers(
     server: ServerRecipe,
@@ -104,13 +111,13 @@ def learn_from_servers(
             target,
             first.target.chat_template_kwargs,
             Rejections(run.dir / REJECTED, first.data.max_rejected, expected=logs.EXPECTED),
-            max(recipe.chunk for recipe in recipes.values()),
-            sizes={redacted(url): recipe.chunk for url, recipe in recipes.items()},
+            {redacted(url): recipe.chunk for url, recipe in recipes.items()},
         )
         kinds = {one.url: one.facts.engine for one in client.servers}
         size = int(first.traffic.max_log_mb * 2**20)
-        assert first.traffic.listen is not None
-        gateway = stack.enter_context(proxy_process.running(first.traffic.listen, kinds, traffic.path, size, guard))
+        listen = first.traffic.listen
+        assert listen is not None
+        gateway = stack.enter_context(proxy_process.running(listen, kinds, traffic.path, size, guard, fresh=True))
         traffic.check = gateway.check
         gateway.show({name: one.counts for name, one in learners.items()})
         progress.log(f"requests that go to {gateway.address} are forwarded to the servers and learned from")
@@ -123,7 +130,7 @@ def learn_from_servers(
         finally:
             for one in learners.values():
                 if one.counts.on:  # a failure may have left its weights half changed
-                    one.learner.save(one.start)
+                    one.save()
 
 
 def new_learner(

@@ -84,7 +84,7 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[M
         run.target = recipe.model or client.servers[0].model
     with server.listening(recipe.listen) as (place, address):
         run.annotate()
-        (run.dir / REQUESTS).unlink(missing_ok=True)
+        traffic_log.delete(run.dir / REQUESTS)
         meter, texts = Meter(str(run.target)), TextLog(traffic_log.opened(run.dir / REQUESTS, MAX_LOG_BYTES))
         chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, recipe.seed) if chooses else None
         backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward_key(recipe, key))

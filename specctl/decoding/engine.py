@@ -302,6 +302,8 @@ class Engine:
             self.state.capacity = longest + self.state.spare + 1
         elif self.state.batch and not self.options.exact:
             self.state.restart(count)
+            if self.device is not None:
+                self.device.batch = self.state.batch
             self.state.any_sampled = any(text.request.sampling.temperature > 0 for text in self.waiting.values())
 
     def _free_batch(self) -> None:

@@ -20,7 +20,8 @@ class PagedCache(KVCache):
 
     Attributes:
         store: the pool's memory [L, S, 2·Hkv, D]; `rows` are its views [S, 2·Hkv, D] per layer.
-        memory: room for the tables of B or more sequences; `table` is its first part.
+        memory: room for the tables of B or more sequences; `table` is its first part. `nbytes` counts only this: the
+            pool belongs to the target, like its weights.
         table: [B, W] entry i is the page that holds slots i·PAGE … of a sequence. It is on the device, where graphs
             read it.
         leases: the pages of each sequence. A row without a sequence has no lease and writes to page `SCRATCH_PAGE`.
@@ -38,11 +39,6 @@ class PagedCache(KVCache):
     def _over(self, memory: Tensor, batch: int) -> None:
         self.memory, self.table, self.batch = memory, memory[:batch], batch
         self.skipped = [EMPTY_RANGE] * batch
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the tables. The pool belongs to the target, like its weights."""
-        return super().nbytes
 
     def count_fitting(self, texts: list[int]) -> int:
         needed = accumulate(pages_for(most) for most in texts)

@@ -456,7 +456,8 @@ class PoolLearner(ServingLearner):
         return any(member.on for member in self.members.values())
 
     def note_round(self, query: str, drafter: str) -> None:
-        self._arms[query] = self._member_of.get(drafter, drafter)
+        if self.on:
+            self._arms[query] = self._member_of.get(drafter, drafter)
 
     def observe(self, state: DecodeState, result: RoundResult) -> None:
         if not self.on:

@@ -76,15 +76,27 @@ class GatewayProcess:
 
 @contextmanager
 def running(
-    listen: str, servers: dict[str, str], log: Path, max_bytes: int, options: ProxyOptions = DEFAULT_OPTIONS
+    listen: str,
+    servers: dict[str, str],
+    log: Path,
+    max_bytes: int,
+    options: ProxyOptions = DEFAULT_OPTIONS,
+    *,
+    fresh: bool = False,
 ) -> Iterator[GatewayProcess]:
     """Run a gateway in its own process during the block.
 
-    `servers`: engine by address. At the end it accepts no more requests, and answers all requests still in flight.
-    Raises UsageError as `server.listening` does.
+    At the end it accepts no more requests, and answers all requests still in flight. Raises UsageError as
+    `server.listening` does.
+
+    Args:
+        servers: engine by address.
+        fresh: delete the log of an earlier run.
     """
     with server.listening(listen) as (place, address):
         traffic_log.close(traffic_log.opened(log, max_bytes))  # report here if the log cannot be opened
+        if fresh:
+            traffic_log.delete(log)
         process = subprocess.Popen(
             [sys.executable, "-m", "specctl.gateway.proxy_process"],
             stdin=subprocess.PIPE,

@@ -55,6 +55,12 @@ def opened(path: Path, max_bytes: int) -> logging.Logger:
     return log
 
 
+def delete(path: Path) -> None:
+    """Delete the files of a log."""
+    for file in (path, path.with_name(f"{path.name}.1")):
+        file.unlink(missing_ok=True)
+
+
 def close(log: logging.Logger) -> None:
     """Close the files of a log."""
     for handler in log.handlers:

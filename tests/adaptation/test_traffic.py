@@ -7,7 +7,14 @@ import time
 import pytest
 
 from specctl import progress
-from specctl.adaptation.traffic import MAX_BACKLOG_CHUNKS, LogPosition, LogTraffic, Tail, parse_served_text
+from specctl.adaptation.traffic import (
+    MAX_BACKLOG_CHUNKS,
+    LogPosition,
+    LogTraffic,
+    Tail,
+    TrafficByServer,
+    parse_served_text,
+)
 from specctl.distillation.rejections import Rejections
 from specctl.engines import proxy_messages
 from specctl.errors import DataError, Interrupted
@@ -213,3 +220,17 @@ def test_a_log_without_texts_is_refused(text, tmp_path):
     (tmp_path / "log").write_text("no json\n" * 3)
     with pytest.raises(DataError, match="3 of 3 prompts rejected"):
         list(traffic(tmp_path / "log", text, follow=False).chunks())
+
+
+def test_a_busy_server_does_not_displace_the_texts_of_another(text, tmp_path):
+    """While a drafter learnt, the texts of all servers shared one queue, and the loss was counted nowhere."""
+    path = tmp_path / "log"
+    with open(path, "w") as file:
+        for number in range(103):
+            server = "quiet" if number < 3 else "busy"
+            file.write(json.dumps(row(number, server=server)) + "\n")
+    made = TrafficByServer(path, text, {}, Rejections(None, 0.5), {"quiet": 3, "busy": 3})
+    chunks = made.chunks()
+    found = [next(chunks) for _ in range(MAX_BACKLOG_CHUNKS + 1)]
+    assert [0, 1, 2] in numbers(found)
+    assert made.passed_over_of == {"busy": 100 - 3 * MAX_BACKLOG_CHUNKS}

@@ -750,6 +750,42 @@ def test_a_graph_that_another_batch_size_has_spoiled_is_not_trusted(tiny, drafte
         assert [text.output_ids for text in decoding.decode(tiny, prompts, engine=engine, **how)] == host
 
 
+def test_a_drafter_that_fails_at_one_batch_size_runs_from_the_host_at_all(tiny, graphs_on, monkeypatch):
+    """Graphs of other batch sizes were replayed after the failure, and the size that was refused was another one."""
+    prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(4)]
+    how = dict(sampling=HOT, seeds=[*range(4)], max_new_tokens=[12, 30, 30, 30])
+    monkeypatch.setattr(graphs, "WARM_UP", 0)
+    graphs_on()
+    engine = engine_for(tiny)
+    decoding.decode(tiny, [[5, 9, 300]], engine=engine, sampling=HOT, seeds=[0], max_new_tokens=12)
+    assert {batch for _, batch in engine.device.tracks} == {1}
+    monkeypatch.setattr(graphs, "capture", raising)
+    for request in decoding.requests(prompts, **how):
+        engine.add(request)
+    with pytest.warns(UserWarning, match="without CUDA graphs"):
+        while not graphs._refused:
+            engine.step()
+    assert engine.state.batch == 4 and not engine.device.tracks
+    assert {batch for _, (_, batch) in graphs._refused} == {4}
+    while engine.busy:
+        engine.step()
+
+
+def test_graphs_of_all_drafters_are_checked_when_a_batch_size_comes_back(tiny, drafters, graphs_on, monkeypatch):
+    """Only the first drafter that drafted at that size was checked."""
+    graphs_on()
+    engine = engine_for(tiny)
+    for count in (4, 1):
+        prompts = [[5 + row, 9, 300 + row, 12, 7] for row in range(count)]
+        decoding.decode(tiny, prompts, engine=engine, sampling=HOT, seeds=[*range(count)], max_new_tokens=30)
+    rounds = engine.device
+    (first,) = [track for (_, batch), track in rounds.tracks.items() if batch == 4]
+    other = rounds.tracks["another", 4] = device_round.Track(None, None, graphs.Graphs([], first.graphs.answer))
+    other.graphs.graphs[256] = None
+    decoding.decode(tiny, [[5, 9]] * 4, engine=engine, sampling=HOT, seeds=[0] * 4, max_new_tokens=9)
+    assert other.graphs.unproven == {256}
+
+
 def addresses(engine):
     """Of the tensors that graphs read and that shrink and grow with the batch."""
     state = engine.state

@@ -228,3 +228,12 @@ def test_a_text_teaches_the_drafter_of_most_of_its_rounds(tiny):
     assert (heads["a"].parts, heads["b"].parts) == ([(2, 4)], [(1, 2), (1, 1)])
     assert (heads["a"].seconds, heads["b"].seconds) == (3.0 + 3.0, 6.0)
     assert learner._played == Counter(a=2, b=2, lookup=2)
+
+
+def test_nothing_is_noted_after_all_learners_have_ended(tiny):
+    """The memory of a server grew with every text."""
+    learner = PoolLearner({"a": Member(["a"])}, tiny)
+    learner.members["a"].on = False
+    learner.note_round("0", "a")
+    learner.observe(None, None)
+    assert not learner._arms

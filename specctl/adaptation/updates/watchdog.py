@@ -112,7 +112,7 @@ class Watchdog:
         If the learner refuses the chunk, it tries again with the weights from before the last update. If that works,
         the present weights were beyond recovery, and the ruling is a rollback, whether acceptance fell or not. (A
         drafter that was never right cannot fall.) `held` are held-out texts of the chunk, a batch each, by which the
-        new update is tested at once. If `no_time` of time, nothing is learned, and the last update is taken back only
+        new update is tested at once. With `no_time`, nothing is learned, and the last update is taken back only
         if it did harm.
         """
         if self.rests(acceptance, short=no_time):

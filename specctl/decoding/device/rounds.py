@@ -88,6 +88,7 @@ class DeviceRounds:
 
     Attributes:
         active_drafter: the drafter of the pending or last rounds.
+        batch: initial batch size.
     """
 
     def __init__(
@@ -198,8 +199,10 @@ class DeviceRounds:
             self.in_sync = False
             return False
         if self.state.batch != self._loaded_batch:
-            self.graphs.check_again()
-        self._loaded_batch = self.state.batch
+            self._loaded_batch = self.state.batch
+            for (_, batch), other in self.tracks.items():
+                if batch == self._loaded_batch:
+                    other.graphs.check_again()
         if not self.in_sync:
             self.sequences.load(self.state)
         try:
@@ -343,7 +346,8 @@ class DeviceRounds:
         assert isinstance(drafter, OnDevice)
         self.in_sync = False
         self.failed.add(drafter)
-        self.tracks.pop((drafter, self.state.batch), None)
+        for key in [key for key in self.tracks if key[0] is drafter]:
+            del self.tracks[key]
         self._rest(lambda: drafter.invalidate(self.state))
         graphs.refuse(self.state.device, shape_of(drafter, self.batch))
         reason = [type(error).__name__, *str(error).strip().splitlines()][-1]
