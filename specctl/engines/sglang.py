@@ -72,9 +72,7 @@ def parse_answer(document: Any, ask: GenerationRequest) -> GenerationResult:
     if type(matched) is int and isinstance(ids, list) and len(ids) == written - 1:
         ids = [*ids, matched]  # SGLang strips the token that ended the text: restore it
     cached = about.get("cached_tokens")
-    return GenerationResult(
-        ids, STOPS[reason], own_drafting(about), cached_tokens=cached if is_count(cached) else None
-    )
+    return GenerationResult(ids, STOPS[reason], own_drafting(about), cached_tokens=cached if is_count(cached) else None)
 
 
 def own_drafting(about: Mapping[str, Any]) -> DraftCounters | None:

@@ -72,7 +72,7 @@ def test_rows_of_both_servers(go, text, tmp_path, kind):
 def test_cached_prompts_are_counted_for_each_server(go, text):
     """By the growth of vLLM's counters while the requests ran, or by SGLang's answers; None if an engine does not
     tell."""
-    page = "vllm:prefix_cache_queries_total{engine=\"0\"} %d\nvllm:prefix_cache_hits_total{engine=\"0\"} %d\n"
+    page = 'vllm:prefix_cache_queries_total{engine="0"} %d\nvllm:prefix_cache_hits_total{engine="0"} %d\n'
     seen = []
 
     def counted():
