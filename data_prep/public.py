@@ -72,7 +72,7 @@ def _offline_if_unreachable() -> Iterator[None]:
 
     hub = urlsplit(constants.ENDPOINT)
     try:
-        if not constants.HF_HUB_OFFLINE and hub.scheme not in getproxies():
+        if not constants.HF_HUB_OFFLINE and not {hub.scheme, "all"} & getproxies().keys():
             socket.create_connection((hub.hostname, hub.port or {"http": 80}.get(hub.scheme, 443)), HUB_S).close()
     except OSError as error:
         before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE

@@ -28,7 +28,7 @@ def json_lines(name: str) -> Iterator[tuple[str, bytes | None]]:
     """The rows of a file and their places, as lines of JSON. A line that was too long is None. Blank lines are left
     out.
 
-    A line of a .txt file is a prompt, unless it is a JSON object. A row of a .csv, .tsv or .parquet file is an object
+    A line of a .txt file is a prompt, unless it begins like JSON. A row of a .csv, .tsv or .parquet file is an object
     of its cells, without the empty ones. DataError if the file cannot be read.
     """
     label = "<stdin>" if name == "-" else name
@@ -108,7 +108,8 @@ def _texts(file: IO[bytes]) -> Iterator[bytes | None]:
             text = (line or b"").decode("utf-8-sig").strip()
         except UnicodeDecodeError:
             text = ""  # `json_object` names the fault of the line
-        yield _row({"prompt": text}) if text and not text.startswith("{") else line
+        is_json = text == "[" or text.startswith(("{", "[{"))  # an array is refused, with advice
+        yield _row({"prompt": text}) if text and not is_json else line
 
 
 def _table(file: IO[bytes]) -> Iterator[bytes]:
@@ -119,12 +120,17 @@ def _table(file: IO[bytes]) -> Iterator[bytes]:
         header = text.readline()
         separator = max(",;\t", key=header.count)
         names = next(csv.reader([header], delimiter=separator), [])
-        yield from map(_row, csv.DictReader(text, names, delimiter=separator))
+        rows = csv.DictReader(text, names, delimiter=separator, strict=True)
+        for row in rows:
+            if any(row.get(None, ())):
+                raise csv.Error(f"line {rows.line_num + 1} has more cells than the header")
+            yield _row(row)
     except UnicodeDecodeError:
         hint = "convert it, such as `iconv -f WINDOWS-1252 -t UTF-8`"
         raise DataError(f"cannot read {file.name} as CSV: not UTF-8", hint=hint) from None
     except csv.Error as error:
-        raise DataError(f"cannot read {file.name} as CSV: {error}", hint="close its quotes, or write JSONL") from None
+        hint = f"put cells with {separator!r} or quotes in quotes, and double the quotes in them; or write JSONL"
+        raise DataError(f"cannot read {file.name} as CSV: {error}", hint=hint) from None
 
 
 def _parquet(file: IO[bytes]) -> Iterator[bytes]:
@@ -133,14 +139,19 @@ def _parquet(file: IO[bytes]) -> Iterator[bytes]:
     try:
         for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=256):
             yield from map(_row, batch.to_pylist())
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, pyarrow.ArrowException) as error:
         raise DataError(f"cannot read {file.name} as Parquet: {brief(str(error), 200)}") from None
 
 
 def _row(cells: Mapping[Any, Any]) -> bytes:
     return json.dumps(
-        {name: cell for name, cell in cells.items() if name and cell not in (None, "")}, default=str
+        {name: cell for name, cell in cells.items() if name and cell not in (None, "")}, default=_text
     ).encode()
+
+
+def _text(cell: Any) -> str:
+    """Text of a cell that JSON has no type for, such as a time. Bytes are text of a column without an encoding."""
+    return cell.decode(errors="replace") if isinstance(cell, bytes) else str(cell)
 
 
 READERS: dict[str, Callable[[IO[bytes]], Iterator[bytes | None]]] = {

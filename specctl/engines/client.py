@@ -525,13 +525,13 @@ class Client:
     async def _same_weights(self, server: Endpoint) -> None:
         """Raise EngineError if an address that was unreachable for a while has come back with another model."""
         now = await endpoints.logprobs(self._pools.http, server, self.probe)
-        if now or not server.logprobs:  # otherwise the server is still loading: ask again next time
-            self._suspects.discard(server.url)
         if endpoints.distance(now, server.logprobs) > endpoints.MAX_LOGPROB_DIFFERENCE:
             raise EngineError(
                 f"{server.url} was restarted with different weights during this run",
                 "finished work is kept and comes from the old weights; use one server for each set of weights",
             )
+        if now or not server.logprobs:  # otherwise the server is still loading: ask again next time
+            self._suspects.discard(server.url)
 
 
 async def _cancelled(tasks: list[asyncio.Task[Any]]) -> None:

@@ -64,10 +64,7 @@ ROUTE_NAMES = {"algo": "choose", "seeds": "seed"}
 ROUTE_KEYS = {"policy", "server", "listen", "overwrite", *ROUTE_NAMES, *CommandRecipe.model_fields}
 
 REMOVED: dict[str, tuple[Any, str]] = {
-    "filters.near_prompts": (
-        0.95,
-        "prompts are compared with `exclude` alone: leave it out",
-    ),
+    "filters.near_prompts": (0.95, "prompts are compared with `exclude` alone: leave it out"),
     "filters.near_responses": (None, "responses are not compared: leave it out"),
     "warm_start": (False, "a router plays in the policy `router` alone: leave it out"),
     "router.weight": (8, "no policy starts from a router's opinion: leave it out"),

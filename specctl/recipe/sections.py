@@ -233,11 +233,10 @@ class CommandRecipe(Section):
     @model_validator(mode="after")
     def _served_adapter(self) -> Self:
         """Require the name of a served model with the target's adapter: engines list the model without it first."""
-        for key in ("server", "features.server"):
-            place: Any = self
-            for part in key.split("."):
-                place = getattr(place, part, None)
-            if self.target.adapter is not None and place is not None and place.urls and place.model is None:
+        for key, section in (("server", self), ("features.server", getattr(self, "features", None))):
+            server: Any = getattr(section, "server", None)
+            named = server is not None and (server.urls or getattr(section, "servers", None))
+            if self.target.adapter is not None and named and server.model is None:
                 raise ValueError(f"target.adapter: name the engine's model that has the adapter: {key}.model=NAME")
         return self
 

@@ -144,7 +144,9 @@ class FeatureStream:
                     interrupts.check()
 
     def _ask(self) -> None:
-        """Ask for as many further texts as may be ahead."""
+        """Ask for as many further texts as may be ahead. While the stream closes, a thread may still read from it."""
+        if self._closing:
+            return
         for example in islice(self._upcoming, self.bound - len(self._ahead)):
             self._ahead.append((example, asyncio.run_coroutine_threadsafe(self._rows(example), self.client.loop)))
 
@@ -205,7 +207,7 @@ class FeatureStream:
         """End the requests: those in flight may still delete their files."""
         self._closing = True
         if self._thread is not None:
-            wait([asked for _, asked in self._ahead], DRAIN_S)
+            wait([asked for _, asked in list(self._ahead)], DRAIN_S)
             self.client.loop.call_soon_threadsafe(self.client.loop.stop)
             self._thread.join(DRAIN_S)
             if self._thread.is_alive():  # a file system hangs

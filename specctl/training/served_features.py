@@ -88,7 +88,9 @@ def addresses(recipe: FeatureRecipe) -> list[str]:
     except FileNotFoundError:
         found, problem = [], "there is no such file"
     except ValidationError as error:
-        raise UsageError(f"features.servers={path}: {error.errors()[0]['msg']}", FILE_HINT) from error
+        raise UsageError(
+            f"features.servers={path}: {error.errors()[0]['msg'].removeprefix('Value error, ')}", FILE_HINT
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"features.servers={path}: {error}", FILE_HINT) from error
     if not found and not recipe.server.wait_s:

@@ -48,6 +48,7 @@ def test_an_adapter_given_as_the_target_is_told_how(specctl, lora):
     [
         (["distill", "--server", "http://127.0.0.1:9"], "server.model=NAME"),
         (["train-drafter", "--features-from", "http://127.0.0.1:9"], "features.server.model=NAME"),
+        (["train-drafter", "features.servers=servers.txt"], "features.server.model=NAME"),
         (["online", "target_schedule=builtin:3,other:3"], "exclude each other"),
         (["generate", "Hi.", "target.tensor_parallel=2"], "exclude each other"),
     ],

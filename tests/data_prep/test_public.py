@@ -108,6 +108,17 @@ def test_a_hub_out_of_reach_is_said_at_once(monkeypatch, capfd):
 
     before = constants.HF_HUB_OFFLINE
     monkeypatch.setattr("socket.create_connection", refused)
+    monkeypatch.setattr("specctl.data_prep.public.getproxies", dict)
     with pytest.raises(DataError, match=r"openai/gsm8k: .* huggingface.co cannot be reached \(Connection refused\)"):
         load_public(get("math"))
     assert (constants.HF_HUB_OFFLINE, capfd.readouterr().err) == (before, "")
+
+
+def test_a_proxy_for_all_schemes_may_reach_the_hub(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("socket.create_connection", None)
+    monkeypatch.setattr("specctl.data_prep.public.getproxies", lambda: {"all": "socks5://proxy:1080"})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: [{"question": f"{constants.HF_HUB_OFFLINE}"}])
+    assert list(load_public(get("math"))) == ["False"]

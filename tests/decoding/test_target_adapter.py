@@ -65,6 +65,7 @@ ADAPTERS = {
     "one layer": ("mistral-window", {"layers_to_transform": [1]}),
     "a whole head": ("qwen2", {"modules_to_save": ["lm_head"]}),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tokens of a tied vocabulary": ("llama-bias-tied", {"trainable_token_indices": PROMPT[:5]}),
     "on transformers' forward": ("gpt2", {"target_modules": ["c_attn", "c_proj"]}),
     "caps and windows": ("gemma2", {}),
 }
@@ -107,6 +108,7 @@ def test_it_runs_as_the_merged_weights_in_a_file(tmp_path, dtype):
 
 def test_a_gguf_file_takes_one(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # peft looks for the base of the adapter that it writes
     file = str(tmp_path / "m.gguf")
     sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96}  # of whole blocks
     write(write_tiny(tmp_path / "m", "LlamaConfig", sizes), tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
@@ -174,6 +176,7 @@ def test_what_is_no_adapter_of_the_target_is_refused(base, lora, tiny_directory,
         cut: "adapter_model.safetensors cannot be read",
         changed(lora, tmp_path / "prompt", peft_type="PROMPT_TUNING"): "is of peft type 'PROMPT_TUNING', not 'LORA'",
         changed(lora, tmp_path / "ia3", peft_type="IA3"): "is of peft type 'IA3', not 'LORA'",
+        changed(lora, tmp_path / "twice", layer_replication=[[0, 1], [0, 2]]): "repeats layers of the target",
         changed(lora, tmp_path / "modules", target_modules=["query"]): "Target modules {'query'} not found",
         changed(lora, tmp_path / "rank", r=8): r"q_proj has a matrix of shape [4, 48], but the target needs [8, 48]",
         changed(

@@ -444,3 +444,5 @@ def test_an_unknown_id_is_told_at_once_where_the_hub_cannot_be_reached(monkeypat
     monkeypatch.setattr(loading, "getproxies", dict)
     with pytest.raises(CheckpointError, match=r"nobody/unknown is neither .* 127.0.0.1 cannot be reached"):
         loading.load_config("nobody/unknown")
+    monkeypatch.setattr(loading, "getproxies", lambda: {"all": "socks5://proxy:1080"})
+    loading.check_within_reach("nobody/unknown")  # the proxy may reach it

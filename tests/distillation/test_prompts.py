@@ -131,13 +131,25 @@ def test_alpaca_and_messages_in_other_formats(name, tmp_path):
     assert other.messages == [{"role": "user", "content": TEXTS[1]}]
 
 
+def test_cells_of_bytes_are_text(tmp_path):
+    """Some writers leave out that a column of strings is UTF-8."""
+    pq.write_table(pa.table({"prompt": pa.array([TEXTS[1].encode()], pa.binary())}), tmp_path / "p.parquet")
+    (prompt,) = read_prompts(data(tmp_path / "p.parquet"), "sql")
+    assert prompt.messages == [{"role": "user", "content": TEXTS[1]}]
+
+
 @pytest.mark.parametrize(
     ("name", "contents", "said"),
     [
         ("p.parquet", b"PAR1, or not", "as Parquet"),
         ("p.csv", b'prompt\n"' + b"x" * (line_streams.MAX_LINE_BYTES + 9), "as CSV: field larger"),
         ("p.csv", b"prompt\ncaf\xe9\n", "as CSV: not UTF-8"),
+        ("p.csv", b"prompt\nplain\nHello, world\n", "line 3 has more cells than the header"),
+        ("p.csv", b'id,prompt\n1,"Hello\n2,there\n', "as CSV: unexpected end of data"),
+        ("p.csv", b'prompt\n"say \\"hi\\", please"\n', "as CSV: ',' expected after"),
         ("p.csv", b"frage,antwort\nx,y\n", "but has `frage`, `antwort`"),
+        ("p.txt", b'[\n{"prompt": "x"}\n]', "JSON array"),
+        ("p.txt", b'[{"prompt": "x"}]', "JSON array"),
         ("p.txt", b"caf\xe9\n", "not UTF-8 at byte 3"),
         ("p.txt", b"\x1f\x8b\x08\x00", "compressed with gzip"),
         ("p.csv", b"", "no prompts in"),

@@ -209,6 +209,8 @@ def test_servers_join_and_leave(distilled, known_target, serve, own, tmp_path, t
         elif number == 20:
             listed.write_text("half a line")
             time.sleep(0.3)
+            listed.write_text(f"{first.url}\nhttp://\u2603.example:80\n")
+            time.sleep(0.3)
             listed.write_text(f"{second.url}\n{wrong.url}\n")
             until(lambda: f"{first.url} left" in said())
             left.append(first.asked.total())
@@ -229,6 +231,7 @@ def test_servers_join_and_leave(distilled, known_target, serve, own, tmp_path, t
     assert f"a server is not used: {wrong.url} gives other hidden states" in words
     assert "a server is not used: no server responds at http://127.0.0.1:9" in words
     assert "'half a line' is not an address" in words
+    assert "http://\u2603.example:80 is not an address: Invalid IDNA hostname" in words
 
 
 @pytest.mark.parametrize("layers", [True, False], ids=["whole target", "ends"])
@@ -336,6 +339,24 @@ def test_servers_wait_for_the_training(target, examples, serve, tmp_path):
             time.sleep(0.01)
             assert server.asked.total() <= begun + number
         assert server.most <= 2
+
+
+def test_a_server_that_comes_back_with_other_weights_gives_no_states(target, examples, serve, monkeypatch, capsys):
+    """A text is asked for again, and each try notices the weights."""
+    monkeypatch.setattr(feature_stream, "FOLLOW_S", 60.0)
+    server = serve()
+    with stream(target, examples, streaming(server)) as store:
+        before = server.states
+
+        def restart(number):
+            server.shift, server.states, server.faults = 0.5, lambda ids: 2 * before(ids), lambda number: None
+            return "reset"
+
+        server.faults = restart
+        with pytest.raises(EngineError, match="restarted with different weights"):
+            for example in examples:
+                assert same(store.get([example]), FeatureStore(target, TAPS).get([example]))
+    assert "different weights during this run; they are asked for again" in capsys.readouterr().err
 
 
 def test_a_text_that_is_refused_is_named(target, examples, serve):

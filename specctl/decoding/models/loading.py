@@ -179,7 +179,7 @@ def check_within_reach(name: str, revision: str | None = None) -> None:
     from huggingface_hub.errors import HFValidationError
 
     hub = urlsplit(constants.ENDPOINT)
-    if not is_hub_id(name) or constants.HF_HUB_OFFLINE or hub.scheme in getproxies():
+    if not is_hub_id(name) or constants.HF_HUB_OFFLINE or {hub.scheme, "all"} & getproxies().keys():
         return
     try:
         if isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str):

@@ -49,6 +49,9 @@ def files(adapter: str) -> list[Path]:
     if kind != "LORA":
         hint = "use a LoRA adapter, such as one with DoRA or rank-stabilized LoRA; or merge it yourself"
         raise CheckpointError(f"adapter {adapter} is of peft type {kind!r:.60}, not 'LORA'", hint)
+    if said.get("layer_replication"):
+        hint = "save the target with the adapter merged, and give it as the target"
+        raise CheckpointError(f"adapter {adapter} repeats layers of the target (layer_replication)", hint)
     return [directory / ADAPTER, directory / WEIGHTS]
 
 
@@ -115,7 +118,8 @@ def _wrapped(model: Any, adapter: str, held: Mapping[str, Tensor], **changes: An
     if result.unexpected_keys:
         module = _module(result.unexpected_keys[0])
         raise CheckpointError(f"it changes {module}, but the target has none, or {ADAPTER} does not name it")
-    missing = [name for name in result.missing_keys if f".{NAME}" in name]
+    own = dict(wrapped.named_parameters())  # each once: a tied head's are the embedding's
+    missing = [name for name in result.missing_keys if f".{NAME}" in name and name in own]
     if missing:
         raise CheckpointError(f"{WEIGHTS} lacks the weights of {_module(missing[0])}")
     return wrapped
