@@ -45,7 +45,7 @@ TIMEOUT_S = 600.0  # timeout for the last chunks of a stream, and for starting t
 
 
 class LearnerProcess:
-    """A process in which learners take turns, and the messages to and from it."""
+    """A process in which learners take turns, with its queues of messages."""
 
     def __init__(self, learners: Sequence[WorkerLearner]):
         context = multiprocessing.get_context("spawn")

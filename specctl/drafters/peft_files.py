@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PREFIX = "base_model.model."  # peft's name of the module that it wraps
+PREFIX = "base_model.model."  # peft's name of a wrapped module
 
 
 def settings(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -232,8 +232,8 @@ class Dialect(Protocol):
         """The draft counters in a page of metrics, or None if the engine does not draft or does not report them."""
 
     def parse_prefix_cache(self, metrics: str) -> tuple[int, int] | None:
-        """The tokens in a page of metrics that the engine has looked up in its prefix cache, and that it found there;
-        None if the page does not tell."""
+        """The tokens in a page of metrics that the engine has looked up in its prefix cache, and that it found there.
+        Returns None if the page does not tell."""
 
     def capture_command(self, wanted: HiddenStatesSpec) -> str | None:
         """Command that starts a server which outputs hidden states, or None if the engine cannot."""

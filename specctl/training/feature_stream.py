@@ -144,7 +144,7 @@ class FeatureStream:
                     interrupts.check()
 
     def _ask(self) -> None:
-        """Ask for as many further texts as may be ahead. While the stream closes, a thread may still read from it."""
+        """Ask for as many further texts as may be ahead. While the stream closes, a thread may still read texts."""
         if self._closing:
             return
         for example in islice(self._upcoming, self.bound - len(self._ahead)):
@@ -204,7 +204,7 @@ class FeatureStream:
         return self.recipe.model_copy(update={"mode": "server", "server": server})
 
     def close(self) -> None:
-        """End the requests: those in flight may still delete their files."""
+        """End the stream. Requests in flight may still delete their files."""
         self._closing = True
         if self._thread is not None:
             wait([asked for _, asked in list(self._ahead)], DRAIN_S)
