@@ -66,7 +66,7 @@ class OnlineDrafter(StreamLearner):
             init=self.start,
             objective="soft_ce",  # costs nothing: the verdicts hold the target's distributions
             dropout=self.rule.dropout or 0.0,
-            precision="bf16" if target.dtype == torch.bfloat16 else "fp32",
+            precision="auto" if target.dtype == torch.bfloat16 else "fp32",
         )
         self.trainable = make_trainable(self.training, target, NO_CORPUS)
         autocast(self.trainable.module, self.training)

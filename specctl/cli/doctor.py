@@ -121,13 +121,15 @@ def hardware() -> Iterator[Finding]:
     import torch
 
     from specctl import runs, threads
-    from specctl.decoding.models.loading import cpu_has_bf16
+    from specctl.kernels import native
 
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {threads.counted(threads.cores(), 'core')}")
     yield threads_finding(threads.read_cpu_facts(threads.cores(), environ={}), threads.requested_threads(os.environ))
-    bf16 = "yes, --dtype auto selects bf16" if cpu_has_bf16() else "no native instructions, --dtype auto selects fp32"
-    amx = ", AMX" if "amx_bf16" in runs.cpu_field("flags").split() else ""
-    yield Finding("bf16 on cpu", "ok", bf16 + amx)
+    found = native.instructions()
+    step = f"in C++ by {found[0].upper()}" if found else "on PyTorch: needs AVX2"
+    if found and native.library() is None:
+        step = f"on PyTorch: {found[0].upper()} needs a C++ compiler"
+    yield Finding("CPU step in bf16", "ok", step)
     memory = psutil.virtual_memory()
     text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"
     low = Finding("memory", "note", text, "lower features.budget_gb and batch_tokens")

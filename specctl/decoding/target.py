@@ -274,6 +274,12 @@ def load_target(
     if adapter is not None:
         target_adapter.check(adapter, name, load_config(name, **options), trust_remote_code=trust_remote_code)
     part = WHOLE
+
+    def dtype_of() -> torch.dtype:
+        if path == "transformers":
+            return pick_dtype(dtype, where)
+        return lean.pick_target_dtype(dtype, where, load_config(name, **options))
+
     if whole and tensor_parallel > 1:
         config = load_config(name, **options)
         check_decodable(name, config)
@@ -286,9 +292,9 @@ def load_target(
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
         spread = Spread.of(device_map, max_memory)
-        model = load_model(name, device=where, dtype=pick_dtype(dtype, where), **options, spread=spread)
+        model = load_model(name, device=where, dtype=dtype_of(), **options, spread=spread)
     else:
-        model = load_layerless(name, device=where, dtype=pick_dtype(dtype, where), **options)
+        model = load_layerless(name, device=where, dtype=dtype_of(), **options)
     if adapter is not None and whole:
         model = target_adapter.merge(model, adapter, name)
     elif adapter is not None:

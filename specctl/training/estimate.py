@@ -110,7 +110,7 @@ class Estimate:
 
 def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -> Estimate:
     """Estimate the cost of a recipe for a drafter family with weights; `config` is the target's, from `load_config`."""
-    outline = Outline.of(config, machine.dtype(recipe.target.dtype))
+    outline = Outline.of(config, machine.target_dtype(recipe.target.dtype, config))
     planned = PlannedTraining(recipe, outline, machine, texts, loads_layers(recipe, outline, machine))
     epoch, useful = planned.epoch()
     batch = planned.batch_tokens if machine.processes == 1 else mean_tokens(epoch)
@@ -167,7 +167,7 @@ def loads_layers_here(recipe: TrainRecipe) -> bool:
         return False
     if recipe.target.tensor_parallel > 1 or machine is None:
         return True
-    return loads_layers(recipe, Outline.of(config, machine.dtype(recipe.target.dtype)), machine)
+    return loads_layers(recipe, Outline.of(config, machine.target_dtype(recipe.target.dtype, config)), machine)
 
 
 class PlannedTraining:

@@ -4,10 +4,12 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from specctl import threads
+from specctl.decoding.models.lean import pick_target_dtype
 from specctl.decoding.models.loading import DTYPES, cpu_has_bf16
 from specctl.recipe import TrainRecipe
 
@@ -70,6 +72,10 @@ class Machine:
         if name != "auto":
             return DTYPES[name]
         return torch.bfloat16 if self.gpu != "cpu" or cpu_has_bf16() else torch.float32
+
+    def target_dtype(self, name: str, config: Any) -> torch.dtype:
+        """Resolve a dtype name like `pick_target_dtype`, for a machine that need not be this one."""
+        return self.dtype(name) if self.gpu != "cpu" else pick_target_dtype(name, torch.device("cpu"), config)
 
 
 def machine_for(recipe: TrainRecipe, environ: Mapping[str, str] = os.environ) -> Machine | None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from specctl.decoding.models.loading import with_fast_products
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint, lora, pool
@@ -134,7 +135,7 @@ class TrainableHead(TrainableDrafter):
 
     def retarget(self, target: Target) -> None:
         super().retarget(target)
-        self.target_head = target.head_weight[self.module.draft_ids].contiguous()
+        self.target_head = with_fast_products(target.head_weight[self.module.draft_ids].contiguous())
         self.module.squash = target.squash.of(self.module.draft_ids)
 
     def batch(self, examples: list[Example], step: int) -> Any:
@@ -151,8 +152,13 @@ class TrainableLM(TrainableDrafter):
 
     def __init__(self, recipe: TrainRecipe, target: Target, corpus: Corpus):
         super().__init__(recipe, target, corpus)
+        self._target_head: Tensor | None = None
         if recipe.resolved_objective != "ce":
             self.store = FeatureStore(target, ())
+
+    def retarget(self, target: Target) -> None:
+        super().retarget(target)
+        self._target_head = None
 
     def batch(self, examples: list[Example], step: int) -> LMBatch:
         width = max(len(e.tokens) for e in examples)
@@ -167,7 +173,9 @@ class TrainableLM(TrainableDrafter):
         return LMBatch(tokens.to(self.target.device), mask.to(self.target.device), teacher)
 
     def loss(self, engine: nn.Module, batch: Any) -> Loss:
-        total, weight = engine(batch, None if self.store is None else self.target.head_weight)
+        if self.store is not None and self._target_head is None:
+            self._target_head = with_fast_products(self.target.head_weight)
+        total, weight = engine(batch, self._target_head)
         return total, weight, [(total.detach(), weight)]
 
 

@@ -94,7 +94,7 @@ def test_the_text_is_that_of_peft(tiny_directory, tmp_path, name):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_it_runs_as_the_merged_weights_in_a_file(tmp_path, dtype):
-    """In bf16, a CPU with AVX512-BF16 runs the C++ step."""
+    """In bf16, a CPU with AVX2 runs the C++ step."""
     lora = write_adapter("builtin", tmp_path / "lora")
     merged_by_peft("builtin", lora, DTYPES[dtype]).save_pretrained(tmp_path / "m")
     load_tokenizer("builtin").save_pretrained(tmp_path / "m")

@@ -22,7 +22,7 @@ from tests.drafters.test_stacked import disturbed
 from tests.toys import mtp as toys
 from tests.toys.decoding import decode
 
-pytestmark = pytest.mark.skipif(native.library() is None, reason="no AVX512-BF16, or no C++ compiler")
+pytestmark = pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
 TREE = TreeShape(depth=4, width=3, nodes=9, children=2, stop_below=0.0)
 
 

@@ -17,7 +17,7 @@ from specctl.kernels import native
 from tests.conftest import SIZES, write_tiny
 from tests.toys.decoding import decode
 
-needed = pytest.mark.skipif(native.library() is None, reason="no AVX512-BF16, or no C++ compiler")
+needed = pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
 WIDE = SIZES | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 160, "num_attention_heads": 12}
 KINDS = {
     "llama": ("LlamaConfig", WIDE | {"num_key_value_heads": 4, "attention_bias": True, "mlp_bias": True}),
@@ -27,8 +27,19 @@ KINDS = {
 PROMPT = 21
 
 
+SUPPORTED = native.instructions()
+
+
+@pytest.fixture(scope="module", params=SUPPORTED)
+def instructions(request):
+    """The C++ step with each kind of instructions that this processor has."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "instructions", lambda: [request.param])
+        yield request.param
+
+
 @pytest.fixture(scope="module", params=KINDS)
-def three(request, tmp_path_factory):
+def three(request, instructions, tmp_path_factory):
     """The target with the C++ step, without it, and in fp32 with the same weights."""
     place = write_tiny(tmp_path_factory.mktemp("native") / request.param, *KINDS[request.param])
     AutoModelForCausalLM.from_pretrained(place, dtype=torch.bfloat16).save_pretrained(place)
@@ -83,7 +94,7 @@ def test_a_row_has_the_same_bits_in_a_tree_in_a_batch_and_alone(three):
 
 @needed
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.8, 0, 1.0)], ids=["greedy", "sampled"])
-def test_texts_in_bf16_are_those_of_plain_decoding(sampling):
+def test_texts_in_bf16_are_those_of_plain_decoding(instructions, sampling):
     """Not up to ties: the bits of the logits are the same."""
     target = load_target("builtin", device="cpu", dtype="bf16")
     prompts = [
@@ -99,7 +110,7 @@ def test_texts_in_bf16_are_those_of_plain_decoding(sampling):
 @needed
 @pytest.mark.parametrize("outputs", [16, 48, 83, 112])
 @pytest.mark.parametrize("biased", [False, True])
-def test_products(outputs, biased):
+def test_products(instructions, outputs, biased):
     generator = torch.Generator().manual_seed(outputs)
     weight, x = (torch.randn(n, 96, generator=generator).bfloat16() for n in (outputs, 40))
     bias = torch.randn(outputs, generator=generator).bfloat16() if biased else None
@@ -124,10 +135,10 @@ def test_pages_and_long_prompts_are_left_to_pytorch(three):
 def fresh(tmp_path, monkeypatch):
     """An empty cache on a processor that has the instructions, and nothing loaded."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True, raising=False)
-    native.library.cache_clear()
+    monkeypatch.setattr(native, "instructions", lambda: SUPPORTED or ["avx2"])
+    native.library_for.cache_clear()
     yield tmp_path
-    native.library.cache_clear()
+    native.library_for.cache_clear()
 
 
 def test_without_a_compiler_everything_runs_on_pytorch(fresh, monkeypatch):
@@ -156,7 +167,7 @@ def test_it_is_compiled_once(fresh, monkeypatch):
     assert native.library() is not None
     (made,) = fresh.rglob("*.so")
     assert made.parent.stat().st_mode & 0o777 == 0o700
-    native.library.cache_clear()
+    native.library_for.cache_clear()
     commands, run = [], subprocess.run
     monkeypatch.setattr(
         subprocess, "run", lambda command, **options: commands.append(command) or run(command, **options)
@@ -176,3 +187,41 @@ def test_a_target_without_layers_has_no_step(tmp_path):
     place = write_tiny(tmp_path / "llama", *KINDS["llama"])
     whole, part = (load_target(str(place), device="cpu", dtype="bf16", whole=whole) for whole in (True, False))
     assert whole.model._native is not None and torch.equal(whole.head_weight, part.head_weight)
+
+
+@needed
+def test_int8_products(instructions):
+    """Weights rounded to int8: the products are those of the rounded weights."""
+    generator = torch.Generator().manual_seed(1)
+    weight, x = (torch.randn(n, 64, generator=generator).bfloat16() for n in (83, 13))
+    call = native.NativeProduct(weight, None, native.library(), int8=True)
+    scale = weight.float().abs().amax(1, keepdim=True) / 127
+    rounded = (weight.float() / scale).round() * scale
+    torch.testing.assert_close(call(x).float(), x.float() @ rounded.T, rtol=2**-7, atol=0.05)
+    logits, gains, index = call.candidates(x, 5)
+    torch.testing.assert_close(logits, x.float() @ rounded.T, rtol=2**-7, atol=0.05)
+    expected = logits.log_softmax(-1).topk(5)
+    assert torch.equal(index, expected.indices)
+    torch.testing.assert_close(gains, expected.values, rtol=1e-5, atol=1e-5)
+
+
+@needed
+def test_nan_stays_nan(instructions):
+    """Rounding to bf16 must not turn NaN into a number: a broken model is refused, not decoded."""
+    weight = torch.eye(16).bfloat16()
+    x = torch.ones(16).bfloat16()
+    x[0] = float("nan")
+    assert native.NativeProduct(weight, None, native.library())(x[None]).isnan().all()
+
+
+@needed
+def test_auto_is_bf16_where_the_step_runs(tmp_path, monkeypatch):
+    """On a CPU without bf16 instructions, too; without the step, `auto` is fp32 there."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False, raising=False)
+    fitting = write_tiny(tmp_path / "fitting", *KINDS["qwen3"])
+    other = write_tiny(tmp_path / "other", "Qwen3Config", KINDS["qwen3"][1] | {"intermediate_size": 152})
+    assert load_target(str(fitting), device="cpu").dtype == torch.bfloat16
+    assert load_target(str(fitting), device="cpu", path="transformers").dtype == torch.float32
+    assert load_target(str(other), device="cpu").dtype == torch.float32
+    monkeypatch.setenv("SPECCTL_STEP", "torch")
+    assert load_target(str(fitting), device="cpu").dtype == torch.float32

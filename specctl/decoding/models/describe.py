@@ -12,7 +12,6 @@ from specctl.decoding.models.loading import (
     load_generation_config,
     load_tokenizer,
     pick_device,
-    pick_dtype,
 )
 from specctl.decoding.models.supported import context_limit, engine_only_reason, ropes, window_size
 from specctl.decoding.target_text import eos_ids
@@ -84,7 +83,7 @@ def describe(name: str, label: str | None = None) -> Description:
             f"transformers cannot build target {label or name} from its configuration: {first_line(error)}",
             "compare config.json with the original file of the model",
         ) from error
-    dtype = pick_dtype("auto", pick_device("auto"))
+    dtype = lean.pick_target_dtype("auto", pick_device("auto"), config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     heads = _value_of_all_layers(text, "num_attention_heads", None)
     try:

@@ -14,7 +14,8 @@ from specctl.decoding.attention import serves, serves_pages
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
-from specctl.decoding.models.native import Packed, native_step
+from specctl.decoding.models.loading import pick_dtype
+from specctl.decoding.models.native import Packed, fits, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.pages import PagePool, PoolLayout
@@ -22,6 +23,7 @@ from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
 from specctl.environment import switch
 from specctl.errors import UsageError
+from specctl.kernels import native
 from specctl.kernels.self_check import LayerShape
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
@@ -47,6 +49,22 @@ def unsupported_reason(config) -> str | None:
     if getattr(config, "quantization_config", None):
         return "quantized weights"
     return None
+
+
+def head_dim_of(config) -> int:
+    """Width of an attention head, which not every configuration states."""
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def pick_target_dtype(dtype: str, device: torch.device, config) -> torch.dtype:
+    """Resolve a dtype name for a target with this configuration, like `pick_dtype`.
+
+    On a CPU, `auto` is bf16 also where the C++ step computes the target: it reads half as many bytes as in fp32.
+    """
+    if dtype != "auto" or device.type != "cpu" or unsupported_reason(config) is not None:
+        return pick_dtype(dtype, device)
+    possible = fits(config.hidden_size, config.intermediate_size, head_dim_of(config))
+    return torch.bfloat16 if possible and native.library() is not None else pick_dtype(dtype, device)
 
 
 def unsliceable_reason(config, count: int) -> str | None:
@@ -120,7 +138,7 @@ class LeanModel:
         self.part = part
         self.heads = len(part.of(config.num_attention_heads))
         self.kv_heads = len(part.of(config.num_key_value_heads))
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.head_dim = head_dim_of(config)
         self.scale = self.head_dim**-0.5
         self.hidden_size = config.hidden_size
         self.embedding = body.embed_tokens.weight.detach()

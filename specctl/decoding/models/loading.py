@@ -86,6 +86,12 @@ def cpu_has_bf16() -> bool:
     return bool(check and check())
 
 
+def with_fast_products(weight: torch.Tensor) -> torch.Tensor:
+    """The weight in a dtype of which torch computes products fast: fp32 for bf16 on a CPU without bf16 instructions."""
+    slow = weight.dtype == torch.bfloat16 and pick_dtype("auto", weight.device) != torch.bfloat16
+    return weight.float() if slow else weight
+
+
 def load_config(name: str, *, revision: str | None = None, trust_remote_code: bool = False):
     """Load the configuration of a target that an engine can run: a decoder-only causal LM, possibly with vision or
     speech. Our own loop runs fewer of them: `supported.check_decodable`."""

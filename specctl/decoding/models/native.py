@@ -136,7 +136,9 @@ def native_step(model: Packed, int8: bool = False) -> NativeStep | None:
     products = [getattr(getattr(layer, name), kept, None) for layer in model.layers for name in PRODUCTS]
     if library is None or not all(isinstance(product, native.NativeProduct) for product in products):
         return None
-    sizes = model.hidden_size, model.inner, model.head_dim // 2
-    if any(size % native.LANES for size in sizes) or model.head_dim > 256:
-        return None
-    return NativeStep(model, library, int8)
+    return NativeStep(model, library, int8) if fits(model.hidden_size, model.inner, model.head_dim) else None
+
+
+def fits(hidden: int, inner: int, head_dim: int) -> bool:
+    """Whether C++ can compute layers of these sizes."""
+    return not any(size % native.LANES for size in (hidden, inner, head_dim // 2)) and head_dim <= 256

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from specctl.decoding.models.linear import DraftLinear
+from specctl.decoding.models.loading import with_fast_products
 from specctl.decoding.target import Target
 from specctl.drafters.eagle.head import EagleHead
 from specctl.drafters.family import HeadFamily
@@ -23,7 +24,8 @@ class EagleDrafter(FeatureDrafter):
         super().__init__(head, head.layer, target, shape)
         token, feature = self.weight(head.fc).chunk(2, -1)
         # Half of the fusion depends on the token alone, so it is tabulated.
-        self.token_part = (self.embedding.to(self.dtype) @ token.T).float()
+        embedding = with_fast_products(self.embedding.to(self.dtype))
+        self.token_part = (embedding @ with_fast_products(token).T).float()
         self.fc = DraftLinear(feature)
         self.head, self.scale = self.vocabulary_head(target)
 

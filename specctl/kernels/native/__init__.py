@@ -1,14 +1,16 @@
-"""The C++ step for CPUs with AVX512-BF16: compiled on first use, kept in the user's cache, called through `ctypes`.
+"""The C++ step for CPUs: compiled on first use, kept in the user's cache, called through `ctypes`.
 
-`step.cpp` computes all layers of a Llama-shaped decoder, or the layer of a draft head, in one call. It needs a C++
-compiler with OpenMP (g++ 11 or later, or clang). Compilation takes about five seconds once per machine and version.
-Without a compiler, or if the check below fails, everything runs on PyTorch.
+`step.cpp` computes all layers of a Llama-shaped decoder, or the layer of a draft head, in one call. It needs a
+processor with AVX2, AVX-512 or AVX512-BF16, and a C++ compiler with OpenMP (g++ 11 or later, or clang). Compilation
+takes about five seconds once per machine and version. Without a compiler, or if the check below fails, everything runs
+on PyTorch.
 """
 
 import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -21,11 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHOICES = ("native", "torch")
-SOURCE = Path(__file__).with_name("step.cpp")
-FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp"),
-    *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
-)
+SOURCE, VECTORS = (Path(__file__).with_name(name) for name in ("step.cpp", "vectors.h"))
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma")
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+INSTRUCTIONS = {"avx512-bf16": (*AVX512, "-mavx512bf16"), "avx512": AVX512, "avx2": ("-mavx2",)}
+"""Instruction sets that the step can use, the fastest first, with the compiler's flags."""
 TIMEOUT_S = 120.0
 LANES = 16  # outputs in a panel of packed weights
 
@@ -70,21 +72,33 @@ class StepCall(ctypes.Structure):
     ]
 
 
-@functools.cache
-def library() -> ctypes.CDLL | None:
-    """Load the compiled step. Returns None if it is not available.
+def instructions() -> list[str]:
+    """Keys of `INSTRUCTIONS` that this processor has, the fastest first; empty for another kind of processor."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return []
+    names = "_is_avx512_bf16_supported", "_is_avx512_supported", "_is_avx2_supported"
+    supported = [getattr(torch.cpu, name, None) for name in names]
+    return [key for key, check in zip(INSTRUCTIONS, supported, strict=True) if check is not None and check()]
 
-    The step needs a processor with AVX512-BF16 and a compiler, and its products must agree with PyTorch's. If the
-    compiler fails or the products differ, there is a warning. The environment variable SPECCTL_STEP=torch turns it off.
+
+def library() -> ctypes.CDLL | None:
+    """Load the compiled step for the fastest instructions of this processor. Returns None if it is not available.
+
+    It needs a compiler, and its products must agree with PyTorch's. If the compiler fails or the products differ, there
+    is a warning. The environment variable SPECCTL_STEP=torch turns it off.
     """
-    supported = getattr(torch.cpu, "_is_avx512_bf16_supported", None)
-    if os.environ.get("SPECCTL_STEP") == "torch" or supported is None or not supported():
-        return None
+    found = instructions()
+    return None if os.environ.get("SPECCTL_STEP") == "torch" or not found else library_for(found[0])
+
+
+@functools.cache
+def library_for(kind: str) -> ctypes.CDLL | None:
+    """Load the step that was compiled for one of `INSTRUCTIONS`, as `library` does."""
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     if compiler is None:
         return None
     try:
-        found = ctypes.CDLL(str(_compiled(compiler)))
+        found = ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *INSTRUCTIONS[kind]))))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {said.strip()[-300:]}", stacklevel=2)
@@ -108,16 +122,20 @@ def version() -> str:
 
     It changes with the source, so that costs measured with other code are not used.
     """
-    return f"C++ {hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:8]}"
+    return f"C++ {hashlib.sha256(_source()).hexdigest()[:8]}"
 
 
-def _compiled(compiler: str) -> Path:
+def _source() -> bytes:
+    return SOURCE.read_bytes() + VECTORS.read_bytes()
+
+
+def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     """Path of the shared library. Compiles it if the cache has no library for this source, compiler and flags.
 
     Raises OSError (the cache cannot be written) and SubprocessError (the compiler fails or takes too long).
     """
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, timeout=TIMEOUT_S).stdout
-    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), version, *map(str.encode, FLAGS)))).hexdigest()
+    key = hashlib.sha256(b"\0".join((_source(), version, *map(str.encode, flags)))).hexdigest()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specctl" / "native"
     path = cache / f"step-{key[:24]}.so"
     if path.is_file():
@@ -125,7 +143,7 @@ def _compiled(compiler: str) -> Path:
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as place:
         made = Path(place) / path.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made)]
+        command = [compiler, *flags, str(SOURCE), "-o", str(made)]
         subprocess.run(command, capture_output=True, check=True, text=True, timeout=TIMEOUT_S)
         made.replace(path)  # concurrent processes compile the same library
     return path

@@ -1,4 +1,5 @@
-// One forward of a Llama-shaped decoder, or of a draft head's layer, on a CPU with AVX512-BF16, in one call.
+// One forward of a Llama-shaped decoder, or of a draft head's layer, on a CPU, in one call. `vectors.h` has the
+// instructions of the processor: AVX512-BF16, AVX-512 or AVX2.
 //
 // A step of a few rows takes as long as it takes to read the weights. Each phase below reads its weights once for all
 // rows, and the threads meet at a barrier after each phase.
@@ -7,21 +8,22 @@
 // slots that a row may attend, in the order of the text. Hence a row has the same bits alone, beside other rows, and as
 // a node of a draft tree.
 
-#include <immintrin.h>
 #include <omp.h>
 
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
 #include <vector>
+
+#include "vectors.h"
 
 namespace {
 
-using bf16 = uint16_t;
-constexpr int LANES = 16;   // fp32 values in a register, and outputs in a panel
-constexpr int SHARED = 4;   // query heads that read a key together
-constexpr int MOST = 6;     // rows of a tile: with four panels their sums fill the registers
-constexpr float FLOOR = -87.f;  // exp of less is 0 here
+constexpr int SHARED = 4;  // query heads that read a key together
+
+// Panels of a tile, and the most rows of a tile of P panels: their sums fill the registers.
+#if defined(__AVX512F__)
+constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6};
+#else
+constexpr int PANELS = 2, MOST[] = {0, 6, 4};
+#endif
 
 // W [outputs, inputs] packed by `specctl_pack` (bf16) or `specctl_pack_int8`.
 struct Weights {
@@ -57,35 +59,6 @@ struct Call {
   bf16** taps;  // [layers + 1], where to copy the stream after so many layers, or null
 };
 
-__m512 widen(const bf16* x) {
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
-}
-
-void narrow(bf16* out, __m512 x) { _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh(x)); }
-
-// exp(x) for x <= 88, relative error 2e-7 (the polynomial of Cephes' expf); 0 below FLOOR.
-__m512 exponential(__m512 x) {
-  const __mmask16 large = _mm512_cmp_ps_mask(x, _mm512_set1_ps(FLOOR), _CMP_GE_OQ);
-  x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(FLOOR)), _mm512_set1_ps(88.f));
-  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
-  __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-  __m512 p = _mm512_set1_ps(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
-  p = _mm512_add_ps(_mm512_fmadd_ps(_mm512_mul_ps(r, r), p, r), _mm512_set1_ps(1.f));
-  return _mm512_maskz_mov_ps(large, _mm512_scalef_ps(p, n));
-}
-
-// Two inputs of 16 outputs.
-__m512bh pairs(const bf16* w) { return (__m512bh)_mm512_loadu_si512(w); }
-
-__m512bh pairs(const int8_t* w) {
-  const __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
-  const __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w + 1)));
-  return _mm512_cvtne2ps_pbh(high, low);
-}
-
 struct Range {
   int64_t first, last;
 };
@@ -94,26 +67,36 @@ Range share(int64_t count, int64_t thread, int64_t threads) {
   return {count * thread / threads, count * (thread + 1) / threads};
 }
 
-// R rows from `row` on, for P panels; `put` takes the sums. A panel is [inputs / 2][16 outputs][2]: a register has two
+// R rows from `row` on, for P panels; `put` takes the sums. A panel is [inputs / 2][16 outputs][2]: a `Pair` has two
 // inputs of 16 outputs. The two panels `ahead` are fetched into the cache meanwhile.
 template <int R, int P, class T, class Put>
-void tile(const T* const* panels, const T* const* ahead, const bf16* x, int64_t inputs, int64_t row, Put put) {
+void tile(const T* const* panels, const T* const* ahead, const Input* x, int64_t inputs, int64_t row, Put put) {
   x += row * inputs;
-  __m512 sum[R][P];
+  Vec sum[R][P];
   for (int r = 0; r < R; r++)
-    for (int p = 0; p < P; p++) sum[r][p] = _mm512_setzero_ps();
+    for (int p = 0; p < P; p++) sum[r][p] = broadcast(0.f);
   for (int64_t k = 0; k < inputs; k += 2) {
     for (int a = 0; a < 2; a++) _mm_prefetch((const char*)(ahead[a] + k * LANES), _MM_HINT_T1);
-    __m512bh w[P];
+    Pair w[P];
     for (int p = 0; p < P; p++) w[p] = pairs(panels[p] + k * LANES);
     for (int r = 0; r < R; r++) {
-      int32_t two;
-      std::memcpy(&two, x + r * inputs + k, 4);
-      const __m512bh both = (__m512bh)_mm512_set1_epi32(two);
-      for (int p = 0; p < P; p++) sum[r][p] = _mm512_dpbf16_ps(sum[r][p], w[p], both);
+      const Pair both = two_for_all(x + r * inputs + k);
+      for (int p = 0; p < P; p++) sum[r][p] = dot(w[p], both, sum[r][p]);
     }
   }
   for (int r = 0; r < R; r++) put(row + r, sum[r]);
+}
+
+// `tile` for a number of rows that is known only now, at most R.
+template <int R, int P, class T, class Put>
+void tile_of(int64_t rows, const T* const* panels, const T* const* ahead, const Input* x, int64_t inputs, int64_t row,
+             Put put) {
+  if constexpr (R > 0) {
+    if (rows == R)
+      tile<R, P>(panels, ahead, x, inputs, row, put);
+    else
+      tile_of<R - 1, P>(rows, panels, ahead, x, inputs, row, put);
+  }
 }
 
 // All rows for P panels from `panel` on. `places` tells where a panel of W lies.
@@ -121,81 +104,81 @@ void tile(const T* const* panels, const T* const* ahead, const bf16* x, int64_t 
 // The panels are read from memory once and stay in the cache for the later tiles of rows. These compute and read nothing,
 // so each fetches a part of the panels at `next`: reading and computing overlap.
 template <int P, class T, class Places, class Put>
-void tiles(const T* w, const bf16* x, int64_t rows, int64_t inputs, int64_t panel, int64_t next, Places places,
+void tiles(const T* w, const Input* x, int64_t rows, int64_t inputs, int64_t panel, int64_t next, Places places,
            Put put) {
   const T* panels[P];
   for (int p = 0; p < P; p++) panels[p] = w + places(panel, p) * inputs * LANES;
-  const int64_t count = (rows + MOST - 1) / MOST;
+  const int64_t count = (rows + MOST[P] - 1) / MOST[P];
   for (int64_t i = 0; i < count; i++) {
     const Range part = share(rows, i, count), fetched = share(P, i, count);
     const T* ahead[2] = {panels[0], panels[0]};
     if (count > 1)
       for (int a = 0; a < 2 && fetched.first + a < fetched.last; a++)
         ahead[a] = w + places(next, int(fetched.first) + a) * inputs * LANES;
-#define SPECCTL_ROWS(R)                                            \
-  case R:                                                          \
-    tile<R, P>(panels, ahead, x, inputs, part.first, put);         \
-    break;
-    switch (part.last - part.first) {
-      SPECCTL_ROWS(1) SPECCTL_ROWS(2) SPECCTL_ROWS(3) SPECCTL_ROWS(4) SPECCTL_ROWS(5) SPECCTL_ROWS(6)
-    }
-#undef SPECCTL_ROWS
+    tile_of<MOST[P], P>(part.last - part.first, panels, ahead, x, inputs, part.first, put);
   }
+}
+
+// Rows as products read them. Each thread has its own.
+const Input* as_input(const bf16* x, [[maybe_unused]] int64_t size) {
+#if defined(__AVX512BF16__)
+  return x;
+#else
+  static thread_local std::vector<float> wide;
+  wide.resize(std::max<int64_t>(size + LANES, wide.size()));
+  int64_t i = 0;
+  for (; i + LANES <= size; i += LANES) store(wide.data() + i, widen(x + i));
+  for (; i < size; i++) {
+    const uint32_t bits = uint32_t(x[i]) << 16;
+    std::memcpy(&wide[i], &bits, 4);
+  }
+  return wide.data();
+#endif
 }
 
 // x Wᵀ for a range of panels; `put(row, panel, sum)` gets 16 outputs.
 template <class T, class Put>
 void product(const T* w, const bf16* x, int64_t rows, int64_t inputs, Range range, Put put) {
+  const Input* read = as_input(x, rows * inputs);
   const auto follow = [](int64_t panel, int p) { return panel + p; };
   int64_t panel = range.first;
   const auto some = [&](auto tiled, int count) {
     for (; panel + count <= range.last; panel += count)
       tiled(panel, panel + 2 * count <= range.last ? panel + count : panel,
-            [&](int64_t row, __m512* sum) { for (int p = 0; p < count; p++) put(row, panel + p, sum[p]); });
+            [&](int64_t row, Vec* sum) { for (int p = 0; p < count; p++) put(row, panel + p, sum[p]); });
   };
-  some([&](int64_t at, int64_t next, auto put) { tiles<4>(w, x, rows, inputs, at, next, follow, put); }, 4);
-  some([&](int64_t at, int64_t next, auto put) { tiles<2>(w, x, rows, inputs, at, next, follow, put); }, 2);
-  some([&](int64_t at, int64_t next, auto put) { tiles<1>(w, x, rows, inputs, at, next, follow, put); }, 1);
+  const auto many = [&](auto width) {
+    constexpr int P = decltype(width)::value;
+    some([&](int64_t at, int64_t next, auto put) { tiles<P>(w, read, rows, inputs, at, next, follow, put); }, P);
+  };
+  if constexpr (PANELS > 2) many(std::integral_constant<int, PANELS>());
+  many(std::integral_constant<int, 2>());
+  many(std::integral_constant<int, 1>());
 }
 
-__m512 scaled(__m512 sum, const Weights& w, int64_t panel) {
-  if (w.scale) sum = _mm512_mul_ps(sum, _mm512_loadu_ps(w.scale + panel * LANES));
-  return w.bias ? _mm512_add_ps(sum, _mm512_loadu_ps(w.bias + panel * LANES)) : sum;
+Vec scaled(Vec sum, const Weights& w, int64_t panel) {
+  if (w.scale) sum = sum * load(w.scale + panel * LANES);
+  return w.bias ? sum + load(w.bias + panel * LANES) : sum;
 }
 
-// x / sqrt(mean(x²) + eps) · weight, for `size` values that `load` gives.
-template <class Load>
-void norm(Load load, const float* weight, int64_t size, float eps, bf16* out) {
-  __m512 squares = _mm512_setzero_ps();
-  for (int64_t i = 0; i < size; i += LANES) squares = _mm512_fmadd_ps(load(i), load(i), squares);
-  const float mean = _mm512_reduce_add_ps(squares) / float(size);
-  const __m512 factor = _mm512_set1_ps(1.f / __builtin_sqrtf(mean + eps));
+// x / sqrt(mean(x²) + eps) · weight, for `size` values that `values` gives.
+template <class Values>
+void norm(Values values, const float* weight, int64_t size, float eps, bf16* out) {
+  Vec squares = broadcast(0.f);
+  for (int64_t i = 0; i < size; i += LANES) squares = fma(values(i), values(i), squares);
+  const float mean = reduce_add(squares) / float(size);
+  const Vec factor = broadcast(1.f / __builtin_sqrtf(mean + eps));
   for (int64_t i = 0; i < size; i += LANES)
-    narrow(out + i, _mm512_mul_ps(_mm512_mul_ps(load(i), factor), _mm512_loadu_ps(weight + i)));
+    narrow(out + i, values(i) * factor * load(weight + i));
 }
 
 void rotate(bf16* x, const bf16* cos, const bf16* sin, int64_t dim) {
   const int64_t half = dim / 2;
   for (int64_t i = 0; i < half; i += LANES) {
-    const __m512 a = widen(x + i), b = widen(x + half + i);
-    narrow(x + i, _mm512_fmadd_ps(a, widen(cos + i), _mm512_mul_ps(b, widen(sin + i))));
-    narrow(x + half + i, _mm512_fmadd_ps(b, widen(cos + half + i), _mm512_mul_ps(a, widen(sin + half + i))));
+    const Vec a = widen(x + i), b = widen(x + half + i);
+    narrow(x + i, fma(a, widen(cos + i), b * widen(sin + i)));
+    narrow(x + half + i, fma(b, widen(cos + half + i), a * widen(sin + half + i)));
   }
-}
-
-// The totals of 16 registers, each in the same order of additions.
-__m512 totals(const __m512 (&x)[LANES]) {
-  __m512 four[4];  // of four registers each, side by side: a total in each quarter
-  for (int i = 0; i < 4; i++) {
-    const __m512 *a = x + 4 * i, low = _mm512_add_ps(_mm512_unpacklo_ps(a[0], a[1]), _mm512_unpackhi_ps(a[0], a[1])),
-                 high = _mm512_add_ps(_mm512_unpacklo_ps(a[2], a[3]), _mm512_unpackhi_ps(a[2], a[3]));
-    const __m512d l = _mm512_castps_pd(low), h = _mm512_castps_pd(high);
-    four[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(l, h)), _mm512_castpd_ps(_mm512_unpackhi_pd(l, h)));
-  }
-  const auto quarters = [](__m512 a, __m512 b) {
-    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-  };
-  return quarters(quarters(four[0], four[1]), quarters(four[2], four[3]));
 }
 
 // Attention of Q queries that share a key head, over `count` slots in the order of `list`.
@@ -211,45 +194,45 @@ void attend(const bf16* q, const bf16* keys, const bf16* values, int64_t stride,
     const bf16* key[LANES];
     for (int lane = 0; lane < LANES; lane++) key[lane] = keys + list[std::min(j + lane, count - 1)] * stride;
     for (int g = 0; g < Q; g++) {
-      __m512 sum[LANES];
-      for (int lane = 0; lane < LANES; lane++) sum[lane] = _mm512_setzero_ps();
+      Vec sum[LANES];
+      for (int lane = 0; lane < LANES; lane++) sum[lane] = broadcast(0.f);
       for (int64_t i = 0; i < dim; i += 2 * LANES) {
-        const __m512bh part = pairs(q + g * dim + i);
+        const Pair part = pairs(q + g * dim + i);
         for (int lane = 0; lane < LANES; lane++)
-          sum[lane] = _mm512_dpbf16_ps(sum[lane], part, pairs(key[lane] + i));
+          sum[lane] = dot(part, pairs(key[lane] + i), sum[lane]);
       }
-      _mm512_storeu_ps(scores + g * width + j, _mm512_mul_ps(totals(sum), _mm512_set1_ps(scale)));
+      store(scores + g * width + j, totals(sum) * broadcast(scale));
     }
   }
   float inverse[Q];
   for (int g = 0; g < Q; g++) {
     float* row = scores + g * width;
     for (int64_t j = count; j < width; j++) row[j] = -__builtin_inff();
-    __m512 most = _mm512_loadu_ps(row);
-    for (int64_t j = LANES; j < width; j += LANES) most = _mm512_max_ps(most, _mm512_loadu_ps(row + j));
-    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-    __m512 total = _mm512_setzero_ps();
+    Vec highest = load(row);
+    for (int64_t j = LANES; j < width; j += LANES) highest = most(highest, load(row + j));
+    const Vec top = broadcast(reduce_max(highest));
+    Vec total = broadcast(0.f);
     for (int64_t j = 0; j < width; j += LANES) {
-      const __m512 e = exponential(_mm512_sub_ps(_mm512_loadu_ps(row + j), top));
-      _mm512_storeu_ps(row + j, e);
-      total = _mm512_add_ps(total, e);
+      const Vec e = exponential(load(row + j) - top);
+      store(row + j, e);
+      total = total + e;
     }
-    inverse[g] = 1.f / _mm512_reduce_add_ps(total);
+    inverse[g] = 1.f / reduce_add(total);
   }
   for (int64_t i = 0; i < dim; i += 2 * LANES) {
-    __m512 sum[Q][2];
-    for (int g = 0; g < Q; g++) sum[g][0] = sum[g][1] = _mm512_setzero_ps();
+    Vec sum[Q][2];
+    for (int g = 0; g < Q; g++) sum[g][0] = sum[g][1] = broadcast(0.f);
     for (int64_t j = 0; j < count; j++) {
       const bf16* value = values + list[j] * stride + i;
-      const __m512 v[2] = {widen(value), widen(value + LANES)};
+      const Vec v[2] = {widen(value), widen(value + LANES)};
       for (int g = 0; g < Q; g++) {
-        const __m512 p = _mm512_set1_ps(scores[g * width + j]);
-        for (int d = 0; d < 2; d++) sum[g][d] = _mm512_fmadd_ps(p, v[d], sum[g][d]);
+        const Vec p = broadcast(scores[g * width + j]);
+        for (int d = 0; d < 2; d++) sum[g][d] = fma(p, v[d], sum[g][d]);
       }
     }
     for (int g = 0; g < Q; g++)
       for (int d = 0; d < 2; d++)
-        narrow(out + g * dim + i + d * LANES, _mm512_mul_ps(sum[g][d], _mm512_set1_ps(inverse[g])));
+        narrow(out + g * dim + i + d * LANES, sum[g][d] * broadcast(inverse[g]));
   }
 }
 
@@ -284,29 +267,30 @@ struct Scratch {
 };
 
 void copied(bf16* out, const float* x, int64_t size) {
-  for (int64_t i = 0; i < size; i += LANES) narrow(out + i, _mm512_loadu_ps(x + i));
+  for (int64_t i = 0; i < size; i += LANES) narrow(out + i, load(x + i));
 }
 
 
 // The `count` largest of a row's log probabilities, largest first, of equal ones the first; NaN counts as −inf.
 void largest(const float* logits, int64_t size, int64_t count, float* gains, int64_t* index) {
-  const __m512 least = _mm512_set1_ps(-__builtin_inff());
-  const auto at = [&](int64_t i) {  // max_ps returns the second where one is NaN
-    const int64_t left = size - i;
-    const __mmask16 there = left >= LANES ? 0xffff : (1u << left) - 1;
-    return _mm512_max_ps(_mm512_mask_loadu_ps(least, there, logits + i), least);
+  const Vec lowest = broadcast(-__builtin_inff());
+  const auto at = [&](int64_t i) {  // `most` returns the second where one is NaN
+    if (size - i >= LANES) return most(load(logits + i), lowest);
+    float part[LANES];
+    std::fill(std::copy(logits + i, logits + size, part), part + LANES, -__builtin_inff());
+    return most(load(part), lowest);
   };
   std::fill(gains, gains + count, -__builtin_inff());
   std::fill(index, index + count, 0);
   float last = -__builtin_inff();
   int64_t found = 0;
   for (int64_t i = 0; i < size; i += LANES) {
-    const __m512 x = at(i);
-    __mmask16 better = _mm512_cmp_ps_mask(x, _mm512_set1_ps(last), _CMP_GT_OQ);
+    const Vec x = at(i);
+    uint32_t better = above(x, broadcast(last));
     if (better == 0 && found >= count) continue;
     if (found < count) better = size - i >= LANES ? 0xffff : (1u << (size - i)) - 1;
-    alignas(64) float values[LANES];
-    _mm512_store_ps(values, x);
+    float values[LANES];
+    store(values, x);
     for (; better; better &= better - 1) {
       const int64_t lane = __builtin_ctz(better);
       const float value = values[lane];
@@ -319,10 +303,10 @@ void largest(const float* logits, int64_t size, int64_t count, float* gains, int
     if (found >= count) last = gains[count - 1];
   }
   const float top = gains[0];
-  __m512 total = _mm512_setzero_ps();
+  Vec total = broadcast(0.f);
   for (int64_t i = 0; i < size; i += LANES)
-    total = _mm512_add_ps(total, exponential(_mm512_sub_ps(at(i), _mm512_set1_ps(top))));
-  const float lse = top + __builtin_logf(_mm512_reduce_add_ps(total));
+    total = total + exponential(at(i) - broadcast(top));
+  const float lse = top + __builtin_logf(reduce_add(total));
   for (int64_t j = 0; j < count; j++) gains[j] -= lse;
 }
 
@@ -333,10 +317,11 @@ void candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, 
   {
     const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
     product((const T*)w.panels, x, rows, inputs, share((outputs + LANES - 1) / LANES, thread, team),
-            [&](int64_t row, int64_t panel, __m512 sum) {
-              const int64_t left = outputs - panel * LANES;
-              _mm512_mask_storeu_ps(logits + row * outputs + panel * LANES,
-                                    left >= LANES ? 0xffff : (1u << left) - 1, scaled(sum, w, panel));
+            [&](int64_t row, int64_t panel, Vec sum) {
+              float sums[LANES];
+              store(sums, scaled(sum, w, panel));
+              const int64_t first = panel * LANES;
+              std::copy(sums, sums + std::min<int64_t>(LANES, outputs - first), logits + row * outputs + first);
             });
 #pragma omp barrier
     const Range mine = share(rows, thread, team);
@@ -351,7 +336,7 @@ void plain_product(const Weights& w, const bf16* x, int64_t rows, int64_t output
 #pragma omp parallel num_threads(threads)
   {
     const Range range = share((outputs + LANES - 1) / LANES, omp_get_thread_num(), omp_get_num_threads());
-    product((const T*)w.panels, x, rows, inputs, range, [&](int64_t row, int64_t panel, __m512 sum) {
+    product((const T*)w.panels, x, rows, inputs, range, [&](int64_t row, int64_t panel, Vec sum) {
       alignas(32) bf16 all[LANES];
       narrow(all, scaled(sum, w, panel));
       const int64_t first = panel * LANES;
@@ -386,9 +371,9 @@ void forward(const Model& m, const Call& c) {
   float *x = c.x, *scores = scratch.scores.data();
   const Lists& lists = scratch.lists;
   const auto added = [&](const Weights& w) {
-    return [=, &w](int64_t row, int64_t panel, __m512 sum) {
+    return [=, &w](int64_t row, int64_t panel, Vec sum) {
       float* at = x + row * m.hidden + panel * LANES;
-      _mm512_storeu_ps(at, _mm512_add_ps(_mm512_loadu_ps(at), scaled(sum, w, panel)));
+      store(at, load(at) + scaled(sum, w, panel));
     };
   };
 #pragma omp parallel num_threads(c.threads)
@@ -400,7 +385,7 @@ void forward(const Model& m, const Call& c) {
       const Range range = mine(rows);
       for (int64_t n = range.first; n < range.last; n++) {
         const float* row = x + n * m.hidden;
-        norm([&](int64_t i) { return _mm512_loadu_ps(row + i); }, weight, m.hidden, m.eps, y + n * m.hidden);
+        norm([&](int64_t i) { return load(row + i); }, weight, m.hidden, m.eps, y + n * m.hidden);
       }
     };
     const auto tapped = [&](int64_t layers) {
@@ -416,7 +401,7 @@ void forward(const Model& m, const Call& c) {
       const Layer& layer = m.layer[l];
       const bool first = l == 0 && c.entered;
       product((const T*)layer.qkv.panels, first ? c.entered : y, rows, first ? m.inputs : m.hidden,
-              mine(width / LANES), [&](int64_t row, int64_t panel, __m512 sum) {
+              mine(width / LANES), [&](int64_t row, int64_t panel, Vec sum) {
                 narrow(qkv + row * width + panel * LANES, scaled(sum, layer.qkv, panel));
               });
 #pragma omp barrier
@@ -464,24 +449,25 @@ void forward(const Model& m, const Call& c) {
       const Range gates = mine(m.inner / LANES);
       const int64_t ups = m.inner / LANES;  // the panels of `up` follow those of `gate`
       const auto* gate_up = (const T*)layer.gate_up.panels;
-      const auto gated = [&](int64_t row, int64_t at, __m512 gate, __m512 up) {
+      const auto gated = [&](int64_t row, int64_t at, Vec gate, Vec up) {
         gate = scaled(gate, layer.gate_up, at), up = scaled(up, layer.gate_up, at + ups);
-        const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), gate));
-        const __m512 silu = _mm512_div_ps(gate, _mm512_add_ps(_mm512_set1_ps(1.f), e));
-        narrow(inner + row * m.inner + at * LANES, _mm512_mul_ps(silu, up));
+        const Vec silu = gate / (broadcast(1.f) + exponential(broadcast(0.f) - gate));
+        narrow(inner + row * m.inner + at * LANES, silu * up);
       };
+      const Input* read = as_input(y, rows * m.hidden);
+      constexpr int SIDE = PANELS / 2;  // panels of `gate` in a tile
       int64_t panel = gates.first;
-      for (; panel + 2 <= gates.last; panel += 2)
-        tiles<4>(
-            gate_up, y, rows, m.hidden, panel, std::min(panel + 2, gates.last - 2),
+      for (; panel + SIDE <= gates.last; panel += SIDE)
+        tiles<PANELS>(
+            gate_up, read, rows, m.hidden, panel, std::min(panel + SIDE, gates.last - SIDE),
             [&](int64_t at, int p) { return at + p / 2 + p % 2 * ups; },
-            [&](int64_t row, __m512* sum) {
-              gated(row, panel, sum[0], sum[1]), gated(row, panel + 1, sum[2], sum[3]);
+            [&](int64_t row, Vec* sum) {
+              for (int i = 0; i < SIDE; i++) gated(row, panel + i, sum[2 * i], sum[2 * i + 1]);
             });
       for (; panel < gates.last; panel++)
         tiles<2>(
-            gate_up, y, rows, m.hidden, panel, panel, [&](int64_t at, int p) { return at + p * ups; },
-            [&](int64_t row, __m512* sum) { gated(row, panel, sum[0], sum[1]); });
+            gate_up, read, rows, m.hidden, panel, panel, [&](int64_t at, int p) { return at + p * ups; },
+            [&](int64_t row, Vec* sum) { gated(row, panel, sum[0], sum[1]); });
 #pragma omp barrier
       product((const T*)layer.down.panels, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down));
 #pragma omp barrier

@@ -6,7 +6,8 @@ import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from specctl.decoding.models.loading import load_tokenizer, pick_device, pick_dtype
+from specctl.decoding.models.lean import pick_target_dtype
+from specctl.decoding.models.loading import load_tokenizer, pick_device
 from specctl.decoding.target import LoadedAs, Target
 from specctl.errors import UsageError
 from specctl.recipe import BenchRecipe
@@ -58,7 +59,7 @@ def load(recipe: BenchRecipe, name: str, device: torch.device) -> tuple[Target, 
     before = torch.get_default_dtype()
     torch.manual_seed(recipe.data.seed)
     try:
-        torch.set_default_dtype(pick_dtype(recipe.target.dtype, device))
+        torch.set_default_dtype(pick_target_dtype(recipe.target.dtype, device, config_of(name)))
         with device:
             model = LlamaForCausalLM(config_of(name)).eval()
     finally:
@@ -73,7 +74,7 @@ def check_memory(recipe: BenchRecipe) -> None:
     if recipe.shape is None or not {"steps", "rounds", "decoding"} & {*recipe.parts}:
         return
     device = pick_device(recipe.target.device)
-    dtype = pick_dtype(recipe.target.dtype, device)
+    dtype = pick_target_dtype(recipe.target.dtype, device, config_of(recipe.shape))
     weights = Outline.of(config_of(recipe.shape), dtype).parameters * dtype.itemsize
     there = free_memory(device)
     if weights * MEMORY_FACTOR > there:

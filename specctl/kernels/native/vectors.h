@@ -1,0 +1,220 @@
+// Sixteen fp32 values: one register with AVX-512, two with AVX2. All instructions that differ between processors are
+// here. Sums of bf16 products are in fp32 everywhere.
+
+#pragma once
+
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using bf16 = uint16_t;
+constexpr int LANES = 16;       // fp32 values in a `Vec`, and outputs in a panel
+constexpr float FLOOR = -87.f;  // exp of less is 0 here
+
+#if defined(__AVX512F__)
+
+using Vec = __m512;
+
+inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* x) { return _mm512_loadu_ps(x); }
+inline void store(float* out, Vec x) { _mm512_storeu_ps(out, x); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec least(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+inline Vec most(Vec a, Vec b) { return _mm512_max_ps(a, b); }  // b where one is NaN
+inline uint32_t above(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_GT_OQ); }
+inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, 0); }
+inline Vec times_power_of_two(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+inline float reduce_add(Vec x) { return _mm512_reduce_add_ps(x); }
+inline float reduce_max(Vec x) { return _mm512_reduce_max_ps(x); }
+// x, but 0 where `at` is below FLOOR or NaN.
+inline Vec zero_below_floor(Vec x, Vec at) {
+  return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(at, broadcast(FLOOR), _CMP_GE_OQ), x);
+}
+inline Vec widen(const bf16* x) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)x)), 16));
+}
+
+// The totals of 16 registers, each in the same order of additions.
+inline Vec totals(const Vec (&x)[LANES]) {
+  Vec four[4];  // of four registers each, side by side: a total in each quarter
+  for (int i = 0; i < 4; i++) {
+    const Vec *a = x + 4 * i, low = _mm512_unpacklo_ps(a[0], a[1]) + _mm512_unpackhi_ps(a[0], a[1]),
+              high = _mm512_unpacklo_ps(a[2], a[3]) + _mm512_unpackhi_ps(a[2], a[3]);
+    const __m512d l = _mm512_castps_pd(low), h = _mm512_castps_pd(high);
+    four[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(l, h)) + _mm512_castpd_ps(_mm512_unpackhi_pd(l, h));
+  }
+  const auto quarters = [](Vec a, Vec b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+  return quarters(quarters(four[0], four[1]), quarters(four[2], four[3]));
+}
+
+#else
+
+struct Vec {
+  __m256 low, high;
+};
+
+inline Vec operator+(Vec a, Vec b) { return {a.low + b.low, a.high + b.high}; }
+inline Vec operator-(Vec a, Vec b) { return {a.low - b.low, a.high - b.high}; }
+inline Vec operator*(Vec a, Vec b) { return {a.low * b.low, a.high * b.high}; }
+inline Vec operator/(Vec a, Vec b) { return {a.low / b.low, a.high / b.high}; }
+inline Vec broadcast(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+inline Vec load(const float* x) { return {_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)}; }
+inline void store(float* out, Vec x) { _mm256_storeu_ps(out, x.low), _mm256_storeu_ps(out + 8, x.high); }
+inline Vec fma(Vec a, Vec b, Vec c) {
+  return {_mm256_fmadd_ps(a.low, b.low, c.low), _mm256_fmadd_ps(a.high, b.high, c.high)};
+}
+inline Vec least(Vec a, Vec b) { return {_mm256_min_ps(a.low, b.low), _mm256_min_ps(a.high, b.high)}; }
+inline Vec most(Vec a, Vec b) { return {_mm256_max_ps(a.low, b.low), _mm256_max_ps(a.high, b.high)}; }
+inline uint32_t above(Vec a, Vec b) {
+  const auto half = [](__m256 a, __m256 b) { return uint32_t(_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ))); };
+  return half(a.low, b.low) | half(a.high, b.high) << 8;
+}
+inline Vec nearest(Vec x) {
+  return {_mm256_round_ps(x.low, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(x.high, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+inline Vec times_power_of_two(Vec x, Vec n) {  // for -126 <= n <= 127
+  const auto power = [](__m256 n) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+  };
+  return x * Vec{power(n.low), power(n.high)};
+}
+inline float reduce_add(Vec x) {
+  const __m256 eight = x.low + x.high;
+  const __m128 four = _mm256_castps256_ps128(eight) + _mm256_extractf128_ps(eight, 1);
+  const __m128 two = four + _mm_movehl_ps(four, four);
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+inline float reduce_max(Vec x) {
+  float values[LANES];
+  store(values, x);
+  return *std::max_element(values, values + LANES);
+}
+// x, but 0 where `at` is below FLOOR or NaN.
+inline Vec zero_below_floor(Vec x, Vec at) {
+  const auto half = [](__m256 x, __m256 at) {
+    return _mm256_and_ps(_mm256_cmp_ps(at, _mm256_set1_ps(FLOOR), _CMP_GE_OQ), x);
+  };
+  return {half(x.low, at.low), half(x.high, at.high)};
+}
+inline __m256 widen_half(const bf16* x) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)x)), 16));
+}
+inline Vec widen(const bf16* x) { return {widen_half(x), widen_half(x + 8)}; }
+
+// The totals of 16 registers, each in the same order of additions.
+inline Vec totals(const Vec (&x)[LANES]) {
+  const auto eight = [](const Vec* x) {
+    __m256 pair[4], four[2];
+    for (int i = 0; i < 4; i++)
+      pair[i] = _mm256_hadd_ps(x[2 * i].low + x[2 * i].high, x[2 * i + 1].low + x[2 * i + 1].high);
+    for (int i = 0; i < 2; i++) four[i] = _mm256_hadd_ps(pair[2 * i], pair[2 * i + 1]);
+    return _mm256_permute2f128_ps(four[0], four[1], 0x20) + _mm256_permute2f128_ps(four[0], four[1], 0x31);
+  };
+  return {eight(x), eight(x + 8)};
+}
+
+#endif
+
+// Two inputs of 16 outputs, and their products. `Input` is the type of the rows that a product reads: with bf16
+// instructions they stay bf16, otherwise each product widens them once.
+#if defined(__AVX512BF16__)
+
+using Pair = __m512bh;
+using Input = bf16;
+
+inline void narrow(bf16* out, Vec x) { _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh(x)); }
+inline Pair pairs(const bf16* w) { return (__m512bh)_mm512_loadu_si512(w); }
+inline Pair pairs(const int8_t* w) {
+  const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+  const Vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w + 1)));
+  return _mm512_cvtne2ps_pbh(high, low);
+}
+inline Pair two_for_all(const bf16* x) {
+  int32_t two;
+  std::memcpy(&two, x, 4);
+  return (__m512bh)_mm512_set1_epi32(two);
+}
+inline Vec dot(Pair a, Pair b, Vec sum) { return _mm512_dpbf16_ps(sum, a, b); }
+
+#else
+
+struct Pair {
+  Vec even, odd;
+};
+using Input = float;
+
+inline Pair two_for_all(const float* x) { return {broadcast(x[0]), broadcast(x[1])}; }
+inline Vec dot(Pair a, Pair b, Vec sum) { return fma(a.odd, b.odd, fma(a.even, b.even, sum)); }
+
+#if defined(__AVX512F__)
+
+inline void narrow(bf16* out, Vec x) {
+  const __m512i bits = _mm512_castps_si512(x), one = _mm512_set1_epi32(1), half = _mm512_set1_epi32(0x7fff);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+  const __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, half)), 16);
+  const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+  _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0))));
+}
+inline Pair pairs(const bf16* w) {
+  const __m512i both = _mm512_loadu_si512(w);
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))))};
+}
+inline Pair pairs(const int8_t* w) {
+  const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)w));
+  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24)),
+          _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8))};
+}
+
+#else
+
+inline __m256i narrow_half(__m256 x) {
+  const __m256i bits = _mm256_castps_si256(x), one = _mm256_set1_epi32(1), half = _mm256_set1_epi32(0x7fff);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), one);
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, half)), 16);
+  const __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  return _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+}
+inline void narrow(bf16* out, Vec x) {
+  const __m256i mixed = _mm256_packus_epi32(narrow_half(x.low), narrow_half(x.high));
+  _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+struct Halves {
+  __m256 even, odd;
+};
+inline Halves halves(const bf16* w) {
+  const __m256i both = _mm256_loadu_si256((const __m256i*)w);
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))))};
+}
+inline Halves halves(const int8_t* w) {
+  const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)w));
+  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24)),
+          _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8))};
+}
+template <class T>
+Pair pairs(const T* w) {
+  const Halves low = halves(w), high = halves(w + LANES);
+  return {{low.even, high.even}, {low.odd, high.odd}};
+}
+
+#endif
+#endif
+
+// exp(x) for x <= 88, relative error 2e-7 (the polynomial of Cephes' expf); 0 below FLOOR.
+inline Vec exponential(Vec x) {
+  const Vec in = least(most(x, broadcast(FLOOR)), broadcast(88.f)), n = nearest(in * broadcast(1.44269504f));
+  const Vec r = fma(n, broadcast(2.12194440e-4f), fma(n, broadcast(-0.693359375f), in));
+  Vec p = broadcast(1.9875691500e-4f);
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+    p = fma(p, r, broadcast(c));
+  p = fma(r * r, p, r) + broadcast(1.f);
+  return zero_below_floor(times_power_of_two(p, n), x);
+}
+
+}  // namespace
