@@ -2,6 +2,9 @@
 
 import asyncio
 import hmac
+import ipaddress
+import re
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -85,6 +88,10 @@ class Guard:
         if len(headers) > limits.headers or sum(len(n) + len(v) for n, v in headers) > limits.header_bytes:
             self.meter.refused("headers")
             raise ApiError(f"more than {limits.headers} headers, or {limits.header_bytes} bytes of them", 431)
+        if self.key is None and _is_loopback(scope) and not self._knows_host(headers):
+            self.meter.refused("hosts")
+            hint = "this name of the gateway is not known: set limits.hosts, or a key"
+            raise ApiError(hint, 421, code="unknown_host")
         if self.key is not None and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             self.meter.refused("key")
             hint = "the API key is missing or wrong: send 'Authorization: Bearer KEY'"
@@ -92,6 +99,14 @@ class Guard:
         if self.in_flight > limits.requests and scope["path"] not in OPEN_PATHS:
             self.meter.refused("requests")
             raise ApiError("too many requests in flight: try again later", 503, code="busy", retry_s=BUSY_S)
+
+    def _knows_host(self, headers: list[tuple[bytes, bytes]]) -> bool:
+        """Whether the header Host has no name that a site can own. DNS rebinding needs a name with a dot."""
+        given = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
+        names = [re.sub(r":[0-9]*$", "", host).strip("[]") for host in given]
+        known = {socket.gethostname().lower(), *map(str.lower, self.limits.hosts)}
+        own = [name in known or name.endswith(".localhost") or _is_address(name) for name in names]
+        return all(mine or "." not in name for mine, name in zip(own, names, strict=True))
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
@@ -128,6 +143,20 @@ class Guard:
     def _too_large(self) -> ApiError:
         self.meter.refused("body_bytes")
         return ApiError(f"the body has more than {self.limits.body_bytes} bytes", 413)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_loopback(scope: Scope) -> bool:
+    """Whether the connection came to a loopback address of this machine."""
+    host = (scope.get("server") or ("",))[0]
+    return _is_address(host) and ipaddress.ip_address(host).is_loopback
 
 
 class Answer:

@@ -26,6 +26,9 @@ class LimitsRecipe(Section):
     # Open connections (None = as many as the limit of open files allows, at most 16384). One more closes the idle
     # connection that was opened first.
     connections: PositiveInt | None = None
+    # Without a key, a connection to the loopback must name an address, this machine, a name without a dot such as
+    # localhost, or one of these hosts. This refuses the pages of a site that has pointed its name at this machine.
+    hosts: list[Name] = []
     stop_s: PositiveFloat = 30.0  # for requests in flight when a signal ends the gateway
 
 

@@ -48,6 +48,34 @@ def test_headers_are_counted():
     assert app.meter.registry.get_sample_value("specctl:refused_total", {"limit": "headers"}) == 2
 
 
+@pytest.mark.parametrize(
+    "host,status",
+    [
+        *(("127.0.0.1:8000", 200), ("localhost", 200), ("LOCALHOST:80", 200), ("[::1]:8000", 200), ("10.1.2.3", 200)),
+        *((socket.gethostname(), 200), ("llm.localhost:1", 200), ("gateway.example", 200), ("x", 200)),
+        *(("evil.example:8000", 421), ("localhost.evil.example", 421), ("127.0.0.1.evil.example", 421)),
+    ],
+)
+def test_other_names_of_the_loopback_are_refused(host, status):
+    """A site can point its own name at 127.0.0.1: its pages then had the gateway's answers, and sent it prompts."""
+
+    def said(limits, key=None, place="127.0.0.1:8000"):
+        app, headers = guard(limits, key), {"host": host, "authorization": "Bearer k"}
+        answer = ask(app, ("POST", f"http://{place}/v1/completions", {"headers": headers, "content": b"{}"}))[0]
+        return answer.status_code, app.meter.registry.get_sample_value("specctl:refused_total", {"limit": "hosts"})
+
+    assert said({"hosts": ["gateway.example"]}) == (status, 1 if status == 421 else None)
+    assert said({}, key="k") == (200, None), "a page of another site has no key"
+    assert said({}, place="192.0.2.1:8000") == (200, None), "names of other addresses are not known here"
+
+
+def test_a_real_socket_is_on_the_loopback():
+    with served(guard()) as address:
+        known, other = (httpx.get(address, headers={"host": host}) for host in ("localhost", "evil.example"))
+    assert (known.status_code, other.status_code) == (200, 421)
+    assert other.json()["error"]["code"] == "unknown_host"
+
+
 def test_bodies_are_measured_declared_or_not():
     """Four bodies of 200 MB took 1.8 GB of memory."""
     app = guard({"body_bytes": 1000, "all_body_bytes": 1500})
