@@ -42,6 +42,7 @@ ALLOWED: dict[str, set[str]] = {
         *("regular_files", "subcommands"),
     },
     "recipes": set(),
+    "recipes.online": {"adaptation", "data_prep", "decoding", "recipe"},  # an example of a user's script
     "data_prep": {"errors"},
     "kernels": set(),
     "decoding": {*LEAVES, "kernels"},

@@ -212,6 +212,7 @@ class ReplayBuffer(FeatureStore):
                 self.kept[example.index] = self._stored(features)
         return [self._with_best(e, features) for e, features in zip(examples, super().get(examples), strict=True)]
 
+    @torch.no_grad()  # the target may be a policy in training, with weights that ask for gradients
     def _with_best(self, example: Example, features: Features) -> Features:
         """Features with the target's most probable tokens in `best`. They are computed only here, because most texts
         are never learned from."""

@@ -45,7 +45,8 @@ def cp(name: Name, to: Annotated[Path, typer.Argument(help="The file to write, o
     from specctl.runs import atomic_write
 
     text, _ = read(name)
-    suffix = ".json" if text.lstrip().startswith("{") else ".sbatch" if text.startswith("#!") else ".yaml"
+    script = ".py" if "python" in text.partition("\n")[0] else ".sbatch"
+    suffix = ".json" if text.lstrip().startswith("{") else script if text.startswith("#!") else ".yaml"
     target = to / f"{name.rsplit('/', 1)[-1].removesuffix(suffix)}{suffix}" if to.is_dir() else to
     if target.exists():
         raise UsageError(f"{target} exists", hint="choose another name")

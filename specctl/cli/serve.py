@@ -30,6 +30,14 @@ COLUMNS = {
     "broken": "broken off",
 }
 """Row fields shown to people, with their headings; fields without a value are left out."""
+LEARNING_COLUMNS = {
+    "mat_first": "first mat",
+    "mat_last": "last mat",
+    "mat": "present mat",
+    "lessons": "lessons",
+    "rollbacks": "taken back",
+}
+"""Fields of the learning of a row's drafter, with their headings, where drafters learn side by side."""
 
 
 def register(app: typer.Typer) -> None:
@@ -124,10 +132,18 @@ def show(document: dict[str, Any]) -> Any:
     from rich.console import Group
 
     columns = [name for name in COLUMNS if any(row[name] is not None for row in document["drafters"])]
-    rows = [[_shown(name, row[name]) for name in columns] for row in document["drafters"]]
+    learning = document["learning_by_drafter"]
+    learned = LEARNING_COLUMNS if any(row["drafter"] in learning for row in document["drafters"]) else {}
+    rows = [
+        [
+            *(_shown(name, row[name]) for name in columns),
+            *(learning.get(row["drafter"], {}).get(name) for name in learned),
+        ]
+        for row in document["drafters"]
+    ]
     decided = document["decide_us_p50"]
     return Group(
-        table(*[COLUMNS[name] for name in columns], rows=rows),
+        table(*[COLUMNS[name] for name in columns], *learned.values(), rows=rows),
         f"{document['requests']} texts, {document['tokens']} tokens in {document['seconds']:.0f} s, "
         f"mat {cell(document['mat'])}" + (f", {decided / 1000:.2f} ms per choice" if decided is not None else ""),
         *certain(document),

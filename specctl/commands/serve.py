@@ -10,7 +10,7 @@ from pathlib import Path
 import uvicorn
 
 from specctl import progress
-from specctl.commands.serve_engines import EngineWork, answer_by_engines, onward_key
+from specctl.commands.serve_engines import answer_by_engines, onward_key
 from specctl.commands.serve_learning import LearningSummary, learn_from_engines, learning_from
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
@@ -29,6 +29,7 @@ from specctl.gateway.faults import where
 from specctl.gateway.metrics import Meter
 from specctl.gateway.own_engine import Offer, OwnEngine
 from specctl.gateway.proxy_process import ProxyOptions
+from specctl.gateway.running_engines import EngineWork
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.selection.arms import learners_of, load_pool, named, pool_paths, trained_on
@@ -47,7 +48,7 @@ class ServedDrafter:
         texts: texts of which it drafted most rounds, or that the server wrote.
         mat: mean tokens per pass of the target, or None without a round.
         share: fraction of all texts, or None without a text.
-        engine: name and version of the engine, or None for a drafter.
+        engine: name of the engine, with its version unless a drafter learns; None for a drafter.
         failures: requests that this engine did not answer; another engine answered them if there was one.
         broken: streams that this engine broke off after their first event.
     """
@@ -162,8 +163,11 @@ def serve_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> ServeRes
     if not recipe.learn.enabled:
         return result_of(recipe, *answer_by_engines(recipe, run, key))
     began = time.monotonic()
-    found = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward_key(recipe, key)))
-    result = result_of(recipe, Meter(str(run.target)), None, time.monotonic() - began)
+    found, work = learn_from_engines(recipe, run, ProxyOptions(recipe.limits, key, onward_key(recipe, key)))
+    meter = Meter(str(run.target))
+    if work is not None:
+        meter.drafters, meter.certificate = work.servers, work.certificate
+    result = result_of(recipe, meter, work.engines if work else None, time.monotonic() - began)
     return with_learning(result, found)
 
 

@@ -3,19 +3,15 @@
 import json
 import os
 import time
-from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass, field
-from logging import Logger
-from statistics import median
+from dataclasses import replace
 
 from specctl import progress
 from specctl.decoding.target_text import load_target_text
 from specctl.engines.client import Client
-from specctl.engines.server_choice import ServedByEngine
 from specctl.gateway import server, traffic_log
 from specctl.gateway.metrics import Meter
-from specctl.gateway.running_engines import RunningEngines, engines_app
+from specctl.gateway.running_engines import EngineWork, RunningEngines, engines_app
 from specctl.recipe.serve import ServeRecipe
 from specctl.runs import Run
 from specctl.selection import dispatch
@@ -24,38 +20,6 @@ from specctl.selection.dispatch import Dispatcher
 REQUESTS = "requests.jsonl"
 """File with one line per text: time, server, tokens and passes, but no words of the text."""
 MAX_LOG_BYTES = 2**26  # limit of that file; at the limit it is rotated, with one old file kept
-MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
-
-
-@dataclass(frozen=True)
-class EngineWork:
-    """Facts about the running engines of a gateway, by address, which the meter does not count.
-
-    Attributes:
-        engines: name and version of every engine.
-        failures: requests that an engine did not answer; another engine answered them if there was one.
-        broken: streams that an engine broke off after their first event.
-        decide_us_p50: median microseconds of a choice, or None without a choice.
-    """
-
-    engines: dict[str, str]
-    failures: dict[str, int]
-    broken: dict[str, int]
-    decide_us_p50: float | None
-
-
-@dataclass
-class TextLog:
-    """Log of finished texts, without their words, and the latest times of a choice."""
-
-    log: Logger
-    decisions: deque[float] = field(default_factory=lambda: deque(maxlen=MEDIAN_WINDOW))
-
-    def add(self, text: ServedByEngine) -> None:
-        """Write the line of a text."""
-        if text.decide_us is not None:
-            self.decisions.append(text.decide_us)
-        self.log.info(json.dumps({"time": time.time()} | vars(text)))
 
 
 def onward_key(recipe: ServeRecipe, key: str | None) -> str | None:
@@ -85,10 +49,10 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[M
     with server.listening(recipe.listen) as (place, address):
         run.annotate()
         traffic_log.delete(run.dir / REQUESTS)
-        meter, texts = Meter(str(run.target)), TextLog(traffic_log.opened(run.dir / REQUESTS, MAX_LOG_BYTES))
+        meter, log = Meter(str(run.target)), traffic_log.opened(run.dir / REQUESTS, MAX_LOG_BYTES)
         chooser = Dispatcher([*kinds], recipe.choose, recipe.policy, recipe.seed) if chooses else None
         backend = RunningEngines(kinds, meter, dispatch=chooser, key=onward_key(recipe, key))
-        backend.on_text = texts.add
+        backend.on_text = lambda text: log.info(json.dumps({"time": time.time()} | vars(text)))
         how = f", choosing by {recipe.choose}" if chooses else ""
         progress.log(f"serving {run.target} at {address} by {', '.join(kinds)}{how}; Ctrl-C ends it")
         began = time.monotonic()
@@ -96,13 +60,6 @@ def answer_by_engines(recipe: ServeRecipe, run: Run, key: str | None) -> tuple[M
             server.run(engines_app(backend, recipe.limits, key), place, server.stop_after(server.until_stopped))
         progress.interrupts.reset()
         seconds = time.monotonic() - began
-        traffic_log.close(texts.log)
-    for name in backend.names.values():
-        meter.drafter(name)  # a row also for a server without a text
-    work = EngineWork(
-        dict(zip(backend.names.values(), versions, strict=True)),
-        {backend.names[url]: count for url, count in backend.failures.items()},
-        {backend.names[url]: count for url, count in backend.broken.items()},
-        median(texts.decisions) if texts.decisions else None,
-    )
-    return meter, work, seconds
+        traffic_log.close(log)
+    work = backend.work()
+    return meter, replace(work, engines=dict(zip(work.engines, versions, strict=True))), seconds

@@ -28,7 +28,7 @@ from specctl.gateway.learning import (
     ServingLearner,
 )
 from specctl.gateway.metrics import LearningCounts
-from specctl.gateway.proxy_process import ProxyOptions, ServerPolicy
+from specctl.gateway.proxy_process import ProxyOptions, ProxyWork, ServerPolicy
 from specctl.recipe import LearnFromServerRecipe, OnlineRecipe, StreamRecipe
 from specctl.recipe.learn_from_server import TrafficRecipe
 from specctl.recipe.serve import ServeRecipe
@@ -48,7 +48,8 @@ class LearningSummary:
         drafter: directory of the learnt drafter, or None if no weights have changed.
         version: number of the weights that drafted at the end; 0 = the weights of the start.
         lessons: lessons that changed weights.
-        mat_first, mat: tokens per pass with the weights of the start, and with the weights of the end.
+        mat_first, mat_last, mat: tokens per pass with the weights of the start, with the weights before the last ones,
+            and with the last ones, which drafted at the end.
         learn_s, serve_s: seconds of lessons, and seconds in which texts were decoded.
         failed: whether learning has ended by an error.
     """
@@ -59,6 +60,7 @@ class LearningSummary:
     rollbacks: int
     texts: int
     mat_first: float | None
+    mat_last: float | None
     mat: float | None
     learn_s: float
     serve_s: float
@@ -74,6 +76,7 @@ class LearningSummary:
             counts.rollbacks,
             counts.texts,
             counts.mat.get("first"),
+            counts.mat.get("last"),
             counts.mat.get("present"),
             counts.learn_s,
             counts.serve_s,
@@ -181,14 +184,19 @@ def lesson_values(lesson: Lesson, counts: LearningCounts) -> dict[str, float]:
     return values | {f"mat_{name}": mat for name, mat in counts.mat.items()}
 
 
-def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> dict[str, LearningSummary]:
+def learn_from_engines(
+    recipe: ServeRecipe, run: Run, guard: ProxyOptions
+) -> tuple[dict[str, LearningSummary], ProxyWork | None]:
     """Serve by running engines, and learn from their texts until SIGINT or SIGTERM: `learn-from-server` with a proxy.
-    Returns the summaries by address of the server, or one under an empty name if all servers have one drafter.
+    Returns the summaries by address of the server, or one under an empty name if all servers have one drafter; and the
+    counts of the proxy, None if its process was killed.
 
     Raises the errors of `learn_from_server`.
     """
     learners: dict[str, LearningServer] = {}
     counts = LearningCounts()
+    ended: list[ProxyWork] = []
+    guard = replace(guard, on_end=ended.append)
     with suppress(Interrupted, KeyboardInterrupt):  # the normal end
         if recipe.chooses:
             guard = replace(guard, policy=ServerPolicy(recipe.choose, recipe.policy, recipe.seed))
@@ -196,9 +204,10 @@ def learn_from_engines(recipe: ServeRecipe, run: Run, guard: ProxyOptions) -> di
         else:
             learn_from_server(server_recipe(recipe, recipe.drafters[0], recipe.server), run, guard=guard, counts=counts)
     progress.interrupts.reset()
+    work = ended[0] if ended else None
     if recipe.chooses:
-        return {name: LearningSummary.of(one.counts, one.learner.place) for name, one in learners.items()}
-    return {"": LearningSummary.of(counts, run.dir / SERVED_DIR)}
+        return {name: LearningSummary.of(one.counts, one.learner.place) for name, one in learners.items()}, work
+    return {"": LearningSummary.of(counts, run.dir / SERVED_DIR)}, work
 
 
 def server_recipe(recipe: ServeRecipe, drafter: str, server: ServerRecipe, learners: int = 1) -> LearnFromServerRecipe:

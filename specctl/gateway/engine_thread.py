@@ -14,11 +14,11 @@ import torch
 
 from specctl import progress, threads
 from specctl.decoding.engine import Engine
+from specctl.decoding.logprobs import LogprobRecorder, TokenLogprob
 from specctl.decoding.records import Decoded, Event, Request, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.gateway.faults import where
 from specctl.gateway.learning import ServingLearner
-from specctl.gateway.logprobs import LogprobRecorder, TokenLogprob
 from specctl.gateway.metrics import Meter
 from specctl.gateway.text_stream import TextStream, decoder
 

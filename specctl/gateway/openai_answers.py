@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from specctl.decoding.logprobs import TokenLogprob
 from specctl.decoding.records import Decoded
 from specctl.gateway import tool_calls
 from specctl.gateway.engine_thread import TextPart
-from specctl.gateway.logprobs import TokenLogprob
 from specctl.gateway.tool_calls import HeldCalls
 
 CALLED = "tool_calls"  # how an answer ends that calls tools

@@ -1,21 +1,26 @@
 """A gateway to running engines in a process of its own, so that a learner beside it does not slow it down."""
 
+from __future__ import annotations
+
 import json
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specctl.errors import SpecctlError
 from specctl.gateway import server, traffic_log
-from specctl.gateway.metrics import LearningCounts, Meter
-from specctl.gateway.running_engines import RunningEngines, engines_app
+from specctl.gateway.metrics import DrafterCounts, LearningCounts, Meter
+from specctl.gateway.running_engines import EngineWork, RunningEngines, engines_app
 from specctl.recipe.select import PolicyRecipe
 from specctl.recipe.serve import LimitsRecipe
+from specctl.selection.certificate import Certificate
 
 SECONDS_TO_END = 5.0  # beyond the time for requests in flight
 
@@ -31,6 +36,37 @@ class ServerPolicy:
 
 
 @dataclass(frozen=True)
+class ProxyWork:
+    """Counts of a gateway at its end: of its meter, and of its engines.
+
+    Attributes:
+        servers: counts by address of the server.
+        certificate: lower bound of the speed, or None if no policy chose.
+    """
+
+    servers: dict[str, DrafterCounts]
+    certificate: Certificate | None
+    engines: EngineWork
+
+    def to_json(self) -> dict[str, Any]:
+        """The counts as JSON-able values."""
+        made = self.certificate
+        bound = None if made is None else vars(made) | {"log_capital": made.log_capital.tolist()}
+        servers = {name: vars(counts) for name, counts in self.servers.items()}
+        return {"servers": servers, "certificate": bound, "engines": vars(self.engines)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ProxyWork:
+        """Read the counts of `to_json`."""
+        bound = values["certificate"]
+        return cls(
+            {name: DrafterCounts(**counts) for name, counts in values["servers"].items()},
+            None if bound is None else Certificate(**bound | {"log_capital": np.array(bound["log_capital"])}),
+            EngineWork(**values["engines"]),
+        )
+
+
+@dataclass(frozen=True)
 class ProxyOptions:
     """Protection of the gateway, and its choice of servers.
 
@@ -38,12 +74,14 @@ class ProxyOptions:
         key: API key that clients must send, or None.
         onward: API key for the engines, in the place of the client's, or None to pass that on.
         policy: policy that chooses a server, or None for the least busy one.
+        on_end: called with the counts after the gateway's end, unless its process was killed.
     """
 
     limits: LimitsRecipe = field(default_factory=LimitsRecipe)
     key: str | None = None
     onward: str | None = None
     policy: ServerPolicy | None = None
+    on_end: Callable[[ProxyWork], None] = lambda work: None
 
 
 DEFAULT_OPTIONS = ProxyOptions()
@@ -100,6 +138,7 @@ def running(
         process = subprocess.Popen(
             [sys.executable, "-m", "specctl.gateway.proxy_process"],
             stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
             pass_fds=[place.fileno()],
             start_new_session=True,  # Ctrl-C is for the learning process
         )
@@ -115,10 +154,14 @@ def running(
         assert process.stdin is not None
         with suppress(BrokenPipeError):
             process.stdin.close()
+        process.stdin = None  # closed: `communicate` must not flush it
         try:
-            process.wait(options.limits.stop_s + SECONDS_TO_END)
+            said, _ = process.communicate(timeout=options.limits.stop_s + SECONDS_TO_END)
         except subprocess.TimeoutExpired:
             process.kill()
+            said, _ = process.communicate()
+        if said:
+            options.on_end(ProxyWork.from_json(json.loads(said)))
 
 
 def main() -> None:
@@ -138,6 +181,8 @@ def main() -> None:
             meter.learning = {name: LearningCounts.from_json(one) for name, one in json.loads(line).items()}
 
     server.run(app, socket.socket(fileno=descriptor), server.stop_after(follow))
+    engines = backend.work()
+    print(json.dumps(ProxyWork(meter.drafters, meter.certificate, engines).to_json()))
 
 
 if __name__ == "__main__":

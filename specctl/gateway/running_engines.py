@@ -13,8 +13,10 @@ import contextlib
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, Self
 
 import aiohttp
@@ -46,6 +48,24 @@ REST_STATUSES = {502, 503, 504}  # statuses that tell of the server; others may 
 LEARN_AFTER_S = 0.005  # after the answer, which should be on its way then
 LEARN_SHARE = 20  # pause between two times of learning, as a multiple of the time that it took
 FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
+MEDIAN_WINDOW = 10_000  # latest decisions that the median is taken over
+
+
+@dataclass(frozen=True)
+class EngineWork:
+    """Facts about the running engines of a gateway, by address, which the meter does not count.
+
+    Attributes:
+        engines: name of every engine, with its version where that is known.
+        failures: requests that an engine did not answer; another engine answered them if there was one.
+        broken: streams that an engine broke off after their first event.
+        decide_us_p50: median microseconds of a choice, or None without a choice.
+    """
+
+    engines: dict[str, str]
+    failures: dict[str, int]
+    broken: dict[str, int]
+    decide_us_p50: float | None
 
 
 @dataclass(frozen=True)
@@ -110,6 +130,7 @@ class RunningEngines:
         self.failures = dict.fromkeys(servers, 0)
         self.broken = dict.fromkeys(servers, 0)
         self.on_text: Callable[[ServedByEngine], None] = lambda text: None
+        self._decisions: deque[float] = deque(maxlen=MEDIAN_WINDOW)
         self._rests: dict[str, Backoff] = {}  # servers that have failed recently
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
         self._warned: set[str] = set()
@@ -142,6 +163,17 @@ class RunningEngines:
 
     async def close(self) -> None:
         await self.http.close()
+
+    def work(self) -> EngineWork:
+        """The facts about the engines. The meter then has a row for every server, also for one without a text."""
+        for name in self.names.values():
+            self.meter.drafter(name)
+        return EngineWork(
+            {self.names[url]: kind for url, kind in self.servers.items()},
+            {self.names[url]: count for url, count in self.failures.items()},
+            {self.names[url]: count for url, count in self.broken.items()},
+            median(self._decisions) if self._decisions else None,
+        )
 
     def _choice(self, text: dict[str, Any] | None) -> ServerChoice:
         """The order of the servers. A dispatch that raises costs its opinion alone."""
@@ -329,6 +361,8 @@ class RunningEngines:
             self.meter.tokens.inc(counts.tokens)
             self.meter.whole_s.observe(ended - passage.began)
             told = None if drafting is None else accepted
+            if passage.choice.decide_us is not None:
+                self._decisions.append(passage.choice.decide_us)
             self.on_text(ServedByEngine(name, counts.tokens, passes, told, passage.choice.decide_us))
             if self.dispatch is not None:
                 self.meter.certify(passes / max(counts.tokens, 1))

@@ -23,7 +23,7 @@ from specctl.recipe.yaml_file import KeyPath
 from specctl.subcommands import TODAY
 
 ENVIRONMENT = "SPECCTL_"
-SUFFIXES = (".yaml", ".json", ".sbatch")  # of file names: recipes, DeepSpeed configurations, Slurm scripts
+SUFFIXES = (".yaml", ".json", ".sbatch", ".py")  # recipes, DeepSpeed configurations, Slurm and Python scripts
 MAX_CHARACTERS = 1 << 20  # most characters of a recipe file
 MAX_SUGGESTIONS = 10  # further problems get no suggestion, because each search compares all names
 
@@ -142,7 +142,7 @@ def shipped() -> dict[str, str]:
         for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
             if entry.is_dir():
                 visit(entry, f"{prefix}{entry.name}/")
-            elif entry.name.endswith(SUFFIXES):
+            elif entry.name.endswith(SUFFIXES) and entry.name != "__init__.py":
                 found[prefix + entry.name.rsplit(".", 1)[0]] = entry.read_text(encoding="utf-8")
 
     visit(resources.files("specctl.recipes"), "")

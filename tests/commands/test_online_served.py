@@ -1,6 +1,7 @@
 """`learn-from-server`: what is learnt from served texts is published, proven and, where it does harm, taken back."""
 
 import dataclasses
+import io
 import itertools
 import json
 import signal
@@ -11,9 +12,11 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from rich.console import Console
 
 from specctl import progress
 from specctl.adaptation.served_learner import ServedLearner
+from specctl.cli.serve import show
 from specctl.commands.learn_from_server import learn_from_server
 from specctl.commands.learn_from_servers import LearningServer
 from specctl.commands.serve import serve
@@ -358,6 +361,9 @@ def test_serve_learns_from_running_engines(tmp_path, target, head, engine, monke
     assert found.learning.lessons == 3 and found.learning.version == 4 and engine.version == "v000004"
     assert checkpoint.load(found.learning.drafter).config["family"] == "eagle3"
     assert found.learning.mat_first == 1.75  # later texts may have been drafted by any version
+    (row,) = found.drafters
+    assert (row.drafter, row.texts, row.failures, row.engine) == (engine.url, len(prompts), 0, "vllm")
+    assert row.mat > 1 and (found.requests, found.tokens) == (row.texts, row.tokens)
 
 
 def test_a_drafter_that_is_not_saved_costs_the_others_nothing(capsys):
@@ -455,6 +461,19 @@ def test_each_server_learns_from_the_texts_it_wrote(tmp_path, target, head, expo
         strange = checkpoint.load(places[start == head]).tensors
         near = sum(float((ours[name].float() - theirs[name].float()).square().sum()) for name in theirs)
         assert near < sum(float((ours[name].float() - strange[name].float()).square().sum()) for name in theirs)
+    rows = {row.drafter: row for row in found.drafters}
+    assert rows.keys() == {*engines} and sum(row.texts for row in rows.values()) == found.requests == 90
+    for url, row in rows.items():
+        counted = f'specctl:drafter_tokens_total{{drafter="{url}"}} {float(row.tokens)}'
+        assert counted in pages[0] and row.tokens > row.texts, "the page and the result count the same"
+    console = Console(width=250, file=io.StringIO())
+    console.print(show(dataclasses.asdict(found) | {"run_dir": "run"}))
+    page = console.file.getvalue()
+    assert "first mat   last mat   present mat   lessons   taken back" in page
+    for url in engines:
+        line = next(line.split() for line in page.splitlines() if line.split()[:1] == [url])
+        assert line[1] == str(rows[url].texts) and line[-2:] == [str(learnt[url].lessons), str(learnt[url].rollbacks)]
+        assert line[-3] == f"{learnt[url].mat:.2f}" and line[-5] == "1.75"
     said = capsys.readouterr().err
     assert said.count("has failed and ends; it goes on with its present drafter") == 1 and "colour" not in said
     rows = [json.loads(line) for line in (tmp_path / "run/traffic.jsonl").read_text().splitlines()]

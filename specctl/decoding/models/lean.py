@@ -4,6 +4,9 @@ Covers Llama, Mistral, Qwen2 and Qwen3 dense models (grouped-query attention, at
 scaling). All other models run through `transformers`' own forward (`hf.py`), with the same interface.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,6 +92,34 @@ def check_slices(name: str, config, count: int) -> None:
         raise UsageError(f"target {name} cannot be split into {count} slices: {reason}", hint)
 
 
+def _stacked(products: Sequence[Any]) -> Tensor:
+    """The weights of several products on one input as one matrix: a view if they follow each other in memory
+    (`place_together`), otherwise a copy."""
+    weights = [product.weight.detach() for product in products]
+    first, end = weights[0], weights[0].data_ptr()
+    block = first.untyped_storage().data_ptr()
+    for weight in weights:
+        if weight.untyped_storage().data_ptr() != block or weight.data_ptr() != end or not weight.is_contiguous():
+            return torch.cat(weights)
+        end += weight.nbytes
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+@torch.no_grad()
+def place_together(model) -> None:
+    """Move the weights that a `LeanModel` stacks next to each other in memory, and leave them the model's parameters.
+
+    A `LeanModel` built afterwards shares them, as long as it packs no products for a CPU. So a model that is being
+    trained can decode without a second copy of its weights. The values do not change.
+    """
+    for layer in model.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for products in ((attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)):
+            sizes = [len(product.weight) for product in products]
+            for product, rows in zip(products, _stacked(products).split(sizes), strict=True):
+                product.weight.data = rows
+
+
 class _LeanLayer:
     def __init__(self, layer, config, dtype: torch.dtype):
         attention, mlp, eps = layer.self_attn, layer.mlp, config.rms_norm_eps
@@ -96,10 +127,10 @@ class _LeanLayer:
         bias = None
         if projections[0].bias is not None:
             bias = torch.cat([p.bias.detach() for p in projections])
-        self.qkv = Linear(torch.cat([p.weight.detach() for p in projections]), bias)
+        self.qkv = Linear(_stacked(projections), bias)
         self.o = Linear(attention.o_proj.weight, attention.o_proj.bias)
         self.gate_up = Linear(
-            torch.cat([mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()]),
+            _stacked((mlp.gate_proj, mlp.up_proj)),
             torch.cat([mlp.gate_proj.bias.detach(), mlp.up_proj.bias.detach()])
             if mlp.gate_proj.bias is not None
             else None,

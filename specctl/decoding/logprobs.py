@@ -5,13 +5,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from specctl.decoding.records import RoundResult
+from specctl.decoding.records import RoundResult, Sequence
+from specctl.decoding.sampling import Draws, Sampling
 from specctl.decoding.state import DecodeState
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Log probability of a token under the target, before temperature and filters, and its likeliest alternatives."""
+    """Log probability of a token under the target, and its likeliest alternatives."""
 
     token: int
     logprob: float
@@ -30,15 +31,28 @@ def of_rows(logits: Tensor, tokens: list[int], count: int) -> list[TokenLogprob]
     return [TokenLogprob(*parts) for parts in zip(tokens, chosen, tops, strict=True)]
 
 
+def filtered(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Logits [n, V] of the distributions that tokens are drawn from: divided by the temperature, with −inf at the
+    tokens that top-k and top-p exclude. A repetition penalty is not applied."""
+    if not (sampling.top_k or sampling.top_p < 1 or sampling.temperature == 0):
+        return logits.float() / sampling.temperature
+    rows = Draws([sampling], [0], logits.device).rows(logits.unsqueeze(0))
+    scores = rows.logits * rows.inv_temp.unsqueeze(1)
+    return scores.masked_fill(scores < rows.cut.unsqueeze(1), -torch.inf)
+
+
 class LogprobRecorder:
     """Records the log probabilities of every new token of the sequences in `wanted`.
 
     Attributes:
+        as_drawn: they are those of the distribution that the token was drawn from (`filtered`), as learning from the
+            texts needs them. Otherwise they are the target's, before temperature and filters, as OpenAI reports them.
         wanted: number of alternatives, by sequence id.
         found: log probabilities that were not collected yet, by sequence id.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, as_drawn: bool = False) -> None:
+        self.as_drawn = as_drawn
         self.wanted: dict[int, int] = {}
         self.found: dict[int, list[TokenLogprob]] = {}
 
@@ -47,18 +61,18 @@ class LogprobRecorder:
         for place, slot in enumerate(slots):
             row = state.rows[slot]
             if row.index in self.wanted and row.output:
-                self._add(row.index, logits[place : place + 1], row.output[:1])
+                self._add(row, logits[place : place + 1], row.output[:1])
 
     def on_round(self, state: DecodeState, result: RoundResult) -> None:
         """Record the tokens of a round that ran on the host."""
-        asked = {b: state.rows[b].index for b in result.counts if state.rows[b].index in self.wanted}
+        asked = {b: state.rows[b] for b in result.counts if state.rows[b].index in self.wanted}
         if not asked or result.verdict is None:
             return
         counts = [result.counts[b].committed if b in asked else 0 for b in range(state.batch)]
         rows = result.verdict.predicting(result.verdict.logits, counts)
-        for b, id in asked.items():
+        for b, row in asked.items():
             if counts[b]:
-                self._add(id, rows[b], state.rows[b].ids[-counts[b] :])
+                self._add(row, rows[b], row.ids[-counts[b] :])
 
     def take(self, id: int) -> list[TokenLogprob]:
         """The log probabilities of a sequence since the last call."""
@@ -69,5 +83,6 @@ class LogprobRecorder:
         self.wanted.pop(id, None)
         self.found.pop(id, None)
 
-    def _add(self, id: int, logits: Tensor, tokens: list[int]) -> None:
-        self.found.setdefault(id, []).extend(of_rows(logits, tokens, self.wanted[id]))
+    def _add(self, row: Sequence, logits: Tensor, tokens: list[int]) -> None:
+        logits = filtered(logits, row.request.sampling) if self.as_drawn else logits
+        self.found.setdefault(row.index, []).extend(of_rows(logits, tokens, self.wanted[row.index]))
