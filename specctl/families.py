@@ -93,7 +93,7 @@ FAMILIES: dict[str, Family] = {
         rates=ONE_LAYER,
         unrolls_steps=True,
         lora_modules=("fc", *LAYER, "lm_head"),
-        options=(*NORMS, "norm_output"),
+        options=(*NORMS, "norm_output", "num_layers"),
         learning=OnlineDefaults(adam=6e-5, epochs=1, clip=0.5, optimizer="muon"),
     ),
     "peagle": Family(

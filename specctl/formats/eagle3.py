@@ -3,6 +3,10 @@
 Tensors without a prefix: fc, midlayer.*, norm, lm_head, d2t (int64 [Vd], **offset**: target id = i + d2t[i]), t2d (bool
 [V]). `embed_tokens` is optional (engines share the target's). A full draft vocabulary has neither d2t nor t2d.
 
+Several layers are named layers.0.*, layers.1.* etc. Before the attention of a layer after the first, vLLM applies
+`input_layernorm` and SGLang `hidden_norm`; files for SGLang have one tensor under both names. The reference repository
+has one layer.
+
 Feature layers. hidden_states[k] is the output of layer k − 1. Without a key, all readers tap [2], [n//2] and [n−3].
 The key is `eagle_aux_hidden_state_layer_ids`: vLLM reads it at the top level as k, SGLang below `eagle_config` as
 k − 1. Both collect the states in the order of the layers, and ignore the order of the list.
@@ -12,7 +16,7 @@ are `fc_norm.{i}` and `input_norm`. vLLM applies a window if `layer_types` says 
 itself.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -28,9 +32,13 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 LAYERS = "eagle_aux_hidden_state_layer_ids"
 NORMS = ("fc_norm", "norm_before_fc", "norm_before_residual", "norm_output")
 WINDOW = "sliding_window"
+FIRST, VLLM_NORM, SGLANG_NORM = "layers.0.", "input_layernorm.weight", "hidden_norm.weight"
 SLIDING = llama.SLIDING
-UNREAD = {"sglang": ("norm_before_residual", WINDOW), "eagle": (*NORMS, WINDOW)}
+COUNT = "num_layers"
+UNREAD = {"sglang": ("norm_before_residual", WINDOW), "eagle": (*NORMS, WINDOW, COUNT)}
 """Options that a reader ignores silently, and would then draft with a different head."""
+PLAIN = {WINDOW: "null", COUNT: "1"}
+"""Value of an option that every reader computes, if it is not false."""
 METHODS = {"vllm": "eagle3", "sglang": "EAGLE3"}
 
 
@@ -44,13 +52,13 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
             hint="use --to vllm or --to sglang",
         )
     check_taps(head, facts, count=3)
-    unread = [key for key in UNREAD.get(to, ()) if head.architecture.get(key)]
+    unread = options(head, UNREAD.get(to, ()))
     if unread:
         reader = serving_commands.VERSIONS.get(to, "the reference code")
         raise CheckpointError(
             f"the head has {' and '.join(unread)}, which {reader} ignores: its drafts would differ",
             hint="use --to vllm or --to speculators, or train with "
-            + " ".join(f"drafter.{key}={'null' if key == WINDOW else 'false'}" for key in unread),
+            + " ".join(f"drafter.{key}={PLAIN.get(key, 'false')}" for key in unread),
         )
     config = {
         "architectures": [ARCHITECTURE],
@@ -61,13 +69,30 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     }
     if tapped != facts.default_taps:
         config |= {LAYERS: list(tapped), "eagle_config": {LAYERS: [tap - 1 for tap in tapped]}}
-    return Files(config, without_full_mapping(head))
+    return Files(config, tensors(head, to))
+
+
+def options(head: Head, keys: Collection[str]) -> list[str]:
+    """The options among `keys` in which a head differs from EAGLE-3's paper."""
+    shape = {**head.architecture, COUNT: head.architecture.get(COUNT, 1) > 1}
+    return [key for key in keys if shape.get(key)]
+
+
+def tensors(head: Head, to: str) -> dict[str, Tensor]:
+    """The tensors by the names that a reader expects."""
+    kept = without_full_mapping(head)
+    if head.architecture.get(COUNT, 1) == 1:
+        return kept
+    kept = {name.replace("midlayer.", FIRST): tensor for name, tensor in kept.items()}
+    norms = {name: tensor for name, tensor in kept.items() if name.startswith("layers.") and name.endswith(VLLM_NORM)}
+    del norms[FIRST + VLLM_NORM]
+    return kept | {name.replace(VLLM_NORM, SGLANG_NORM): t for name, t in norms.items() if to == "sglang"}
 
 
 def window_keys(head: Head) -> dict[str, Any]:
-    """The keys of a layer with a window; empty for a head without a window."""
-    window = head.architecture.get(WINDOW)
-    return {WINDOW: window, "use_sliding_window": True, "layer_types": [SLIDING]} if window else {}
+    """The keys of layers with a window; empty for a head without a window."""
+    window, count = head.architecture.get(WINDOW), head.architecture.get(COUNT, 1)
+    return {WINDOW: window, "use_sliding_window": True, "layer_types": [SLIDING] * count} if window else {}
 
 
 def check_taps(head: Head, facts: TargetFacts, count: int | None = None) -> None:
@@ -106,21 +131,29 @@ def read(found: HeadDirectory, facts: TargetFacts) -> Head:
 
 def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
     """Read a head with its Llama keys in `config`, which taps hidden_states `taps`."""
+    found = found.with_tensors({name.removeprefix("model."): tensor for name, tensor in found.tensors.items()})
+    return read_layers(_with_one_norm(found), config, taps, facts)
+
+
+def read_layers(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int, ...], facts: TargetFacts) -> Head:
+    """Read a head as `read_parts`, from tensors without a prefix, where layers after the first have vLLM's norm."""
     if not all(0 <= tap < facts.num_layers for tap in taps) or list(taps) != sorted(set(taps)):
         right = f"must be ascending indices of hidden_states in 0 … {facts.num_layers - 1} of target {facts.name}"
         raise found.invalid(LAYERS, list(taps), right)
-    options = _norms(found, config) | _window(found, llama.without_unused_window(found, config))
+    count = layer_count(found, config)
+    options = _norms(found, config) | _window(found, llama.without_unused_window(found, config), count)
     shape = llama.read_config(found, config, facts, own=(*NORMS, "use_aux_norm", WINDOW, "layer_types")) | options
     head_vocab = config["vocab_size"]
     notes = llama.check_vocabulary(found, head_vocab, facts)
-    renamed = {name.removeprefix("model.").replace("layers.0.", "midlayer."): t for name, t in found.tensors.items()}
+    renamed = {name.replace(FIRST, "midlayer."): tensor for name, tensor in found.tensors.items()}
     found = llama.without_copies(found.with_tensors(renamed), facts, {"embed_tokens.weight": facts.embedding})
     rows = llama.row_count(found, "lm_head.weight") or 0
     ids, more = draft_ids(found, rows, head_vocab)
     kept = ids < facts.vocab_size  # further rows are padding, which is never drafted
     found = found.without(("d2t", "t2d"))
     size, width = shape["hidden_size"], len(taps) * shape["hidden_size"]
-    layer = llama.layer_shapes(shape, 2 * size) | {"hidden_norm.weight": (size,), "input_layernorm.weight": (size,)}
+    layer = llama.layer_shapes(shape, 2 * size) | {SGLANG_NORM: (size,), VLLM_NORM: (size,)}
+    upper = llama.layer_shapes(shape, size) | {VLLM_NORM: (size,)}
     tensors = llama.take_exactly(
         found,
         {
@@ -128,6 +161,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
             **({f"fc_norm.{i}.weight": (size,) for i in range(len(taps))} if options.get("fc_norm") else {}),
             **({"input_norm.weight": (width,)} if options.get("norm_before_fc") else {}),
             **{f"midlayer.{name}": shape for name, shape in layer.items()},
+            **{f"layers.{place}.{name}": shape for place in range(1, count) for name, shape in upper.items()},
             "norm.weight": (size,),
             "lm_head.weight": (rows, size),
         },
@@ -135,7 +169,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
     if not kept.all():
         tensors["lm_head.weight"], ids = tensors["lm_head.weight"][kept], ids[kept]
     tensors |= mapping_of(ids, facts.vocab_size)
-    architecture = shape | {"draft_vocab_size": len(ids), "taps": list(taps)}
+    architecture = shape | {"draft_vocab_size": len(ids), "taps": list(taps)} | ({COUNT: count} if count > 1 else {})
     return Head("eagle3", architecture, tensors, (*notes, *more))
 
 
@@ -164,19 +198,47 @@ def _norms(found: HeadDirectory, config: Mapping[str, Any]) -> dict[str, bool]:
     return {key: True for key in NORMS if given[key]}
 
 
-def _window(found: HeadDirectory, config: Mapping[str, Any]) -> dict[str, int]:
-    """The window of the layer, if it has one. Engines decide by `layer_types`."""
+def layer_count(found: HeadDirectory, config: Mapping[str, Any]) -> int:
+    """Number of layers. Published heads of one layer may give the target's number in `num_hidden_layers`."""
+    places = (name.split(".")[1] for name in found.tensors if name.startswith("layers."))
+    held = len({"0", *(place for place in places if place.isdecimal())})
+    said = config.get("num_hidden_layers", 1)
+    if held > 1 and said != held:
+        right = f"must be {held}, the number of layers in {found.file.name}"
+        raise found.invalid("num_hidden_layers", said, right)
+    return held
+
+
+def _with_one_norm(found: HeadDirectory) -> HeadDirectory:
+    """`found` with vLLM's name of the norm before the attention in layers after the first, instead of SGLang's.
+
+    Raises CheckpointError if there are both, with different values.
+    """
+    kept = dict(found.tensors)
+    for name, norm in found.tensors.items():
+        if not name.startswith("layers.") or name.startswith(FIRST) or not name.endswith(SGLANG_NORM):
+            continue
+        usual = kept.setdefault(name.replace(SGLANG_NORM, VLLM_NORM), norm)
+        if usual.shape != norm.shape or not torch.equal(usual, norm):
+            right = f"must equal {VLLM_NORM}: vLLM computes this layer with {VLLM_NORM}, SGLang with {SGLANG_NORM}"
+            raise found.invalid(name, "another tensor", right, where=found.file)
+        del kept[name]
+    return found.with_tensors(kept)
+
+
+def _window(found: HeadDirectory, config: Mapping[str, Any], count: int) -> dict[str, int]:
+    """The window of the `count` layers, if they have one. Engines decide by `layer_types`."""
     window, kinds = config.get(WINDOW), config.get("layer_types")
     if kinds is None and window is not None:
         raise found.invalid(
             WINDOW, window, f'must be null, or set layer_types to ["{SLIDING}"] too: engines read that key'
         )
-    if kinds not in (None, [SLIDING]):
-        raise found.invalid(
-            "layer_types", kinds, f'must be ["{llama.FULL}"] or ["{SLIDING}"]: specctl\'s head has one layer'
-        )
-    if kinds != [SLIDING]:
+    if kinds is None:
         return {}
+    if kinds != [SLIDING] * count:
+        few = f'["{llama.FULL}"] or ["{SLIDING}"]: specctl\'s head has one layer'
+        many = f"{count} equal kinds: all layers of specctl's head have one window, or none"
+        raise found.invalid("layer_types", kinds, f"must be {few if count == 1 else many}")
     if type(window) is not int or window < MIN_SLIDING_WINDOW:
         raise found.invalid(WINDOW, window, f"must be a number of tokens, at least {MIN_SLIDING_WINDOW}")
     return {WINDOW: window}

@@ -41,8 +41,7 @@ MUST_BE: dict[str, tuple[Any, ...]] = {
 }
 """Keys that change what a head computes, and the values with which it computes the same as our head.
 
-`num_hidden_layers` is not checked: published heads of one layer give the target's number there. `take_exactly` refuses
-the tensors of any further layer.
+`num_hidden_layers` is not checked here: published heads of one layer give the target's number there.
 """
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -88,7 +87,7 @@ def write_config(architecture: Mapping[str, Any], facts: TargetFacts, dtype: tor
         "model_type": "llama",
         **{key: architecture[name] for name, key in NAMES.items()},
         "rope_scaling": None,
-        "num_hidden_layers": 1,
+        "num_hidden_layers": architecture.get("num_layers", 1),
         "hidden_act": "silu",
         # vLLM limits the context of the *target* to the context length in the drafter's configuration.
         "max_position_embeddings": max(architecture["max_position_embeddings"], facts.context_length),
@@ -103,7 +102,7 @@ def write_config(architecture: Mapping[str, Any], facts: TargetFacts, dtype: tor
 def read_config(
     found: HeadDirectory, config: Mapping[str, Any], facts: TargetFacts, own: Collection[str] = ()
 ) -> dict[str, Any]:
-    """The fields of a one-layer head from the Llama keys in `config` (all or a part of `found.config`).
+    """The fields of a head's layers from the Llama keys in `config` (all or a part of `found.config`).
 
     `own` are keys of `MUST_BE` that the family reads itself.
 

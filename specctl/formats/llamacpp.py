@@ -62,7 +62,7 @@ STEMS = {
 SHARED = {"fc": "fc", "norm": "output_norm", "lm_head": "output"}
 """Tensors outside the layers: our name → llama.cpp's name, without `.weight`."""
 METHODS = {"eagle3": "draft-eagle3", dflash.DFLASH: "draft-dflash", dflash.DSPARK: "draft-dspark"}
-UNREAD = ("fc_norm", "norm_output", eagle3.WINDOW)
+UNREAD = ("fc_norm", "norm_output", eagle3.WINDOW, eagle3.COUNT)
 """Options of an EAGLE-3 head that llama.cpp does not compute."""
 
 
@@ -80,7 +80,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
 
 
 def _eagle3(head: Head, facts: TargetFacts, tokens: int) -> Files:
-    unread = [key for key in UNREAD if head.architecture.get(key)]
+    unread = eagle3.options(head, UNREAD)
     if unread:
         raise CheckpointError(
             f"the head has {' and '.join(unread)}, which llama.cpp does not compute: its drafts would differ",

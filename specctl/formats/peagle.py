@@ -1,6 +1,6 @@
 """P-EAGLE heads as published, which vLLM reads as EAGLE-3 heads under `parallel_drafting`.
 
-The tensors are EAGLE-3's, with the names `layers.0.*` for its layer and `layers.1.*` and so on for further layers.
+The tensors are EAGLE-3's, with the name `layers.0.*` also for a single layer.
 P-EAGLE adds `mask_hidden` [1, 1, taps·H], and often `embed_tokens`, since embeddings are trained.
 
 vLLM takes the mask token from `mask_token_id` or `pard_token`, and feeds one row per draft token. With fewer tokens
@@ -8,6 +8,7 @@ than trained depths, drafts are the same, only shorter. The architecture is writ
 eagle3, vLLM 0.32 puts "Eagle3" before any other architecture name, even before its own name for P-EAGLE.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,7 @@ from specctl.formats.head_directory import HeadDirectory
 MASK, EMBEDDING = "mask_hidden", "embed_tokens.weight"
 TOKEN_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")
 """Keys of the mask token, in the order in which vLLM looks for them."""
+UNUSED = re.compile(r"layers\.[1-9]\d*\.hidden_norm\.weight$")
 DEPTHS = 8
 """Default number of depths if the files do not say how many were trained, from the package `speculators`."""
 
@@ -27,21 +29,19 @@ DEPTHS = 8
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
     """The directory of a head for vLLM. Raises CheckpointError if vLLM could not run it."""
     files = eagle3.write(head, facts, tokens, to)
-    more = {**layer_keys(head), "mask_token_id": head.architecture["mask_token_id"]}
+    more = {**depth_key(head), "mask_token_id": head.architecture["mask_token_id"]}
     return Files(files.config | more, tensors(head))
 
 
-def layer_keys(head: Head) -> dict[str, Any]:
-    """The config keys for several layers and for the number of trained depths."""
-    count = head.architecture["num_layers"]
-    kinds = {"layer_types": [eagle3.SLIDING] * count} if head.architecture.get(eagle3.WINDOW) else {}
-    return {"num_hidden_layers": count, **kinds, "num_depths": head.architecture["depths"]}
+def depth_key(head: Head) -> dict[str, int]:
+    """The config key for the number of trained depths."""
+    return {"num_depths": head.architecture["depths"]}
 
 
 def tensors(head: Head) -> dict[str, Tensor]:
     """The head's tensors by their published names."""
     kept = eagle3.without_full_mapping(head)
-    return {name.replace("midlayer.", "layers.0."): tensor for name, tensor in kept.items()}
+    return {name.replace("midlayer.", eagle3.FIRST): tensor for name, tensor in kept.items()}
 
 
 def claims(found: HeadDirectory) -> bool:
@@ -59,32 +59,24 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
     if type(mask) is not int or not 0 <= mask < facts.vocab_size:
         right = f"must be a token of target {facts.name}, below {facts.vocab_size}"
         raise found.invalid(TOKEN_KEYS[0], "missing" if mask is None else mask, right)
-    config = llama.without_unused_window(found, config)
-    count = config.get("num_hidden_layers", 1)
-    if type(count) is not int or count < 1:
-        raise found.invalid("num_hidden_layers", count, "must be a number of layers")
-    kinds = config.get("layer_types")
-    if kinds is not None and (not isinstance(kinds, list) or len(kinds) != count or len(set(map(str, kinds))) != 1):
-        raise found.invalid(
-            "layer_types", kinds, f"must be {count} equal kinds: all layers of specctl's head have one window, or none"
-        )
-    # Only EAGLE-3 feeds the output of the final norm back.
-    single = {"num_hidden_layers": 1, "layer_types": kinds and kinds[:1], "norm_output": False}
     renamed = {name.removeprefix("model."): tensor for name, tensor in found.tensors.items()}
-    above = tuple(f"layers.{place}." for place in range(1, count))
     own = {EMBEDDING: renamed[EMBEDDING]} if _is_its_own(renamed.get(EMBEDDING), facts) else {}
-    parts = {name: tensor for name, tensor in renamed.items() if name.startswith(above) or name == MASK} | own
-    rest = found.with_tensors(renamed).without(parts)
-    head = eagle3.read_parts(rest, {**config, **single}, taps, facts)
+    parts = {name: tensor for name, tensor in renamed.items() if name == MASK} | own
+    # Drop hidden_norm of further layers: vLLM creates one per layer, but only the first layer uses it.
+    unused = [name for name in renamed if UNUSED.match(name)]
+    rest = found.with_tensors(renamed).without({*parts, *unused})
+    count = eagle3.layer_count(rest, config)
+    if config.get("num_hidden_layers", 1) != count:
+        right = f"must be {count}, the number of layers in {found.file.name}"
+        raise found.invalid("num_hidden_layers", config["num_hidden_layers"], right)
+    # Only EAGLE-3 feeds the output of the final norm back.
+    head = eagle3.read_layers(rest, {**config, "norm_output": False}, taps, facts)
     shape = head.architecture
     size = shape["hidden_size"]
-    layer = llama.layer_shapes(shape, size) | {"input_layernorm.weight": (size,)}
     more = llama.take_exactly(
-        # Drop hidden_norm of further layers: engines create one per layer, but only the first layer uses it.
-        found.with_tensors({name: part for name, part in parts.items() if not name.endswith("hidden_norm.weight")}),
+        found.with_tensors(parts),
         {
             MASK: tuple(parts[MASK].shape) if MASK in parts else (1, 1, len(taps) * size),
-            **{f"{name}{part}": shapes for name in above for part, shapes in layer.items()},
             **({EMBEDDING: (facts.vocab_size, size)} if own else {}),
         },
     )

@@ -73,7 +73,7 @@ def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
             "architectures": ["PEagleSpeculator"],
             **_proposal("peagle", facts, tokens),
             "mask_token_id": head.architecture["mask_token_id"],
-            LAYER: layer | peagle.layer_keys(head),
+            LAYER: layer | peagle.depth_key(head),
         }
     return Files(config, peagle.tensors(head))
 

@@ -35,7 +35,8 @@ class DrafterRecipe(Section):
     intermediate_size: PositiveInt | None = None
     num_heads: PositiveInt | None = None
     num_kv_heads: PositiveInt | None = None
-    num_layers: PositiveInt | None = None
+    # eagle3, peagle, dflash: number of layers (None = 1; dflash: 2); hydra: of each head (None = 4); lm
+    num_layers: Annotated[int, Field(ge=1, le=64)] | None = None
     draft_heads: PositiveInt | None = None  # hydra, medusa: number of heads, one per draft depth (None = 4)
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None  # dflash: number of slots drafted at once (None = 8)
     # dflash: rank of the Markov head, which makes each token of a block depend on the last (0 = none, None = 32)

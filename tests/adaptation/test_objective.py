@@ -19,7 +19,7 @@ from tests.toys import mtp
 FAMILIES = ["eagle", "eagle3", "peagle", "dflash", "mtp", "hydra", "medusa", "lm"]
 SIZES = ((40, 12), (33, 20), (31, 3))
 OPTIONS = {"dflash with confidence": {"confidence": True}} | {
-    f"eagle3 as {name}": VARIANTS[name] for name in ("paper", "speculators")
+    f"eagle3 as {name}": VARIANTS[name] for name in ("paper", "speculators", "layers")
 }
 
 

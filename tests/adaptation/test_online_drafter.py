@@ -112,6 +112,23 @@ def test_muon_moves_matrices_by_orthogonal_steps_and_no_vocabulary_matrix(tmp_pa
     assert values.median() > 0.3 and values.max() < 1.4, "all directions are about as long"
 
 
+def test_a_lesson_changes_every_layer_and_drafting_goes_on(tmp_path, tiny):
+    """Of a head with two layers, whose second chunk is drafted with the weights of the first lesson."""
+    head = write_head(tmp_path / "eagle3", tiny, "eagle3", num_layers=2)
+    learner = {"lr": 1e-3, "holdout": 0.0}
+    pupil = OnlineDrafter(recipe("unread.jsonl", head, tiny, algo=["ogd"], learner=learner), "ogd", tiny, 0)
+    before = checkpoint.load(head).tensors
+    for _ in range(2):
+        (lesson,), _ = taught(pupil, [answered(pupil, tiny)])
+        assert lesson.outcome.status == "updated"
+        after = checkpoint.load(pupil.save(tmp_path / "learnt", {"mat": {}})).tensors
+        assert before.keys() == after.keys()
+        layers = [name for name in before if name.startswith(("midlayer.", "layers.1."))]
+        assert len(layers) == 10 + 9 and not any(torch.equal(before[name], after[name]) for name in layers)
+        assert torch.equal(pupil.play().upper[0].post_norm.weight, after["layers.1.post_attention_layernorm.weight"])
+        before = after
+
+
 def test_a_chunk_is_several_steps_on_any_device(tmp_path, tiny, monkeypatch):
     """On a GPU an update was one or two steps of 16,384 tokens. It raised the loss, and every update was refused."""
     monkeypatch.setitem(schedule.BATCH_TOKENS, "cpu", (16, 16_384))

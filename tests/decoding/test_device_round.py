@@ -183,6 +183,8 @@ MADE = {
     **{f"eagle3 {name}": lambda target, shape=shape: eagle3(target, shape) for name, shape in SHAPES.items()},
     "eagle3.1": lambda target: eagle3(target, SHAPES["tree"], **EAGLE31),
     "eagle3.1 as in its paper": lambda target: eagle3(target, SHAPES["chain"], **PAPER),
+    "eagle3 chain of two layers": lambda target: eagle3(target, SHAPES["chain"], num_layers=2),
+    "eagle3 tree of three layers": lambda target: eagle3(target, SHAPES["tree"], **EAGLE31, num_layers=3),
     "eagle": lambda target: eagle1(target, SHAPES["tree"]),
     "mtp chain": lambda target: own_layer(target, SHAPES["chain"], "mimo", bias=True),
     "mtp tree": lambda target: own_layer(target, SHAPES["tree"], "qwen", qk_norm=True),
@@ -391,7 +393,9 @@ def test_heads_that_the_kernel_does_not_know_make_masks_alone(tiny, on_device, m
 
 WINDOWED = {
     "eagle3 chain": lambda target, window: eagle3(target, SHAPES["chain"], **EAGLE31 | {"sliding_window": window}),
-    "eagle3 tree": lambda target, window: eagle3(target, SHAPES["tree"], **EAGLE31 | {"sliding_window": window}),
+    "eagle3 tree": lambda target, window: eagle3(
+        target, SHAPES["tree"], **EAGLE31 | {"sliding_window": window, "num_layers": 2}
+    ),
     "peagle": lambda target, window: parallel_eagle(target, SHAPES["tree"], sliding_window=window, num_layers=2),
     "dflash": lambda target, window: block(target, SHAPES["chain"], sliding_window=window),
     "dflash mixed": lambda target, window: block(

@@ -22,10 +22,10 @@ from tests.toys.decoding import decode
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def head(target):
+@pytest.fixture(scope="module", params=[1, 3], ids=["one layer", "three layers"])
+def head(request, target):
     torch.manual_seed(1)
-    architecture = eagle3.architecture(DrafterRecipe(vocab_size=512), target)
+    architecture = eagle3.architecture(DrafterRecipe(vocab_size=512, num_layers=request.param), target)
     ids = torch.randperm(target.vocab_size)[:512].sort().values
     head = Eagle3Head(architecture, ids)
     head.steps, head.decay = STEPS, 0.8
@@ -190,6 +190,32 @@ def test_score_of_a_batch_is_that_of_each(target, head, prompts):
             assert batched is None or batched.shape[1] == 0
         else:
             torch.testing.assert_close(batched, single, atol=1e-4, rtol=1e-4)
+
+
+def test_a_memory_is_the_same_however_it_was_made(target, head, prompts):
+    """Round by round, after several idle rounds, or anew after `invalidate`: the keys and values of every layer."""
+    steady, idle, anew = (Eagle3Drafter(head, target, TreeShape(STEPS, 1, STEPS, 1, 0.0)) for _ in range(3))
+    rounds = []
+
+    def ask(state, draft, verdict):
+        steady.propose(state, STEPS)  # whose rows lie after the committed slots, and are overwritten
+        rounds.append(steady.lag(state))
+        if len(rounds) < 5:
+            return
+        anew.invalidate(state)
+        for drafter in (idle, anew):
+            assert max(drafter.lag(state)) > 4 * (drafter is anew or len(rounds) == 5)
+            drafter.advance(state)
+        expected = steady.current(state)
+        assert len(expected.cache.keys) == head.config.num_layers
+        for found in (idle.current(state), anew.current(state)):
+            torch.testing.assert_close(found.hidden, expected.hidden, atol=1e-4, rtol=1e-4)
+            for b, end in enumerate(state.cached):
+                ours, theirs = found.cache.store[:, b, :end], expected.cache.store[:, b, :end]
+                torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+    decode(target, prompts, sampling=GREEDY, max_new_tokens=9, seeds=[0] * 3, taps=steady.taps, on_round=ask)
+    assert len(rounds) > 6 and rounds == [[0] * 3] * len(rounds)
 
 
 def test_loss_is_normalised_and_masked(target, head, examples):

@@ -21,6 +21,7 @@ from tests.drafters.test_stacked import disturbed
 from tests.drafters.variants import NORMS, TRAINED, VARIANTS
 from tests.toys.decoding import decode
 
+OPTIONS = {*TRAINED, "fc_norm", "num_layers"}
 SHAPE = TreeShape(STEPS, 1, STEPS, 1, 0.0)
 
 
@@ -110,7 +111,7 @@ def test_lossless_in_ragged_batches(target, head, ragged):
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("fp32", 2e-4), ("bf16", 0.2)])
-@pytest.mark.parametrize("variant", ["norm_before_fc", "paper", "speculators"])
+@pytest.mark.parametrize("variant", ["norm_before_fc", "paper", "speculators", "layers"])
 def test_stacked_is_one_by_one(target, long_prompt, monkeypatch, variant, dtype, tolerance):
     """Also at the norms before fc, which are several of several heads."""
     monkeypatch.setattr(linear, "_packed", lambda *_: None)
@@ -134,14 +135,14 @@ def test_stacked_is_one_by_one(target, long_prompt, monkeypatch, variant, dtype,
 def test_heads_with_other_options_are_not_stacked(target):
     """Tensors of one shape do not make one arithmetic."""
     some = [{}, {"norm_output": True}, {"norm_before_residual": True}, {"fc_norm": True}, {"norm_before_fc": True}]
-    some += [{"sliding_window": 64}, {"sliding_window": 65}]
+    some += [{"sliding_window": 64}, {"sliding_window": 65}, {"num_layers": 2}]
     pool = [Eagle3Drafter(eagle31(target, **options), target, SHAPE) for options in some for _ in range(2)]
     for drafter in pool:
         drafter.device = torch.device("cuda")
     assert scoring_groups(pool) == [[place, place + 1] for place in range(0, len(pool), 2)]
 
 
-@pytest.mark.parametrize("variant", ["paper", "speculators"])
+@pytest.mark.parametrize("variant", ["paper", "speculators", "layers"])
 def test_checkpointed_layers_learn_the_same(target, examples, variant):
     head = eagle31(target, **VARIANTS[variant])
     batch = slot_batch(examples, FeatureStore(target, head.taps).get(examples), STEPS, head.t2d)
@@ -155,7 +156,7 @@ def test_checkpointed_layers_learn_the_same(target, examples, variant):
 
 def test_config_says_only_what_is_set(target, head, options):
     shape = eagle3.checkpoint_config(head, target.identity)
-    assert {key: value for key, value in shape["architecture"].items() if key in TRAINED | {"fc_norm": 0}} == options
+    assert {key: value for key, value in shape["architecture"].items() if key in OPTIONS} == options
     assert eagle3.restore(shape, head.state_dict()).config == head.config
 
 
@@ -200,6 +201,12 @@ def test_a_key_without_effect_is_refused(arch, key, value):
     """Also if its value switches something off."""
     with pytest.raises(ValueError, match=rf"drafter\.{key}: an option of [\w, ]* drafters, not of {arch}"):
         TrainRecipe(arch=arch, drafter=DrafterRecipe(**{key: value}))
+
+
+@pytest.mark.parametrize("count", [0, 65, 1.5])
+def test_the_number_of_layers_has_limits(count):
+    with pytest.raises(ValueError, match="num_layers"):
+        DrafterRecipe(num_layers=count)
 
 
 @pytest.mark.parametrize(

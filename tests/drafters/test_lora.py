@@ -29,10 +29,11 @@ def random_adapter(head, generator, names=FAMILIES["eagle3"].lora_modules, rank=
     return tensors
 
 
-@pytest.fixture(scope="module")
-def head(target):
+@pytest.fixture(scope="module", params=[1, 2], ids=["one layer", "two layers"])
+def head(request, target):
     torch.manual_seed(3)
-    head = Eagle3Head(eagle3.architecture(DrafterRecipe(vocab_size=256), target), torch.arange(256) * 7)
+    sizes = DrafterRecipe(vocab_size=256, num_layers=request.param)
+    head = Eagle3Head(eagle3.architecture(sizes, target), torch.arange(256) * 7)
     head.initialise(target)
     return head
 
@@ -83,7 +84,11 @@ def test_an_adapter_drafts_as_its_merged_weights(place, head, target):
 def run(drafter, taps, tokens):
     residual, inputs = drafter.layer_input(tokens, drafter.feature(taps))
     qkv = drafter.qkv(inputs)
-    hidden = drafter._leave(residual, qkv[:, : drafter.heads * drafter.dim])
+    entered = residual, qkv, qkv[:, : drafter.heads * drafter.dim]
+    table = drafter._rope_for(len(taps)).rows(
+        torch.arange(len(taps)), drafter.heads + drafter.kv_heads, drafter.kv_heads
+    )
+    hidden = drafter._through(entered, table, lambda place, x, pairs, query: (x, query.flatten(1)))
     return qkv, hidden, drafter.logits(hidden)
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from specctl import kernels
+from specctl.decoding.models.native import PRODUCTS
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.eagle.drafter import FAMILY as eagle
@@ -40,6 +41,7 @@ BUILT = {
     "eagle3": (eagle31, eagle3),
     "eagle3, the state of the layer": (lambda target: eagle31(target, norm_output=False, fc_norm=True), eagle3),
     "eagle3, normed residual": (lambda target: eagle31(target, norm_before_residual=True, norm_output=True), eagle3),
+    "eagle3, two layers": (lambda target: eagle31(target, norm_output=True, num_layers=2), eagle3),
     "eagle": (build_eagle, eagle),
     "mtp": (lambda target: toys.head(target), mtp),
     "mtp, norms of queries and keys": (lambda target: toys.head(target, "qwen", qk_norm=True, bias=True), mtp),
@@ -58,7 +60,8 @@ def three(request, targets):
 
 def without(drafter):
     """The drafter without its C++ step."""
-    drafter._native = (drafter.qkv, drafter.o, drafter.gate_up, drafter.down), None
+    layers = [drafter, *drafter.upper]
+    drafter._native = tuple(getattr(layer, name) for layer in layers for name in PRODUCTS), None
     drafter.head.int8 = None
 
 

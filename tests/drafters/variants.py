@@ -8,4 +8,6 @@ VARIANTS = {
     "window": {"sliding_window": 64},
     "paper": {"fc_norm": True, "norm_output": True},
     "speculators": TRAINED,
+    "layers": {"num_layers": 2},
+    "layers as speculators": {"num_layers": 3, **TRAINED},
 }

@@ -193,6 +193,7 @@ def with_one_key_norm(directory):
 HEADS = {
     "eagle3": {},
     "eagle3 pruned": {"vocab_size": 1024},
+    "eagle3 layers": {"vocab_size": 1024, "num_layers": 2},
     "eagle": {},
     "medusa": {"draft_heads": 3},
     "peagle": {"vocab_size": 1024, "num_layers": 2},

@@ -89,19 +89,20 @@ def speculators_in_vllm(config):
 
 
 def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
-    """vLLM's llama_eagle3.py, and SGLang's, which knows neither `norm_before_residual` nor the keys of a window."""
+    """vLLM's llama_eagle3.py, and SGLang's, which knows neither `norm_before_residual` nor the keys of a window. In
+    layers after the first, it calls the norm before the attention by another name."""
     config, tensors = config_and_tensors(directory)
     if "speculators_model_type" in config:
         config = speculators_in_vllm(config)
     tensors = {name.replace("midlayer.", "layers.0."): tensor for name, tensor in tensors.items()}
-    assert config["num_hidden_layers"] == 1 and not config["tie_word_embeddings"]
-    assert "fc.bias" not in tensors
+    assert "fc.bias" not in tensors and not config["tie_word_embeddings"]
     if layers_of is sglang_layers:
         config = {key: value for key, value in config.items() if key not in ("norm_before_residual", "layer_types")}
     hidden, embedding = states(model, committed)
     aux = layers_of(config, len(hidden) - 1)
     assert all(i < len(hidden) - 1 for i in aux), "no engine has a state behind the last layer"
-    layer = Layer(config, tensors, "layers.0.")
+    layer, *upper = (Layer(config, tensors, f"layers.{place}.") for place in range(config["num_hidden_layers"]))
+    upper_norm = "hidden_norm" if layers_of is sglang_layers else "input_layernorm"
     aux = [hidden[i] for i in aux]
     if config.get("fc_norm"):
         aux = [layer.norm(state, tensors[f"fc_norm.{i}.weight"]) for i, state in enumerate(aux)]
@@ -115,7 +116,10 @@ def eagle3(directory, model, committed, forced, layers_of=vllm_layers):
         normed = layer.norm(x, layer.get("hidden_norm"))
         residual = normed if config.get("norm_before_residual", False) else x
         inputs = torch.cat((layer.norm(embedding[tokens], layer.get("input_layernorm")), normed), -1)
-        x = layer.run(inputs, residual, positions)[-1:]
+        x = layer.run(inputs, residual, positions)
+        for one in upper:
+            x = one.run(one.norm(x, one.get(upper_norm)), x, positions)
+        x = x[-1:]
         normed = layer.norm(x, tensors["norm.weight"])
         rows.append(spread((normed @ tensors["lm_head.weight"].T)[0], tensors.get("d2t"), config))
         x = normed if config.get("norm_output") else x

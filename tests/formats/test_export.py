@@ -74,6 +74,17 @@ def test_eagle31_as_an_engine_computes_it(make, ours, model, text, tmp_path, to,
     assert (found - plain).nan_to_num().abs().amax(-1).max() > 0.01, "the option changes nothing"
 
 
+def test_one_directory_of_several_layers_is_read_by_both_engines(make, ours, model, text, tmp_path):
+    """For SGLang, the norm that vLLM reads is there too; the package `speculators` would refuse SGLang's."""
+    drafter, found = make("eagle3", draft_vocab=300, num_layers=2), {}
+    for to in ("vllm", "sglang", "speculators"):
+        export(drafter, to, tmp_path / to)
+        found[to] = load_file(tmp_path / to / "model.safetensors").keys()
+    assert found["vllm"] == found["speculators"] == found["sglang"] - {"layers.1.hidden_norm.weight"}
+    assert "layers.0.hidden_norm.weight" in found["vllm"] and not any("midlayer" in name for name in found["sglang"])
+    assert_same(drafted(consumers.eagle3, tmp_path / "sglang", model, text), ours(drafter))
+
+
 PEAGLE = {
     "plain": {"draft_vocab": 300},
     "whole vocabulary": {"taps": CUSTOM, "layers": 1},
@@ -442,7 +453,7 @@ def test_a_failed_check_leaves_nothing(make, tmp_path, monkeypatch):
     ("family", "options"),
     [
         pytest.param("eagle3", {"draft_vocab": 64}, marks=pytest.mark.slow),
-        ("eagle3", {"draft_vocab": 64, **VARIANTS["paper"]}),
+        ("eagle3", {"draft_vocab": 64, **VARIANTS["paper"], **VARIANTS["layers"]}),
         pytest.param("eagle3", {"draft_vocab": 64, **VARIANTS["speculators"]}, marks=pytest.mark.slow),
         ("peagle", PEAGLE["norms"]),
         *(pytest.param("peagle", other, marks=pytest.mark.slow) for name, other in PEAGLE.items() if name != "norms"),

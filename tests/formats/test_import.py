@@ -219,7 +219,11 @@ BAD = {
     "other target": (setting(target_hidden_size=128), "target_hidden_size is 128", "256"),
     "other vocabulary": (setting(vocab_size=32000), "vocab_size is 32000", "4096"),
     "vocabulary that only looks padded": (setting(vocab_size=4000), "vocab_size is 4000", "4096"),
-    "two layers": (with_tensor("layers.1.mlp.up_proj.weight", 160, 256), "layers.1.mlp.up_proj", "no exact"),
+    "two layers": (with_tensor("layers.1.mlp.up_proj.weight", 160, 256), "num_hidden_layers is 1", "must be 2"),
+    "a part of a layer": (
+        both(setting(num_hidden_layers=2), with_tensor("layers.1.mlp.up_proj.weight", 160, 256)),
+        *("layers.1.self_attn.q_proj.weight is missing", "[128, 256]"),
+    ),
     "window that is off and on": (
         setting(layer_types=["sliding_attention"], use_sliding_window=False), "use_sliding_window is False", "true"
     ),
@@ -314,9 +318,50 @@ def test_eagle31_comes_back_as_it_went(head, make, target, tmp_path, to, variant
     before, after = checkpoint.load(make("eagle3", **options)), checkpoint.load(tmp_path / "drafter")
     assert before.tensors.keys() == after.tensors.keys()
     assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
-    kept = {key: after.config["architecture"].get(key) for key in (*NORMS, "sliding_window")}
+    kept = {key: after.config["architecture"].get(key) for key in (*NORMS, "sliding_window", "num_layers")}
     assert {key: value for key, value in kept.items() if value is not None} == VARIANTS[variant]
     pool.load_drafter(str(tmp_path / "drafter"), target, DraftingRecipe())
+
+
+def as_of_sglang(config, tensors):
+    """What only SGLang runs: its name of the norm, and none of vLLM's."""
+    tensors["layers.1.hidden_norm.weight"] = tensors.pop("layers.1.input_layernorm.weight")
+
+
+def under_both_names(config, tensors):
+    tensors["layers.1.hidden_norm.weight"] = tensors["layers.1.input_layernorm.weight"].clone()
+
+
+@pytest.mark.parametrize("change", [as_of_sglang, under_both_names, names_with_prefix])
+def test_names_of_several_layers(head, make, target, tmp_path, change):
+    options = {"draft_vocab": 300, "num_layers": 2}
+    import_head(head(change=change, **options), target, tmp_path / "drafter")
+    before, after = checkpoint.load(make("eagle3", **options)), checkpoint.load(tmp_path / "drafter")
+    assert before.tensors.keys() == after.tensors.keys()
+    assert all(torch.equal(tensor, after.tensors[name]) for name, tensor in before.tensors.items())
+
+
+SEVERAL = {
+    "other norm in SGLang": (
+        with_tensor("layers.1.hidden_norm.weight", 256), "layers.1.hidden_norm.weight", "vLLM computes"
+    ),
+    "fewer layers": (setting(num_hidden_layers=1), "num_hidden_layers is 1", "must be 2"),
+    "more layers": (setting(num_hidden_layers=3), "num_hidden_layers is 3", "must be 2"),
+    "one kind": (setting(layer_types=["sliding_attention"], sliding_window=64), "layer_types is", "2 equal kinds"),
+    "mixed kinds": (
+        setting(layer_types=["sliding_attention", "full_attention"], sliding_window=64), "layer_types", "one window"
+    ),
+    "missing norm": (without("layers.1.input_layernorm.weight"), "layers.1.input_layernorm.weight is missing", "[256]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SEVERAL)
+def test_several_layers_that_our_head_cannot_represent(head, target, tmp_path, case):
+    change, says, right = SEVERAL[case]
+    with pytest.raises(CheckpointError) as error:
+        import_head(head(change=change, draft_vocab=300, num_layers=2), target, tmp_path / "drafter")
+    assert says in error.value.message and right in error.value.hint
+    assert not (tmp_path / "drafter").exists()
 
 
 def older_name(config, tensors):
@@ -369,8 +414,8 @@ def test_peagle_by_other_names(head, make, target, tmp_path):
     [
         (lambda config, tensors: config.pop("mask_token_id"), "mask_token_id"),
         (lambda config, tensors: config.update(mask_token_id=10**6), "mask_token_id"),
-        (lambda config, tensors: config.update(num_hidden_layers=3), "layers.2"),
-        (lambda config, tensors: config.update(num_hidden_layers=1), "layers.1"),
+        (lambda config, tensors: config.update(num_hidden_layers=3), "num_hidden_layers is 3"),
+        (lambda config, tensors: config.update(num_hidden_layers=1), "num_hidden_layers is 1"),
         (lambda config, tensors: config.update(layer_types=["full_attention", "sliding_attention"]), "layer_types"),
         (lambda config, tensors: tensors.update(mask_hidden=torch.zeros(1, 1, 5)), "mask_hidden"),
     ],

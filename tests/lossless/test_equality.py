@@ -134,6 +134,8 @@ DRAFTERS = {
     "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
     "eagle3.1 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0), **EAGLE31),
     "eagle3.1 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0), **EAGLE31),
+    "eagle3 of two layers": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0), num_layers=2),
+    "eagle3 tree of two layers": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0), num_layers=2),
     "mtp chain": lambda target, texts: random_mtp(target, TreeShape(4, 1, 4, 1, 0.0), bias=True),
     "mtp tree": lambda target, texts: random_mtp(target, TreeShape(3, 2, 7, 2, 0.0), "qwen", qk_norm=True),
     "lm + lookup": lambda target, texts: hybrid(
@@ -160,7 +162,7 @@ def misprinted(text):
 
 ONE_OF_EACH = ["ragged", "trees", "lookup", "suffix", "retrieval", "lm", "eagle", "eagle3 tree", "eagle3.1 tree"]
 ONE_OF_EACH += [
-    *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree"),
+    *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree", "eagle3 tree of two layers"),
     *("lm + lookup", "dflash + lookup"),
 ]
 """Drafters with one memory each, which does not depend on the shape of a draft."""
@@ -235,7 +237,7 @@ def assert_counts(one):
 
 
 EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "dflash chain"]
-EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix", "mtp chain"]
+EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix", "mtp chain", "eagle3 of two layers"]
 
 
 @pytest.fixture(scope="module")

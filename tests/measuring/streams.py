@@ -70,11 +70,11 @@ def watch_device_rounds(monkeypatch):
     return drafters
 
 
-def write_head(place, target, family, seed=0):
+def write_head(place, target, family, seed=0, **sizes):
     """A drafter directory with a new head of a family, as training would begin with it."""
     torch.manual_seed(seed)
     own = pool.load_family(family)
-    recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size))
+    recipe = TrainRecipe(arch=family, drafter=DrafterRecipe(vocab_size=target.vocab_size, **sizes))
     random_layer = family == "mtp"  # the target has none
     head = mtp.head(target) if random_layer else own.build(recipe, target, lambda size: list(range(size)))
     return save(place, target, own, head)

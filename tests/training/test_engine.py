@@ -7,7 +7,7 @@ import torch
 
 from specctl.drafters import checkpoint as drafters
 from specctl.kernels import distill
-from specctl.recipe import HeldOutRecipe
+from specctl.recipe import DrafterRecipe, HeldOutRecipe
 from specctl.runs import Run
 from specctl.training import loop
 from tests.training.small import recipe
@@ -33,7 +33,8 @@ def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatc
     real = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *device: real(*device or ("cpu",)))
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
-    values = recipe(distilled, tmp_path, precision="bf16", zero_stage=stage, gradient_checkpointing=checkpointing)
+    options = {"drafter": DrafterRecipe(vocab_size=256, num_layers=2), "gradient_checkpointing": checkpointing}
+    values = recipe(distilled, tmp_path, precision="bf16", zero_stage=stage, **options)
     trainer = loop.make_trainer(values, Run(tmp_path))
     seen, rows_of = set(), distill.distill_rows
     trainer.trainable.module.fc.register_forward_hook(lambda module, inputs, output: seen.add(output.dtype))
@@ -46,6 +47,7 @@ def test_bf16_products_over_fp32_weights(distilled, target, tmp_path, monkeypatc
     optimizer = engine.optimizer if stage == 0 else engine.optimizer.optimizer
     assert floats(optimizer.state) == {torch.float32}
     kept = drafters.load(tmp_path / "drafter").tensors
+    assert "layers.1.mlp.down_proj.weight" in kept
     assert {t.dtype for t in kept.values() if t.is_floating_point()} == {torch.float32}
 
 

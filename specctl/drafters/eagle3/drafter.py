@@ -16,7 +16,7 @@ class Eagle3Drafter(FeatureDrafter, FusedInput):
 
     def __init__(self, head: Eagle3Head, target: Target, shape: TreeShape):
         super().__init__(head, head.midlayer, target, shape)
-        self.fuse(head, self.embedding)
+        self.fuse(head, self.embedding, target)
         self.output_norm = self.norm if head.config.norm_output else None
 
     def to_head(self, hidden: Tensor) -> Tensor:
@@ -30,7 +30,9 @@ class Eagle3Family(HeadFamily):
 
     def architecture(self, recipe: DrafterRecipe, target: Target) -> Eagle3Config:
         return Eagle3Config(
-            **fusion_shape(recipe, target), norm_output=True if recipe.norm_output is None else recipe.norm_output
+            **fusion_shape(recipe, target),
+            num_layers=recipe.num_layers or 1,
+            norm_output=True if recipe.norm_output is None else recipe.norm_output,
         )
 
 

@@ -1,4 +1,4 @@
-"""Drafting with a one-layer head that reads the target's features and then its own outputs (EAGLE and EAGLE-3)."""
+"""Drafting with a head that reads the target's features and then its own outputs (EAGLE and EAGLE-3)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.drafters.device_trees import DeviceTreeBuilder
 from specctl.drafters.feature.head import DraftHead, HeadLayer
-from specctl.drafters.feature.layer import FeatureLayer, FeatureMemory, draft_start_slots, select_taps
+from specctl.drafters.feature.layer import Attention, FeatureLayer, FeatureMemory, draft_start_slots, select_taps
 from specctl.drafters.feature.rounds import ReaderRounds
 from specctl.drafters.tree import ProposedTree, TreeBuilder, TreeDrafter, TreeShape, WorthLevel, best, chain_rows
 from specctl.kernels.native import NativeProduct
 
 
 class FeatureDrafter(FeatureLayer, TreeDrafter):
-    """Base class of drafters that feed their one layer its own outputs. Slot i of the layer predicts token i + 2.
+    """Base class of drafters that feed the last layer's output to the first one. Slot i predicts token i + 2.
 
-    After the committed slots the layer's own outputs serve as features.
+    After the committed slots the head's own outputs serve as features.
 
     Attributes:
         head: product of the draft vocabulary head (a `DraftLinear`, or its `LowRank` update).
@@ -52,14 +52,14 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
 
     @abstractmethod
     def to_head(self, hidden: Tensor) -> Tensor:
-        """Map the layer's output [N, H] to the input of the vocabulary head."""
+        """Map the last layer's output [N, H] to the input of the vocabulary head."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Draft vocabulary logits [N, Vd] for the layer's output."""
+        """Draft vocabulary logits [N, Vd] for the last layer's output."""
         return self.head(self.to_head(hidden))
 
     def candidates(self, hidden: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [N, Vd] for the layer's output, their `count` largest log probabilities [N, count] and the indices."""
+        """Logits [N, Vd] for the head's output, their `count` largest log probabilities [N, count] and the indices."""
         product = self.head.int8 if isinstance(self.head, DraftLinear) else None
         if isinstance(product, NativeProduct):
             return product.candidates(self.to_head(hidden), count)
@@ -214,11 +214,24 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
         features = select_taps(state.features[index[:, None], at].flatten(0, 1), state.taps, self.taps)
         hidden = self.feature(features.repeat(many, 1))
         cached = [memory.cache for memory in memories]
-        keys = [torch.cat([cache.keys[0][index, :, :end] for cache in cached])]
-        values = [torch.cat([cache.values[0][index, :, :end] for cache in cached])]
+        keys, values = (
+            [[torch.cat([part[place][index, :, :end] for part in parts])] for place in range(self.layers)]
+            for parts in ([cache.keys for cache in cached], [cache.values for cache in cached])
+        )
         mask = _mask(at, end, depths, state.dtype).repeat(many, 1, 1, 1)
         for row, skipped in enumerate(cache.skipped[b] for cache in cached for b in live):
             mask[row, ..., skipped.start : min(skipped.stop, end)] = float("-inf")
+
+        def attention(near: Tensor, own: bool) -> Attention:
+            def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+                if own:
+                    added = pairs.unflatten(0, (-1, width)).transpose(1, 2)
+                    keys[place].append(added[:, : self.kv_heads])
+                    values[place].append(added[:, self.kv_heads :])
+                return residual, self._attend(query, keys[place], values[place], near)
+
+            return attended
+
         vocabularies = torch.arange(many, device=state.device)[:, None] * self.stride
         texts = [state.rows[b].ids for b in live]
         capacity, outputs = state.capacity, []
@@ -227,13 +240,8 @@ class FeatureDrafter(FeatureLayer, TreeDrafter):
             tokens = (torch.tensor(fed, device=state.device).view(-1) + vocabularies).view(-1)
             places = (at + k).clamp_max(capacity - 1).view(-1).repeat(many)
             table = self._rope_for(capacity).rows(places, self.heads + self.kv_heads, self.kv_heads)
-            residual, pairs, query = self._project(tokens, hidden, table)
-            if k:
-                own = pairs.unflatten(0, (-1, width)).transpose(1, 2)
-                keys.append(own[:, : self.kv_heads])
-                values.append(own[:, self.kv_heads :])
             near = mask if self.window is None else _near(mask, (at + k).repeat(many, 1), end, self.window)
-            hidden = self._leave(residual, self._attend(query, keys, values, near))
+            hidden = self._through(self._project(tokens, hidden, table), table, attention(near, own=k > 0))
             outputs.append(hidden.unflatten(0, (-1, width))[:, depths - 1 - k : width - k])
         logits = self.logits(torch.stack(outputs, 1).flatten(0, 2)).view(
             many, len(live), depths, width + 1 - depths, -1

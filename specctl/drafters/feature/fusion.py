@@ -1,5 +1,6 @@
 """Heads that fuse several tapped states to one feature, read together with a token: shared by EAGLE-3 and P-EAGLE."""
 
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any, cast
 
@@ -10,16 +11,18 @@ from torch import Tensor, nn
 
 from specctl.decoding.models.layers import RMSNorms
 from specctl.decoding.target import Target
+from specctl.drafters.blueprint import Count
 from specctl.drafters.feature.head import (
     DraftHead,
     HeadConfig,
     HeadLayer,
+    NormedLayer,
     copy_vocabulary_head,
     head_config,
     pass_through,
     taps_of,
 )
-from specctl.drafters.feature.layer import FeatureLayer
+from specctl.drafters.feature.layer import FeatureLayer, UpperLayer
 from specctl.drafters.feature.ttt_attention import Layout
 from specctl.families import MIN_SLIDING_WINDOW
 from specctl.recipe import DrafterRecipe
@@ -33,13 +36,15 @@ class FusionConfig(HeadConfig):
     """Shape of a fusion head, its EAGLE-3.1 norms, and its attention window.
 
     Attributes:
+        num_layers: number of layers; the first reads [token; feature], each other reads the output of the previous one.
         fc_norm: every tapped state has a separate norm before the states are fused.
         norm_before_fc: the concatenated tapped states have one norm before they are fused; excludes `fc_norm`.
-        norm_before_residual: the residual stream of the layer begins with the normed feature instead of the feature.
+        norm_before_residual: the residual stream of the layers begins with the normed feature instead of the feature.
         sliding_window: number of positions that a row attends to, including its own, as vLLM counts them (None = all
             up to its own).
     """
 
+    num_layers: Count = 1
     fc_norm: Flag = False
     norm_before_fc: Flag = False
     norm_before_residual: Flag = False
@@ -70,8 +75,8 @@ class FusionLayer(HeadLayer):
 class FusionHead(DraftHead):
     """Fusion head. Parameters have the names of the published checkpoints.
 
-    These are `fc`, `midlayer.*`, `norm`, `lm_head`, `d2t`, `t2d`, and `fc_norm.*` or `input_norm` for the norms before
-    `fc`.
+    These are `fc`, `midlayer.*`, `layers.1.*` etc. for the layers after the first, `norm`, `lm_head`, `d2t`, `t2d`, and
+    `fc_norm.*` or `input_norm` for the norms before `fc`.
     """
 
     config: FusionConfig
@@ -88,6 +93,20 @@ class FusionHead(DraftHead):
         self.midlayer = FusionLayer(config)
         self.norm = nn.RMSNorm(size, eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size, bias=False)
+        self.layers = nn.ModuleDict({str(place): NormedLayer(config) for place in range(1, config.num_layers)})
+
+    @property
+    def upper(self) -> list[NormedLayer]:
+        """Layers after the first."""
+        return [layer for layer in self.layers.values() if isinstance(layer, NormedLayer)]
+
+    @property
+    def all_layers(self) -> list[HeadLayer]:
+        return [self.midlayer, *self.upper]
+
+    @property
+    def prompt_layers(self) -> Sequence[nn.Module]:
+        return self.all_layers[:-1]
 
     @property
     def tapped_norms(self) -> list[nn.RMSNorm]:
@@ -127,8 +146,10 @@ class FusedInput(FeatureLayer):
         token_input: [V, H] the half of the layer's input that depends on the token alone.
     """
 
-    def fuse(self, head: FusionHead, embedding: Tensor) -> None:
-        """Copy the weights before and after the layer from `head`; `embedding` is the token embedding [V, H]."""
+    def fuse(self, head: FusionHead, embedding: Tensor, target: Target) -> None:
+        """Copy the weights around and after the first layer from `head`; `embedding` is the token embedding [V, H]."""
+        self.upper = [UpperLayer(head, layer, target) for layer in head.upper]
+        self.layers = head.config.num_layers
         self.norm_before_residual, self.window = head.config.norm_before_residual, head.config.sliding_window
         self.tapped_norms = self._tapped_norms(head)
         self.fc = self.linear(head.fc)

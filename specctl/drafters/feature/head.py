@@ -1,6 +1,6 @@
 """Shared code of trainable draft heads: configuration, batches, layer parts, draft vocabulary and loss per step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar, NamedTuple, Self
@@ -352,6 +352,11 @@ class DraftHead(nn.Module):
         All positions take the first of `steps` steps, every `stride`-th position takes the others.
         """
         return 1 + (steps - 1) / stride
+
+    @property
+    def prompt_layers(self) -> Sequence[nn.Module]:
+        """Layers that training runs over all positions. For other layers, prompt positions are only keys and values."""
+        return ()
 
     def initialise(self, target: Target) -> None:
         """Initialize a new head from the target."""

@@ -1,9 +1,9 @@
-"""Run-time weights of draft heads, and a decoder layer with a KV cache that reads the target's features."""
+"""Run-time weights of draft heads, and decoder layers with a KV cache that read the target's features."""
 
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self
@@ -15,17 +15,23 @@ from specctl.decoding.cache import KVCache
 from specctl.decoding.device.device_batch import CommittedSlots
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import DraftLinear, Linear
-from specctl.decoding.models.native import NativeStep, Packed, native_step
+from specctl.decoding.models.native import PRODUCTS, NativeStep, Packed, native_step
 from specctl.decoding.plan import Plan, plan_rows
 from specctl.decoding.rope import Rope
 from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
-from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer
+from specctl.drafters.feature.head import DraftHead, HeadConfig, HeadLayer, NormedLayer
 from specctl.drafters.lora import Adapter, FusedPart
 from specctl.kernels.self_check import LayerShape
 
 Table = Callable[[], tuple[Tensor, Tensor]]
 """Function that builds the rotary table of some rows; it is lazy because the C++ step does not need one."""
+Entered = tuple[Tensor, Tensor, Tensor]
+"""Residual stream [N, H] fp32 before a layer, its keys concatenated with values [N, 2·Hkv, D], and its queries
+[N, Hq, D], rotated."""
+Attention = Callable[[int, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Attention of a layer: (its place, then what `Entered` holds) → the residual stream and the attention output, of all
+rows or of those that are needed."""
 
 
 class HeadWeights:
@@ -87,11 +93,11 @@ class HeadWeights:
 
 @dataclass
 class FeatureMemory:
-    """KV cache of the layer: slots 0 .. cached−1 hold keys and values computed from the target's features."""
+    """KV cache of the layers: slots 0 .. cached−1 hold keys and values computed from the target's features."""
 
     cache: KVCache
     cached: list[int]
-    hidden: Tensor  # [B, H] output of the layer at the last slot, before its norm
+    hidden: Tensor  # [B, H] output of the last layer at the last slot, before its norm
 
     def select(self, index: Tensor) -> None:
         self.cache.select(index)
@@ -225,15 +231,34 @@ class FeatureReader(HeadWeights, ABC):
         return memory
 
 
+class UpperLayer(HeadWeights):
+    """Decoder layer over the output rows of the previous layer."""
+
+    def __init__(self, head: DraftHead, layer: NormedLayer, target: Target):
+        super().__init__(head, target)
+        self.shape_of_layer = shape_of(layer)
+        self.take_layer(layer)
+        self.input_norm = self.rms_norm(layer.input_layernorm)
+
+    def project(self, x: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
+        """Map rows [N, H] of the previous layer's output to what the layer's attention reads."""
+        _, _, heads, kv_heads, dim, _ = self.shape_of_layer
+        qkv = Rope.rotate(self.qkv(self.input_norm(x)).view(len(x), heads + 2 * kv_heads, dim), table)
+        return x, qkv[:, heads:], qkv[:, :heads]
+
+
 class FeatureLayer(FeatureReader):
-    """One decoder layer over (token, feature) pairs: slot i holds the feature of position i and the token after it.
+    """Decoder layers, the first over (token, feature) pairs: slot i holds the feature of position i and the token after
+    it.
 
     Attributes:
+        upper: layers after the first.
         window: number of positions that a row attends to, including its own (None = all up to its own). A window frees
             no cache memory.
-        output_norm: norm applied to the layer's output before the next step reads it (None = no norm).
+        output_norm: norm applied to the last layer's output before the next step reads it (None = no norm).
     """
 
+    upper: Sequence[UpperLayer] = ()
     window: int | None = None
     output_norm: RMSNorm | None = None
     q_norm: RMSNorm | None = None
@@ -242,8 +267,7 @@ class FeatureLayer(FeatureReader):
     def __init__(self, head: DraftHead, layer: HeadLayer, target: Target):
         super().__init__(head, layer.config, layer.inv_freq, target)
         self.take_layer(layer)
-        inner = layer.mlp.down_proj.in_features
-        self.shape_of_layer = LayerShape(self.size, inner, self.heads, self.kv_heads, self.dim, False)
+        self.shape_of_layer = shape_of(layer)
         self._native: tuple[object, NativeStep | None] | None = None
 
     @abstractmethod
@@ -270,24 +294,31 @@ class FeatureLayer(FeatureReader):
         table: Table,
         last: list[int] | None = None,
     ) -> Tensor:
-        """Run the layer over rows [B, T] of tokens and features [B·T, ·]. Returns [B·T or B, H] fp32.
+        """Run the layers over rows [B, T] of tokens and features [B·T, ·]. Returns [B·T or B, H] fp32.
 
-        With `last`, only row last[b] of each sequence is computed beyond its keys and values.
+        With `last`, the last layer computes only row last[b] of each sequence beyond its keys and values.
         """
         step = self._step(cache, plan)
         if step is not None:
             return self._computed(step, tokens, features, cache, plan, last)
-        residual, pairs, query = self._project(tokens.reshape(-1), features, table())
-        cache.write(0, pairs, plan)
-        return self._leave(*self._attended(0, residual, query, cache, plan, None if last is None else RowRange(last)))
+        rope, only = table(), None if last is None else RowRange(last)
+        return self._through(self._project(tokens.reshape(-1), features, rope), rope, self._cached(cache, plan, only))
+
+    def _through(self, entered: Entered, table: tuple[Tensor, Tensor], attended: Attention) -> Tensor:
+        """Run all layers, from the projections of the first. Returns the rows [n, H] fp32 of the last layer."""
+        x = layer_output(self, *attended(0, *entered))
+        for place, layer in enumerate(self.upper, 1):
+            x = layer_output(layer, *attended(place, *layer.project(x, table)))
+        return x if self.output_norm is None else self.output_norm(x).float()
 
     def _step(self, cache: KVCache, plan: Plan) -> NativeStep | None:
-        """Return the layer as a C++ step (`decoding/models/native.py`), or None if that cannot run this plan."""
-        products = (self.qkv, self.o, self.gate_up, self.down)
+        """Return the layers as a C++ step (`decoding/models/native.py`), or None if that cannot run this plan."""
+        layers = [self, *self.upper]
+        products = tuple(getattr(layer, name) for layer in layers for name in PRODUCTS)
         if self._native is None or self._native[0] != products:  # an adapted twin has other products
             shape = self.shape_of_layer
             sizes = self.size, shape.inner, self.heads, self.kv_heads, self.dim, self.dim**-0.5
-            packed = Packed(self.dtype, self.device, [self], self.output_norm, *sizes)
+            packed = Packed(self.dtype, self.device, layers, self.output_norm, *sizes)
             self._native = products, native_step(packed, int8=True)
         step = self._native[1]
         near = self.window is None or plan.span <= self.window
@@ -315,31 +346,28 @@ class FeatureLayer(FeatureReader):
         """Tokens [B, T] of a plan's rows in the form that `layer_input` reads."""
         return tokens
 
-    def _attended(
-        self,
-        place: int,
-        residual: Tensor,
-        query: Tensor,
-        cache: KVCache,
-        plan: Plan,
-        only: RowRange | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Attend to the cache of layer `place`. Returns the residual stream and the attention output.
+    def _cached(self, cache: KVCache, plan: Plan, only: RowRange | None = None) -> Attention:
+        """Attention that writes the keys and values of each layer to the cache, and attends to it.
 
-        With `only`, the other rows are not computed.
+        With `only`, the other rows of the last layer are not computed.
         """
-        batch = len(plan.positions)
-        rows = len(query) // batch
-        if only is not None:
-            last, tail = only
-            if rows > tail:
-                kept = torch.tensor([b * rows + row + i for b, row in enumerate(last) for i in range(tail)])
-                query, residual = query[kept.to(query.device)], residual[kept.to(query.device)]
-            rows = tail
-            starts = [start + row for start, row in zip(plan.base, last, strict=True)]
-            plan = plan_rows(starts, tail, device=cache.store.device, dtype=cache.store.dtype)
-        plan = plan.with_window(self.window, cache.store.dtype).without_slots(cache.skipped, cache.store.dtype)
-        return residual, attend(query.unflatten(0, (batch, rows)), cache, place, plan, self.dim**-0.5)
+        batch, store = len(plan.positions), cache.store
+
+        def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+            cache.write(place, pairs, plan)
+            seen, rows = plan, len(query) // batch
+            if only is not None and place + 1 == self.layers:
+                last, tail = only
+                if rows > tail:
+                    kept = torch.tensor([b * rows + row + i for b, row in enumerate(last) for i in range(tail)])
+                    query, residual = query[kept.to(query.device)], residual[kept.to(query.device)]
+                rows = tail
+                starts = [start + row for start, row in zip(plan.base, last, strict=True)]
+                seen = plan_rows(starts, tail, device=store.device, dtype=store.dtype)
+            seen = seen.with_window(self.window, store.dtype).without_slots(cache.skipped, store.dtype)
+            return residual, attend(query.unflatten(0, (batch, rows)), cache, place, seen, self.dim**-0.5)
+
+        return attended
 
     def read_at(self, new: CommittedSlots, cache: KVCache, span: int) -> Tensor:
         features = self.feature(select_taps(new.tapped.flatten(0, 1), new.taps, self.taps))
@@ -348,32 +376,30 @@ class FeatureLayer(FeatureReader):
     def rows_at(
         self, tokens: Tensor, features: Tensor, cache: KVCache, plan: Plan, last: Tensor | None = None
     ) -> Tensor:
-        """Run the layer over rows [B, T] at positions known only on the device (`plan_at`). Returns [B·T or B, H] fp32.
+        """Run the layers over rows [B, T] at positions known only on the device (`plan_at`). Returns [B·T or B, H].
 
-        With `last` [B], only that row of each sequence is computed beyond its keys and values.
+        With `last` [B], the last layer computes only that row of each sequence beyond its keys and values.
         """
         batch, rows = tokens.shape
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
-        residual, pairs, query = self._project(tokens.flatten(), features, table)
-        cache.write(0, pairs, plan)
-        plan = plan.with_window(self.window, cache.store.dtype)
-        if last is not None:
-            kept = torch.arange(batch, device=last.device) * rows + last
-            query, residual, rows, plan = query[kept], residual[kept], 1, plan.row(last)
-        return self._leave(residual, attend(query.unflatten(0, (batch, rows)), cache, 0, plan, self.dim**-0.5))
+        windowed = plan.with_window(self.window, cache.store.dtype)
 
-    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """Residual stream [N, H] fp32, keys concatenated with values [N, 2·Hkv, D], and queries [N, Hq, D], rotated."""
+        def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
+            cache.write(place, pairs, plan)
+            seen, count = windowed, rows
+            if last is not None and place + 1 == self.layers:
+                kept = torch.arange(batch, device=last.device) * rows + last
+                query, residual, seen, count = query[kept], residual[kept], windowed.row(last), 1
+            return residual, attend(query.unflatten(0, (batch, count)), cache, place, seen, self.dim**-0.5)
+
+        return self._through(self._project(tokens.flatten(), features, table), table, attended)
+
+    def _project(self, tokens: Tensor, features: Tensor, table: tuple[Tensor, Tensor]) -> Entered:
+        """Map rows of tokens [N] and features [N, H] to what the first layer's attention reads."""
         residual, inputs = self.layer_input(tokens, features)
         qkv = Rope.rotate(self.qkv(inputs).view(len(tokens), self.heads + 2 * self.kv_heads, self.dim), table)
         return residual, qkv[:, self.heads :], qkv[:, : self.heads]
-
-    def _leave(self, residual: Tensor, attended: Tensor) -> Tensor:
-        fuse = fuses(self.device, self.dtype, self.shape_of_layer)
-        x, y = add_norm(residual, self.o(attended), self.post_norm, fuse)
-        x = x + self.down(gated(self.gate_up(y), fuse))
-        return x if self.output_norm is None else self.output_norm(x).float()
 
     def _fill(self, state: DecodeState, memory: FeatureMemory, b: int, slots: range) -> None:
         assert state.features is not None
@@ -393,14 +419,14 @@ class FeatureLayer(FeatureReader):
         memory.hidden, _ = self.read(state, width, every=False)
 
     def last(self, state: DecodeState) -> Tensor:
-        """Output [B, H] of the layer at every sequence's last slot."""
+        """Output [B, H] of the last layer at every sequence's last slot."""
         return self.current(state).hidden
 
     def read(self, state: DecodeState, width: int, every: bool) -> tuple[Tensor, list[int]]:
         """Run every sequence's last `width` slots, new or not, so no padding row can lie past the cache's end.
 
-        Returns the layer's output at all these slots [B·width, H] or only at the last ones [B, H], and the first slot
-        of each sequence.
+        Returns the last layer's output at all these slots [B·width, H] or only at the last ones [B, H], and the first
+        slot of each sequence.
         """
         memory = self._memory(state)
         features, starts = last_slots(state, width, self.taps)
@@ -418,6 +444,19 @@ class FeatureLayer(FeatureReader):
         last = None if every else [max(count - 1, 0) for count in counts]
         table = self._table_of(memory, plan)
         return self._layer(tokens, self.feature(features), memory.cache, plan, table, last), starts
+
+
+def shape_of(layer: HeadLayer) -> LayerShape:
+    """Sizes of a head's decoder layer."""
+    config, inner = layer.config, layer.mlp.down_proj.in_features
+    return LayerShape(config.hidden_size, inner, config.num_heads, config.num_kv_heads, config.head_dim, False)
+
+
+def layer_output(layer: FeatureLayer | UpperLayer, residual: Tensor, attended: Tensor) -> Tensor:
+    """Output [N, H] fp32 of a layer, from its residual stream and the attention output [N, Hq·D]."""
+    fuse = fuses(layer.device, layer.dtype, layer.shape_of_layer)
+    x, y = add_norm(residual, layer.o(attended), layer.post_norm, fuse)
+    return x + layer.down(gated(layer.gate_up(y), fuse))
 
 
 def select_taps(tapped: Tensor, kept: tuple[int, ...], taps: tuple[int, ...]) -> Tensor:

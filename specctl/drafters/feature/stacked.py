@@ -22,6 +22,7 @@ from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Score
 from specctl.decoding.state import DecodeState
 from specctl.drafters.feature.drafter import FeatureDrafter
+from specctl.drafters.feature.layer import HeadWeights
 from specctl.drafters.lora import LowRank
 
 
@@ -45,14 +46,22 @@ def scoring_groups(drafters: Sequence[Drafter]) -> list[list[int]]:
 
 def _base(head: FeatureDrafter) -> Hashable:
     """Identity of the base's products: equal for the base and all its adapters."""
-    parts = (vars(head)[name] for name in sorted(PRODUCTS & vars(head).keys()))
-    return tuple(id(part.base if isinstance(part, LowRank) else part) for part in parts)
+    held = ([vars(layer)[name] for name in sorted(PRODUCTS & vars(layer).keys())] for layer in (head, *head.upper))
+    return tuple(id(part.base if isinstance(part, LowRank) else part) for parts in held for part in parts)
 
 
 def _shape(head: FeatureDrafter) -> Hashable | None:
     """Shape key of a head, or None if it cannot be stacked because its weights are packed or adapted (LoRA)."""
-    sizes: list[Hashable] = [type(head), head.taps, head.window, tuple(head._inv_freq.tolist())]
-    for name, part in sorted(vars(head).items()):
+    layers = [_sizes(layer) for layer in (head, *head.upper)]
+    if any(sizes is None for sizes in layers):
+        return None
+    return (type(head), head.taps, head.window, *head._inv_freq.tolist(), *layers)
+
+
+def _sizes(layer: HeadWeights) -> Hashable | None:
+    """Shape key of the weights that an object holds itself, or None if they cannot be stacked."""
+    sizes: list[Hashable] = []
+    for name, part in sorted(vars(layer).items()):
         if isinstance(part, Linear):
             if part.packed:
                 return None
@@ -78,11 +87,10 @@ class Stacked:
 
     def __init__(self, heads: Sequence[FeatureDrafter]):
         self.heads = list(heads)
-        self._whole = copy.copy(heads[0])
-        for name in vars(heads[0]):
+        self._whole = _stacked(heads)
+        for name in TABLES & vars(heads[0]).keys():
             parts = [vars(head)[name] for head in heads]
-            setattr(self._whole, name, _stack(name, parts))
-            if name in TABLES and not _one(parts):
+            if not _one(parts):
                 self._whole.stride = len(self._whole.embedding)
                 for head, part in zip(heads, getattr(self._whole, name).chunk(len(heads)), strict=True):
                     setattr(head, name, part)
@@ -92,10 +100,20 @@ class Stacked:
         return self._whole.score_as(self.heads, state, spans, depths)
 
 
+def _stacked(layers: Sequence[Any]) -> Any:
+    """A copy of the first of several heads or layers, with the weights of all of them."""
+    whole = copy.copy(layers[0])
+    for name in vars(whole):
+        setattr(whole, name, _stack(name, [vars(layer)[name] for layer in layers]))
+    return whole
+
+
 def _stack(name: str, parts: list[Any]) -> Any:
     first = parts[0]
     if _one(parts):
         return first
+    if name == "upper":
+        return [_stacked(layers) for layers in zip(*parts, strict=True)]
     if any(isinstance(part, LowRank) for part in parts):
         return _Updated(parts)
     if isinstance(first, Linear):

@@ -88,6 +88,12 @@ class Layout:
         return replace(self, rows=ranges(sizes), at=[self.at[row] for row in kept])
 
     @cached_property
+    def whole(self) -> Layout:
+        """This layout with every slot as a query row."""
+        at = [at for start, stop in self.slots for at in range(stop - start)]
+        return replace(self, rows=self.slots, at=at)
+
+    @cached_property
     def blocks(self) -> list[_Block]:
         """Blocks of the layout, built (and moved to the device) once and used by every step, forward and backward."""
         parts = list(self._parts())

@@ -20,7 +20,6 @@ from specctl.drafters.feature.head import DraftHead, mask_token
 from specctl.drafters.feature.layer import FeatureMemory, RowRange, last_slots, select_taps
 from specctl.drafters.feature.parallel import ParallelDrafter, block_mask, hidden_context
 from specctl.drafters.peagle.head import PEagleConfig, PEagleHead
-from specctl.drafters.peagle.layer import UpperPass
 from specctl.drafters.tree import TreeShape
 from specctl.recipe import DrafterRecipe, TrainRecipe
 
@@ -33,10 +32,9 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
     def __init__(self, head: PEagleHead, target: Target, shape: TreeShape):
         FusedInput.__init__(self, head, head.midlayer, target)
         self.shape, self.depths, self.mask_token = shape, head.config.depths, head.config.mask_token_id
-        self.layers, self.width = head.config.num_layers, head.config.hidden_size
+        self.width = head.config.hidden_size
         self.size = self.depths * self.width
-        self.fuse(head, head.embedding(target.model.embedding).detach().to(self.device))
-        self.upper = [UpperPass(head, layer, target) for layer in head.upper]
+        self.fuse(head, head.embedding(target.model.embedding).detach().to(self.device), target)
         self.mask_hidden = head.mask_hidden.detach().to(self.device, self.dtype).flatten()
         self.ids = head.draft_ids.to(self.device)
         self._to_target = self.ids.tolist()
@@ -109,15 +107,9 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
         """
         rope = cache.rope or self._rope_for(cache.capacity)
         table = rope.at(plan, self.heads + self.kv_heads, self.kv_heads)
-        x, pairs, query = self._project(tokens.flatten(), features, table)
-        for place, leave in enumerate([self._leave, *(layer.layer_output for layer in self.upper)]):
-            if place:
-                pairs, query = self.upper[place - 1].project(x, table)
-            cache.write(place, pairs, plan)
-            top = place + 1 == self.layers
-            only = RowRange(last, self.depths) if top and last is not None else None
-            x = leave(*self._attended(place, x, query, cache, plan, only))
-        return x
+        only = None if last is None else RowRange(last, self.depths)
+        entered = self._project(tokens.flatten(), features, table)
+        return self._through(entered, table, self._cached(cache, plan, only))
 
     def blocks_at(self, state: DecodeState, live: list[int], slots: list[list[int]], depths: int) -> Tensor:
         assert state.features is not None
@@ -141,20 +133,17 @@ class PEagleDrafter(ParallelDrafter, FusedInput):
             many, width, -1
         )
 
-        def attended(place: int, pairs: Tensor, query: Tensor) -> Tensor:
+        def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
             own, query = (x.unflatten(0, (many, -1)).transpose(1, 2) for x in (pairs, query))
             keys = torch.cat((cache.keys[place][index, :, :end], own[:, : self.kv_heads]), 2)
             values = torch.cat((cache.values[place][index, :, :end], own[:, self.kv_heads :]), 2)
             out = F.scaled_dot_product_attention(
                 query, keys, values, attn_mask=mask, scale=self.dim**-0.5, enable_gqa=True
             )
-            return out.transpose(1, 2).flatten(0, 1).flatten(1)
+            return residual, out.transpose(1, 2).flatten(0, 1).flatten(1)
 
-        x, pairs, query = self._project(tokens.flatten(), self.feature(features.flatten(0, 2)), table)
-        x = self._leave(x, attended(0, pairs, query))
-        for place, layer in enumerate(self.upper, 1):
-            x = layer.layer_output(x, attended(place, *layer.project(x, table)))
-        return self.norm(x).view(many, width, depths, -1)
+        entered = self._project(tokens.flatten(), self.feature(features.flatten(0, 2)), table)
+        return self.norm(self._through(entered, table, attended)).view(many, width, depths, -1)
 
 
 class PEagleFamily(HeadFamily):

@@ -10,7 +10,7 @@ sampling, §3). Training all anchors at all depths would cost many rows, and the
 accepted length.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated
 
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import Count
 from specctl.drafters.feature.fusion import Flag, FusionConfig, FusionHead
-from specctl.drafters.feature.head import HeadLayer, NormedLayer, SlotBatch, check_mask_token
+from specctl.drafters.feature.head import HeadLayer, SlotBatch, check_mask_token
 from specctl.drafters.feature.ttt_attention import Layout, attention
 from specctl.drafters.lora import as_single_product
 
@@ -36,13 +36,12 @@ class PEagleConfig(FusionConfig):
     """Shape of a P-EAGLE head.
 
     Attributes:
-        num_layers: number of layers; the first reads [token; feature], each other reads the output of the previous one.
         depths: number of tokens that are trained, and drafted, in one pass.
         mask_token_id: token in the rows after the first.
         own_embedding: the head has a separate token embedding instead of using the target's.
     """
 
-    num_layers: Count
+    num_layers: Count = field()  # without a default, so it is always stored
     depths: Annotated[int, Field(strict=True, ge=2, le=64)]
     mask_token_id: Annotated[int, Field(strict=True, ge=0)]
     own_embedding: Flag = False
@@ -53,7 +52,7 @@ class PEagleConfig(FusionConfig):
 
 
 class PEagleHead(FusionHead):
-    """P-EAGLE head. Parameters have EAGLE-3's names, plus `mask_hidden` and `layers.1.*` etc. for the upper layers.
+    """P-EAGLE head. Parameters have EAGLE-3's names, plus `mask_hidden`.
 
     `embed_tokens` is added if the head has a separate token embedding.
     """
@@ -63,14 +62,8 @@ class PEagleHead(FusionHead):
     def __init__(self, config: PEagleConfig, draft_ids: Tensor | None = None):
         super().__init__(config, draft_ids)
         self.steps = config.depths
-        self.layers = nn.ModuleDict({str(place): NormedLayer(config) for place in range(1, config.num_layers)})
         self.mask_hidden = nn.Parameter(torch.zeros(1, 1, len(config.taps) * config.hidden_size))
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
-
-    @property
-    def upper(self) -> list[NormedLayer]:
-        """Layers after the first."""
-        return [layer for layer in self.layers.values() if isinstance(layer, NormedLayer)]
 
     def embedding(self, own: Tensor) -> Tensor:
         """Token embedding [V, H]: the target's, given as `own`, unless the head has a separate one."""
@@ -140,9 +133,7 @@ class Rollouts:
             for depth, rows in enumerate(self.trained_slots)
             if depth
         ]
-        slots = [stop - start for start, stop in layouts[0].slots]
-        whole = Layout(layouts[0].slots, layouts[0].slots, [at for size in slots for at in range(size)], device)
-        self.whole = replace(whole, window=layouts[0].window)
+        self.whole = layouts[0].whole
 
     def spread(self, slots: int) -> Tensor:
         """Index [M + Σ n_d] of every row's input: its own slot, or the shared mask row at the end."""
