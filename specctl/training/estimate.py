@@ -23,7 +23,7 @@ from specctl.training.feature_files import ON_DISK, fp8_share
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import EMBEDDING_LIKE
 from specctl.training.schedule import Schedule, batch_tokens
-from specctl.training.step_cost import matrix_parameters, passes, reads_features, step_work
+from specctl.training.step_cost import matrix_parameters, passes, prompt_parameters, reads_features, step_work
 from specctl.training.target_outline import Outline
 
 HEADROOM = 0.9  # usable share of a GPU's memory: CUDA context, collective buffers and fragmentation take the rest
@@ -271,8 +271,9 @@ def mean_tokens(epoch: list[Batch]) -> float:
 
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
     """Training FLOPs per response token: 2 per parameter forward and 4 backward, in every pass. A drafter that reads no
-    features also runs over the prompts; for the other drafters prompts are neglected."""
-    return 6 * matrix_parameters(drafter) * (passes if reads_features(drafter) else texts.length)
+    features also runs over the prompts; for the other drafters prompts are neglected, except in `prompt_layers`."""
+    rows = passes if reads_features(drafter) else texts.length
+    return 6 * (matrix_parameters(drafter) * rows + prompt_parameters(drafter) * (texts.length - 1))
 
 
 def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
@@ -313,13 +314,16 @@ def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Te
     """
     size = dtype.itemsize
     row = 0.0
+    layers = drafter.prompt_layers if isinstance(drafter, DraftHead) else ()
+    with_prompts = {id(module) for layer in layers for module in layer.modules()}
     for name, module in drafter.named_modules():
+        rows = passes + (texts.length - 1 if id(module) in with_prompts else 0)
         if isinstance(module, nn.Linear):
-            row += (module.in_features + module.out_features) * size * passes
+            row += (module.in_features + module.out_features) * size * rows
             if "lm_head" in name:
                 row += module.out_features * (size * (passes + 1) + 4)
         elif type(module).__name__.endswith("Norm"):  # of torch or of transformers
-            row += 8 * passes * sum(p.numel() for p in module.parameters())
+            row += 8 * rows * sum(p.numel() for p in module.parameters())
     return row * tokens * (1 if reads_features(drafter) else texts.length)
 
 

@@ -11,7 +11,8 @@ from specctl.recipe import TrainRecipe
 from specctl.training.example import Example
 from specctl.training.schedule import ttt_stride
 
-# Cost of a prompt position relative to a pass of a head: after the fusion of the taps, it is only a key and a value.
+# Cost of a prompt position relative to a pass of a head, without `prompt_layers`: after the fusion of the taps, it is
+# only a key and a value.
 PROMPT_COST = 0.2
 
 
@@ -32,7 +33,8 @@ def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_fl
     flops = 6.0 * matrix_parameters(drafter)
     if not reads_features(drafter):
         return Work(flops + target_flops, 0.0)
-    return Work(PROMPT_COST * flops + target_flops, flops * (passes(drafter, recipe, target) - PROMPT_COST))
+    prompt = PROMPT_COST * flops + 6.0 * (1 - PROMPT_COST) * prompt_parameters(drafter)
+    return Work(prompt + target_flops, flops * passes(drafter, recipe, target) - prompt)
 
 
 def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
@@ -44,6 +46,11 @@ def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:
 def reads_features(drafter: nn.Module) -> bool:
     """Whether the drafter reads hidden states of the target."""
     return isinstance(drafter, DraftHead)
+
+
+def prompt_parameters(drafter: nn.Module) -> int:
+    """Number of parameters in the layers that run over the prompts too, of a drafter that reads features."""
+    return sum(matrix_parameters(layer) for layer in drafter.prompt_layers) if isinstance(drafter, DraftHead) else 0
 
 
 def matrix_parameters(drafter: nn.Module) -> int:

@@ -1,6 +1,7 @@
 """The arithmetic of the estimate: against published sizes, and that more of what helps does help."""
 
 import math
+from dataclasses import replace
 from typing import get_args
 
 import pytest
@@ -54,6 +55,22 @@ def test_tokens_pay_for_the_experts_they_visit_and_for_no_lookup():
     experts = 2 * 8 * 3 * 64 * 256
     matrices = outline.parameters - 5 * 64  # norms
     assert outline.active == matrices - experts * 3 // 4 - 1000 * 64
+
+
+def test_each_layer_is_counted_and_all_but_the_last_run_over_the_prompts():
+    one, two, three = (of(drafter={"num_layers": count}) for count in (1, 2, 3))
+    layer = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336
+    assert two.drafter_parameters - one.drafter_parameters == layer + 2 * 4096
+    assert three.drafter_parameters - two.drafter_parameters == layer + 2 * 4096
+    first = layer + 4096 * (4096 + 2 * 1024)  # its projections read twice as much
+    prompts = TEXTS.responses * TEXTS.prompt_tokens * 5  # epochs
+    longer = replace(TEXTS, prompt_tokens=2 * TEXTS.prompt_tokens)
+    added = [of(texts=longer, drafter={"num_layers": count}).flops for count in (1, 2, 3)]
+    target = added[0] - one.flops
+    assert added[1] - two.flops - target == pytest.approx(6 * first * prompts, rel=0.01)
+    assert added[2] - three.flops - target == pytest.approx(6 * (first + layer) * prompts, rel=0.01)
+    assert one.memory_gb["activations"] < two.memory_gb["activations"] < three.memory_gb["activations"]
+    assert one.hours < two.hours < three.hours
 
 
 def test_drafter_state_is_sixteen_bytes_a_parameter_and_falls_with_the_stage():
