@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from specctl import progress
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
@@ -20,7 +21,7 @@ from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 from specctl.errors import CheckpointError, UsageError
-from specctl.families import FAMILIES, WEIGHTLESS_DRAFTERS, online_families
+from specctl.families import FAMILIES, LM, WEIGHTLESS_DRAFTERS, online_families
 from specctl.recipe import DraftingRecipe
 
 
@@ -53,6 +54,8 @@ def load_drafter(
         return hybrid(path_or_name, head, text, hybrid_costs(path_or_name, head, target))
     found = read_drafter(path_or_name, target)
     bases = {} if bases is None else bases
+    if drafting.proposal == "sampled" and found.config["family"] != LM:
+        progress.warn(f"{path_or_name} proposes its likeliest tokens: drafting.proposal=sampled is for family lm")
     base = find_base(found) if "lora" in found.config else found
     key = f"{checkpoint.weights_digest(base.path)} {base.config}"
     if key not in bases:

@@ -12,11 +12,13 @@ from specctl.decoding.plain import NoDraft
 from specctl.drafters import checkpoint, names
 from specctl.drafters.lm import drafter as lm
 from specctl.drafters.lm.model import LM, architecture
+from specctl.drafters.mtp import drafter as mtp
 from specctl.drafters.pool import FAMILIES, domains_of, find_pool, load_drafter
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.errors import CheckpointError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe
+from tests.toys import mtp as toys
 
 
 @pytest.fixture(scope="module")
@@ -57,6 +59,22 @@ def test_names_are_checked_without_torch():
 def test_by_directory(target, tmp_path):
     drafter = load_drafter(str(write(tmp_path / "d", target)), target, DraftingRecipe(depth=3))
     assert isinstance(drafter, lm.LMDrafter) and drafter.shape.depth == 3
+
+
+def test_only_language_models_sample_their_proposals(target, tmp_path, capsys):
+    """A head ignored the option without a word."""
+    sampled = DraftingRecipe(proposal="sampled")
+    load_drafter(str(write(tmp_path / "lm", target)), target, sampled)
+    assert "sampled" not in capsys.readouterr().err
+    head = toys.head(target)
+    checkpoint.save(
+        tmp_path / "head",
+        config=mtp.FAMILY.checkpoint_config(head, target.identity),
+        tensors=mtp.FAMILY.stored_state(head.state_dict()),
+        info={},
+    )
+    load_drafter(str(tmp_path / "head"), target, sampled)
+    assert "drafting.proposal=sampled is for family lm" in capsys.readouterr().err
 
 
 def test_unknown_name(target):
