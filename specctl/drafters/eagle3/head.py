@@ -44,6 +44,10 @@ class Eagle3Head(FusionHead):
 
     config: Eagle3Config
 
+    @property
+    def sight(self) -> int | None:
+        return self.config.sliding_window
+
     def forward(self, batch: SlotBatch, embedding: Tensor, target_head: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Run the training-time test over a batch.
 

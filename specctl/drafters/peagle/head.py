@@ -68,6 +68,11 @@ class PEagleHead(FusionHead):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.own_embedding else None
 
     @property
+    def sight(self) -> int | None:
+        window = self.config.sliding_window
+        return None if window is None else self.config.num_layers * (window - 1) + 1
+
+    @property
     def upper(self) -> list[NormedLayer]:
         """Layers after the first."""
         return [layer for layer in self.layers.values() if isinstance(layer, NormedLayer)]
