@@ -319,7 +319,7 @@ def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
 
 
 def head_attention(drafter: nn.Module, passes: float, example: Example) -> float:
-    """FLOPs of a head's attention over a text in a step: 4 per channel, query and key forward, 10 backward, where scores
+    """FLOPs of a head's attention over a text in a step: 4 per channel, query and key forward, 10 backward, as scores
     are computed again."""
     config = cast(DraftHead, drafter).config
     if not isinstance(config, HeadConfig):
