@@ -33,6 +33,17 @@ COLUMNS = {
     "tokens": "tokens",
 }
 """Row fields shown to people, with their headings."""
+LENGTHS = {
+    "drafter": "drafter",
+    "over": "prompts over",
+    "up_to": "up to, tokens",
+    "mat": "mat",
+    "accept_rate": "accepted",
+    "speedup": "× plain",
+    "tokens": "tokens",
+    "prompts": "of",
+}
+"""Fields of a row by prompt length, with their headings."""
 EXAMPLE = "specctl eval --drafter drafters/sql-eagle3 --drafter lookup --domain sql"
 
 
@@ -97,6 +108,7 @@ def show(document: dict[str, Any], measured: str) -> Any:
     rows = [[with_mark(row, name) for name in COLUMNS] for row in document["rows"]]
     return Group(
         *(render(document["matrix"]) if document["matrix"] else [table(*COLUMNS.values(), rows=rows)]),
+        *by_length(document["lengths"]),
         *map(cell, unusable_notes(document)),
         "drafters against plain decoding: " + verdict(document["lossless"]),
         "plain decoding against transformers: " + verdict(document["lossless_transformers"]),
@@ -105,6 +117,11 @@ def show(document: dict[str, Any], measured: str) -> Any:
         f"machine: {machine(document['machine'])}",
         f"run: {cell(document['run_dir'])}",
     )
+
+
+def by_length(rows: list[dict[str, Any]]) -> list[Any]:
+    """Render the rows by prompt length, if there are several lengths."""
+    return [table(*LENGTHS.values(), rows=[[row[name] for name in LENGTHS] for row in rows])] if rows else []
 
 
 def later_turns(document: dict[str, Any], answers: str) -> list[str]:

@@ -100,26 +100,37 @@ def publication_line(one: dict[str, Any]) -> str:
     return f"{one['server']} drafts from {one['corpus']}, {one['tokens']} tokens{before}"
 
 
+def range_row(one: dict[str, Any]) -> list[Any]:
+    """Return the cells of a range of loads: loads, draft length, mat, speed, and the measured loads."""
+    return [
+        f"{one['first']}–{one['last']}",
+        one["tokens"] or "off",
+        one["mat"],
+        "{:.2f} – {:.2f}".format(*one["speedup"]),
+        ", ".join(map(str, one["measured"])) or "none",
+    ]
+
+
 def lengths(tuning: dict[str, Any]) -> list[Any]:
-    """Render the draft lengths by load, and the times of the cost model next to the measured times."""
-    ranges = [
-        [
-            f"{one['first']}–{one['last']}",
-            one["tokens"] or "off",
-            one["mat"],
-            "{:.2f} – {:.2f}".format(*one["speedup"]),
-            ", ".join(map(str, one["measured"])) or "none",
-        ]
-        for one in tuning["ranges"]
+    """Render the draft lengths by load, also by prompt length, and the times of the cost model next to the measured
+    times."""
+    columns = ("texts at once", "draft tokens", "mat", "× plain", "measured at")
+    ranges = [range_row(one) for one in tuning["ranges"]]
+    contexts = [
+        [f"{context['over'] + 1}–{context['up_to']}", context["requests"], *range_row(one)]
+        for context in tuning["contexts"]
+        for one in context["ranges"]
     ]
     times = ("concurrency", "batch", "step_s", "modelled_step_s", "round_s", "modelled_round_s")
     fits = [[one["concurrency"], one["batch"], *(1000 * one[name] for name in times[2:])] for one in tuning["fits"]]
     costs = {name: 1000 * value for name, value in tuning["costs"].items()}
     return [
-        table("texts at once", "draft tokens", "mat", "× plain", "measured at", rows=ranges),
+        table(*columns, rows=ranges),
+        *([table("prompt tokens", "of", *columns, rows=contexts)] if contexts else []),
         table("in flight", "on average", "step, ms", "model", "round, ms", "model", rows=fits),
         "model: {step:.3g} + {step_per_text:.3g} b + k ({token:.3g} + {token_per_text:.3g} b) ms per round that "
-        "drafts k tokens for each of b texts".format(**costs),
+        "drafts k tokens for each of b texts".format(**costs)
+        + (", and {block:.3g} + {block_per_text:.3g} b for the block".format(**costs) if costs["block"] else ""),
         "acceptance of each draft position, if the earlier ones are accepted: "
         + ", ".join(f"{share:.2f}" for share in tuning["acceptance"]),
         "",

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from specctl.training.estimate import Texts
 
 AUTO = Path("auto")  # value of `init`: start from a generalist, if there is one
-PROMPT_TOKENS = 128  # assumed length of prompts that are not rendered yet
 PROMPT_SAMPLE = 200  # number of records with prompts that are measured
 FLAGS = (
     *("arch", "domain", "each", "init", "lora", "prompts", "data_limit", "features_from"),
@@ -230,7 +229,7 @@ def report_existing_data(recipe: TrainRecipe, sources: list[Path]) -> None:
     from specctl.drafters.checkpoint import named_adapter
 
     set_here = [f"data.{key}" for key in ("prompts", "limit") if getattr(recipe.data, key) is not None]
-    set_here += [f"distill.{key}" for key in sorted(recipe.distill.model_fields_set)]
+    set_here += [f"distill.{key}" for key in sorted(recipe.distill.model_fields_set - {"prompt_tokens"})]
     for source in filter(store.exists, sources):
         written_by = store.summary(source).meta.get("target", {})
         if written_by.get("name", recipe.target.name) != recipe.target.name:
@@ -295,7 +294,7 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
             missing = first[source]
             assert missing.data.limit is not None
             here = missing.data.limit * len(missing.data.domain) * missing.samples_per_prompt
-            mean, prompt = missing.sampling.max_new_tokens / 2, float(PROMPT_TOKENS)
+            mean, prompt = missing.sampling.max_new_tokens / 2, float(recipe.distill.prompt_tokens)
         else:
             held = store.summary(source)
             sample = [len(record["prompt_ids"]) for record in islice(store.read(source), PROMPT_SAMPLE)]
@@ -340,6 +339,11 @@ def _training(recipe: TrainRecipe) -> list[str]:
     return [
         *(_served(recipe) if recipe.features.is_served else []),
         f"train {recipe.arch} {start}for {until} with {recipe.optimizer_type} and ZeRO stage {recipe.zero_stage}",
+        *(
+            [f"train texts of more than {recipe.piece_length} tokens in pieces of at most {recipe.piece_length}"]
+            if recipe.piece_length
+            else []
+        ),
         *_checks(recipe),
     ]
 

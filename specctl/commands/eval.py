@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from specctl import threads
@@ -18,7 +18,7 @@ from specctl.families import WEIGHTLESS_DRAFTERS
 from specctl.measuring import lossless
 from specctl.measuring.contenders import VANILLA, Case, RecordJournal, Shown, contenders, measure, prepare
 from specctl.measuring.conversations import conversation_turns
-from specctl.measuring.drafter_rows import Row, drafter_row, records_by_question, with_agreement
+from specctl.measuring.drafter_rows import LengthRow, Row, drafter_row, length_rows, records_by_question, with_agreement
 from specctl.measuring.lossless import Losslessness
 from specctl.measuring.matrix import Matrix, tabulate
 from specctl.measuring.records import (
@@ -43,7 +43,8 @@ class EvalResult:
     """The result document of `eval`.
 
     `lossless` compares drafters with plain decoding. It has no sequences if texts may differ or without the vanilla
-    baseline. `lossless_transformers` compares plain decoding with `generate`, greedy only.
+    baseline. `lossless_transformers` compares plain decoding with `generate`, greedy only. `lengths` has rows by prompt
+    length, and is empty if all prompts are in one bucket.
     """
 
     rows: list[Row]
@@ -52,6 +53,7 @@ class EvalResult:
     rejected: int  # number of prompts
     matrix: Matrix | None = None  # if the recipe asks for it
     later_turns: int = 0  # follow-up turns of conversations, after plain decoding's answers
+    lengths: list[LengthRow] = field(default_factory=list)
 
 
 def with_domains_of_drafters(recipe: EvalRecipe) -> EvalRecipe:
@@ -113,6 +115,7 @@ def evaluate(
         rejected=rejections.count,
         matrix=matrix,
         later_turns=len(cases) - len(asked),
+        lengths=length_rows(_names(records, [*drafters]), records, _first_turn_ids(cases)),
     )
 
 
@@ -128,10 +131,14 @@ def _load(
 
 def _rows(records: Sequence[Record], cases: Sequence[Case], drafters: list[str]) -> list[Row]:
     """Rows of all drafters and baselines, domain by domain, without rows that have no prompt."""
-    names = dict.fromkeys([*drafters, *(record.drafter for record in records)])
+    names = _names(records, drafters)
     domains = dict.fromkeys(case.prompt.domain for case in cases)
     rows = [drafter_row(name, domain, records, _first_turn_ids(cases)) for domain in domains for name in names]
     return [row for row in rows if row.prompts]
+
+
+def _names(records: Sequence[Record], drafters: list[str]) -> list[str]:
+    return [*dict.fromkeys([*drafters, *(record.drafter for record in records)])]
 
 
 def _first_turn_ids(cases: Sequence[Case]) -> dict[str, str]:

@@ -84,6 +84,11 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         notes=[
             *serving.notes,
             *(tuning.notes if tuning else ()),
+            *(
+                serving_commands.by_context(recipe.to, {(one.over, one.up_to): one.schedule for one in tuning.contexts})
+                if tuning
+                else ()
+            ),
             *([NEVER_FASTER] if tuning and not schedule else ()),
             *([WITH_ADAPTER.format(adapter)] if (adapter := drafter.config["target"].get("adapter")) else ()),
         ],
@@ -104,7 +109,7 @@ def read_tuning(recipe: ExportRecipe, head: Head) -> Tuning | None:
         return None
     serving_commands.refuse_schedule(recipe.to, head.family)
     block = "block_size" in head.architecture
-    tuning = tune(recipe.tune, whole=block)
+    tuning = tune(recipe.tune, block=block)
     longest = head.draft_length(tuning.drafted)
     if longest != tuning.drafted:
         raise DataError(

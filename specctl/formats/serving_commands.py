@@ -93,6 +93,14 @@ VLLM_SCHEDULES = [
 ]
 
 
+NOT_BY_CONTEXT = {
+    "vllm": "vLLM 0.32 cannot choose a draft length by context length, only by load (vllm-project/vllm#54801 proposes "
+    "num_speculative_tokens_per_seq_len)",
+    "sglang": "SGLang 0.5.23 cannot choose a draft length by context length, only by load and recent acceptance",
+}
+"""Sentence on what an engine cannot set."""
+
+
 def refusal(engine: str, method: str, facts: TargetFacts) -> str | None:
     """Reason why an engine does not draft for this target by its method `method`.
 
@@ -130,6 +138,26 @@ def adaptive_config(schedule: Sequence[LengthRange]) -> dict[str, dict[str, Any]
     """
     hysteresis = {"up_hysteresis": 0.0, "down_hysteresis": -0.25, "ceiling_coeff": 0}
     return {str(one.first): {"candidate_steps": sorted(one.near), **hysteresis} for one in schedule}
+
+
+def by_context(to: str, contexts: Mapping[tuple[int, int], Sequence[LengthRange]]) -> list[str]:
+    """Notes with the schedule of every bracket of prompt lengths (over, up to), and on what engine `to` cannot set."""
+    if not contexts:
+        return []
+    told = []
+    for (over, up_to), schedule in contexts.items():
+        lengths = f"prompts of {over + 1} to {up_to} tokens"
+        if not any(one.tokens for one in schedule):
+            told.append(f"{lengths}: serve them without a drafter")
+        elif to == "sglang":
+            told.append(f"{lengths}: --speculative-adaptive-config {json.dumps(adaptive_config(schedule))}")
+        else:
+            value = [[one.first, one.last, one.tokens] for one in schedule]
+            told.append(f'{lengths}: "num_speculative_tokens_per_batch_size": {json.dumps(value)}')
+    return [
+        f"{NOT_BY_CONTEXT[to]}: start one server per range of prompt lengths, with the schedule of that range",
+        *told,
+    ]
 
 
 def speculative(method: Mapping[str, Any], use: Deployment) -> dict[str, Any]:

@@ -13,6 +13,9 @@ from specctl.measuring.records import Question, Record
 from specctl.measuring.transformers_baseline import PLAIN
 from specctl.recipe import EvalRecipe, OnlineRecipe, SelectRecipe
 
+EVERY = "every"
+"""Domain in rows of all domains together."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -41,6 +44,14 @@ class Row:
     target_passes: int
     tokens: int
     unusable: str | None  # why the speed-ups cannot be used (`metrics.why_unusable`), if they cannot
+
+
+@dataclass(frozen=True)
+class LengthRow(Row):
+    """Results of one drafter or baseline for prompts of `over` < tokens ≤ `up_to`, all domains together."""
+
+    over: int
+    up_to: int
 
 
 def records_by_question(records: Sequence[Record], name: str) -> dict[Question, Record]:
@@ -98,3 +109,22 @@ def drafter_row(
         unusable=measured.unusable(over_plain, mat) or measured.unusable(over_theirs),
         **measured.columns(mat=mat, speedup=over_plain, speedup_transformers=over_theirs),
     )
+
+
+def length_rows(
+    names: Sequence[str], records: Sequence[Record], first_turn_ids: Mapping[str, str] = MappingProxyType({})
+) -> list[LengthRow]:
+    """Rows of every drafter and baseline by bucket of prompt lengths, the shortest first. There are none if all prompts
+    are in one bucket."""
+    buckets: dict[int, list[Record]] = {}
+    for record in records:
+        limit = measured.bucket(len(record.decoded.prompt_ids))
+        buckets.setdefault(limit, []).append(replace(record, domain=EVERY))
+    if len(buckets) < 2:
+        return []
+    return [
+        LengthRow(**vars(row), over=measured.bucket_start(limit), up_to=limit)
+        for limit, some in sorted(buckets.items())
+        for name in names
+        if (row := drafter_row(name, EVERY, some, first_turn_ids)).prompts
+    ]

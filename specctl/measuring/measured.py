@@ -8,6 +8,9 @@ from specctl.decoding import metrics
 from specctl.decoding.metrics import Interval
 from specctl.decoding.records import Decoded
 
+SHORTEST = 512
+"""Limit, in tokens, of the first bucket of prompt lengths; each further bucket doubles the limit."""
+
 Parts = tuple[Sequence[float], Sequence[float]]
 """Dividends and divisors, one per answer."""
 
@@ -51,3 +54,16 @@ def relative(units: Sequence[Hashable], ours: Parts, theirs: Parts) -> Measured:
 def unusable(speedup: Measured, mat: Measured | None = None) -> str | None:
     """Reason why a speed-up cannot be used (`metrics.why_unusable`), or None."""
     return metrics.why_unusable(speedup.value, speedup.interval, None if mat is None else mat.value)
+
+
+def bucket(tokens: int) -> int:
+    """Limit, in tokens, of the length bucket of a prompt: `SHORTEST` times a power of two."""
+    longest = SHORTEST
+    while longest < tokens:
+        longest *= 2
+    return longest
+
+
+def bucket_start(up_to: int) -> int:
+    """Length that all prompts in the bucket with this limit exceed."""
+    return up_to // 2 if up_to > SHORTEST else 0

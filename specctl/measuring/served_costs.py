@@ -6,14 +6,22 @@ takes
     t(k, b) = s₀ + s₁ b + k (d₀ + d₁ b)   seconds,
 
 which is linear in batch size and draft length. A plain step costs s₀ + s₁ b; each further token, drafted and verified,
-costs d₀ + d₁ b. A round yields 1 + Σ_{j≤k} Π_{i≤j} αᵢ tokens per sequence (Leviathan et al. 2023, equation 1, if all α
-are equal). Here αᵢ is the probability that draft token i is accepted, given that all earlier ones were. All sequences
-of a batch share a round, so the best k of a load is the length with the most tokens per second of one sequence.
+costs d₀ + d₁ b. A head that drafts a block at once pays its pass for any length, so its rounds take
+
+    t(k, b) = s₀ + s₁ b + c₀ + c₁ b + k v b,   k > 0.
+
+One measured length gives the sum of pass and verification. A verified token is assumed to cost what a text adds to a
+plain step, v = s₁, or less if that is more than the sum.
+
+A round yields 1 + Σ_{j≤k} Π_{i≤j} αᵢ tokens per sequence (Leviathan et al. 2023, equation 1, if all α are equal). Here
+αᵢ is the probability that draft token i is accepted, given that all earlier ones were. All sequences of a batch share a
+round, so the best k of a load is the length with the most tokens per second of one sequence.
 
 The inputs. The time of a plain step is the baseline server's time between tokens. The time of a round is the server's
 time between tokens × mat. The batch size is the average number of requests in flight during the pass. The α are pooled
-over all loads. The model covers loads between the measured ones, and lengths from 0 to the server's draft length; it
-does not extrapolate beyond them.
+over all loads. Prompts of each bracket of lengths have times, mat and α of their own, at the loads of the whole sweep.
+The model covers loads between the measured ones, and lengths from 0 to the server's draft length; it does not
+extrapolate beyond them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,17 +78,32 @@ class Sweep:
 
 
 @dataclass(frozen=True)
+class ContextSweep:
+    """The answers to `requests` prompts of `over` < tokens ≤ `up_to`, at every load."""
+
+    over: int
+    up_to: int
+    requests: int
+    sweep: Sweep
+
+
+@dataclass(frozen=True)
 class RoundCosts:
-    """Costs s₀, s₁, d₀ and d₁, in seconds."""
+    """Costs s₀, s₁, d₀ and d₁ (of a block head: 0 and v), c₀ and c₁, in seconds."""
 
     step: float
     step_per_text: float
     token: float
     token_per_text: float
+    block: float = 0.0
+    block_per_text: float = 0.0
 
     def seconds(self, length: int, batch: float) -> float:
         """Seconds per round, t(k, b)."""
-        return self.step + self.step_per_text * batch + length * (self.token + self.token_per_text * batch)
+        drafts = length * (self.token + self.token_per_text * batch)
+        if length:
+            drafts += self.block + self.block_per_text * batch
+        return self.step + self.step_per_text * batch + drafts
 
 
 @dataclass(frozen=True)
@@ -124,8 +147,27 @@ class TunedRange:
 
 
 @dataclass(frozen=True)
+class TunedContext:
+    """Draft lengths by load for prompts of `over` < tokens ≤ `up_to`, from `requests` answers at every load."""
+
+    over: int
+    up_to: int
+    requests: int
+    ranges: list[TunedRange]
+    acceptance: list[float]
+
+    @property
+    def schedule(self) -> list[LengthRange]:
+        """The ranges in the form that the exports to engines use."""
+        return schedule_of(self.ranges)
+
+
+@dataclass(frozen=True)
 class Tuning:
-    """Draft lengths by load, and the inputs of their derivation."""
+    """Draft lengths by load, of all prompts and by prompt length, and the inputs of their derivation.
+
+    `contexts` is empty if all prompts of the sweep are in one bracket of lengths.
+    """
 
     sweep: str
     ranges: list[TunedRange]
@@ -134,11 +176,16 @@ class Tuning:
     costs: RoundCosts
     fits: list[Fit]
     notes: list[str]
+    contexts: list[TunedContext]
 
     @property
     def schedule(self) -> list[LengthRange]:
         """The ranges in the form that the exports to engines use."""
-        return [LengthRange(one.first, one.last, one.tokens, tuple(one.near)) for one in self.ranges]
+        return schedule_of(self.ranges)
+
+
+def schedule_of(ranges: Sequence[TunedRange]) -> list[LengthRange]:
+    return [LengthRange(one.first, one.last, one.tokens, tuple(one.near)) for one in ranges]
 
 
 @dataclass(frozen=True)
@@ -222,15 +269,20 @@ def fit_line(at: Sequence[float], values: Sequence[float], weights: Sequence[flo
     return min(possible, key=lambda pair: error(*pair))
 
 
-def fit_costs(sweep: Sweep) -> RoundCosts:
-    """Fit the costs by least squares of the relative errors: first of plain steps, then of rounds."""
+def fit_costs(sweep: Sweep, block: bool = False) -> RoundCosts:
+    """Fit the costs by least squares of the relative errors: first of plain steps, then of rounds. `block`: the drafter
+    drafts a block at once."""
     loads = sweep.loads
     step, step_per_text = fit_line(
         [load.plain_batch for load in loads], [load.step_s for load in loads], [load.step_s**-2 for load in loads]
     )
     over = [(load.round_s - step - step_per_text * load.batch) / sweep.drafted for load in loads]
     token, token_per_text = fit_line([load.batch for load in loads], over, [load.round_s**-2 for load in loads])
-    return RoundCosts(step, step_per_text, token, token_per_text)
+    if not block:
+        return RoundCosts(step, step_per_text, token, token_per_text)
+    verified = min(step_per_text, token_per_text)
+    rest = sweep.drafted * token, sweep.drafted * (token_per_text - verified)
+    return RoundCosts(step, step_per_text, 0.0, verified, *rest)
 
 
 def tuned_ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> list[TunedRange]:
@@ -261,21 +313,21 @@ def tuned_ranges(sweep: Sweep, costs: RoundCosts, lengths: Sequence[int]) -> lis
     return made
 
 
-def tune(path: Path, *, whole: bool = False) -> Tuning:
-    """Derive draft lengths by load from a result of `eval-server`.
+def tune(path: Path, *, block: bool = False) -> Tuning:
+    """Derive draft lengths by load, and by prompt length and load, from a result of `eval-server`.
 
-    `whole`: the drafter drafts a whole block or nothing. Raises DataError if the file is no such result, has no
-    baseline, or has a single load.
+    `block`: the drafter drafts a block at once, of which an engine may take fewer tokens. Raises DataError if the file
+    is no such result, has no baseline, or has a single load.
     """
-    sweep = read_sweep(path)
+    sweep, contexts = read_sweep(path)
     if len({round(load.batch) for load in sweep.loads}) < 2:
         there = ", ".join(f"{load.batch:.1f} of {load.concurrency}" for load in sweep.loads)
         raise DataError(
             f"{path} has only one load (average in flight: {there}), so the cost of larger batches is unknown",
             f"measure several loads, each with at least as many prompts: {SWEEP}",
         )
-    costs = fit_costs(sweep)
-    chosen = tuned_ranges(sweep, costs, [0, sweep.drafted] if whole else range(sweep.drafted + 1))
+    costs = fit_costs(sweep, block)
+    chosen = tuned_ranges(sweep, costs, range(sweep.drafted + 1))
     fits = [
         Fit(
             load.concurrency,
@@ -287,20 +339,35 @@ def tune(path: Path, *, whole: bool = False) -> Tuning:
         )
         for load in sweep.loads
     ]
-    return Tuning(
-        str(path), chosen, sweep.acceptance, sweep.drafted, costs, fits, caveats(sweep, fits, chosen, whole=whole)
-    )
+    tuned = [
+        TunedContext(
+            one.over,
+            one.up_to,
+            one.requests,
+            tuned_ranges(one.sweep, fit_costs(one.sweep, block), range(one.sweep.drafted + 1)),
+            one.sweep.acceptance,
+        )
+        for one in contexts
+    ]
+    notes = caveats(sweep, fits, chosen, block=block)
+    return Tuning(str(path), chosen, sweep.acceptance, sweep.drafted, costs, fits, notes, tuned)
 
 
-def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, whole: bool) -> list[str]:
+def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, block: bool) -> list[str]:
     """Caveats that a user should read before trusting the schedule."""
     notes = [f"batches above {chosen[-1].last} were not measured: engines use the last range for them"]
     guessed = [f"{one.first}–{one.last}" for one in chosen if not one.measured]
     if guessed:
         notes.append(f"no load was measured at batches {', '.join(guessed)}: their lengths are predicted")
-    if not whole and any(0 < one.tokens < sweep.drafted for one in chosen):
-        notes.append(f"lengths between 0 and {sweep.drafted} were not measured: their times are interpolated linearly")
-    if any(one.tokens == sweep.drafted for one in chosen) and not whole:
+    if any(0 < one.tokens < sweep.drafted for one in chosen):
+        how = "their times are interpolated linearly"
+        if block:
+            how = (
+                "the pass over the block is assumed to cost the same, and a verified token what a text adds to a plain "
+                "step; with fewer slots, a block that is not causal drafts other tokens"
+            )
+        notes.append(f"lengths between 0 and {sweep.drafted} were not measured: {how}")
+    if any(one.tokens == sweep.drafted for one in chosen) and not block:
         notes.append(f"the longest drafts measured, {sweep.drafted} tokens, pay off: longer ones may pay off, too")
     rough = [f"{one.error:.0%} at {one.concurrency} in flight" for one in fits if one.error > WARN_ERROR]
     if rough:
@@ -312,8 +379,9 @@ def caveats(sweep: Sweep, fits: Sequence[Fit], chosen: Sequence[TunedRange], *, 
     return notes
 
 
-def read_sweep(path: Path) -> Sweep:
-    """Read a sweep from a result document of `eval-server`, or from its run directory. Raises DataError."""
+def read_sweep(path: Path) -> tuple[Sweep, list[ContextSweep]]:
+    """Read a sweep, and its parts by prompt length, from a result document of `eval-server` or from its run directory.
+    Raises DataError."""
     file = path / "result.json" if path.is_dir() else path
     try:
         document = regular_files.read_json(file)
@@ -322,9 +390,10 @@ def read_sweep(path: Path) -> Sweep:
     except ValueError as error:
         raise DataError(f"{file} is not JSON", f"name the result.json of {SWEEP}") from error
     try:
-        for row in document["servers"]:
+        for row in [*document["servers"], *document.get("lengths", [])]:
             _check_numbers(row)
-        return sweep_of(document["servers"])
+        sweep = sweep_of(document["servers"])
+        return sweep, context_sweeps(document.get("lengths", []), sweep)
     except DataError as error:
         raise DataError(f"{file}: {error.message}", error.hint) from error
     except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
@@ -361,28 +430,67 @@ def sweep_of(rows: Sequence[Mapping[str, Any]]) -> Sweep:
             )
         if any(row["token_s"] is None for row in [*drafting, *plain]):
             raise DataError("answers of one token have no time between tokens", "raise --max-new-tokens")
-        tokens = sum(row["tokens"] for row in plain)
-        rounds = [row["tokens"] / row["mat"] for row in drafting]
-        loads.append(
-            Load(
-                concurrency,
-                batch=in_flight(drafting),
-                plain_batch=in_flight(plain),
-                step_s=sum(row["tokens"] * row["token_s"] for row in plain) / tokens,
-                round_s=sum(row["tokens"] * row["token_s"] for row in drafting) / sum(rounds),
-                mat=sum(row["tokens"] for row in drafting) / sum(rounds),
-            )
-        )
+        loads.append(load_of(concurrency, drafting, plain, (in_flight(drafting), in_flight(plain))))
         shares += [row["acceptance_by_position"] for row in drafting]
-        weights += rounds
+        weights += [row["tokens"] / row["mat"] for row in drafting]
     if not loads:
         raise DataError("it has no rows", SWEEP)
+    return Sweep(loads, *pooled_acceptance(shares, weights))
+
+
+def context_sweeps(rows: Sequence[Mapping[str, Any]], sweep: Sweep) -> list[ContextSweep]:
+    """The parts of a sweep by prompt length, from the rows of `eval-server`, the shortest prompts first.
+
+    A load counts if the drafts and the plain steps of its prompts were measured; a bracket needs two of them. Requests
+    of all lengths are in flight together, so the number in flight is the whole sweep's.
+    """
+    found = []
+    for over, up_to in sorted({(row["over"], row["up_to"]) for row in rows}):
+        here = [row for row in rows if row["up_to"] == up_to]
+        loads, shares, weights, requests = [], [], [], []
+        for load in sweep.loads:
+            drafting, plain = (
+                [row for row in here if row["concurrency"] == load.concurrency and row["server"] == name]
+                for name in ("server", "baseline")
+            )
+            told = all(row["mat"] and row["acceptance_by_position"] for row in drafting)
+            if not (drafting and plain and told) or any(row["token_s"] is None for row in [*drafting, *plain]):
+                continue
+            loads.append(load_of(load.concurrency, drafting, plain, (load.batch, load.plain_batch)))
+            shares += [row["acceptance_by_position"] for row in drafting]
+            weights += [row["tokens"] / row["mat"] for row in drafting]
+            requests.append(sum(row["requests"] for row in drafting))
+        if len({round(load.batch) for load in loads}) > 1:
+            found.append(ContextSweep(over, up_to, min(requests), Sweep(loads, *pooled_acceptance(shares, weights))))
+    return found
+
+
+def load_of(
+    concurrency: int,
+    drafting: Sequence[Mapping[str, Any]],
+    plain: Sequence[Mapping[str, Any]],
+    batches: tuple[float, float],
+) -> Load:
+    """A load from the rows of both servers; `batches` are the average requests in flight, with and without drafts."""
+    tokens = sum(row["tokens"] for row in plain)
+    rounds = sum(row["tokens"] / row["mat"] for row in drafting)
+    return Load(
+        concurrency,
+        *batches,
+        step_s=sum(row["tokens"] * row["token_s"] for row in plain) / tokens,
+        round_s=sum(row["tokens"] * row["token_s"] for row in drafting) / rounds,
+        mat=sum(row["tokens"] for row in drafting) / rounds,
+    )
+
+
+def pooled_acceptance(shares: Sequence[Sequence[float]], weights: Sequence[float]) -> tuple[int, list[float]]:
+    """Draft length, and α of each position, from shares of accepted positions weighted by their rounds."""
     drafted = max(map(len, shares))
     pooled = [
         sum(weight * one[place] for weight, one in zip(weights, shares, strict=True) if place < len(one)) / sum(weights)
         for place in range(drafted)
     ]
-    return Sweep(loads, drafted, conditional_acceptance(pooled))
+    return drafted, conditional_acceptance(pooled)
 
 
 def in_flight(rows: Sequence[Mapping[str, Any]]) -> float:

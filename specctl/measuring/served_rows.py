@@ -7,10 +7,7 @@ from typing import Any
 
 from specctl.decoding import metrics
 from specctl.engines.records import DraftCounters, GenerationResult
-from specctl.measuring.measured import Measured, Parts, columns, relative
-
-SHORTEST = 512
-"""Limit, in tokens, of the first bucket of prompt lengths; each further bucket doubles the limit."""
+from specctl.measuring.measured import Measured, Parts, bucket, bucket_start, columns, relative
 
 
 @dataclass(frozen=True)
@@ -144,14 +141,6 @@ def speedup(replies: Sequence[Reply]) -> Measured:
     return relative(names, parts(ours), parts(theirs))
 
 
-def bucket(tokens: int) -> int:
-    """Limit, in tokens, of the length bucket of a prompt: `SHORTEST` times a power of two."""
-    longest = SHORTEST
-    while longest < tokens:
-        longest *= 2
-    return longest
-
-
 def by_length(replies: Sequence[Reply], server: str, concurrency: int, baseline: bool) -> list[ServedLength]:
     """One row per bucket of prompt lengths that is not empty, the shortest first."""
     buckets: dict[int, list[Reply]] = {}
@@ -162,7 +151,7 @@ def by_length(replies: Sequence[Reply], server: str, concurrency: int, baseline:
             **figures(some, baseline),
             server=server,
             concurrency=concurrency,
-            over=up_to // 2 if up_to > SHORTEST else 0,
+            over=bucket_start(up_to),
             up_to=up_to,
         )
         for up_to, some in sorted(buckets.items())

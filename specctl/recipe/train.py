@@ -166,6 +166,7 @@ class AutoDistillRecipe(Section):
 
     responses: PositiveInt = 2000
     max_new_tokens: PositiveInt | None = None  # by default as in `specctl distill`
+    prompt_tokens: PositiveInt = 128  # mean length of prompts that are not tokenized yet, for the estimate of --dry-run
 
 
 ENGINE_KEYS = {
@@ -228,7 +229,12 @@ class TrainRecipe(WriterRecipe):
     max_minutes: PositiveFloat | None = None
     # Response tokens per step over all processes, with at least one text in each (None = per device).
     batch_tokens: PositiveInt | None = None
-    max_length: PositiveInt = 2048
+    max_length: PositiveInt = 2048  # tokens after which a text is cut; the target's context length is a limit, too
+    # Most tokens of a process in a step, prompts included; longer texts are trained in pieces (None = no limit).
+    piece_length: PositiveInt | None = None
+    # Fewest tokens before the trained ones of a piece, to which they attend (None = the head's window, at most half a
+    # piece, or a quarter of a piece without a window).
+    piece_prefix: PositiveInt | None = None
     gradient_checkpointing: bool = False  # less memory for long samples and large vocabularies, more time
     features: FeatureRecipe = FeatureRecipe()
     eval: HeldOutRecipe = HeldOutRecipe()
@@ -246,6 +252,12 @@ class TrainRecipe(WriterRecipe):
         """
         if self.target.tensor_parallel > 1 and self.features.mode != "cached":
             raise ValueError("target.tensor_parallel computes features before the training: set features.mode=cached")
+        return self
+
+    @model_validator(mode="after")
+    def _room_in_a_piece(self) -> TrainRecipe:
+        if self.piece_prefix is not None and self.piece_prefix >= (self.piece_length or 0):
+            raise ValueError("piece_prefix is a part of a piece: set piece_length to more tokens")
         return self
 
     @model_validator(mode="after")

@@ -8,6 +8,7 @@ the text stays with that process.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import TYPE_CHECKING, TypeAlias
@@ -41,10 +42,12 @@ def drop_seen(rows: Sequence[Row], seen: Container[int]) -> list[Row]:
     return [row for row in left if any(row)]
 
 
-def batches(rows: Sequence[Row], batch_tokens: int, *, seed: int, epoch: int) -> list[Batch]:
-    """Batches of an epoch, with at most `batch_tokens` response tokens but at least one row each. They depend on the
-    arguments alone. A process has no text only in a batch with fewer texts than processes, or in rows that `drop_seen`
-    has thinned."""
+def batches(
+    rows: Sequence[Row], batch_tokens: int, length: float | None = None, *, seed: int, epoch: int
+) -> list[Batch]:
+    """Batches of an epoch, with at most `batch_tokens` response tokens, and at most `length` tokens of each process
+    before `rebalance`, but at least one row each. They depend on the arguments alone. A process has no text only in a
+    batch with fewer texts than processes, or in rows that `drop_seen` has thinned."""
     rng = random.Random(f"{seed}/{epoch}")
     order = list(rows)
     rng.shuffle(order)
@@ -53,7 +56,7 @@ def batches(rows: Sequence[Row], batch_tokens: int, *, seed: int, epoch: int) ->
     result: list[Batch] = []
     for start in range(0, len(order), window):
         part = sorted(order[start : start + window], key=lambda row: (_length(row), _first(row)))
-        packed = [texts_by_rank(batch) for batch in _pack(part, batch_tokens)]
+        packed = [texts_by_rank(batch) for batch in _pack(part, batch_tokens, length or math.inf)]
         rng.shuffle(packed)
         result += packed
     return result
@@ -80,15 +83,17 @@ def useful_share(batches: Sequence[Batch], work: Callable[[Example], float]) -> 
     return sum(map(sum, loads)) / sum(len(load) * max(load) for load in loads)
 
 
-def _pack(rows: Sequence[Row], batch_tokens: int) -> Iterator[list[Row]]:
+def _pack(rows: Sequence[Row], batch_tokens: int, length: float) -> Iterator[list[Row]]:
     batch: list[Row] = []
-    size = 0
+    size = longest = 0
     for row in rows:
-        if batch and size + _response(row) > batch_tokens:
+        most = max(len(example.tokens) for example in _texts(row))
+        if batch and (size + _response(row) > batch_tokens or longest + most > length):
             yield batch
-            batch, size = [], 0
+            batch, size, longest = [], 0, 0
         batch.append(row)
         size += _response(row)
+        longest += most
     if batch:
         yield batch
 

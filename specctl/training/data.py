@@ -32,6 +32,10 @@ class Corpus:
         responses: usable responses of every held-out prompt.
         tokens: storage of all these texts.
         prompts: a sample of the training prompts by domain; empty for general text.
+        counts: number of texts that are trained on (`trained`), of texts among them that lost `cut_tokens` response
+            tokens beyond max_length (`cut`) or are in pieces (`in_pieces`), and of texts left out: their response has
+            fewer than two tokens (`too_short`), or fewer than two within max_length (`too_long`). Empty for general
+            text.
     """
 
     train: list[Example]
@@ -41,6 +45,7 @@ class Corpus:
     responses: list[list[Example]] = field(default_factory=list)
     tokens: TokenArray = field(default_factory=TokenArray)
     prompts: dict[str, list[list[int]]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
 
     @property
     def selection_prompts(self) -> list[list[int]]:
@@ -79,7 +84,7 @@ def load_distilled(
     stored = TokenArray()
     aside: dict[str, list[int]] = {}
     spared: dict[str, list[Example]] = {}  # usable responses by held-out prompt
-    short = 0
+    counts = dict.fromkeys(("trained", "cut", "cut_tokens", "too_short", "too_long"), 0)
     digest = hashlib.sha256()
     domains: dict[str, list[tuple[float, list[int]]]] = {}  # domain → prompts with the largest hashes
     names = ", ".join(map(str, directories))
@@ -91,7 +96,8 @@ def load_distilled(
             sample = domains.setdefault(record["domain"], [])
             key = record["prompt_id"]
             share = _share(key)
-            tokens = (record["prompt_ids"] + record["response_ids"])[:max_length]
+            whole = record["prompt_ids"] + record["response_ids"]
+            tokens = whole[:max_length]
             example = Example(len(examples), key, stored.add(tokens), len(record["prompt_ids"]))
             # A slot needs its next token and the target's distribution after that token: at least two response tokens.
             usable = example.response_length >= 2
@@ -100,13 +106,14 @@ def load_distilled(
                 spared.setdefault(key, []).extend([example] * usable)
             elif usable:
                 examples.append(example)
+                counts["cut"] += len(whole) > max_length
+                counts["cut_tokens"] += len(whole) - len(tokens)
                 if record["prompt_ids"]:
                     keep = heapq.heappush if len(sample) < SAMPLE else heapq.heappushpop
                     keep(sample, (share, record["prompt_ids"]))
             else:
-                short += 1
-    if short:
-        log(f"{short} responses left out: they have fewer than two tokens, or none within max_length {max_length}")
+                counts["too_long" if len(whole) > max_length else "too_short"] += 1
+    _report(counts, max_length)
     if any(spared.values()) and not examples:
         warn(
             f"all {len(aside)} prompts of {names} would be held out: they are trained on instead, and mat is "
@@ -121,9 +128,23 @@ def load_distilled(
             f"{names}: no response has two or more tokens within max_length {max_length}",
             "distil more prompts, or raise max_length",
         )
+    counts["trained"] = len(examples)
     kinds = {domain: [ids for _, ids in sample] for domain, sample in domains.items() if sample}
     held, responses = list(aside.values()), list(spared.values())
-    return Corpus(examples, held, digest.hexdigest()[:16], list(domains), responses, stored, kinds)
+    return Corpus(examples, held, digest.hexdigest()[:16], list(domains), responses, stored, kinds, counts)
+
+
+def _report(counts: Mapping[str, int], max_length: int) -> None:
+    """Say what is not trained on."""
+    if counts["too_short"]:
+        log(f"{counts['too_short']} responses left out: they have fewer than two tokens")
+    if counts["too_long"]:
+        warn(
+            f"{counts['too_long']} responses left out: they have fewer than two tokens within max_length {max_length}; "
+            "raise max_length, and set piece_length for texts longer than the memory of a step"
+        )
+    if counts["cut"]:
+        log(f"{counts['cut']} texts cut at max_length {max_length}: {counts['cut_tokens']:,} response tokens are lost")
 
 
 def _check_vocabulary(record: Mapping[str, Any], directory: Path, target: TargetText) -> None:

@@ -5,8 +5,9 @@ formulas describe this code base (fp32 master weights, autocast, no gradient acc
 with the result: the share of a device's peak that training reaches, and the length of texts that do not exist yet.
 """
 
+import math
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import nn
@@ -15,15 +16,24 @@ from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config
 from specctl.decoding.models.supported import engine_only_reason
 from specctl.decoding.target import Target
-from specctl.drafters.feature.head import DraftHead
+from specctl.drafters.family import load_family
+from specctl.drafters.feature.head import DraftHead, HeadConfig
 from specctl.recipe import TrainRecipe
 from specctl.training.balancing import Batch, balanced_rows, batches, rebalance, useful_share
 from specctl.training.example import Example
 from specctl.training.feature_files import ON_DISK, fp8_share
 from specctl.training.machine import DEVICES, GB, Machine, machine_for
 from specctl.training.optimizers import EMBEDDING_LIKE
+from specctl.training.pieces import Cut
 from specctl.training.schedule import Schedule, batch_tokens
-from specctl.training.step_cost import matrix_parameters, passes, prompt_parameters, reads_features, step_work
+from specctl.training.step_cost import (
+    PROMPT_COST,
+    matrix_parameters,
+    passes,
+    prompt_parameters,
+    reads_features,
+    step_work,
+)
 from specctl.training.target_outline import Outline
 
 HEADROOM = 0.9  # usable share of a GPU's memory: CUDA context, collective buffers and fragmentation take the rest
@@ -49,6 +59,13 @@ class Texts:
     def tokens(self) -> float:
         """Response tokens in total."""
         return self.responses * self.response_tokens
+
+    @classmethod
+    def of(cls, examples: list[Example], scale: float, counted: bool) -> Self:
+        """Number and mean lengths of `examples`, each of which stands for `scale` texts."""
+        count = len(examples)
+        responses = sum(example.response_length for example in examples) / count
+        return cls(round(scale * count), responses, sum(e.prompt_length for e in examples) / count, counted)
 
     @property
     def length(self) -> float:
@@ -113,11 +130,12 @@ def estimate(recipe: TrainRecipe, config: Any, machine: Machine, texts: Texts) -
     outline = Outline.of(config, machine.target_dtype(recipe.target.dtype, config))
     planned = PlannedTraining(recipe, outline, machine, texts, loads_layers(recipe, outline, machine))
     epoch, useful = planned.epoch()
-    batch = planned.batch_tokens if machine.processes == 1 else mean_tokens(epoch)
-    steps = Schedule.of(recipe, planned.target, max(1, round(texts.tokens / batch))).steps
+    by_epoch = machine.processes > 1 or recipe.piece_length is not None
+    batch = mean_tokens(epoch) if by_epoch else planned.batch_tokens
+    steps = Schedule.of(recipe, planned.target, max(1, round(planned.texts.tokens / batch))).steps
     flops = planned.flops(steps, batch)
     seconds = max(flops / useful / machine.flops, steps * STEP_SECONDS if machine.gpu != "cpu" else 0)
-    memory, disk = planned.memory(max(planned.batch_tokens, batch) / machine.processes), planned.disk()
+    memory, disk = planned.memory(*planned.largest_share(epoch, batch)), planned.disk()
     room = HEADROOM * machine.memory_gb * GB - sum(memory.values())
     return Estimate(
         gpu=machine.gpu,
@@ -152,7 +170,10 @@ def loads_layers(recipe: TrainRecipe, outline: Outline, machine: Machine) -> boo
         return False
     half = recipe.max_length / 2
     planned = PlannedTraining(recipe, outline, machine, Texts(1, half, half, counted=False))
-    memory = planned.memory(batch_tokens(recipe, planned.target) / machine.processes)
+    tokens = batch_tokens(recipe, planned.target) / machine.processes
+    if recipe.piece_length is not None:
+        tokens = min(tokens, recipe.piece_length)
+    memory = planned.memory(tokens, tokens * planned.texts.length)
     return sum(memory.values()) <= HEADROOM * machine.memory_gb * GB
 
 
@@ -175,6 +196,9 @@ class PlannedTraining:
 
     Attributes:
         target: the outline, on the type of device that the target would run on.
+        whole: sample of the texts, cut at the longest length; `scale` texts stand behind each.
+        examples: the same sample in pieces, if the recipe cuts long texts.
+        texts: the data in the form of these examples.
         features: bytes of the target features of all texts, in any mode; 0 if the drafter reads none.
         kept: bytes of the features that exist at a time.
         mode: features.mode with `auto` decided: `memory` if the features are within the budget, else `online`.
@@ -184,13 +208,19 @@ class PlannedTraining:
     def __init__(
         self, recipe: TrainRecipe, outline: Outline, machine: Machine, texts: Texts, loads_layers: bool = True
     ):
-        self.recipe, self.outline, self.machine, self.texts = recipe, outline, machine, texts
+        self.recipe, self.outline, self.machine = recipe, outline, machine
         self.loads_layers, self.loaded = (
             loads_layers,
             outline.parameters if loads_layers else outline.non_layer_parameters,
         )
         self.drafter = outline.drafter(recipe)
         self.parameters = sum(p.numel() for p in self.drafter.parameters())
+        self.whole = sample(texts, min(recipe.max_length, outline.context_length))
+        self.scale = texts.responses / max(1, min(texts.responses, SAMPLE))
+        load_family(recipe.arch).set_training_options(self.drafter, recipe)
+        cut = Cut.of(recipe, self.drafter)
+        self.examples = self.whole if cut is None else cut(self.whole)
+        self.texts = texts = Texts.of(self.examples, self.scale, texts.counted)
         device = torch.device("cpu" if machine.gpu == "cpu" else "cuda")
         self.target = cast(Target, replace(outline, device=device))
         self.batch_tokens = batch_tokens(recipe, self.target, texts.tokens)
@@ -207,23 +237,37 @@ class PlannedTraining:
         """Batches of an epoch on sample texts, and the share of the processes' time that is not spent waiting."""
         runs_target = self.features and self.mode == "online"
         work = step_work(self.drafter, self.recipe, self.target, 2.0 * self.outline.active if runs_target else 0.0)
-        dealt = balanced_rows(sample(self.texts), self.machine.processes, work)
-        epoch = batches(dealt, self.batch_tokens, seed=0, epoch=0)
+        dealt = balanced_rows(self.examples, self.machine.processes, work)
+        epoch = batches(dealt, self.batch_tokens, self.recipe.piece_length, seed=0, epoch=0)
         return epoch, useful_share(
             epoch if self.mode == "memory" else [rebalance(batch, work) for batch in epoch], work
         )
 
+    def largest_share(self, epoch: list[Batch], batch: float) -> tuple[float, float]:
+        """Most response tokens, and most tokens, of a process in a step; a step has `batch` response tokens."""
+        if self.recipe.piece_length is None:
+            tokens = max(self.batch_tokens, batch) / self.machine.processes
+            return tokens, tokens * self.texts.length
+        shares = [share for shares in epoch for share in shares]
+        tokens = max(sum(example.response_length for example in share) for share in shares)
+        return tokens, max(sum(len(example.tokens) for example in share) for share in shares)
+
     def flops(self, steps: int, batch: float) -> float:
         """FLOPs of `steps` steps with `batch` response tokens each, plus the target's forward passes that run here."""
+        epochs = steps * batch / self.texts.tokens
         found = steps * batch * drafter_flops(self.drafter, self.depth, self.texts)
+        if reads_features(self.drafter):
+            found += epochs * self.scale * sum(head_attention(self.drafter, self.depth, one) for one in self.examples)
         if self.features and not self.recipe.features.is_served and self.loads_layers:
-            tokens = steps * batch if self.mode == "online" else self.texts.tokens
-            found += 2 * self.outline.active * self.texts.length * tokens
+            # A piece whose features are not kept needs the target's forward over the text before it, too.
+            texts = [one.stop for one in (self.examples if self.mode == "online" else self.whole)]
+            passes = epochs if self.mode == "online" else 1.0
+            found += passes * self.scale * sum(forward_flops(self.outline, length) for length in texts)
         return found
 
-    def memory(self, tokens: float) -> dict[str, float]:
-        """Peak bytes by use of a process that takes `tokens` response tokens per step, on its GPU if it has one.
-        Features that are kept in memory are in host memory, so they count only on a CPU."""
+    def memory(self, tokens: float, slots: float) -> dict[str, float]:
+        """Peak bytes by use of a process that takes `tokens` response tokens per step and `slots` tokens in all, on its
+        GPU if it has one. Features that are kept in memory are in host memory, so they count only on a CPU."""
         recipe, outline, machine = self.recipe, self.outline, self.machine
         compute = machine.dtype(recipe.precision)
         found = {
@@ -231,15 +275,18 @@ class PlannedTraining:
             "drafter": state_bytes(self.drafter, recipe.optimizer_type, recipe.zero_stage, machine.processes),
             "activations": activation_bytes(self.drafter, tokens, self.depth, self.texts, compute),
         }
+        if reads_features(self.drafter):
+            found["activations"] += prompt_bytes(self.drafter, outline) * (slots - tokens)
         if compute.itemsize < 4:
             found["autocast"] = self.parameters * compute.itemsize  # a copy of the weights in lower precision
         if self.features:
             in_memory = self.mode in ("memory", "stream") and machine.gpu == "cpu"
             kept = self.kept / machine.processes if in_memory else 0
             batches = 1 if self.mode == "online" or machine.gpu == "cpu" else 2  # a GPU also holds the next batch
-            found["features"] = batches * tokens * feature_bytes(self.drafter, outline, self.texts) + kept
+            states = outline.hidden_size * outline.dtype.itemsize
+            found["features"] = batches * states * (len(cast(DraftHead, self.drafter).taps) * slots + tokens) + kept
             if self.loads_layers:
-                found["target's forward"] = forward_bytes(outline, machine)
+                found["target's forward"] = forward_bytes(outline, machine, max(one.stop for one in self.whole))
         return found
 
     def disk(self) -> dict[str, float]:
@@ -249,19 +296,21 @@ class PlannedTraining:
         return {
             "checkpoints": (self.recipe.checkpoint.keep + 1) * state,  # + 1: an old one is deleted last
             "drafter": 4 * self.parameters,
-            "distilled data": self.texts.tokens * self.texts.length * JSON_BYTES,
+            "distilled data": self.scale * sum(len(one.tokens) for one in self.whole) * JSON_BYTES,
             "features": self.kept * share if self.mode in {*ON_DISK, "stream"} else 0,
         }
 
 
-def sample(texts: Texts) -> list[Example]:
-    """Sample texts with the mean lengths of `texts`; response lengths vary evenly by ± `SPREAD` of the mean."""
+def sample(texts: Texts, longest: int) -> list[Example]:
+    """Sample texts with the mean lengths of `texts`, cut at `longest` tokens; response lengths vary evenly by ±
+    `SPREAD` of the mean. A prompt that leaves no room for a response is taken as the longest that does."""
     count = max(1, min(texts.responses, SAMPLE))
+    prompt = min(round(texts.prompt_tokens), longest - 2)
     examples = []
     for index in range(count):
         place = (2 * index + 1) / count - 1  # from −1 to 1
         length = max(2, round(texts.response_tokens * (1 + SPREAD * place)))
-        examples.append(Example(index, "", [0] * (round(texts.prompt_tokens) + length), round(texts.prompt_tokens)))
+        examples.append(Example(index, "", range(min(prompt + length, longest)), prompt))
     return examples
 
 
@@ -271,9 +320,42 @@ def mean_tokens(epoch: list[Batch]) -> float:
 
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
     """Training FLOPs per response token: 2 per parameter forward and 4 backward, in every pass. A drafter that reads no
-    features also runs over the prompts; for the other drafters prompts are neglected, except in `prompt_layers`."""
-    rows = passes if reads_features(drafter) else texts.length
-    return 6 * (matrix_parameters(drafter) * rows + prompt_parameters(drafter) * (texts.length - 1))
+    features also runs over the prompts; others compute inputs, keys and values for them, and their `prompt_layers`."""
+    prompts, all = texts.length - 1, matrix_parameters(drafter)
+    if not reads_features(drafter):
+        return 6 * all * (1 + prompts)
+    return 6 * (all * (passes + PROMPT_COST * prompts) + (1 - PROMPT_COST) * prompt_parameters(drafter) * prompts)
+
+
+def head_attention(drafter: nn.Module, passes: float, example: Example) -> float:
+    """FLOPs of a head's attention over a text in a step: 4 per channel, query and key forward, 10 backward, as scores
+    are computed again."""
+    config = cast(DraftHead, drafter).config
+    if not isinstance(config, HeadConfig):
+        return 0.0
+    sight = cast(DraftHead, drafter).sight or math.inf
+    keys = min(sight, example.prompt_length + example.response_length / 2)
+    return 14 * config.num_heads * config.head_dim * passes * example.response_length * keys
+
+
+def forward_flops(outline: Outline, length: int) -> float:
+    """FLOPs of the target's forward over a text: 2 per parameter and token, and 4 per layer, channel, token and earlier
+    token."""
+    heads, dim = _heads(outline)
+    return 2 * outline.active * length + 2 * outline.num_layers * heads * dim * length**2
+
+
+def prompt_bytes(drafter: nn.Module, outline: Outline) -> float:
+    """Bytes that a step keeps for a token before the response, which is only a key and a value of the attention.
+    Measured with three taps: 13 to 18 hidden states in fp32 for eagle3, 21 to 24 for peagle and dflash."""
+    return 4 * outline.hidden_size * (5 + 3 * len(cast(DraftHead, drafter).taps))
+
+
+def _heads(outline: Outline) -> tuple[int, int]:
+    """Number and size of the target's attention heads; zeros for a target without attention."""
+    config = outline.config
+    heads = getattr(config, "num_attention_heads", None) or 0
+    return heads, getattr(config, "head_dim", None) or outline.hidden_size // max(1, heads)
 
 
 def feature_bytes(drafter: nn.Module, outline: Outline, texts: Texts) -> float:
@@ -327,8 +409,9 @@ def activation_bytes(drafter: nn.Module, tokens: float, passes: float, texts: Te
     return row * tokens * (1 if reads_features(drafter) else texts.length)
 
 
-def forward_bytes(outline: Outline, machine: Machine) -> float:
-    """Peak bytes of one forward of the target over `FORWARD_TOKENS` tokens: KV cache, one layer, some logits."""
+def forward_bytes(outline: Outline, machine: Machine, longest: int) -> float:
+    """Peak bytes of one forward of the target over `FORWARD_TOKENS` tokens, or over a chunk of the `longest` text: KV
+    cache of all its tokens, one layer, some logits."""
     config, size, width = outline.config, outline.dtype.itemsize, outline.hidden_size
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
@@ -336,15 +419,16 @@ def forward_bytes(outline: Outline, machine: Machine) -> float:
     layer = 2 * heads * dim * size
     if machine.shards > 1 or lean.unsupported_reason(config):
         layer += width * size  # transformers returns the states of all layers
-    row = layer * outline.num_layers / machine.shards + 3 * inner * size + 12 * width
-    return FORWARD_TOKENS * row + HEAD_ROWS * outline.vocab_size * (size + 4)
+    cached = layer * outline.num_layers / machine.shards * max(FORWARD_TOKENS, longest)
+    return cached + FORWARD_TOKENS * (3 * inner * size + 12 * width) + HEAD_ROWS * outline.vocab_size * (size + 4)
 
 
 def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: Machine, batch: int) -> list[str]:
     """Recipe keys that make the training fit, with the key for the largest use first. `room` is minus the missing
     bytes."""
     of_batch = memory["activations"] + memory.get("features", 0)
-    fitting = int(batch * (1 + room / of_batch)) // 64 * 64
+    key, now = ("piece_length", recipe.piece_length) if recipe.piece_length else ("batch_tokens", batch)
+    fitting = int(now * (1 + room / of_batch)) // 64 * 64
     spread = "fewer processes, which gives each more GPUs for its target"
     knobs = {"target": spread if machine.shards > 1 else "target.device_map=auto and several GPUs for each process"}
     if recipe.trains_without_layers and recipe.features.whole_target:
@@ -352,7 +436,7 @@ def advice(memory: dict[str, float], room: float, recipe: TrainRecipe, machine: 
     if machine.processes > 1 and recipe.zero_stage < 3:
         knobs["drafter"] = f"zero_stage={recipe.zero_stage + 1}"
     if fitting > 0:
-        knobs["activations"] = f"batch_tokens={fitting} (now {batch})"
+        knobs["activations"] = f"{key}={fitting} (now {now})"
     ordered = sorted(knobs, key=lambda name: -memory.get(name, 0))
     return [knobs[name] for name in ordered]
 

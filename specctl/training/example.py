@@ -1,4 +1,6 @@
-"""A training example: one distilled text."""
+"""A training example: one distilled text, or a piece of a text that is too long for a step."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,3 +18,72 @@ class Example:
     @property
     def response_length(self) -> int:
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def text(self) -> Sequence[int]:
+        """Tokens of the whole text."""
+        return self.tokens
+
+    @property
+    def start(self) -> int:
+        """Position of the first token in the whole text."""
+        return 0
+
+    @property
+    def stop(self) -> int:
+        """Position after the last token in the whole text."""
+        return self.start + len(self.tokens)
+
+    @property
+    def draw(self) -> tuple[int, int]:
+        """Number of the text and of the first response slot in it, which decide which slots go on to later steps."""
+        return self.index, 0
+
+    @property
+    def idle(self) -> int:
+        """Response slots at the end that are not trained: only later steps of the slots before them read them."""
+        return 0
+
+    @property
+    def trained_tokens(self) -> int:
+        """Response tokens that no other example has as well."""
+        return self.response_length
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece(Example):
+    """A piece of a longer text. Its `prompt_length` first tokens are only read.
+
+    Attributes:
+        whole: tokens of the whole text.
+        first: position of the first token in the whole text.
+        number: index of the whole text.
+        done: response slots of the text that earlier pieces train.
+        shared: tokens at the end that the next piece trains; 0 in the last piece.
+    """
+
+    whole: Sequence[int]
+    first: int
+    number: int
+    done: int
+    shared: int
+
+    @property
+    def text(self) -> Sequence[int]:
+        return self.whole
+
+    @property
+    def start(self) -> int:
+        return self.first
+
+    @property
+    def draw(self) -> tuple[int, int]:
+        return self.number, self.done
+
+    @property
+    def idle(self) -> int:
+        return max(0, self.shared - 1)
+
+    @property
+    def trained_tokens(self) -> int:
+        return self.response_length - self.shared

@@ -167,6 +167,7 @@ class FeatureStream:
                     if not again:
                         raise EngineError(message, error.hint) from error
                     warn(f"{message}; they are asked for again")
+            rows = served_features.own_rows(example, rows)
             # A tensor of safetensors maps its file: without a copy, the deleted file would still take up disk space.
             return rows if isinstance(rows, Refusal) else await asyncio.to_thread(rows.clone)
 

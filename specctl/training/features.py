@@ -25,7 +25,7 @@ from specctl.drafters.feature.ttt_attention import Layout, ranges
 from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
-from specctl.training.example import Example
+from specctl.training.example import Example, TextPiece
 from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
 
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 # That is as fast, and padding would change the last bits of the features: they would depend on the batch and on the
 # number of processes.
 PASS_TOKENS = {"cpu": 1, "cuda": 16_384}
+# Most tokens of a longer sequence in one forward, over the KV cache of the tokens before, and most entries of the
+# attention mask of such a chunk.
+CHUNK_TOKENS = {"cpu": 2048, "cuda": 8192}
+CHUNK_MASK = {"cpu": 2**23, "cuda": 2**29}
 SHARD_BYTES = 2**27
 HEAD_ROWS = 512  # rows of logits computed at a time
 # 1/φ (φ: golden ratio), 1/ρ² and 1/ρ (ρ: root of x³ = x + 1). The multiples of each, modulo 1, fill [0, 1) evenly.
@@ -180,11 +184,18 @@ class FeatureStore:
             bar.update(len(group), tokens=self.target_tokens)
         return kept
 
+    @property
+    def _kind(self) -> str:
+        return "cpu" if self.target.device.type == "cpu" else "cuda"
+
     @torch.inference_mode()
     def compute(self, examples: list[Example]) -> list[Features]:
-        """Compute features of `examples`, in order, in one forward of the target over the whole list."""
+        """Compute features of a group (`_groups`), in order, in one forward of the target over all its texts. A long
+        text, or pieces of one text, run in chunks. Features of several pieces are in host memory."""
         target = self.target
         width = max(len(e.tokens) for e in examples) - 1  # the last token's state is not needed
+        if isinstance(examples[0], TextPiece) or width > max(CHUNK_TOKENS[self._kind], PASS_TOKENS[self._kind]):
+            return self._in_chunks(examples)
         tokens = torch.tensor([[*e.tokens[:width], *[0] * (width - len(e.tokens))] for e in examples])
         cache = target.model.new_cache(len(examples), width)
         plan = plan_rows([0] * len(examples), width, device=target.device, dtype=target.dtype)
@@ -194,6 +205,34 @@ class FeatureStore:
             self.features(example, hidden[row], None if tapped is None else tapped[row])
             for row, example in enumerate(examples)
         ]
+
+    def _in_chunks(self, examples: list[Example]) -> list[Features]:
+        """Features of parts of one text. The target runs over chunks of the text with a KV cache, and only the states
+        of parts that are not complete yet are kept. The chunks depend on the text alone."""
+        target, text = self.target, examples[0].text
+        rows = max(1, min(CHUNK_TOKENS[self._kind], CHUNK_MASK[self._kind] // len(text)))
+        end = max(example.stop for example in examples) - 1
+        last = len(text) - 1
+        cache = target.model.new_cache(1, min(last, -(-end // rows) * rows))
+        states: dict[int, list[tuple[Tensor, Tensor]]] = {example.index: [] for example in examples}
+        found: dict[int, Features] = {}
+        for begin in range(0, end, rows):
+            interrupts.check()
+            stop = min(begin + rows, last)
+            tokens = torch.tensor([text[begin:stop]], device=target.device)
+            plan = plan_rows([begin], stop - begin, device=target.device, dtype=target.dtype)
+            hidden, tapped = target.model.forward(tokens, cache, plan, self.taps)
+            self.target_tokens += stop - begin
+            for example in examples:
+                here = slice(max(0, example.start - begin), min(example.stop - 1, stop) - begin)
+                if here.start >= here.stop:
+                    continue
+                part = hidden[0, here].clone()
+                states[example.index].append((part, part[:, :0] if tapped is None else tapped[0, here].clone()))
+                if example.stop - 1 <= stop:
+                    made = self.features(example, *map(torch.cat, zip(*states.pop(example.index), strict=True)))
+                    found[example.index] = _moved(made, torch.device("cpu")) if len(examples) > 1 else made
+        return [found[example.index] for example in examples]
 
     @torch.inference_mode()
     def features(self, example: Example, hidden: Tensor, tapped: Tensor | None) -> Features:
@@ -214,10 +253,18 @@ class FeatureStore:
         return Features(taps, teacher, torch.cat([part.indices for part in parts]).int())
 
     def _groups(self, examples: list[Example]) -> Iterator[list[Example]]:
-        """Groups of examples of similar length that share a forward. Groups and padding depend on `examples` alone."""
-        limit = PASS_TOKENS["cpu" if self.target.device.type == "cpu" else "cuda"]
+        """Groups of examples of similar length that share a forward, or pieces of one text. Groups and padding depend
+        on `examples` alone."""
+        limit = PASS_TOKENS[self._kind]
         group: list[Example] = []
-        for example in sorted(examples, key=lambda e: (len(e.tokens), e.index)):
+        texts: dict[int, list[TextPiece]] = {}
+        for example in examples:
+            if isinstance(example, TextPiece):
+                texts.setdefault(id(example.whole), []).append(example)
+        for pieces in texts.values():
+            yield [*sorted(pieces, key=lambda piece: piece.first)]
+        alone = [example for example in examples if not isinstance(example, TextPiece)]
+        for example in sorted(alone, key=lambda e: (len(e.tokens), e.index)):
             if group and len(example.tokens) * (len(group) + 1) > limit:
                 yield group
                 group = []
@@ -243,7 +290,10 @@ class FeatureStore:
         held-out split and max_length."""
         digest = hashlib.sha256()
         for example in examples:
-            digest.update(f"{example.index} {example.prompt_length} {list(example.tokens)}\n".encode())
+            place = f"at {example.first} " if isinstance(example, TextPiece) else ""
+            digest.update(f"{example.index} {place}{example.prompt_length} {list(example.tokens)}\n".encode())
+            if isinstance(example, TextPiece) and not example.done:
+                digest.update(f"{list(example.whole)}\n".encode())
         return {
             "target": self.target.identity,
             "path": self.target.path,
@@ -285,8 +335,9 @@ def slot_batch(
     Args:
         inside: [V] bool membership in the draft vocabulary. A slot is not valid if the teacher prefers a token outside
             the draft vocabulary.
-        stride, phase: every `stride`-th response slot goes on to steps 1, 2, … . The choice depends on the example and
-            `phase` alone, not on the batch, so several processes choose the same slots as one.
+        stride, phase: every `stride`-th response slot goes on to steps 1, 2, … . The choice depends on the text and
+            `phase` alone, not on the batch, so several processes choose the same slots as one, and pieces of a text
+            the same as the text.
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
@@ -301,18 +352,19 @@ def slot_batch(
         token_rows += example.tokens[1 : slots_of + 1]
         query_rows += range(end - count, end)
         labels += example.tokens[example.prompt_length + 1 :]
-        left += range(count, 0, -1)
+        left += [*range(count, example.idle, -1), *[0] * example.idle]
         at += range(slots_of - count, slots_of)
-    later = [
-        [first + place for place in range(count - 1) if (place + example.index + phase) % stride == 0]
-        for example, (first, _), count in zip(examples, query_ranges, queries, strict=True)
-    ]  # the last slot of a response has nothing to predict at step 1
+    later: list[list[int]] = []
+    draws: list[float] = []
+    for example, (first, _), count in zip(examples, query_ranges, queries, strict=True):
+        number, done = example.draw
+        # The last slot of a response has nothing to predict at step 1.
+        going = [
+            place for place in range(count - max(1, example.idle)) if (place + done + number + phase) % stride == 0
+        ]
+        later.append([first + place for place in going])
+        draws += [((place + done) * SPREAD[0] + number * SPREAD[1] + phase * SPREAD[2]) % 1 for place in going]
     later_rows = [row for rows in later for row in rows]
-    draws = [
-        ((row - first) * SPREAD[0] + example.index * SPREAD[1] + phase * SPREAD[2]) % 1
-        for example, (first, _), rows in zip(examples, query_ranges, later, strict=True)
-        for row in rows
-    ]
     device = features[0].taps.device
     teacher = torch.cat([f.teacher for f in features])
     best = torch.cat([f.best for f in features]).long()
@@ -320,7 +372,9 @@ def slot_batch(
     return SlotBatch(
         features=torch.cat([f.taps for f in features]),
         key_tokens=torch.tensor(token_rows, device=device),
-        key_positions=torch.cat([torch.arange(count, device=device) for count in slots]),
+        key_positions=torch.cat(
+            [torch.arange(e.start, e.start + count, device=device) for e, count in zip(examples, slots, strict=True)]
+        ),
         query_rows=torch.tensor(query_rows, device=device),
         later_rows=torch.tensor(later_rows, dtype=torch.long, device=device),
         teacher=torch.cat((teacher, teacher.new_zeros(tail, teacher.shape[1]))),

@@ -48,6 +48,7 @@ from specctl.training.outcome import (
     mat_by_prompts,
     recipe_hash,
 )
+from specctl.training.pieces import Cut
 from specctl.training.run_state import RunState, check_same
 from specctl.training.schedule import Schedule, batch_tokens
 from specctl.training.tokens import share
@@ -91,6 +92,9 @@ def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     rank, world = start_processes(target.device)
     share(corpus.tokens)
     trainable = make_trainable(recipe, target, corpus)
+    cut = Cut.of(recipe, trainable.module)
+    if cut is not None:
+        corpus = cut.corpus(corpus)
     return Trainer(recipe, run, corpus, trainable, rank, world)
 
 
@@ -199,7 +203,7 @@ class Trainer:
         self._check_norm()
         at.step += 1
         at.loss = losses[0]
-        at.tokens += sum(example.response_length for share in chosen for example in share)
+        at.tokens += sum(example.trained_tokens for share in chosen for example in share)
         # One clock for all: the learning rate follows it, and a process that stops early would block the others.
         at.seconds = self.max_over_ranks(at.seconds + time.perf_counter() - started)
         streamed = self._streamed(chosen, time.perf_counter() - started)
@@ -286,7 +290,8 @@ class Trainer:
         """Batches of an epoch for `world` processes, without the texts in `seen`."""
         work = self.work if world == self.world else self.trainable.work(self.corpus.train, world)
         left = drop_seen(balanced_rows(self.corpus.train, world, work), seen)
-        return batches(left, self.batch_tokens, seed=self.recipe.data.seed, epoch=epoch) if left else []
+        limits = self.batch_tokens, self.recipe.piece_length
+        return batches(left, *limits, seed=self.recipe.data.seed, epoch=epoch) if left else []
 
     def _check_gradients(self) -> None:
         """Check the gradients before the update if every process holds whole gradients."""

@@ -81,6 +81,7 @@ def drafter_info(
         "recipe": recipe_hash(recipe),
         "steps": steps,
         "train_tokens": tokens,
+        **({"texts": corpus.counts} if corpus.counts else {}),
         "mat": mat,
         **told,
         "licence": "same as the target",

@@ -8,6 +8,7 @@ reports.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from itertools import groupby
 from typing import Protocol
 
 import torch
@@ -117,15 +118,21 @@ def served_features(
     states = states_of(store)
     with _connected_client(recipe, states, processes) as client:
         origin = {"server": ", ".join(sorted({f"{one.facts.engine} {one.facts.version}" for one in client.servers}))}
-        texts = [(number, example) for number, examples in shards.items() for example in examples]
-        check_states(store, client, states, [example for _, example in texts])
+        check_states(store, client, states, [example for examples in shards.values() for example in examples])
+        # Pieces of one text are neighbors: the server is asked for the text once.
+        texts = [
+            (number, list(parts))
+            for number, examples in shards.items()
+            for _, parts in groupby(examples, lambda example: id(example.text))
+        ]
         done: dict[int, dict[int, Features]] = {number: {} for number in shards}
         tokens = 0
-        for place, rows in client.states([tokens_to_send(example) for _, example in texts], states):
-            number, example = texts[place]
-            done[number][example.index] = to_features(store, client, states, example, rows)
-            tokens += len(example.tokens) - 1
-            bar.update(1, tokens=tokens)
+        for place, rows in client.states([tokens_to_send(parts[-1]) for _, parts in texts], states):
+            number, parts = texts[place]
+            for example in parts:
+                done[number][example.index] = to_features(store, client, states, example, own_rows(example, rows))
+            tokens += parts[-1].stop - 1
+            bar.update(len(parts), tokens=tokens)
             if len(done[number]) == len(shards[number]):
                 yield number, done.pop(number), origin
         interrupts.check()
@@ -163,8 +170,14 @@ def own_share(recipe: ServerRecipe, processes: int) -> ServerRecipe:
 
 
 def tokens_to_send(example: Example) -> list[int]:
-    """Tokens to send to the server: all but the last, since no feature needs its state."""
-    return list(example.tokens[:-1])
+    """Tokens to send to the server: all of the text up to the example's last, whose state no feature needs."""
+    return list(example.text[: example.stop - 1])
+
+
+def own_rows(example: Example, rows: Tensor | Refusal) -> Tensor | Refusal:
+    """States [S−1, layers, H] of an example, from the states of the tokens that were sent for it, or for a later piece
+    of its text."""
+    return rows if isinstance(rows, Refusal) else rows[example.start : example.stop - 1]
 
 
 def to_features(
@@ -174,8 +187,7 @@ def to_features(
     text."""
     if isinstance(rows, Refusal):
         raise EngineError(
-            f"a server rejects the sequence of prompt {example.prompt_id} ({len(example.tokens)} tokens): "
-            f"{rows.reason}",
+            f"a server rejects the sequence of prompt {example.prompt_id} ({example.stop} tokens): {rows.reason}",
             "; or ".join([f"start one: {command}" for command in commands(client.recipe, states)])
             + "; if the sequence is too long, lower max_length",
         )
@@ -220,7 +232,7 @@ def check_same(store: OwnForward, client: Client, states: HiddenStatesSpec, exam
         for _, rows in client.states(
             [tokens_to_send(example)] * count, states
         ):  # one per server: the least busy is asked
-            theirs = to_features(store, client, states, example, rows)
+            theirs = to_features(store, client, states, example, own_rows(example, rows))
             worst = max([worst, *differences(own, theirs, len(store.taps))])
             if worst > MAX_STATE_DIFFERENCE:
                 raise _mismatch_error(store, client, states, f"they differ from its own states by {worst:.0%}")
@@ -256,7 +268,7 @@ def check_plausible(store: OwnForward, client: Client, states: HiddenStatesSpec,
         answers = []
         for _ in range(2):
             asked = client.states([tokens_to_send(example)] * count, states)  # one per server: the least busy is asked
-            answers += [to_features(store, client, states, example, rows) for _, rows in asked]
+            answers += [to_features(store, client, states, example, own_rows(example, rows)) for _, rows in asked]
         interrupts.check()
         for answer in answers[1:]:
             if max(differences(answers[0], answer, len(store.taps))) > MAX_STATE_DIFFERENCE:

@@ -18,13 +18,16 @@ PROMPT_COST = 0.2
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs per token of a text (`token`), and additional FLOPs per token of its response (`response`)."""
+    """FLOPs per token of a text (`token`), additional FLOPs per token of its response (`response`), and FLOPs per token
+    of the text before a piece (`before`)."""
 
     token: float
     response: float
+    before: float = 0.0
 
     def __call__(self, example: Example) -> float:
-        return self.token * len(example.tokens) + self.response * example.response_length
+        here = self.token * len(example.tokens) + self.response * example.response_length
+        return here + self.before * example.start
 
 
 def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_flops: float) -> Work:
@@ -32,9 +35,9 @@ def step_work(drafter: nn.Module, recipe: TrainRecipe, target: Target, target_fl
     `target_flops` per token adds the target's forward (0 if features are kept)."""
     flops = 6.0 * matrix_parameters(drafter)
     if not reads_features(drafter):
-        return Work(flops + target_flops, 0.0)
+        return Work(flops + target_flops, 0.0, target_flops)
     prompt = PROMPT_COST * flops + 6.0 * (1 - PROMPT_COST) * prompt_parameters(drafter)
-    return Work(prompt + target_flops, flops * passes(drafter, recipe, target) - prompt)
+    return Work(prompt + target_flops, flops * passes(drafter, recipe, target) - prompt, target_flops)
 
 
 def passes(drafter: nn.Module, recipe: TrainRecipe, target: Target) -> float:

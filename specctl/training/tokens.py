@@ -56,6 +56,13 @@ class Text(Sequence[int]):
         return isinstance(other, Sequence) and self[:] == list(other)
 
 
+def part(tokens: Sequence[int], first: int, stop: int) -> Sequence[int]:
+    """Tokens `first` to `stop` of a text; a part of a `Text` is a `Text` and takes no memory for tokens."""
+    if isinstance(tokens, Text):
+        return Text(tokens.home, tokens.start + first, tokens.start + stop)
+    return tokens[first:stop]
+
+
 def share(tokens: TokenArray) -> None:
     """Keep one copy of `tokens` for all processes of a machine, in a mapped file (all processes of a run call this).
 

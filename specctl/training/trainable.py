@@ -166,11 +166,14 @@ class TrainableLM(TrainableDrafter):
         places = torch.arange(width)
         # The features have no distribution for a response's first token: it would come from the prompt's last position.
         skipped = 0 if self.store is None else 1
-        start = torch.tensor([[e.prompt_length + skipped] for e in examples])
+        # An earlier piece of the text has the first response token of this piece.
+        start = torch.tensor([[e.prompt_length + max(skipped, e.draw[1] > 0)] for e in examples])
         stop = torch.tensor([[len(e.tokens)] for e in examples])
         mask = (places >= start) & (places < stop)
         teacher = None if self.store is None else torch.cat([f.teacher for f in self.store.get(examples)])
-        return LMBatch(tokens.to(self.target.device), mask.to(self.target.device), teacher)
+        device, starts = self.target.device, torch.tensor([[e.start] for e in examples])
+        positions = (places + starts).to(device) if starts.any() else None
+        return LMBatch(tokens.to(device), mask.to(device), teacher, positions)
 
     def loss(self, engine: nn.Module, batch: Any) -> Loss:
         if self.store is not None and self._target_head is None:

@@ -6,9 +6,11 @@ import signal
 
 import pyarrow.parquet as pq
 import pytest
+import rich.console
 from transformers import LlamaForCausalLM
 
 from specctl import progress
+from specctl.cli.eval import by_length
 from specctl.commands.eval import evaluate, with_domains_of_drafters
 from specctl.decoding import metrics
 from specctl.decoding.plain import PLAIN
@@ -17,7 +19,7 @@ from specctl.drafters import checkpoint, pool
 from specctl.drafters.lm.drafter import FAMILY as lm
 from specctl.drafters.lm.model import LM, architecture
 from specctl.errors import CheckpointError, DataError, Interrupted, SpecctlError, UsageError
-from specctl.measuring import contenders
+from specctl.measuring import contenders, measured
 from specctl.recipe import DataRecipe, DrafterRecipe, EvalRecipe, SamplingRecipe, TargetRecipe
 from specctl.runs import Run
 from tests.measuring.streams import contents
@@ -119,6 +121,26 @@ def test_records_are_enough_to_recompute_the_rows(tmp_path, prompts, target, per
     assert {r["agreement"] for r in mine} == {"equal"}
     assert {r["agreement"] for r in records if r["drafter"] == "vanilla"} == {None}
     assert row.transformers_tokens_per_s is row.speedup_transformers is None
+
+
+def test_rows_by_prompt_length(tmp_path, prompts, target, perfect, monkeypatch):
+    """Every prompt is in one row of a drafter; several buckets of 8, 16 … tokens, and none with one bucket."""
+    made = recipe(prompts, baselines=["vanilla"])
+    assert evaluate(made, run_of(tmp_path, made), target=target, drafters={"perfect": perfect}).lengths == []
+    monkeypatch.setattr(measured, "SHORTEST", 8)
+    run = Run.create("eval", made, tmp_path / "again")
+    result = evaluate(made, run, target=target, drafters={"perfect": perfect})
+    sizes = {r["id"]: r["prompt_tokens"] for r in pq.read_table(run.dir / "records.parquet").to_pylist()}
+    ours = [row for row in result.lengths if row.drafter == "perfect"]
+    assert len(ours) > 1 and [row.prompts for row in ours] == [
+        sum(row.over < size <= row.up_to for size in sizes.values()) for row in ours
+    ]
+    assert sum(row.tokens for row in ours) == result.rows[0].tokens
+    assert {row.drafter for row in result.lengths} == {"perfect", "vanilla"}
+    console = rich.console.Console(width=150)
+    with console.capture() as shown:
+        console.print(*by_length([vars(row) for row in result.lengths]))
+    assert "up to, tokens" in shown.get()
 
 
 def test_a_drafter_that_changes_the_text_is_caught(tmp_path, prompts, target, perfect, scripted, monkeypatch):

@@ -538,12 +538,40 @@ def test_lengths_by_load_of_sglang(make, tmp_path):
     assert int(argument(line, "--speculative-num-draft-tokens")) == steps + 1
 
 
-def test_a_block_is_switched_off_at_once(make, tmp_path):
-    """Its tokens come in one pass: what one of them costs is not known."""
+def test_a_block_whose_verification_is_free_is_drafted_whole_or_not_at_all(make, tmp_path):
+    """A text adds nothing to a plain step here, so a shorter draft saves nothing."""
     drafter = make("dflash", block_size=4)
     result = export(drafter, "vllm", tmp_path / "out", tune=sweep(tmp_path, (10, 0.2)))
     config = json.loads(argument(result.commands[0], "--speculative-config"))
     assert {tokens for *_, tokens in config["num_speculative_tokens_per_batch_size"]} == {0, result.tokens}
+
+
+@pytest.mark.parametrize(("to", "family"), [("vllm", "eagle3"), ("sglang", "eagle")])
+def test_lengths_by_context(make, tmp_path, to, family):
+    """Both engines choose by load alone: the command has the lengths of all prompts, the notes those of each range."""
+    place = sweep(tmp_path, (10, 1))
+    document = json.loads((place / "result.json").read_text())
+    document["lengths"] = [
+        row | {"over": over, "up_to": 2 * over, "requests": 9} for row in document["servers"] for over in (1024, 8192)
+    ]
+    for row in document["lengths"]:  # rounds of the same seconds, with fewer tokens
+        if row["over"] == 8192 and row["server"] == "server":
+            row |= {"token_s": row["token_s"] * row["mat"] / 1.05, "mat": 1.05, "acceptance_by_position": [0.05, 0, 0]}
+    (place / "result.json").write_text(json.dumps(document))
+    result = export(make(family), to, tmp_path / "out", tune=place)
+    assert [one.up_to for one in result.tuning.contexts] == [2048, 16384]
+    (refused,) = (note for note in result.notes if "cannot choose a draft length by context length" in note)
+    assert "start one server per range of prompt lengths" in refused
+    short, long = result.notes[result.notes.index(refused) + 1 :][:2]
+    key = (
+        '"num_speculative_tokens_per_batch_size": [[1, 2, 2], [3, 7, 1], [8, 32, 0]]' if to == "vllm" else "candidate_"
+    )
+    assert short.startswith("prompts of 1025 to 2048 tokens: ") and key in short
+    assert long == "prompts of 8193 to 16384 tokens: serve them without a drafter"
+    console = rich.console.Console(width=150)
+    with console.capture() as shown:
+        console.print(show(asdict(result)))
+    assert "8193–16384" in shown.get() and "prompt tokens" in shown.get()
 
 
 def test_a_sweep_in_which_drafts_never_pay(make, tmp_path):

@@ -150,9 +150,78 @@ def test_ranges_cover_every_batch_once_and_shrink_with_the_load(tmp_path):
     assert any("above 32 were not measured" in note for note in tuning.notes)
 
 
-def test_blocks_are_drafted_whole_or_not_at_all(tmp_path):
-    tuning = served_costs.tune(written(tmp_path, rows(STEEP, (0.8, 0.4, 0.1))), whole=True)
-    assert {one.tokens for one in tuning.ranges} == {0, 3}
+def test_a_block_is_cut_where_its_last_tokens_cost_more_than_they_bring(tmp_path):
+    """A plain step takes 10 + 0.1 b ms, the pass over the block 2 ms, and a verified token the 0.1 ms that a text adds:
+    the measured rounds, 12 + 0.4 b ms, say no more than that. Rates of one to three tokens are 1.8 / (12 + 0.2 b),
+    2.2 / (12 + 0.3 b) and 2.3 / (12 + 0.4 b). The third pays while 0.1 (12 + 0.3 b) > 0.22 b, below 6.3 texts, the
+    second while 0.4 (12 + 0.2 b) > 0.18 b, below 48."""
+    costs = RoundCosts(step=0.010, step_per_text=0.0001, token=0.0, token_per_text=0.0001, block=0.002)
+    tuning = served_costs.tune(written(tmp_path, rows(costs, (0.8, 0.4, 0.1), loads=(1, 8, 64))), block=True)
+    for name, value in vars(costs).items():
+        assert getattr(tuning.costs, name) == pytest.approx(value, abs=1e-9)
+    assert [(one.first, one.last, one.tokens) for one in tuning.ranges] == [(1, 6, 3), (7, 47, 2), (48, 64, 1)]
+    assert any("with fewer slots, a block that is not causal drafts other tokens" in note for note in tuning.notes)
+
+
+def test_the_pass_over_a_block_pays_for_nothing_short():
+    """Rounds of a block that cost as much for one token as for all: none or all."""
+    sweep = served_costs.sweep_of(
+        rows(RoundCosts(0.01, 0.0, 0.0, 0.0, block=0.008, block_per_text=0.002), (0.8, 0.4, 0.1))
+    )
+    costs = served_costs.fit_costs(sweep, block=True)
+    assert {one.tokens for one in served_costs.tuned_ranges(sweep, costs, range(4))} == {0, 3}
+
+
+def test_a_verified_token_of_a_block_costs_no_more_than_was_measured():
+    """A text adds 1 ms to a plain step, but rounds grow by 0.3 ms a text only beyond that: a token is a third of it."""
+    costs = served_costs.fit_costs(
+        served_costs.sweep_of(
+            rows(RoundCosts(0.01, 0.001, 0.0, 0.0, block=0.002, block_per_text=0.0003), (0.8, 0.4, 0.1))
+        ),
+        block=True,
+    )
+    assert (costs.token_per_text, costs.block_per_text) == pytest.approx((0.0001, 0.0))
+
+
+def by_length(costs, shares, up_to, loads=(1, 8, 32), **fields):
+    """Rows of prompts up to a length, as `eval-server` writes them."""
+    over = up_to // 2
+    return [one | {"over": over, "up_to": up_to, "requests": 20} | fields for one in rows(costs, shares, loads)]
+
+
+def test_long_prompts_have_lengths_of_their_own(tmp_path):
+    """A long prompt's drafts are accepted less, and cost more: fewer tokens, at every load."""
+    slow = RoundCosts(step=0.02, step_per_text=0.001, token=0.004, token_per_text=0.001)
+    lengths = by_length(slow, (0.4, 0.1, 0.02), 8192) + by_length(STEEP, (0.8, 0.4, 0.1), 1024)
+    document = {"servers": rows(STEEP, (0.8, 0.4, 0.1)), "lengths": lengths}
+    (tmp_path / "result.json").write_text(json.dumps(document))
+    tuning = served_costs.tune(tmp_path)
+    short, long = tuning.contexts
+    assert [(one.over, one.up_to, one.requests) for one in (short, long)] == [(512, 1024, 20), (4096, 8192, 20)]
+    assert short.ranges == tuning.ranges and short.acceptance == pytest.approx([0.8, 0.5, 0.25])
+    for batch in (1, 8, 32):
+        (ours,) = (one.tokens for one in long.ranges if one.first <= batch <= one.last)
+        assert ours == served_costs.best_length([0.4, 0.25, 0.2], slow, batch, range(4))
+    assert long.ranges[0].tokens < short.ranges[0].tokens
+    assert [(one.first, one.last, one.tokens) for one in long.schedule] == [
+        (one.first, one.last, one.tokens) for one in long.ranges
+    ]
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda found: [one for one in found if one["server"] == "server"],
+        lambda found: [one | {"mat": None} for one in found],
+        lambda found: [one | {"acceptance_by_position": []} for one in found],
+        lambda found: [one | {"token_s": None} for one in found],
+        lambda found: [one for one in found if one["concurrency"] == 8],
+    ],
+)
+def test_a_length_that_was_not_measured_at_two_loads_is_left_out(tmp_path, spoil):
+    lengths = by_length(STEEP, (0.8, 0.4, 0.1), 1024) + spoil(by_length(STEEP, (0.5,), 8192))
+    (tmp_path / "result.json").write_text(json.dumps({"servers": rows(STEEP, (0.8, 0.4, 0.1)), "lengths": lengths}))
+    assert [one.up_to for one in served_costs.tune(tmp_path).contexts] == [1024]
 
 
 def test_lengths_about_as_good_are_near(tmp_path):

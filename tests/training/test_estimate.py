@@ -15,6 +15,7 @@ from specctl.recipe import Gpu, ResourceRecipe, TargetRecipe, TrainRecipe
 from specctl.training import engine, machine
 from specctl.training.estimate import Texts, estimate
 from specctl.training.machine import Machine, machine_for
+from specctl.training.step_cost import PROMPT_COST
 from specctl.training.target_outline import Outline
 
 LLAMA31_8B = LlamaConfig(
@@ -67,8 +68,11 @@ def test_each_layer_is_counted_and_all_but_the_last_run_over_the_prompts():
     longer = replace(TEXTS, prompt_tokens=2 * TEXTS.prompt_tokens)
     added = [of(texts=longer, drafter={"num_layers": count}).flops for count in (1, 2, 3)]
     target = added[0] - one.flops
-    assert added[1] - two.flops - target == pytest.approx(6 * first * prompts, rel=0.01)
-    assert added[2] - three.flops - target == pytest.approx(6 * (first + layer) * prompts, rel=0.01)
+    inputs, rest = PROMPT_COST * layer, 1 - PROMPT_COST  # the last layer computes only keys and values
+    assert added[1] - two.flops - target == pytest.approx(6 * prompts * (inputs + rest * first), rel=0.01)
+    assert added[2] - three.flops - target == pytest.approx(
+        6 * prompts * (2 * inputs + rest * (first + layer)), rel=0.01
+    )
     assert one.memory_gb["activations"] < two.memory_gb["activations"] < three.memory_gb["activations"]
     assert one.hours < two.hours < three.hours
 
@@ -158,6 +162,48 @@ def test_what_does_not_fit_is_said_with_the_keys_that_help():
     assert of(h100(1), batch_tokens=smaller).fits, "the advice does not help"
     assert not of(h100(1), batch_tokens=smaller + 512).fits
     assert any("NOT fit" in line for line in found.lines)
+
+
+LONG = dict(max_length=131_072, drafter={"sliding_window": 2048}, batch_tokens=16_384, features={"mode": "cached"})
+
+
+def test_long_texts_in_pieces_take_the_memory_of_a_piece():
+    """Of texts with long prompts, or long responses: twice the length is the same step, and another cache of keys."""
+    for short, long in (((500, 30_000), (500, 60_000)), ((30_000, 100), (60_000, 100))):
+        one, two = (of(texts=Texts(1000, *size, False), piece_length=8192, **LONG).memory_gb for size in (short, long))
+        whole = of(texts=Texts(1000, *long, False), **LONG).memory_gb
+        assert two["activations"] == pytest.approx(one["activations"], rel=0.05) and two["features"] < 0.6
+        assert whole["activations"] > 3 * two["activations"] and whole["features"] > 3 * two["features"]
+        assert two["target's forward"] > one["target's forward"]
+
+
+def test_a_text_longer_than_the_limit_is_counted_as_it_is_cut():
+    cut, fitting = (
+        of(texts=Texts(100, *size, False), features={"mode": "cached"}) for size in ((2000, 50_000), (2, 2046))
+    )
+    assert cut.disk_gb["features"] == pytest.approx(fitting.disk_gb["features"], rel=0.01)
+
+
+def test_a_long_text_pays_for_attention_and_a_piece_for_the_text_before_it():
+    """8.03 B parameters less the embedding, and 2 · 32 layers · 4096 channels · S² FLOPs."""
+    text = Texts(1000, 500, 100_000, False)
+    cached = of(texts=text, piece_length=8192, **LONG)
+    target = 1000 * (2 * 7.5e9 * 100_500 + 2 * 32 * 4096 * 100_500**2)
+    assert cached.flops == pytest.approx(target, rel=0.1)
+    assert cached.disk_gb["features"] < of(texts=text, **LONG).disk_gb["features"] / 20
+    responses = Texts(100, 60_000, 100, False)
+    kept, anew = (
+        of(texts=responses, piece_length=8192, epochs=1, **LONG | {"features": {"mode": mode}}).flops
+        for mode in ("cached", "online")
+    )
+    assert anew > 2 * kept
+
+
+def test_a_piece_that_does_not_fit_is_to_be_shorter():
+    found = of(h100(1), texts=Texts(1000, 60_000, 100, False), piece_length=32_768, **LONG)
+    (shorter,) = (line for line in found.advice if line.startswith("piece_length="))
+    size = int(shorter.removeprefix("piece_length=").split()[0])
+    assert of(h100(1), texts=Texts(1000, 60_000, 100, False), piece_length=size - 256, **LONG).fits
 
 
 def test_a_time_limit_ends_the_estimate():

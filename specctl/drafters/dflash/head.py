@@ -222,6 +222,11 @@ class BlockHead(DraftHead):
         self.candidate_selector = CandidateSelector(*selector) if config.selector_rank else None
 
     @property
+    def sight(self) -> int | None:
+        windows = [sight.window for sight in self.config.sights]  # every layer reads the target's states, not a layer's
+        return None if None in windows else max(window for window in windows if window is not None)
+
+    @property
     def token_dependency(self) -> MarkovHead | CandidateSelector | None:
         """Markov head or selector, which makes a block's tokens depend on the previous ones, or None without either."""
         return self.candidate_selector if self.markov_head is None else self.markov_head

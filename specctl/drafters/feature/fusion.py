@@ -105,6 +105,11 @@ class FusionHead(DraftHead):
         return [self.midlayer, *self.upper]
 
     @property
+    def sight(self) -> int | None:
+        window = self.config.sliding_window
+        return None if window is None else len(self.all_layers) * (window - 1) + 1
+
+    @property
     def prompt_layers(self) -> Sequence[nn.Module]:
         return self.all_layers[:-1]
 

@@ -330,6 +330,11 @@ class DraftHead(nn.Module):
         self.config.check(target)
 
     @property
+    def sight(self) -> int | None:
+        """Number of positions up to its own that a slot's loss depends on, or None for all of them."""
+        return None
+
+    @property
     def draft_ids(self) -> Tensor:
         """Target token ids [Vd] of the draft vocabulary."""
         return self.d2t + torch.arange(self.config.draft_vocab_size, device=self.d2t.device)

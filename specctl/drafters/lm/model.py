@@ -59,7 +59,8 @@ class LM(nn.Module):
         except "ce" needs.
         """
         wanted = batch.mask[:, 1:]
-        hidden = self.model.base_model(input_ids=batch.tokens, use_cache=False).last_hidden_state[:, :-1]
+        read = {"input_ids": batch.tokens, "position_ids": batch.positions}
+        hidden = self.model.base_model(**read, use_cache=False).last_hidden_state[:, :-1]
         hidden = hidden[wanted]
         head: Any = self.model.get_output_embeddings()
         width = len(head.weight)
@@ -82,11 +83,13 @@ class LMBatch:
         tokens: [B, S].
         mask: [B, S] bool, true at the N tokens to predict.
         teacher: [N, Ht] target hidden states (after the final norm) that predict these tokens.
+        positions: [B, S] positions of the tokens in their texts (None = from 0).
     """
 
     tokens: Tensor
     mask: Tensor
     teacher: Tensor | None = None
+    positions: Tensor | None = None
 
 
 def base_of(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:

@@ -23,6 +23,10 @@ class MedusaHeads(DepthHeads):
             [nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) for _ in range(config.draft_heads)]
         )
 
+    @property
+    def sight(self) -> int | None:
+        return 1
+
     @torch.no_grad()
     def initialise(self, target: Target) -> None:
         """Start as copies of the target's vocabulary head."""

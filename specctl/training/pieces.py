@@ -1,0 +1,116 @@
+"""Texts that are too long for a step, cut into pieces with their positions in the text.
+
+The loss of a response is a sum over its slots. A piece has some of these slots, and tokens before them that the head
+only reads. At its end are as many further tokens as the later draft steps of its last slot read. So the losses of the
+pieces add up to the loss of the text if every slot finds all the positions that it depends on in its piece: in heads
+without attention, and in heads with a window. Other heads attend to the whole text, but in a piece only to the
+piece, which is an approximation. Positions are those in the text, and the target's states come from the whole text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from specctl.errors import RecipeError
+from specctl.progress import log
+from specctl.recipe import TrainRecipe
+from specctl.training.data import Corpus
+from specctl.training.example import Example, TextPiece
+from specctl.training.tokens import part
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How long texts are cut.
+
+    Attributes:
+        length: most tokens of a piece.
+        prefix: fewest tokens that a piece has before its trained ones, if the text has as many.
+        exact: no slot depends on more tokens than the prefix has.
+        steps: number of draft steps, of which each later one reads one token more.
+    """
+
+    length: int
+    prefix: int
+    exact: bool
+    steps: int
+
+    @classmethod
+    def of(cls, recipe: TrainRecipe, module: Any) -> Cut | None:
+        """The cut that a recipe asks for, for a drafter's module, or None. RecipeError if a piece has no room."""
+        if recipe.piece_length is None:
+            return None
+        sight, steps = getattr(module, "sight", None), getattr(module, "steps", 1)
+        prefix = recipe.piece_prefix
+        if prefix is None:
+            prefix = recipe.piece_length // 4 if sight is None else min(sight, recipe.piece_length // 2)
+        prefix = max(1, prefix)
+        if prefix + 2 * steps >= recipe.piece_length:
+            raise RecipeError(
+                f"piece_length={recipe.piece_length} has no room for {prefix} tokens before the trained ones and "
+                f"{steps} draft steps after them",
+                f"raise piece_length to more than {prefix + 2 * steps}, or lower piece_prefix",
+            )
+        return cls(recipe.piece_length, prefix, sight is not None and sight <= prefix, steps)
+
+    def __call__(self, examples: Sequence[Example]) -> list[Example]:
+        """The examples, each text longer than a piece in pieces. A text's first piece has the text's index; the others
+        have indices that are free."""
+        free = 1 + max((example.index for example in examples), default=-1)
+        made: list[Example] = []
+        for example in examples:
+            pieces = self._pieces(example)
+            for place, piece in enumerate(pieces):
+                made.append(replace(piece, index=free + place - 1) if place else piece)
+            free += len(pieces) - 1
+        return made
+
+    def corpus(self, corpus: Corpus) -> Corpus:
+        """The corpus with its training texts and held-out responses in pieces. Logs how many texts were cut, and what
+        that changes."""
+        train = self(corpus.train)
+        pieces = [example for example in train if isinstance(example, TextPiece)]
+        texts = len(corpus.train) - (len(train) - len(pieces))
+        if pieces:
+            how = "in pieces they have the loss of whole texts"
+            if not self.exact:
+                how = f"in a piece a slot attends to at least {self.prefix} tokens before it, not to the whole text"
+            log(f"{texts} texts, now {len(pieces)} pieces, are longer than piece_length {self.length}: {how}")
+        counts = corpus.counts | {"in_pieces": texts}
+        return replace(corpus, train=train, responses=list(map(self, corpus.responses)), counts=counts)
+
+    def _pieces(self, example: Example) -> list[Example]:
+        """The pieces of a text, all with its index."""
+        tokens, prompt = example.tokens, example.prompt_length
+        if len(tokens) <= self.length:
+            return [example]
+        slots = example.response_length - 1  # of the response; slot r predicts token prompt + r + 1
+        found: list[Example] = []
+        done = 0
+        while done < slots:
+            begin = prompt + done  # first token that is not only read
+            before = min(begin, self.prefix)
+            room = self.length - before  # tokens from `begin` on
+            stop = len(tokens)
+            count = slots - done
+            if count + 1 > room:
+                count = room - self.steps
+                stop = begin + room
+            first = begin - before if self.exact else max(0, stop - self.length)
+            found.append(
+                TextPiece(
+                    index=example.index,
+                    prompt_id=example.prompt_id,
+                    tokens=part(tokens, first, stop),
+                    prompt_length=begin - first,
+                    whole=tokens,
+                    first=first,
+                    number=example.index,
+                    done=done,
+                    shared=stop - begin - count if done + count < slots else 0,
+                )
+            )
+            done += count
+        return found

@@ -1,0 +1,232 @@
+"""Texts in pieces: the loss of the whole text where a head's sight allows it, in the memory of a piece."""
+
+import json
+
+import pytest
+import torch
+
+from specctl.errors import RecipeError
+from specctl.recipe import DrafterRecipe, FeatureRecipe, TrainRecipe
+from specctl.runs import Run
+from specctl.training import features, loop
+from specctl.training.data import Corpus, load_distilled
+from specctl.training.example import Example, TextPiece
+from specctl.training.features import FeatureStore
+from specctl.training.pieces import Cut
+from specctl.training.trainable import make_trainable
+from tests.training.small import metrics
+from tests.training.small import recipe as small
+
+WINDOW = 64
+WINDOWED = {
+    "eagle3": DrafterRecipe(vocab_size=256, sliding_window=WINDOW),
+    "peagle": DrafterRecipe(vocab_size=256, sliding_window=WINDOW, num_layers=2),
+    "dflash": DrafterRecipe(vocab_size=256, sliding_window=WINDOW),
+    "medusa": DrafterRecipe(vocab_size=256),
+}
+
+
+@pytest.fixture(scope="module")
+def texts():
+    random = torch.Generator().manual_seed(0)
+    shape = [(420, 150), (90, 30), (360, 5), (700, 690)]  # tokens and prompt
+    return [
+        Example(i, f"p{i}", torch.randint(5, 500, (size,), generator=random).tolist(), prompt)
+        for i, (size, prompt) in enumerate(shape)
+    ]
+
+
+def made(arch, target, **changes):
+    recipe = TrainRecipe(**{"arch": arch, "precision": "fp32", "drafter": WINDOWED.get(arch), **changes})
+    torch.manual_seed(0)
+    found = make_trainable(recipe, target, Corpus([Example(0, "", list(range(600)), 1)], [], "", []))
+    with torch.no_grad():  # far from its start, where the target's own state is passed through
+        for parameter in found.module.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    return found
+
+
+def sums(trainable, examples, batches):
+    """Loss, weight, losses by step and gradients, summed over batches of examples."""
+    trainable.module.zero_grad()
+    total = torch.zeros(2, dtype=torch.float64)
+    steps = 0
+    for batch in batches:
+        loss, weight, pairs = trainable.loss(trainable.module, trainable.batch(batch, 5))
+        loss.backward()
+        total += torch.tensor([loss.item(), float(weight)], dtype=torch.float64)
+        steps = steps + torch.tensor([[float(a), float(b)] for a, b in pairs], dtype=torch.float64)
+    return total, steps, [p.grad.clone() for p in trainable.module.parameters() if p.grad is not None]
+
+
+def agree(ours, theirs):
+    """Loss, weight and losses by step to the rounding of fp32, and gradients to that of sums over a thousand slots."""
+    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
+    assert ours[1].flatten().tolist() == pytest.approx(theirs[1].flatten().tolist(), rel=1e-5)
+    for one, other in zip(ours[2], theirs[2], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-4 * other.abs().max().item())
+
+
+@pytest.mark.parametrize("arch", WINDOWED)
+@pytest.mark.parametrize("stride", [1, 3])
+def test_pieces_have_the_loss_and_the_gradient_of_the_text(target, texts, arch, stride):
+    """The same slots are trained at every step, each with all the positions that it depends on; in one step or in
+    many."""
+    own = made(arch, target, ttt_stride=stride, piece_length=200)
+    cut = Cut.of(own.recipe.model_copy(update={"piece_prefix": own.module.sight}), own.module)
+    assert cut.exact
+    parts = cut(texts)
+    assert len(parts) >= 6 and max(len(part.tokens) for part in parts) <= 200
+    assert [part for part in parts if not isinstance(part, TextPiece)] == texts[1:2]
+    assert sum(part.trained_tokens for part in parts) == sum(text.response_length for text in texts)
+    whole = sums(own, texts, [[text] for text in texts])
+    agree(sums(own, parts, [[part] for part in parts]), whole)
+    agree(sums(own, parts, [parts]), whole)
+
+
+@pytest.mark.parametrize("arch", ["eagle3", "peagle", "dflash", "eagle", "hydra", "lm"])
+def test_without_a_window_a_piece_sees_itself_and_nothing_else(target, texts, arch):
+    """Texts and pieces that share a step have the losses that they have alone. Every token of a response counts once,
+    and the loss is not that of the text: what a slot depends on is cut."""
+    own, texts = made(arch, target, drafter=DrafterRecipe(), piece_length=200, ttt_steps=2), texts[:2]
+    own.module.eval()  # eagle's noise is drawn anew in every step
+    cut = Cut.of(own.recipe, own.module)
+    assert not cut.exact and cut.prefix == 50
+    parts = cut(texts)
+    assert all(part.start == 0 or part.prompt_length >= 50 for part in parts)
+    alone = sums(own, parts, [[part] for part in parts])
+    agree(sums(own, parts, [parts]), alone)
+    whole = sums(own, texts, [[text] for text in texts])
+    assert float(alone[0][1]) == pytest.approx(float(whole[0][1]))
+    assert float(alone[0][0]) != pytest.approx(float(whole[0][0]), rel=1e-4)
+
+
+def test_positions_are_those_of_the_text(target, texts):
+    own = made("eagle3", target, piece_length=200)
+    part = Cut.of(own.recipe, own.module)(texts)[1]
+    batch = own.batch([part], 0)
+    assert part.start > 0 and list(part.tokens) == texts[0].tokens[part.start : part.stop]
+    assert batch.key_positions.tolist() == list(range(part.start, part.stop - 2))
+
+
+def test_a_short_response_gets_the_text_before_it_that_fits(target, texts):
+    """A window needs no more than itself; other heads get the whole piece."""
+    for arch, drafter, size in (("eagle3", None, WINDOW + 10), ("hydra", DrafterRecipe(vocab_size=256), 200)):
+        own = made(arch, target, piece_length=200, **({"drafter": drafter} if drafter else {}))
+        changed = own.recipe.model_copy(update={"piece_prefix": WINDOW})
+        (part,) = Cut.of(changed, own.module)([texts[3]])
+        assert (len(part.tokens), part.response_length, part.stop) == (size, 10, 700)
+
+
+def test_a_piece_without_room_is_refused(target):
+    own = made("eagle3", target, piece_length=64, piece_prefix=55)
+    with pytest.raises(RecipeError, match="no room for 55 tokens before the trained ones and 6 draft steps"):
+        Cut.of(own.recipe, own.module)
+    with pytest.raises(ValueError, match="piece_prefix is a part of a piece"):
+        TrainRecipe(piece_prefix=64)
+
+
+@pytest.mark.parametrize("chunk", [1, 64, 500])
+def test_features_of_pieces_are_those_of_the_text(target, texts, monkeypatch, chunk):
+    """Computed in chunks, of all pieces together or of one alone; the chunks do not depend on the pieces."""
+    store = FeatureStore(target, (2, 5, 7))
+    whole = store.compute([texts[0]])[0]
+    monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": chunk})
+    own = made("eagle3", target, piece_length=200)
+    parts = Cut.of(own.recipe, own.module)([texts[0]])
+    together = store.get(parts)
+    for part, found in zip(parts, together, strict=True):
+        (alone,) = store.get([part])
+        assert all(map(torch.equal, vars(found).values(), vars(alone).values()))
+        slots, asked = len(part.tokens) - 2, part.response_length - 1
+        first = part.start + part.prompt_length - texts[0].prompt_length
+        torch.testing.assert_close(found.taps, whole.taps[part.start : part.start + slots], rtol=1e-3, atol=2e-3)
+        torch.testing.assert_close(found.teacher, whole.teacher[first : first + asked], rtol=1e-3, atol=2e-3)
+        assert (found.best == whole.best[first : first + asked]).float().mean() > 0.98
+    long = store.compute([texts[0]])[0]  # a long text that is no piece runs in chunks, too
+    torch.testing.assert_close(long.taps, whole.taps, rtol=1e-3, atol=2e-3)
+
+
+class Peak:
+    """Largest number of bytes that tensors take at a time, above those at the start, by torch's profiler."""
+
+    def __enter__(self):
+        self.profile = torch.profiler.profile(profile_memory=True)
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.profile.__exit__(*error)
+        changes = [event for event in self.profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        now = self.bytes = 0
+        for event in sorted(changes, key=lambda event: event.start_ns()):
+            now += event.nbytes()
+            self.bytes = max(self.bytes, now)
+
+
+def test_the_memory_of_a_step_is_that_of_a_piece(target):
+    """Twice the text has the same peak in a step of the head, and less than twice in the target's forward; without
+    pieces, the step takes about twice as much."""
+    own = made("eagle3", target, piece_length=256, ttt_steps=2)
+    cut = Cut.of(own.recipe, own.module)
+    random = torch.Generator().manual_seed(0)
+    texts = [Example(0, "", torch.randint(5, 500, (size,), generator=random).tolist(), 100) for size in (800, 1600)]
+
+    def peaks(examples):
+        found = []
+        for example in examples:
+            batch = own.batch([example], 0)
+            with Peak() as peak:
+                loss, *_ = own.loss(own.module, batch)
+                loss.backward()
+            found.append(peak.bytes)
+        return max(found)
+
+    pieces_of = [cut([text]) for text in texts]
+    assert [len(found) for found in pieces_of] == [4, 8]
+    short, long = (peaks(found[1:3]) for found in pieces_of)
+    assert long <= 1.05 * short
+    assert peaks([texts[1]]) > 1.8 * peaks([texts[0]]) > 2 * short
+
+
+def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(target, monkeypatch):
+    """Twice the text costs what its keys and values and its own features cost, and no square of anything."""
+    monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": 64})
+    store, found = FeatureStore(target, (2, 5, 7)), []
+    for size in (1000, 2000):
+        text = Example(0, "", torch.randint(5, 500, (size,)).tolist(), size - 50)
+        (part,) = Cut(128, 64, True, 6)([text])
+        store.get([part])
+        with Peak() as peak:
+            store.get([part])
+        found.append(peak.bytes)
+    config = target.config
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    row = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * target.dtype.itemsize
+    assert found[1] - found[0] < 1.5 * 1000 * row
+
+
+def test_a_run_in_pieces_learns_and_counts_its_texts(distilled, target, tmp_path, monkeypatch):
+    """With cached features and recomputed ones; the drafter's card has the counts."""
+    monkeypatch.setattr(loop, "load_target", lambda **_: target)
+    losses = []
+    for mode in ("online", "cached"):
+        place = tmp_path / mode
+        place.mkdir()
+        made = small(
+            distilled, place, max_steps=2, piece_length=40, max_length=100,
+            features=FeatureRecipe(mode=mode, dir=tmp_path),
+        )  # fmt: skip
+        loop.train_drafter(made, Run(place))
+        losses.append([line["loss"] for line in metrics(place) if "loss" in line])
+        info = json.loads((place / "drafter" / "drafter.json").read_text())
+        assert info["texts"]["in_pieces"] > 0 and info["texts"]["trained"] > info["texts"]["in_pieces"]
+    assert len(losses[0]) == 2 and losses[0] == losses[1]
+
+
+def test_what_is_cut_is_counted(distilled, target, capsys):
+    lengths = [len(e.tokens) for e in load_distilled([distilled], target, 2048, 0.1, 2).train]
+    shortest = min(lengths)
+    found = load_distilled([distilled], target, shortest, 0.1, 2).counts
+    assert found["cut"] + found["too_long"] > 0 and found["trained"] + found["too_long"] <= len(lengths)
+    assert "raise max_length, and set piece_length" in capsys.readouterr().err
