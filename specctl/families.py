@@ -167,7 +167,11 @@ TEXT_DRAFTERS = {
 """Drafters without weights, requested by name: path of a function from a `DraftingRecipe` to the drafter."""
 STREAM_RETRIEVAL = "retrieval"
 """Name of the text drafter that, in `online` and `select`, also retrieves from all earlier texts of the stream."""
-WEIGHTLESS_DRAFTERS = {"none": "specctl.decoding.plain:make_drafter", **TEXT_DRAFTERS}
+WEIGHTLESS_DRAFTERS = {
+    "none": "specctl.decoding.plain:make_drafter",
+    **TEXT_DRAFTERS,
+    "lookahead": "specctl.drafters.text.lookahead:make_drafter",  # no part of a hybrid: its window needs its own rows
+}
 
 
 def trainable_families() -> list[str]:

@@ -24,6 +24,7 @@ from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.retrieval.datastore import Datastore
+from specctl.drafters.text.lookahead import LookaheadDrafter
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
@@ -115,6 +116,7 @@ DRAFTERS = {
     "full trees": lambda target, texts: full_tree(texts),
     "lookup": lambda target, texts: Lookup(),
     "suffix": lambda target, texts: Suffix(),
+    "lookahead": lambda target, texts: LookaheadDrafter(),
     "retrieval": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
     "lm": lambda target, texts: LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)),
     "lm itself": lambda target, texts: LMDrafter(own_weights(target), target, ChainShape(5, 0.0, False)),
@@ -162,6 +164,7 @@ def misprinted(text):
 
 ONE_OF_EACH = ["ragged", "trees", "lookup", "suffix", "retrieval", "lm", "eagle", "eagle3 tree", "eagle3.1 tree"]
 ONE_OF_EACH += [
+    "lookahead",
     *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree", "eagle3 tree of two layers"),
     *("lm + lookup", "dflash + lookup"),
 ]
@@ -237,7 +240,7 @@ def assert_counts(one):
 
 
 EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "dflash chain"]
-EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix", "mtp chain", "eagle3 of two layers"]
+EXACTLY += ["lookahead", "peagle chain", "hydra", "eagle3 + suffix", "mtp chain", "eagle3 of two layers"]
 
 
 @pytest.fixture(scope="module")
