@@ -20,6 +20,7 @@ from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.drafters.hybrid.rescored import Rescored
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.mtp.drafter import MtpDrafter
@@ -133,6 +134,8 @@ DRAFTERS = {
     "hydra tree": lambda target, texts: random_heads("hydra", target, width=3, nodes=20, children=3),
     "medusa": lambda target, texts: random_heads("medusa", target),
     "medusa tree": lambda target, texts: random_heads("medusa", target, width=3, nodes=20, children=3),
+    "rescored chain": lambda target, texts: rescored_heads(target, texts, width=1, children=1),
+    "rescored tree": lambda target, texts: rescored_heads(target, texts, width=3, nodes=20, children=3),
     "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
     "eagle3.1 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0), **EAGLE31),
     "eagle3.1 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0), **EAGLE31),
@@ -152,6 +155,11 @@ DRAFTERS = {
 }
 
 
+def rescored_heads(target, texts, **drafting):
+    """Heads whose candidates are ordered by texts that are nearly those to come."""
+    return Rescored(random_heads("medusa", target, **drafting), Datastore.of(misprinted(text) for text in texts))
+
+
 def hybrid(head, text):
     """A hybrid whose head costs next to nothing, so that it is asked, and whose rows are worth verifying."""
     return Hybrid(head, text, Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001))
@@ -164,7 +172,7 @@ def misprinted(text):
 
 ONE_OF_EACH = ["ragged", "trees", "lookup", "suffix", "retrieval", "lm", "eagle", "eagle3 tree", "eagle3.1 tree"]
 ONE_OF_EACH += [
-    "lookahead",
+    *("lookahead", "rescored tree"),
     *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree", "eagle3 tree of two layers"),
     *("lm + lookup", "dflash + lookup"),
 ]
@@ -240,7 +248,15 @@ def assert_counts(one):
 
 
 EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "dflash chain"]
-EXACTLY += ["lookahead", "peagle chain", "hydra", "eagle3 + suffix", "mtp chain", "eagle3 of two layers"]
+EXACTLY += [
+    "lookahead",
+    "rescored tree",
+    "peagle chain",
+    "hydra",
+    "eagle3 + suffix",
+    "mtp chain",
+    "eagle3 of two layers",
+]
 
 
 @pytest.fixture(scope="module")
