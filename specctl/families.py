@@ -152,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         objective="ce",
         is_lm=True,
         lora_modules=LAYER,
-        options=("preset", "base", "hidden_size", "num_layers"),
+        options=("preset", "base", "hidden_size", "num_layers", "confidence"),
         learning=OnlineDefaults(adam=2e-5, epochs=1, clip=1.0),
     ),
     "retrieval": Family("specctl.drafters.retrieval.drafter:FAMILY", trainable=None),
