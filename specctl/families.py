@@ -152,7 +152,7 @@ FAMILIES: dict[str, Family] = {
         objective="ce",
         is_lm=True,
         lora_modules=LAYER,
-        options=("preset", "base", "hidden_size", "num_layers"),
+        options=("preset", "base", "hidden_size", "num_layers", "confidence"),
         learning=OnlineDefaults(adam=2e-5, epochs=1, clip=1.0),
     ),
     "retrieval": Family("specctl.drafters.retrieval.drafter:FAMILY", trainable=None),
@@ -167,7 +167,11 @@ TEXT_DRAFTERS = {
 """Drafters without weights, requested by name: path of a function from a `DraftingRecipe` to the drafter."""
 STREAM_RETRIEVAL = "retrieval"
 """Name of the text drafter that, in `online` and `select`, also retrieves from all earlier texts of the stream."""
-WEIGHTLESS_DRAFTERS = {"none": "specctl.decoding.plain:make_drafter", **TEXT_DRAFTERS}
+WEIGHTLESS_DRAFTERS = {
+    "none": "specctl.decoding.plain:make_drafter",
+    **TEXT_DRAFTERS,
+    "lookahead": "specctl.drafters.text.lookahead:make_drafter",  # no part of a hybrid: its window needs its own rows
+}
 
 
 def trainable_families() -> list[str]:

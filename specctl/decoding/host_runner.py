@@ -8,7 +8,7 @@ from torch import Tensor
 from specctl import processes, threads
 from specctl.decoding.controllers import PerSequence
 from specctl.decoding.prefixes import Prefixes
-from specctl.decoding.protocols import Proposer
+from specctl.decoding.protocols import Proposer, ReadsVerdicts
 from specctl.decoding.records import RoundResult
 from specctl.decoding.row_budget import budget_for, node_budget
 from specctl.decoding.state import DecodeState
@@ -70,6 +70,9 @@ class HostRunner:
         if processes.group_size() > 1:  # ranks with different drafts would add up slices of different forwards
             processes.check_same("the drafts", [draft.tokens.tolist(), draft.parents.tolist()])
         verdict = verify(self.target, state, draft)
+        for drafter in state.memory:
+            if isinstance(drafter, ReadsVerdicts):
+                drafter.read_verdict(state, draft, verdict)
         state.commit(verdict)
         counts = {b: verdict.counts(b, len(state.rows[b].ids) - length) for b, length in before.items()}
         self.report(state, RoundResult(counts, self.clock() - began, draft, verdict))

@@ -7,7 +7,7 @@ from typing import Protocol, runtime_checkable
 from torch import Tensor
 
 from specctl.decoding.device.device_batch import DeviceBatch
-from specctl.decoding.records import DraftTree, RoundResult, Score, Sequence
+from specctl.decoding.records import DraftTree, RoundResult, Score, Sequence, Verdict
 from specctl.decoding.state import DecodeState
 
 OnRound = Callable[[DecodeState, RoundResult], None]
@@ -31,6 +31,16 @@ class WeighsRows(Protocol):
     """A proposer that limits the rows of a batch itself, if `weighs_rows` is set."""
 
     weighs_rows: bool
+
+
+@runtime_checkable
+class ReadsVerdicts(Protocol):
+    """A drafter that learns from the target's predictions at all nodes of a draft, in rounds that the host runs."""
+
+    def read_verdict(self, state: DecodeState, draft: DraftTree, verdict: Verdict) -> None:
+        """Read the verdict of a draft that is not committed yet. The draft may be another drafter's, or a larger
+        one."""
+        ...
 
 
 class Drafter(Proposer, Protocol):

@@ -17,8 +17,10 @@ from specctl.drafters.family import load_family
 from specctl.drafters.hybrid.costs import Costs, costs_of
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import GateStatistics
+from specctl.drafters.hybrid.rescored import IndependentHeads, Rescored
 from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, name_of, parts_of
+from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 from specctl.errors import CheckpointError, UsageError
 from specctl.families import FAMILIES, LM, WEIGHTLESS_DRAFTERS, online_families
@@ -51,6 +53,8 @@ def load_drafter(
                 f"{path_or_name}: a hybrid cannot sample its proposals", "set drafting.proposal to another value"
             )
         head, text = (load_drafter(part, target, drafting, bases) for part in parts)
+        if drafting.rescore:
+            return rescored(path_or_name, head, text)
         return hybrid(path_or_name, head, text, hybrid_costs(path_or_name, head, target))
     found = read_drafter(path_or_name, target)
     bases = {} if bases is None else bases
@@ -79,6 +83,17 @@ def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStat
     if not isinstance(text, TextDrafter):
         raise UsageError(f"{name}: {name_of(parts_of(name)[1])} is not a text drafter", HYBRIDS)
     return Hybrid(_trained(name, head), text, costs, past)
+
+
+def rescored(name: str, head: Drafter, text: Drafter) -> Rescored:
+    """Combine a loaded head and a datastore into a head with rescored candidates. UsageError if they are of other
+    families."""
+    if not isinstance(head, IndependentHeads) or not isinstance(text, Suffix) or text.corpus is None:
+        raise UsageError(
+            f"{name}: drafting.rescore needs a medusa head and a datastore",
+            "name them with a plus: drafters/sql-medusa+drafters/sql-retrieval",
+        )
+    return Rescored(head, text.corpus)
 
 
 def learnable_part(path_or_name: str) -> Path:

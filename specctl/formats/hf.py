@@ -4,7 +4,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from specctl.drafters.blueprint import build_or_raise, prefix_errors
-from specctl.drafters.lm.config import check_plain, configuration, stored
+from specctl.drafters.lm.config import check_plain, configuration, split_tensors, stored
 from specctl.formats import serving_commands
 from specctl.formats.head import Deployment, Files, Head, Serving, TargetFacts
 from specctl.formats.head_directory import HeadDirectory
@@ -15,10 +15,10 @@ METHODS = {"vllm": "draft_model", "sglang": "STANDALONE"}
 
 
 def write(head: Head, facts: TargetFacts, tokens: int, to: str) -> Files:
-    """Files that load with AutoModelForCausalLM and AutoTokenizer."""
+    """Files that load with AutoModelForCausalLM and AutoTokenizer, without a confidence head."""
     config = configuration(head.architecture)
     config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
-    return Files(config.to_dict(), head.tensors, tokenizer=True)
+    return Files(config.to_dict(), split_tensors(head.tensors)[0], tokenizer=True)
 
 
 def claims(found: HeadDirectory) -> bool:

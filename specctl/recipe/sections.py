@@ -200,6 +200,7 @@ class DraftingRecipe(Section):
     keep_above: Fraction | None = None  # leave out candidates of a dynamic tree with a lower joint probability
     proposal: Literal["deterministic", "sampled"] = "deterministic"
     rule: Literal["token", "block"] = "token"  # acceptance of sampled proposals: Leviathan et al., or Sun et al.
+    rescore: bool = False  # DIR+STORE orders a medusa head's candidates by the store's n-grams, and is no hybrid
 
     @model_validator(mode="after")
     def _rule_of_sampled(self) -> DraftingRecipe:

@@ -45,7 +45,8 @@ class DrafterRecipe(Section):
     conv_kernel_size: NonNegativeInt | None = None
     # dflash: rank of DFlash 2's selector, which replaces the Markov head (0 = none)
     selector_rank: Annotated[int, Field(ge=0, le=4096)] | None = None
-    confidence: bool = False  # dflash: add a head that predicts a token's acceptance, for engines
+    # dflash, lm: add a head that predicts a token's acceptance (dflash: for engines; lm: it ends drafts)
+    confidence: bool = False
     vocab_size: PositiveInt | None = None
     taps: list[NonNegativeInt] | None = None  # target layers from which the head reads hidden states
     # eagle3, peagle: the norms of EAGLE-3.1

@@ -11,10 +11,12 @@ from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.decoding.state import READ_ALONE_ROWS
 from specctl.drafters import checkpoint
 from specctl.drafters.lm import drafter as lm
-from specctl.drafters.lm.model import LM, LMBatch, architecture, cast
+from specctl.drafters.lm.model import LM, AcceptanceHead, LMBatch, architecture, cast
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.lora import Adapter
 from specctl.errors import CheckpointError, RecipeError
+from specctl.formats import hf
+from specctl.formats.head import Head
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from tests.lossless.drafters import Rotate, Scripted, own_weights, ragged
 from tests.toys.decoding import decode
@@ -44,9 +46,24 @@ def model(target):
     return model
 
 
+@pytest.fixture(scope="module")
+def with_head(model):
+    """The same model with a head that is sure of some tokens and unsure of others."""
+    torch.manual_seed(1)
+    head = AcceptanceHead(model.model.config.hidden_size)
+    head.out.weight.data *= 4
+    return LM(model.model, head)
+
+
 @torch.inference_mode()
 def next_logits(model, ids):
     return model.model(torch.tensor([ids])).logits[0, -1]
+
+
+@torch.no_grad()
+def acceptance(model, ids):
+    """Logit of the acceptance head after a text."""
+    return model.confidence_head(model.model.base_model(torch.tensor([ids])).last_hidden_state[0, -1:])[0]
 
 
 class Big:
@@ -111,6 +128,28 @@ def test_the_loss_is_that_of_the_response_tokens(model):
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
+def test_the_acceptance_head_learns_which_tokens_are_right(model, with_head):
+    """Its cross-entropy is added to the loss, and moves nothing but the head."""
+    ids = [5, 6, 7]
+    ids += [next_logits(model, ids).argmax().item(), 8, 9]  # the model is right about one of three tokens
+    data = batch([ids], [[0, 0, 0, 1, 1, 1]])
+    right = [float(next_logits(model, ids[:i]).argmax() == ids[i]) for i in (3, 4, 5)]
+    assert right == [1.0, 0.0, 0.0]
+    said = torch.stack([acceptance(with_head, ids[:i]) for i in (3, 4, 5)])
+    expected = F.binary_cross_entropy_with_logits(said, torch.tensor(right), reduction="sum").item()
+    gradients = []
+    for one in (model, with_head):
+        one.zero_grad()
+        loss, count = one(data)
+        loss.backward()
+        gradients.append((loss.item(), [p.grad.clone() for p in one.model.parameters() if p.grad is not None]))
+        assert count == 3
+    assert gradients[1][0] - gradients[0][0] == pytest.approx(expected, rel=1e-4)
+    assert all(map(torch.equal, gradients[0][1], gradients[1][1]))
+    assert all(p.grad.any() for p in with_head.confidence_head.parameters())
+    with_head.zero_grad()
+
+
 def test_padding_changes_nothing(model):
     short, _ = model(batch([[5, 6, 7]], [[0, 1, 1]]))
     padded, _ = model(batch([[5, 6, 7, 0, 99]], [[0, 1, 1, 0, 0]]))
@@ -149,6 +188,20 @@ def test_stored_and_read(target, model, prompts, tmp_path):
     assert (drafter.shape.depth, drafter.shape.sampled) == (2, True)
 
 
+def test_the_acceptance_head_is_stored_but_not_exported(target, prompts):
+    recipe = TrainRecipe(arch="lm", drafter={"preset": "tiny", "confidence": True})
+    made = lm.FAMILY.build(recipe, target, lambda size: list(range(size)))
+    config, tensors = lm.FAMILY.checkpoint_config(made, target.identity), lm.FAMILY.stored_state(made.state_dict())
+    again = lm.FAMILY.restore(config, tensors)
+    assert torch.equal(acceptance(again, prompts[0]), acceptance(made, prompts[0]))
+    files = hf.write(Head("lm", config["architecture"], tensors), None, 0, "hf")
+    assert tensors.keys() - files.tensors.keys() == {
+        f"confidence_head.{part}" for part in ("linear.weight", "linear.bias", "out.weight", "out.bias")
+    }
+    with pytest.raises(CheckpointError, match=r"out\.weight"):
+        lm.FAMILY.restore(config, tensors | {"confidence_head.out.weight": torch.zeros(1, 3)})
+
+
 def test_weights_of_another_size_are_refused(target, model):
     other = lm_of(architecture(DrafterRecipe(preset="tiny", hidden_size=64), target))
     with pytest.raises(CheckpointError, match="do not match"):
@@ -174,7 +227,10 @@ class Watched(lm.LMDrafter):
             for i, token in enumerate(chain):
                 assert joint >= self.shape.stop_below
                 logits = next_logits(self.plain, ids)
-                if draft.rows is None:
+                if self.plain.confidence_head is not None:
+                    assert token == logits.argmax()
+                    joint *= acceptance(self.plain, ids).sigmoid().item()
+                elif draft.rows is None:
                     assert token == logits.argmax()
                     joint *= logits.softmax(-1)[token].item()
                 else:
@@ -202,10 +258,10 @@ def truth(target, prompts, sampling, seeds):
     return [one.prompt_ids + one.output_ids for one in found]
 
 
-@pytest.mark.parametrize("stop_below", [0.0, 0.3])
-def test_drafts_are_those_of_the_plain_model(target, model, prompts, stop_below):
+@pytest.mark.parametrize(("stop_below", "name"), [(0.0, "model"), (0.3, "model"), (0.3, "with_head")])
+def test_drafts_are_those_of_the_plain_model(target, request, prompts, stop_below, name):
     """Idle for some rounds, in a ragged and shrinking batch: a stale or misplaced cache row would change a draft."""
-    drafter = Watched(model, target, ChainShape(4, stop_below, False))
+    drafter = Watched(request.getfixturevalue(name), target, ChainShape(4, stop_below, False))
     texts = truth(target, prompts, GREEDY, [0, 0, 0])
     others = ragged(texts, 0, target.vocab_size)
     decode(

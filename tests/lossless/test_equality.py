@@ -20,10 +20,13 @@ from specctl.drafters.eagle3.drafter import Eagle3Drafter
 from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.drafters.hybrid.rescored import Rescored
 from specctl.drafters.lm.drafter import LMDrafter
+from specctl.drafters.lm.model import AcceptanceHead
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.mtp.drafter import MtpDrafter
 from specctl.drafters.retrieval.datastore import Datastore
+from specctl.drafters.text.lookahead import LookaheadDrafter
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import TreeShape
@@ -115,6 +118,7 @@ DRAFTERS = {
     "full trees": lambda target, texts: full_tree(texts),
     "lookup": lambda target, texts: Lookup(),
     "suffix": lambda target, texts: Suffix(),
+    "lookahead": lambda target, texts: LookaheadDrafter(),
     "retrieval": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
     "lm": lambda target, texts: LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)),
     "lm itself": lambda target, texts: LMDrafter(own_weights(target), target, ChainShape(5, 0.0, False)),
@@ -131,6 +135,9 @@ DRAFTERS = {
     "hydra tree": lambda target, texts: random_heads("hydra", target, width=3, nodes=20, children=3),
     "medusa": lambda target, texts: random_heads("medusa", target),
     "medusa tree": lambda target, texts: random_heads("medusa", target, width=3, nodes=20, children=3),
+    "rescored chain": lambda target, texts: rescored_heads(target, texts, width=1, children=1),
+    "rescored tree": lambda target, texts: rescored_heads(target, texts, width=3, nodes=20, children=3),
+    "lm with acceptance": lambda target, texts: LMDrafter(unsure(target, 0.1), target, ChainShape(5, 0.3, False)),
     "eagle3 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0)),
     "eagle3.1 chain": lambda target, texts: random_eagle3(target, TreeShape(4, 1, 4, 1, 0.0), **EAGLE31),
     "eagle3.1 tree": lambda target, texts: random_eagle3(target, TreeShape(3, 2, 7, 2, 0.0), **EAGLE31),
@@ -150,6 +157,20 @@ DRAFTERS = {
 }
 
 
+def rescored_heads(target, texts, **drafting):
+    """Heads whose candidates are ordered by texts that are nearly those to come."""
+    return Rescored(random_heads("medusa", target, **drafting), Datastore.of(misprinted(text) for text in texts))
+
+
+def unsure(target, noise):
+    """The target itself with noise, and an acceptance head that ends drafts at random."""
+    torch.manual_seed(1)
+    module = own_weights(target, noise)
+    module.confidence_head = AcceptanceHead(target.hidden_size)
+    module.confidence_head.out.weight.data *= 20
+    return module
+
+
 def hybrid(head, text):
     """A hybrid whose head costs next to nothing, so that it is asked, and whose rows are worth verifying."""
     return Hybrid(head, text, Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001))
@@ -162,6 +183,7 @@ def misprinted(text):
 
 ONE_OF_EACH = ["ragged", "trees", "lookup", "suffix", "retrieval", "lm", "eagle", "eagle3 tree", "eagle3.1 tree"]
 ONE_OF_EACH += [
+    *("lookahead", "rescored tree", "lm with acceptance"),
     *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree", "eagle3 tree of two layers"),
     *("lm + lookup", "dflash + lookup"),
 ]
@@ -237,7 +259,15 @@ def assert_counts(one):
 
 
 EXACTLY = ["lookup", "suffix", "retrieval", "ragged", "perfect", "eagle3 chain", "eagle3.1 chain", "dflash chain"]
-EXACTLY += ["peagle chain", "hydra", "eagle3 + suffix", "mtp chain", "eagle3 of two layers"]
+EXACTLY += [
+    "lookahead",
+    "rescored tree",
+    "peagle chain",
+    "hydra",
+    "eagle3 + suffix",
+    "mtp chain",
+    "eagle3 of two layers",
+]
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.sampling import ACCEPT, Draws, Sampling
 from specctl.decoding.target import Target
 from specctl.drafters.lm.drafter import LMDrafter
-from specctl.drafters.lm.model import LM
+from specctl.drafters.lm.model import LM, AcceptanceHead
 from specctl.drafters.lm.shape import ChainShape
 from specctl.kernels import reference
 from tests.toys.decoding import decode
@@ -77,13 +77,13 @@ def law(target):
     return logprobs.gather(2, texts.unsqueeze(-1)).sum((1, 2)).exp()
 
 
-def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS):
+def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS, head=None):
     """How often each text [3 ** NEW] was written, and the mean number of draft tokens accepted in a round.
 
-    `device`: in device rounds instead of host rounds.
+    `device`: in device rounds instead of host rounds. `head`: an acceptance head of the draft LM.
     """
     shape = ChainShape(DEPTH, stop_below, rule != "match", "token" if rule == "match" else rule)
-    drafter = LMDrafter(LM(toy(2)), target, shape)
+    drafter = LMDrafter(LM(toy(2), head), target, shape)
     counts = torch.zeros(VOCABULARY**NEW, dtype=torch.double)
     place = VOCABULARY ** torch.arange(NEW - 1, -1, -1)
     accepted = rounds = 0
@@ -132,6 +132,17 @@ def test_texts_of_several_rounds_have_the_law_of_the_target(target, law, rule, d
     counts, accepted = counts_of(target, rule, device, stop_below)
     assert chi_squared(counts, law) < bound(len(law))
     assert accepted > 0.3
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_drafts_that_an_acceptance_head_ends_keep_the_law(target, law, rule):
+    """It reads the text before a sampled token, not the token, so it does not choose among the tokens it ends at."""
+    torch.manual_seed(3)
+    head = AcceptanceHead(8)
+    head.out.weight.data *= 3
+    counts, accepted = counts_of(target, rule, stop_below=0.4, head=head)
+    assert chi_squared(counts, law) < bound(len(law))
+    assert counts_of(target, rule, texts=BATCH)[1] > accepted > 0.3  # some drafts are shorter, but not all
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,6 +20,7 @@ FORBIDDEN = re.compile("implementation|kernel|quantization|auto_map|remote_code"
 """Pattern in names of keys that choose code instead of a shape."""
 
 _WORD = re.compile(r"[\w.+-]{0,64}")  # excludes paths, addresses and repositories
+CONFIDENCE = "confidence_head."  # names of its tensors begin so
 LARGEST, MOST_LAYERS, MOST_ITEMS, DEEPEST = 2**31, 1000, 4096, 20
 
 
@@ -37,6 +39,12 @@ def configuration(architecture: Any) -> PretrainedConfig:
     kept = {key: value for key, value in architecture.items() if key in known}
     check_plain(kept, "architecture")
     return build_or_raise(lambda: AutoConfig.for_model(**kept))
+
+
+def split_tensors(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tensors of the causal LM, and of the confidence head without its prefix."""
+    head = {name.removeprefix(CONFIDENCE): part for name, part in tensors.items() if name.startswith(CONFIDENCE)}
+    return {name: part for name, part in tensors.items() if not name.startswith(CONFIDENCE)}, head
 
 
 def stored(config: PretrainedConfig) -> dict[str, Any]:

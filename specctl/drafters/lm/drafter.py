@@ -27,8 +27,8 @@ from specctl.decoding.state import DecodeState, lagging_sequences
 from specctl.decoding.target import Target
 from specctl.drafters.blueprint import build_or_raise, build_with_weights
 from specctl.drafters.family import DrafterFamily
-from specctl.drafters.lm.config import configuration, stored
-from specctl.drafters.lm.model import LM, architecture, base_of, cast
+from specctl.drafters.lm.config import configuration, split_tensors, stored
+from specctl.drafters.lm.model import LM, AcceptanceHead, architecture, base_of, cast
 from specctl.drafters.lm.shape import ChainShape, shape_for
 from specctl.drafters.lora import Adapter
 from specctl.drafters.tree import ProposedTree, TreeBuilder, WorthLevel
@@ -48,22 +48,23 @@ RUNNERS_UP = 2  # added to each token of a chain when a hybrid weighs drafts by 
 
 @dataclass
 class _Memory:
-    """State of the drafter: its KV cache and the logits after the last committed token.
+    """State of the drafter: its KV cache, and after the last committed token the logits and the confidence.
 
-    Slots 0 .. length−1 hold the committed tokens, later slots the `drafted` ones. `logits` is [B, V].
+    Slots 0 .. length−1 hold the committed tokens, later slots the `drafted` ones. `logits` is [B, V], `confidence` [B].
     """
 
     cache: KVCache
     length: list[int]
     drafted: list[list[int]]
     logits: Tensor
+    confidence: Tensor
 
     def select(self, index: Tensor) -> None:
         kept = index.tolist()
         self.cache.select(index)
         self.length = [self.length[b] for b in kept]
         self.drafted = [self.drafted[b] for b in kept]
-        self.logits = self.logits[index]
+        self.logits, self.confidence = self.logits[index], self.confidence[index]
 
     def renew(self, b: int) -> None:
         self.length[b], self.drafted[b], self.cache.skipped[b] = 0, [], range(0)
@@ -91,6 +92,8 @@ class LMDrafter(BaseDrafter):
         assert isinstance(model.model, PreTrainedModel)
         own = cast(copy.deepcopy(model.model).requires_grad_(False), target.device, target.dtype).eval()
         self.model: Model = HFModel(own) if unsupported_reason(own.config) else LeanModel(own)
+        head = getattr(model, "confidence_head", None)
+        self.confidence_head = None if head is None else copy.deepcopy(head).requires_grad_(False).to(target.device)
         self.vocab_size, self.intermediate_size = target.vocab_size, getattr(own.config, "intermediate_size", 0)
 
     @property
@@ -128,6 +131,7 @@ class LMDrafter(BaseDrafter):
                 [0] * state.batch,
                 [[] for _ in state.rows],
                 torch.zeros(state.batch, self.vocab_size, dtype=state.dtype, device=state.device),
+                torch.ones(state.batch, device=state.device),
             )
         elif memory.cache.capacity < state.capacity:
             memory.cache = memory.cache.moved_to(self.model.new_cache(state.batch, state.capacity))
@@ -143,7 +147,8 @@ class LMDrafter(BaseDrafter):
         if width > 0:
             hidden, _ = self._read(state, width)
             last = torch.tensor([min(len(ids), width) - 1 for ids in texts], device=state.device)
-            memory.logits = self.logits(hidden[torch.arange(state.batch, device=state.device), last])
+            hidden = hidden[torch.arange(state.batch, device=state.device), last]
+            memory.logits, memory.confidence = self.logits(hidden), self.confidence(hidden)
         memory.length = ends
         memory.drafted = [[] for _ in texts]
 
@@ -163,7 +168,8 @@ class LMDrafter(BaseDrafter):
         """Read some tokens of sequence b, and keep the logits that follow them."""
         tokens = torch.tensor([texts[b][places.start : places.stop]], device=memory.logits.device)
         plan = plan_rows([places.start], len(places), device=tokens.device, dtype=memory.logits.dtype)
-        memory.logits[b] = self.logits(self._forward(tokens, memory.cache.sequence(b), plan)[0, -1])
+        hidden = self._forward(tokens, memory.cache.sequence(b), plan)[:, -1]
+        memory.logits[b], memory.confidence[b] = self.logits(hidden)[0], self.confidence(hidden)[0]
 
     def _forward(self, tokens: Tensor, cache: KVCache, plan: Plan) -> Tensor:
         """Hidden states [B, T, H] of tokens; skipped slots are masked."""
@@ -218,13 +224,15 @@ class LMDrafter(BaseDrafter):
         chains: list[list[int]] = [[] for _ in state.rows]
         joint = [1.0] * state.batch
         rows: list[kernels.Rows] = []
-        logits, asked = memory.logits, []
+        logits, confidence, asked = memory.logits, memory.confidence, []
         for step in range(max(depths)):
             asked.append(logits)
             if sampled:
                 drawn, gains = self._sample(state, logits, step, rows)
             else:
                 drawn, gains = self._best(logits)
+            if self.confidence_head is not None and self.shape.stop_below > 0:
+                gains = confidence.tolist()
             picked = drawn.tolist()
             growing = False
             for b, token in enumerate(picked):
@@ -236,7 +244,7 @@ class LMDrafter(BaseDrafter):
                     growing |= step + 1 < depths[b] and joint[b] >= self.shape.stop_below
             if not growing:
                 break
-            logits = self._logits_after(state, memory, step, picked)
+            logits, confidence = self._after(state, memory, step, picked)
         drawn_from = stacked(rows) if sampled else None
         return DraftTree.from_chains(chains, state.device, drawn_from, self.shape.rule, ChainRows(asked))
 
@@ -254,16 +262,16 @@ class LMDrafter(BaseDrafter):
                 chain[b] = len(tree.tokens) - len(ids)
             if step + 1 == depth or not pays([tree.joint[node] for tree, node in zip(growing, chain, strict=True)]):
                 break
-            logits = self._logits_after(state, memory, step, index[:, 0].tolist())
+            logits, _ = self._after(state, memory, step, index[:, 0].tolist())
         return [tree.proposal(row.draft_room) for tree, row in zip(growing, state.rows, strict=True)]
 
-    def _logits_after(self, state: DecodeState, memory: _Memory, step: int, tokens: list[int]) -> Tensor:
-        """Read the tokens [B] drafted at `step`. Returns the logits [B, V] that follow them."""
+    def _after(self, state: DecodeState, memory: _Memory, step: int, tokens: list[int]) -> tuple[Tensor, Tensor]:
+        """Read the tokens [B] drafted at `step`. Returns the logits [B, V] and the confidence [B] that follow them."""
         plan = plan_rows([n + step for n in memory.length], 1, device=state.device, dtype=state.dtype)
         hidden = self._forward(torch.tensor(tokens, device=state.device).unsqueeze(1), memory.cache, plan)
         for drafted, token in zip(memory.drafted, tokens, strict=True):
             drafted.append(token)
-        return self.logits(hidden[:, 0])
+        return self.logits(hidden[:, 0]), self.confidence(hidden[:, 0])
 
     def _samples(self, state: DecodeState) -> bool:
         return self.shape.sampled and not state.draws.greedy
@@ -287,6 +295,13 @@ class LMDrafter(BaseDrafter):
         if missing <= 0:
             return logits[..., : self.vocab_size]
         return F.pad(logits, (0, missing), value=float("-inf"))
+
+    def confidence(self, hidden: Tensor) -> Tensor:
+        """Probability [B] that the target accepts the token after the states [B, H]; 1 without a confidence head."""
+        if self.confidence_head is None:
+            return hidden.new_ones(len(hidden), dtype=torch.float32)
+        probability: Tensor = self.confidence_head(hidden.float()).sigmoid()
+        return probability
 
     def _best(self, logits: Tensor) -> tuple[Tensor, list[float]]:
         """Most probable tokens [B], and their probabilities (1 if they are not needed)."""
@@ -390,9 +405,10 @@ class LMFamily(DrafterFamily):
 
     def build(self, recipe: TrainRecipe, target: Target, frequent: Callable[[int], list[int]]) -> LM:
         """Build a preset with random weights, or load the causal LM that `drafter.base` names."""
-        if recipe.drafter.base is None:
-            return LM(LlamaForCausalLM(architecture(recipe.drafter, target)))
-        return LM(base_of(recipe.drafter, target))
+        shape = recipe.drafter
+        model = LlamaForCausalLM(architecture(shape, target)) if shape.base is None else base_of(shape, target)
+        size: int = model.config.hidden_size
+        return LM(model, AcceptanceHead(size).to(model.device) if shape.confidence else None)
 
     def stored_architecture(self, module: LM) -> dict[str, Any]:
         return stored(module.model.config)
@@ -402,9 +418,10 @@ class LMFamily(DrafterFamily):
 
     def restore(self, config: dict[str, Any], tensors: dict[str, Tensor]) -> LM:
         shape = configuration(config.get("architecture"))
-        model = build_with_weights(lambda: AutoModelForCausalLM.from_config(shape), tensors)
+        own, head = split_tensors(tensors)
+        model = build_with_weights(lambda: AutoModelForCausalLM.from_config(shape), own)
         build_or_raise(lambda: _tried(model))
-        return LM(model)
+        return LM(model, build_with_weights(lambda: AcceptanceHead(shape.hidden_size), head) if head else None)
 
     def make_drafter(self, module: LM, target: Target, drafting: DraftingRecipe) -> LMDrafter:
         return LMDrafter(module, target, shape_for(drafting, target.device))

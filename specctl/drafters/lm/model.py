@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 
@@ -21,14 +22,31 @@ from specctl.recipe import DrafterRecipe
 PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
 
 
+class AcceptanceHead(nn.Module):
+    """Logit of the probability that the target accepts the most probable next token, from the last hidden state.
+
+    SpecDec++ (Huang et al. 2024, arXiv 2405.19715, §3) reads the state after the token. This head reads the state
+    before it, so the decision to draft the token costs no pass, and does not depend on a sampled token.
+    """
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear, self.out = nn.Linear(size, size), nn.Linear(size, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[N] for `hidden` [N, H]."""
+        logits: Tensor = self.out(hidden + F.silu(self.linear(hidden)))
+        return logits[..., 0]
+
+
 class LM(nn.Module):
-    """Trainable wrapper around a causal LM of `transformers`."""
+    """Trainable wrapper around a causal LM of `transformers`, with an optional `confidence_head`."""
 
     supports_checkpointing = True
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, confidence_head: AcceptanceHead | None = None):
         super().__init__()
-        self.model = model
+        self.model, self.confidence_head = model, confidence_head
         self.objective = "ce"
         self.squash = Squash()  # squash of the target's logits
 
@@ -52,7 +70,8 @@ class LM(nn.Module):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def forward(self, batch: LMBatch, target_head: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Loss of the response tokens given all preceding tokens: (sum of the losses, number of tokens).
+        """Loss of the response tokens given all preceding tokens: (sum of the losses, number of tokens). A confidence
+        head adds its cross-entropy.
 
         The caller normalizes over ranks and micro-batches. Padding is on the right, so causal attention never reads it.
         `target_head` [V, Ht] turns the batch's teacher states into the target's distributions, which every objective
@@ -72,6 +91,13 @@ class LM(nn.Module):
         rows, bias = torch.arange(len(hidden), device=hidden.device), None if head.bias is None else head.bias[:width]
         shares = torch.ones_like(rows, dtype=torch.float32)
         total, _ = linear_distill(hidden, head.weight[:width], bias, teacher, rows, shares, self.objective)
+        if self.confidence_head is not None:
+            states = hidden.detach()  # the head learns from the states as they are for drafting
+            with torch.no_grad():
+                best = F.linear(states, head.weight, head.bias).argmax(-1)
+            right = (best == batch.tokens[:, 1:][wanted]).float()
+            confidence = self.confidence_head(states.float())
+            total = total + F.binary_cross_entropy_with_logits(confidence, right, reduction="sum")
         return total, wanted.sum()
 
 
@@ -95,7 +121,7 @@ class LMBatch:
 def base_of(recipe: DrafterRecipe, target: Target) -> PreTrainedModel:
     """Load the small model named by `drafter.base`. Raises CheckpointError if its vocabulary is not the target's."""
     name = str(recipe.base)
-    sizes = recipe.model_fields_set - {"base"}
+    sizes = recipe.model_fields_set - {"base", "confidence"}
     if sizes:
         raise RecipeError(f"drafter.base determines the sizes: leave out {', '.join(sorted(sizes))}")
     if vocab_hash(load_tokenizer(name)) != target.identity["vocab_hash"]:

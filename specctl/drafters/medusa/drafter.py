@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.device.device_batch import DeviceBatch
 from specctl.decoding.plain import PlainRounds
 from specctl.decoding.records import DraftTree
@@ -44,6 +46,13 @@ class MedusaDrafter(DepthDrafter):
 
     def last(self, state: DecodeState) -> Tensor:
         return last_slots(state, 1, self.taps)[0]
+
+    def lattice(self, state: DecodeState, count: int) -> tuple[Tensor, Tensor]:
+        """The `count` likeliest tokens of every depth: log probabilities and token ids [B, depth, count]."""
+        last = self.last(state)
+        rows = [kernels.expand_topk(self.logits(k, last, last), count) for k in range(self.shape.depth)]
+        logprob, index = (torch.stack(part, 1) for part in zip(*rows, strict=True))
+        return logprob, index if self.ids is None else self.ids[index]
 
     def rounds(self, tree: StaticTree, state: DecodeState) -> MedusaRounds:
         return MedusaRounds(self, tree)
