@@ -10,7 +10,7 @@ ENV_SWITCHES = {
     "SPECCTL_ATTENTION": ("kernel", "sdpa"),
     "SPECCTL_LAYERS": ("fused", "plain"),
     "SPECCTL_KV": ("paged", "contiguous"),
-    "SPECCTL_STEP": ("native", "torch"),
+    "SPECCTL_STEP": ("native", "torch", "avx512-bf16", "avx512", "avx2"),
 }
 """Switches with their values; kernel dispatch and decoding loop read them."""
 ENV_SIZES = ("SPECCTL_KV_GIB",)

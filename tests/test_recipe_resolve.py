@@ -231,7 +231,7 @@ def test_what_they_read_is_checked_before_anything_runs():
         "SPECCTL_KERNELS: must be one of reference, cpu, triton (got 'nope')",
     ]
     assert ENV_SWITCHES["SPECCTL_KERNELS"] == tuple(kernels.BACKENDS)
-    assert ENV_SWITCHES["SPECCTL_STEP"] == native.CHOICES
+    assert ENV_SWITCHES["SPECCTL_STEP"] == ("native", "torch", *native.INSTRUCTIONS)
 
 
 @pytest.mark.parametrize("size", ["much", "0", "-1", "nan", "inf"])

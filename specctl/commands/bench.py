@@ -23,6 +23,7 @@ from specctl.measuring.bench.kernels import KernelRow
 from specctl.measuring.bench.rounds import RoundRow
 from specctl.measuring.bench.steps import DecodingRow, StepRow
 from specctl.measuring.contenders import Case, prepare
+from specctl.measuring.transformers_baseline import in_fastest_dtype
 from specctl.progress import track
 from specctl.recipe import BenchRecipe
 from specctl.runs import Run, hardware, version
@@ -98,7 +99,9 @@ def load(recipe: BenchRecipe, device: torch.device) -> tuple[Target, LlamaForCau
     if "steps" not in recipe.parts:
         return target, None
     model, adapter = load_model(recipe.target.name, device=target.device, dtype=target.dtype), recipe.target.adapter
-    return target, model if adapter is None else target_adapter.merge(model, adapter, recipe.target.name)
+    if adapter is not None:
+        model = target_adapter.merge(model, adapter, recipe.target.name)
+    return target, in_fastest_dtype(model)
 
 
 def drafters(recipe: BenchRecipe, target: Target) -> dict[str, Drafter]:

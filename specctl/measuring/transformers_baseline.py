@@ -1,4 +1,4 @@
-"""Baseline that every user has: `generate` of `transformers`, with the same weights, dtype and threads.
+"""Baseline that every user has: `generate` of `transformers`, with the same weights and threads, in its fastest dtype.
 
 It runs in three modes: plain, with prompt lookup, and with a small model as assistant; plain decoding also runs in
 batches. The answers are returned as `Decoded`, so they get the same metrics.
@@ -20,7 +20,7 @@ from transformers.generation import BaseStreamer
 
 from specctl import kernels, threads
 from specctl.decoding.models import target_adapter
-from specctl.decoding.models.loading import Spread, load_model
+from specctl.decoding.models.loading import Spread, load_model, with_fast_products
 from specctl.decoding.records import Decoded
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target
@@ -141,6 +141,12 @@ class TransformersBaseline:
         )
 
 
+def in_fastest_dtype(model: Any) -> Any:
+    """A model of `transformers` in its dtype, or in fp32 on a CPU without bf16 instructions, where that is faster."""
+    dtype = with_fast_products(torch.empty(0, dtype=model.dtype, device=model.device)).dtype
+    return model if dtype == model.dtype else model.to(dtype)
+
+
 def load_generator(
     recipe: TargetRecipe, target: Target, sampling: Sampling, assistants: Mapping[str, PreTrainedModel]
 ) -> TransformersBaseline:
@@ -155,7 +161,7 @@ def load_generator(
     )
     if recipe.adapter is not None:
         model = target_adapter.merge(model, recipe.adapter, recipe.name)
-    return TransformersBaseline(model, target, sampling, assistants)
+    return TransformersBaseline(in_fastest_dtype(model), target, sampling, assistants)
 
 
 def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
@@ -168,7 +174,7 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
     assistant = checkpoint.load(directory)
     if assistant.config["family"] != LM:
         return None
-    return cast(pool.load_module(assistant, target).model, target.device, target.dtype).eval()
+    return in_fastest_dtype(cast(pool.load_module(assistant, target).model, target.device, target.dtype).eval())
 
 
 def _configuration(eos_ids: frozenset[int], sampling: Sampling) -> GenerationConfig:

@@ -176,6 +176,14 @@ def test_it_is_compiled_once(fresh, monkeypatch):
     assert [command[1:] for command in commands] == [["--version"]]
 
 
+@needed
+def test_the_environment_names_the_instructions(monkeypatch):
+    monkeypatch.setattr(native, "instructions", lambda: SUPPORTED)
+    assert native.library() is native.library_for(SUPPORTED[0])
+    monkeypatch.setenv("SPECCTL_STEP", SUPPORTED[-1])
+    assert native.library() is native.library_for(SUPPORTED[-1])
+
+
 def test_the_environment_turns_it_off(fresh, monkeypatch):
     monkeypatch.setenv("SPECCTL_STEP", "torch")
     assert native.library() is None and list(fresh.iterdir()) == []

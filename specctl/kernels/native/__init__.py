@@ -22,7 +22,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CHOICES = ("native", "torch")
 SOURCE, VECTORS = (Path(__file__).with_name(name) for name in ("step.cpp", "vectors.h"))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
@@ -85,10 +84,13 @@ def library() -> ctypes.CDLL | None:
     """Load the compiled step for the fastest instructions of this processor. Returns None if it is not available.
 
     It needs a compiler, and its products must agree with PyTorch's. If the compiler fails or the products differ, there
-    is a warning. The environment variable SPECCTL_STEP=torch turns it off.
+    is a warning. The environment variable SPECCTL_STEP=torch turns it off, and SPECCTL_STEP=avx2 takes those
+    instructions if the processor has them.
     """
-    found = instructions()
-    return None if os.environ.get("SPECCTL_STEP") == "torch" or not found else library_for(found[0])
+    found, chosen = instructions(), os.environ.get("SPECCTL_STEP")
+    if chosen == "torch" or not found:
+        return None
+    return library_for(chosen if chosen in found else found[0])
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from specctl.decoding.models.lean import pick_target_dtype
 from specctl.decoding.models.loading import load_tokenizer, pick_device
 from specctl.decoding.target import LoadedAs, Target
 from specctl.errors import UsageError
+from specctl.measuring.transformers_baseline import in_fastest_dtype
 from specctl.recipe import BenchRecipe
 from specctl.training.target_outline import Outline
 
@@ -66,7 +67,7 @@ def load(recipe: BenchRecipe, name: str, device: torch.device) -> tuple[Target, 
         torch.set_default_dtype(before)
     twice = "steps" in recipe.parts
     target = Target(name, model, load_tokenizer("builtin"), loaded=LoadedAs(consume=not twice))
-    return target, model if twice else None
+    return target, in_fastest_dtype(model) if twice else None
 
 
 def check_memory(recipe: BenchRecipe) -> None:
