@@ -20,7 +20,7 @@ YAML = [name for name in shipped() if name not in JSON + SCRIPTS]
 def workplace(tmp_path, distilled):
     """The directories that recipes read: drafters and distilled data."""
     of_demo = ("demo-out/drafters/sql-eagle3", "demo-out/drafters/sql-retrieval")
-    for path in ("drafters/sql-eagle3", *of_demo, "heads/sql-eagle3"):
+    for path in ("drafters/sql-eagle3", "drafters/sql-medusa", *of_demo, "heads/sql-eagle3"):
         (tmp_path / path).mkdir(parents=True)
         for name in ("config.json", "drafter.json"):
             (tmp_path / path / name).write_text("{}")

@@ -9,7 +9,7 @@ import pytest
 from specctl.commands.eval_server import evaluate_server, predict_worth
 from specctl.distillation.messages import prompt_id
 from specctl.errors import DataError
-from specctl.measuring import served_rows
+from specctl.measuring import measured
 from specctl.recipe import EvalServerRecipe
 from specctl.runs import Run
 from tests.cli.conftest import specctl
@@ -162,7 +162,7 @@ def test_a_conversation_ends_where_the_context_does(go, text, suite, tmp_path):
 
 def test_rows_by_the_length_of_prompts(go, text, tmp_path, monkeypatch):
     """Where acceptance falls with the context a mean over all prompts hides it."""
-    monkeypatch.setattr(served_rows, "SHORTEST", 64)
+    monkeypatch.setattr(measured, "SHORTEST", 64)
     file = tmp_path / "mixed.jsonl"
     words = [" ".join(["table"] * many) for many in (1, 2, 20, 90)]
     file.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in words))
@@ -171,7 +171,7 @@ def test_rows_by_the_length_of_prompts(go, text, tmp_path, monkeypatch):
         result = go(engine, plain, data={"prompts": str(file)}, concurrency=[2])
         short = go(engine, data={"domain": ["sql"]}, limit=1, concurrency=[2])
     sizes = [len(text.render([{"role": "user", "content": prompt}])) for prompt in words]
-    want = Counter(served_rows.bucket(size) for size in sizes)
+    want = Counter(measured.bucket(size) for size in sizes)
     assert len(want) > 1 and short.lengths == []
     ours = [row for row in result.lengths if row.server == "server"]
     assert {row.up_to: row.requests for row in ours} == want
@@ -181,7 +181,7 @@ def test_rows_by_the_length_of_prompts(go, text, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("tokens", "up_to"), [(1, 512), (512, 512), (513, 1024), (1024, 1024), (32_000, 32_768)])
 def test_buckets_double(tokens, up_to):
-    assert served_rows.bucket(tokens) == up_to
+    assert measured.bucket(tokens) == up_to
 
 
 @pytest.mark.parametrize(

@@ -384,4 +384,4 @@ def test_a_long_sample(path, length, largest_tensor):
         total, _, _ = head(batch, target.model.embedding, target.head_weight[:64])
         total.backward()
     assert total.isfinite() and batch.features.shape == (length - 2, 16)
-    assert seen.elements < 300 * length
+    assert seen.elements <= max(300 * length, features.CHUNK_MASK["cpu"])

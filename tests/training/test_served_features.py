@@ -186,7 +186,7 @@ def test_states_of_something_else_are_refused_at_once(target, examples, engine, 
 def test_rounding_is_not_refused(target, examples, engine, tmp_path):
     """bf16, and more: an engine's kernels are others."""
     states = engine.states
-    engine.states = lambda ids: (states(ids) * (1 + 0.05 * torch.randn(1))).bfloat16()
+    engine.states = lambda ids: (states(ids) * (1 + 0.05 * torch.rand(1))).bfloat16()
     served(target, examples[:4], tmp_path / "features", asking(engine))
 
 
