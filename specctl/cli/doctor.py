@@ -125,10 +125,10 @@ def hardware() -> Iterator[Finding]:
 
     yield Finding("cpu", "ok", f"{runs.cpu_model()}, {threads.counted(threads.cores(), 'core')}")
     yield threads_finding(threads.read_cpu_facts(threads.cores(), environ={}), threads.requested_threads(os.environ))
-    found = native.instructions()
-    step = f"in C++ by {found[0].upper()}" if found else "on PyTorch: needs AVX2"
-    if found and native.library() is None:
-        step = f"on PyTorch: {found[0].upper()} needs a C++ compiler"
+    if (kind := native.chosen()) is None:
+        step = "on PyTorch: SPECCTL_STEP=torch" if native.instructions() else "on PyTorch: the C++ step needs AVX2"
+    else:
+        step = f"in C++ with {kind.upper()}" if native.library() else "on PyTorch: the C++ step is not compiled"
     yield Finding("CPU step in bf16", "ok", step)
     memory = psutil.virtual_memory()
     text = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB free"

@@ -80,17 +80,25 @@ def instructions() -> list[str]:
     return [key for key, check in zip(INSTRUCTIONS, supported, strict=True) if check is not None and check()]
 
 
+def chosen() -> str | None:
+    """Key of `INSTRUCTIONS` that the step uses, or None for PyTorch.
+
+    The environment variable SPECCTL_STEP names a key or `torch`. Instructions that this processor lacks are ignored.
+    """
+    found, named = instructions(), os.environ.get("SPECCTL_STEP")
+    if named == "torch" or not found:
+        return None
+    return named if named in found else found[0]
+
+
 def library() -> ctypes.CDLL | None:
-    """Load the compiled step for the fastest instructions of this processor. Returns None if it is not available.
+    """Load the compiled step for the `chosen` instructions. Returns None if it is not available.
 
     It needs a compiler, and its products must agree with PyTorch's. If the compiler fails or the products differ, there
-    is a warning. The environment variable SPECCTL_STEP=torch turns it off, and SPECCTL_STEP=avx2 takes those
-    instructions if the processor has them.
+    is a warning.
     """
-    found, chosen = instructions(), os.environ.get("SPECCTL_STEP")
-    if chosen == "torch" or not found:
-        return None
-    return library_for(chosen if chosen in found else found[0])
+    kind = chosen()
+    return None if kind is None else library_for(kind)
 
 
 @functools.cache
