@@ -105,8 +105,12 @@ class DraftedRollouts:
             slots: most texts at a time (None = all that the trainer asks for).
             logprobs: return log probabilities; rounds then run from the host. Without them, `trl` cannot tell by how
                 much a text is off-policy (`off_policy_mask_threshold`).
+
+        Raises CheckpointError if `drafter` is not a drafter directory.
         """
         self.start = None if drafter is None else Path(drafter)
+        if self.start is not None:
+            checkpoint.family(self.start)  # a wrong name fails here, and not after the trainer has loaded its model
         self.recipe = recipe or DrafterStreamRecipe()
         self.slots, self.logprobs = slots, logprobs
         self.batches: list[RolloutBatch] = []

@@ -4,7 +4,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from specctl.recipe.sections import CommandRecipe, DraftingRecipe, LocalPath, Name, PositiveFloat, Section
+from specctl.recipe.sections import CommandRecipe, DraftingRecipe, LocalPath, Name, Names, PositiveFloat, Section
 from specctl.recipe.select import ArmRecipe, GameRecipe, PolicyRecipe
 from specctl.recipe.serve_learning import ServeLearningRecipe
 from specctl.recipe.server import Listen, ServerRecipe
@@ -28,7 +28,7 @@ class LimitsRecipe(Section):
     connections: PositiveInt | None = None
     # Without a key, a connection to the loopback must name an address, this machine, a name without a dot such as
     # localhost, or one of these hosts. This refuses the pages of a site that has pointed its name at this machine.
-    hosts: list[Name] = []
+    hosts: Names = []
     stop_s: PositiveFloat = 30.0  # for requests in flight when a signal ends the gateway
 
 

@@ -14,7 +14,7 @@ from specctl.decoding.offline import decode
 from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import checkpoint
-from specctl.errors import UsageError
+from specctl.errors import CheckpointError, UsageError
 from specctl.recipe.online import DrafterStreamRecipe
 from tests.measuring.streams import QUESTIONS, write_copy, write_head
 
@@ -212,6 +212,11 @@ def test_policy_and_drafter_can_be_saved(tmp_path, learning, copy):
     assert saved.keys() == weights.keys() and all(torch.equal(saved[name], weights[name]) for name in saved)
     learnt = checkpoint.load(rollouts.save(tmp_path / "learnt"))
     assert not torch.equal(learnt.tensors["lm_head.weight"], checkpoint.load(copy).tensors["lm_head.weight"])
+
+
+def test_a_wrong_drafter_fails_at_once(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        DraftedRollouts(tmp_path / "nothing")
 
 
 def test_evaluation_teaches_nothing(tmp_path, tiny, copy):
