@@ -121,7 +121,7 @@ def show(document: dict[str, Any], measured: str) -> Any:
 
 def by_length(rows: list[dict[str, Any]]) -> list[Any]:
     """Render the rows by prompt length, if there are several lengths."""
-    return [table(*LENGTHS.values(), rows=[[row[name] for name in LENGTHS] for row in rows])] if rows else []
+    return [table(*LENGTHS.values(), rows=[[with_mark(row, name) for name in LENGTHS] for row in rows])] if rows else []
 
 
 def later_turns(document: dict[str, Any], answers: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import fields as fields_of
 
-from specctl.commands.eval import EvalResult, Row
+from specctl.commands.eval import EvalResult, LengthRow, Row
 from specctl.commands.generate import GenerateResult, Piece
 from specctl.measuring.lossless import Losslessness
 
@@ -37,16 +37,18 @@ def test_speeds_that_cannot_be_are_marked_and_explained_once(specctl, library):
     """Beside other work a clock says anything; mat, which counts, still holds. Usable rows stay as they were."""
     numbers = {"mat": 1.46, "speedup": 2.53, "tokens": 10, "unusable": "above its mat"}
     rows = [filled(Row, drafter="head", domain="sql", **numbers), filled(Row, drafter="lookup", speedup=1.31)]
-    none = Losslessness(0, 0, 0)
-    library("eval", lambda recipe, run: EvalResult(rows, none, none, rejected=0))
+    none, lengths = Losslessness(0, 0, 0), [filled(LengthRow, drafter="head", domain="sql", up_to=512, **numbers)]
+    library("eval", lambda recipe, run: EvalResult(rows, none, none, rejected=0, lengths=lengths))
     lines = specctl("eval", "--drafter", "lookup").out.splitlines()
     assert next(line for line in lines if "head" in line).split()[2:8] == ["1.46", "–", "–", "2.53", "!", "–"]
     assert next(line for line in lines if "lookup" in line).split()[5] == "1.31"
+    assert next(line for line in lines if "512" in line).split()[2:7] == ["512", "1.46", "–", "2.53", "!"]
     (told,) = [line for line in lines if line.startswith("!")]
     assert told.startswith("! speeds that cannot be used: head in sql: above its mat (")
     assert "cores busy), or there were too few tokens: measure again" in told
     assert any(line.startswith("measured on: ") and "test prompts per domain (sql), greedy" in line for line in lines)
     rows.pop(0)
+    lengths.clear()
     assert "cannot be used" not in specctl("eval", "--drafter", "lookup").out
     assert specctl("eval", "--drafter", "lookup", "--json").json["rows"][0]["unusable"] is None
 
