@@ -58,13 +58,12 @@ class Eagle3Head(FusionHead):
         x = self.feature(batch.features)
         embedded = self.midlayer.input_layernorm(F.embedding(batch.key_tokens, embedding).float())
         run = partial(checkpoint, _layer, use_reentrant=False) if self.gradient_checkpointing else _layer
-        pairs = OwnPairs()
-        for place, layer in enumerate(self.all_layers):
+        layers, pairs, layout = self.all_layers, OwnPairs(), self.within_window(batch.layout, 0)
+        for place, layer in enumerate(layers):
             entered = self._enter(place, x, embedded)
             pairs.append(layer.key_and_value(entered[1], batch.key_positions))
-            if place + 1 < len(self.all_layers):
-                layout = self.within_window(batch.layout, 0).whole
-                x = run(layer, entered, batch.key_positions, pairs[place], [], layout)
+            if place + 1 < len(layers):
+                x = run(layer, entered, batch.key_positions, pairs[place], [], layout.whole)
         outputs, asked = self.unroll(batch, x, partial(self._step, embedded, pairs))
         # The vocabulary head and the loss are not part of the recurrence: compute them in one product for all steps.
         x = torch.cat(outputs)

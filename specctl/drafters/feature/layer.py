@@ -353,9 +353,14 @@ class FeatureLayer(FeatureReader):
         """
         batch, store = len(plan.positions), cache.store
 
+        def masked(plan: Plan) -> Plan:
+            return plan.with_window(self.window, store.dtype).without_slots(cache.skipped, store.dtype)
+
+        every = masked(plan) if only is None or self.layers > 1 else plan
+
         def attended(place: int, residual: Tensor, pairs: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
             cache.write(place, pairs, plan)
-            seen, rows = plan, len(query) // batch
+            seen, rows = every, len(query) // batch
             if only is not None and place + 1 == self.layers:
                 last, tail = only
                 if rows > tail:
@@ -363,8 +368,7 @@ class FeatureLayer(FeatureReader):
                     query, residual = query[kept.to(query.device)], residual[kept.to(query.device)]
                 rows = tail
                 starts = [start + row for start, row in zip(plan.base, last, strict=True)]
-                seen = plan_rows(starts, tail, device=store.device, dtype=store.dtype)
-            seen = seen.with_window(self.window, store.dtype).without_slots(cache.skipped, store.dtype)
+                seen = masked(plan_rows(starts, tail, device=store.device, dtype=store.dtype))
             return residual, attend(query.unflatten(0, (batch, rows)), cache, place, seen, self.dim**-0.5)
 
         return attended
