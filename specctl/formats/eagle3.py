@@ -198,12 +198,15 @@ def _norms(found: HeadDirectory, config: Mapping[str, Any]) -> dict[str, bool]:
     return {key: True for key in NORMS if given[key]}
 
 
-def layer_count(found: HeadDirectory, config: Mapping[str, Any]) -> int:
-    """Number of layers. Published heads of one layer may give the target's number in `num_hidden_layers`."""
+def layer_count(found: HeadDirectory, config: Mapping[str, Any], *, stated: bool = False) -> int:
+    """Number of layers. Raises CheckpointError if `num_hidden_layers` is another number.
+
+    Published EAGLE-3 heads of one layer may give the target's number there: it is accepted unless `stated`.
+    """
     places = (name.split(".")[1] for name in found.tensors if name.startswith("layers."))
     held = len({"0", *(place for place in places if place.isdecimal())})
     said = config.get("num_hidden_layers", 1)
-    if held > 1 and said != held:
+    if (stated or held > 1) and said != held:
         right = f"must be {held}, the number of layers in {found.file.name}"
         raise found.invalid("num_hidden_layers", said, right)
     return held

@@ -65,10 +65,7 @@ def read_parts(found: HeadDirectory, config: Mapping[str, Any], taps: tuple[int,
     # Drop hidden_norm of further layers: vLLM creates one per layer, but only the first layer uses it.
     unused = [name for name in renamed if UNUSED.match(name)]
     rest = found.with_tensors(renamed).without({*parts, *unused})
-    count = eagle3.layer_count(rest, config)
-    if config.get("num_hidden_layers", 1) != count:
-        right = f"must be {count}, the number of layers in {found.file.name}"
-        raise found.invalid("num_hidden_layers", config["num_hidden_layers"], right)
+    count = eagle3.layer_count(rest, config, stated=True)
     # Only EAGLE-3 feeds the output of the final norm back.
     head = eagle3.read_layers(rest, {**config, "norm_output": False}, taps, facts)
     shape = head.architecture
