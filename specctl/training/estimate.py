@@ -196,7 +196,7 @@ class PlannedTraining:
 
     Attributes:
         target: the outline, on the type of device that the target would run on.
-        whole: sample of the texts, cut at the longest length; `scale` texts stand behind each.
+        whole: sample of the texts, cut at the longest length; each stands for `scale` texts.
         examples: the same sample in pieces, if the recipe cuts long texts.
         texts: the data in the form of these examples.
         features: bytes of the target features of all texts, in any mode; 0 if the drafter reads none.
@@ -321,10 +321,10 @@ def mean_tokens(epoch: list[Batch]) -> float:
 def drafter_flops(drafter: nn.Module, passes: float, texts: Texts) -> float:
     """Training FLOPs per response token: 2 per parameter forward and 4 backward, in every pass. A drafter that reads no
     features also runs over the prompts; others compute inputs, keys and values for them, and their `prompt_layers`."""
-    prompts, all = texts.length - 1, matrix_parameters(drafter)
+    prompts, size = texts.length - 1, matrix_parameters(drafter)
     if not reads_features(drafter):
-        return 6 * all * (1 + prompts)
-    return 6 * (all * (passes + PROMPT_COST * prompts) + (1 - PROMPT_COST) * prompt_parameters(drafter) * prompts)
+        return 6 * size * (1 + prompts)
+    return 6 * (size * (passes + PROMPT_COST * prompts) + (1 - PROMPT_COST) * prompt_parameters(drafter) * prompts)
 
 
 def head_attention(drafter: nn.Module, passes: float, example: Example) -> float:
@@ -413,8 +413,8 @@ def forward_bytes(outline: Outline, machine: Machine, longest: int) -> float:
     """Peak bytes of one forward of the target over `FORWARD_TOKENS` tokens, or over a chunk of the `longest` text: KV
     cache of all its tokens, one layer, some logits."""
     config, size, width = outline.config, outline.dtype.itemsize, outline.hidden_size
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    dim = getattr(config, "head_dim", None) or width // config.num_attention_heads
+    heads, dim = _heads(outline)
+    heads = getattr(config, "num_key_value_heads", None) or heads
     inner = getattr(config, "intermediate_size", None) or 4 * width
     layer = 2 * heads * dim * size
     if machine.shards > 1 or lean.unsupported_reason(config):

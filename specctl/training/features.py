@@ -207,8 +207,8 @@ class FeatureStore:
         ]
 
     def _in_chunks(self, examples: list[Example]) -> list[Features]:
-        """Features of parts of one text. The target runs over chunks of the text with a KV cache, and only the states
-        of parts that are not complete yet are kept. The chunks depend on the text alone."""
+        """Features of parts of one text. The target runs over chunks of the text with a KV cache. The states of a part
+        are kept until the part is complete. The chunks depend on the text alone."""
         target, text = self.target, examples[0].text
         rows = max(1, min(CHUNK_TOKENS[self._kind], CHUNK_MASK[self._kind] // len(text)))
         end = max(example.stop for example in examples) - 1
@@ -257,13 +257,13 @@ class FeatureStore:
         on `examples` alone."""
         limit = PASS_TOKENS[self._kind]
         group: list[Example] = []
-        texts: dict[int, list[TextPiece]] = {}
+        alone: list[Example] = []
+        texts: dict[int, list[Example]] = {}
         for example in examples:
-            if isinstance(example, TextPiece):
-                texts.setdefault(id(example.whole), []).append(example)
+            pieces = texts.setdefault(id(example.text), []) if isinstance(example, TextPiece) else alone
+            pieces.append(example)
         for pieces in texts.values():
-            yield [*sorted(pieces, key=lambda piece: piece.first)]
-        alone = [example for example in examples if not isinstance(example, TextPiece)]
+            yield sorted(pieces, key=lambda piece: piece.start)
         for example in sorted(alone, key=lambda e: (len(e.tokens), e.index)):
             if group and len(example.tokens) * (len(group) + 1) > limit:
                 yield group
@@ -336,8 +336,8 @@ def slot_batch(
         inside: [V] bool membership in the draft vocabulary. A slot is not valid if the teacher prefers a token outside
             the draft vocabulary.
         stride, phase: every `stride`-th response slot goes on to steps 1, 2, … . The choice depends on the text and
-            `phase` alone, not on the batch, so several processes choose the same slots as one, and pieces of a text
-            the same as the text.
+            `phase` alone, not on the batch, so several processes choose the same slots as one, and the pieces of a
+            text choose the same slots as the whole text.
     """
     slots = [len(e.tokens) - 2 for e in examples]
     queries = [e.response_length - 1 for e in examples]
