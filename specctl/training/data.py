@@ -32,10 +32,10 @@ class Corpus:
         responses: usable responses of every held-out prompt.
         tokens: storage of all these texts.
         prompts: a sample of the training prompts by domain; empty for general text.
-        counts: number of texts that are trained on (`trained`), of texts among them that lost `cut_tokens` response
-            tokens beyond max_length (`cut`) or are in pieces (`in_pieces`), and of texts left out: their response has
-            fewer than two tokens (`too_short`), or fewer than two within max_length (`too_long`). Empty for general
-            text.
+        counts: `trained` is the number of texts that are trained on. Of these, `cut` texts are cut at max_length and
+            lose `cut_tokens` response tokens, and `in_pieces` texts are trained in pieces. Texts are left out if their
+            response has fewer than two tokens (`too_short`), or fewer than two within max_length (`too_long`). Empty
+            for general text.
     """
 
     train: list[Example]
@@ -135,7 +135,7 @@ def load_distilled(
 
 
 def _report(counts: Mapping[str, int], max_length: int) -> None:
-    """Say what is not trained on."""
+    """Log how many texts and tokens are not trained on."""
     if counts["too_short"]:
         log(f"{counts['too_short']} responses left out: they have fewer than two tokens")
     if counts["too_long"]:

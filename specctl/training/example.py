@@ -36,23 +36,23 @@ class Example:
 
     @property
     def draw(self) -> tuple[int, int]:
-        """Number of the text and of the first response slot in it, which decide which slots go on to later steps."""
+        """Index of the text, and number of earlier response slots in the text. Both select the slots of later steps."""
         return self.index, 0
 
     @property
     def idle(self) -> int:
-        """Response slots at the end that are not trained: only later steps of the slots before them read them."""
+        """Number of response slots at the end that are not trained. Later steps of earlier slots read their tokens."""
         return 0
 
     @property
     def trained_tokens(self) -> int:
-        """Response tokens that no other example has as well."""
+        """Number of response tokens, without the tokens that the next piece trains."""
         return self.response_length
 
 
 @dataclass(frozen=True, slots=True)
 class TextPiece(Example):
-    """A piece of a longer text. Its `prompt_length` first tokens are only read.
+    """A piece of a longer text. Its first `prompt_length` tokens are not trained: they are context.
 
     Attributes:
         whole: tokens of the whole text.

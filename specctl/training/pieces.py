@@ -1,10 +1,13 @@
-"""Texts that are too long for a step, cut into pieces with their positions in the text.
+"""Texts that are too long for a step, cut into pieces.
 
-The loss of a response is a sum over its slots. A piece has some of these slots, and tokens before them that the head
-only reads. At its end are as many further tokens as the later draft steps of its last slot read. So the losses of the
-pieces add up to the loss of the text if every slot finds all the positions that it depends on in its piece: in heads
-without attention, and in heads with a window. Other heads attend to the whole text, but in a piece only to the
-piece, which is an approximation. Positions are those in the text, and the target's states come from the whole text.
+The loss of a response is a sum over its slots. A piece trains some of these slots. The tokens before them are context,
+and the tokens after them are predicted by the draft steps of the last trained slot.
+
+A slot's loss depends on its own position in heads without attention, and on the positions of a window in heads with a
+window. If a piece has all these positions, the losses of the pieces add up to the loss of the text. Other heads attend
+to the whole text. In a piece, they attend to the piece alone, which is an approximation.
+
+Positions count from the start of the text, and the target's states come from the whole text.
 """
 
 from __future__ import annotations
@@ -26,10 +29,10 @@ class Cut:
     """How long texts are cut.
 
     Attributes:
-        length: most tokens of a piece.
-        prefix: fewest tokens that a piece has before its trained ones, if the text has as many.
+        length: largest number of tokens in a piece.
+        prefix: smallest number of tokens before the trained tokens of a piece, if the text has that many.
         exact: no slot depends on more tokens than the prefix has.
-        steps: number of draft steps, of which each later one reads one token more.
+        steps: number of draft steps; each step after the first reads one more token.
     """
 
     length: int
@@ -56,8 +59,8 @@ class Cut:
         return cls(recipe.piece_length, prefix, sight is not None and sight <= prefix, steps)
 
     def __call__(self, examples: Sequence[Example]) -> list[Example]:
-        """The examples, each text longer than a piece in pieces. A text's first piece has the text's index; the others
-        have indices that are free."""
+        """Replace each text that is longer than a piece by its pieces. The first piece keeps the index of the text; the
+        other pieces get new indices."""
         free = 1 + max((example.index for example in examples), default=-1)
         made: list[Example] = []
         for example in examples:
@@ -74,10 +77,10 @@ class Cut:
         pieces = [example for example in train if isinstance(example, TextPiece)]
         texts = len(corpus.train) - (len(train) - len(pieces))
         if pieces:
-            how = "in pieces they have the loss of whole texts"
+            how = "their loss is the same as that of whole texts"
             if not self.exact:
-                how = f"in a piece a slot attends to at least {self.prefix} tokens before it, not to the whole text"
-            log(f"{texts} texts, now {len(pieces)} pieces, are longer than piece_length {self.length}: {how}")
+                how = f"a slot in a piece attends to at least {self.prefix} tokens before it, not to the whole text"
+            log(f"{texts} texts longer than piece_length {self.length} are cut into {len(pieces)} pieces: {how}")
         counts = corpus.counts | {"in_pieces": texts}
         return replace(corpus, train=train, responses=list(map(self, corpus.responses)), counts=counts)
 
@@ -90,7 +93,7 @@ class Cut:
         found: list[Example] = []
         done = 0
         while done < slots:
-            begin = prompt + done  # first token that is not only read
+            begin = prompt + done  # first token after the context
             before = min(begin, self.prefix)
             room = self.length - before  # tokens from `begin` on
             stop = len(tokens)

@@ -168,7 +168,8 @@ LONG = dict(max_length=131_072, drafter={"sliding_window": 2048}, batch_tokens=1
 
 
 def test_long_texts_in_pieces_take_the_memory_of_a_piece():
-    """Of texts with long prompts, or long responses: twice the length is the same step, and another cache of keys."""
+    """With long prompts or long responses, twice the length takes the same memory in a step of the head. Only the
+    target's KV cache is larger."""
     for short, long in (((500, 30_000), (500, 60_000)), ((30_000, 100), (60_000, 100))):
         one, two = (of(texts=Texts(1000, *size, False), piece_length=8192, **LONG).memory_gb for size in (short, long))
         whole = of(texts=Texts(1000, *long, False), **LONG).memory_gb

@@ -60,7 +60,8 @@ def sums(trainable, examples, batches):
 
 
 def agree(ours, theirs):
-    """Loss, weight and losses by step to the rounding of fp32, and gradients to that of sums over a thousand slots."""
+    """Check that losses and weights agree within the rounding of fp32, and gradients within the rounding of a sum over
+    a thousand slots."""
     assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
     assert ours[1].flatten().tolist() == pytest.approx(theirs[1].flatten().tolist(), rel=1e-5)
     for one, other in zip(ours[2], theirs[2], strict=True):
@@ -70,8 +71,8 @@ def agree(ours, theirs):
 @pytest.mark.parametrize("arch", WINDOWED)
 @pytest.mark.parametrize("stride", [1, 3])
 def test_pieces_have_the_loss_and_the_gradient_of_the_text(target, texts, arch, stride):
-    """The same slots are trained at every step, each with all the positions that it depends on; in one step or in
-    many."""
+    """The pieces train the same slots at every draft step, and every slot sees all positions that its loss depends on.
+    The pieces may share one training step or take one step each."""
     own = made(arch, target, ttt_stride=stride, piece_length=200)
     cut = Cut.of(own.recipe.model_copy(update={"piece_prefix": own.module.sight}), own.module)
     assert cut.exact
@@ -86,8 +87,8 @@ def test_pieces_have_the_loss_and_the_gradient_of_the_text(target, texts, arch, 
 
 @pytest.mark.parametrize("arch", ["eagle3", "peagle", "dflash", "eagle", "hydra", "lm"])
 def test_without_a_window_a_piece_sees_itself_and_nothing_else(target, texts, arch):
-    """Texts and pieces that share a step have the losses that they have alone. Every token of a response counts once,
-    and the loss is not that of the text: what a slot depends on is cut."""
+    """Pieces that share a step have the same losses as in separate steps. Every response token counts once. The loss
+    differs from the loss of the whole text, because a slot does not see the text before its piece."""
     own, texts = made(arch, target, drafter=DrafterRecipe(), piece_length=200, ttt_steps=2), texts[:2]
     own.module.eval()  # eagle's noise is drawn anew in every step
     cut = Cut.of(own.recipe, own.module)
@@ -110,7 +111,7 @@ def test_positions_are_those_of_the_text(target, texts):
 
 
 def test_a_short_response_gets_the_text_before_it_that_fits(target, texts):
-    """A window needs no more than itself; other heads get the whole piece."""
+    """A head with a window gets the tokens of the window. Other heads get as many tokens as fit into a piece."""
     for arch, drafter, size in (("eagle3", None, WINDOW + 10), ("hydra", DrafterRecipe(vocab_size=256), 200)):
         own = made(arch, target, piece_length=200, **({"drafter": drafter} if drafter else {}))
         changed = own.recipe.model_copy(update={"piece_prefix": WINDOW})
@@ -128,7 +129,8 @@ def test_a_piece_without_room_is_refused(target):
 
 @pytest.mark.parametrize("chunk", [1, 64, 500])
 def test_features_of_pieces_are_those_of_the_text(target, texts, monkeypatch, chunk):
-    """Computed in chunks, of all pieces together or of one alone; the chunks do not depend on the pieces."""
+    """A piece has the same features if it is computed with the other pieces or alone: the chunks do not depend on the
+    pieces."""
     store = FeatureStore(target, (2, 5, 7))
     whole = store.compute([texts[0]])[0]
     monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": chunk})
@@ -165,8 +167,8 @@ class Peak:
 
 
 def test_the_memory_of_a_step_is_that_of_a_piece(target):
-    """Twice the text has the same peak in a step of the head, and less than twice in the target's forward; without
-    pieces, the step takes about twice as much."""
+    """With pieces, a step of the head has the same peak memory for a text of twice the length. Without pieces, the peak
+    is about twice as large."""
     own = made("eagle3", target, piece_length=256, ttt_steps=2)
     cut = Cut.of(own.recipe, own.module)
     random = torch.Generator().manual_seed(0)
@@ -190,7 +192,8 @@ def test_the_memory_of_a_step_is_that_of_a_piece(target):
 
 
 def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(target, monkeypatch):
-    """Twice the text costs what its keys and values and its own features cost, and no square of anything."""
+    """A text of twice the length adds the memory of its keys and values. No tensor grows with the square of the
+    length."""
     monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": 64})
     store, found = FeatureStore(target, (2, 5, 7)), []
     for size in (1000, 2000):
@@ -207,7 +210,7 @@ def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(target, monkeypa
 
 
 def test_a_run_in_pieces_learns_and_counts_its_texts(distilled, target, tmp_path, monkeypatch):
-    """With cached features and recomputed ones; the drafter's card has the counts."""
+    """Cached and recomputed features give the same losses. The drafter's card has the counts of texts."""
     monkeypatch.setattr(loop, "load_target", lambda **_: target)
     losses = []
     for mode in ("online", "cached"):

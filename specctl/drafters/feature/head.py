@@ -331,7 +331,7 @@ class DraftHead(nn.Module):
 
     @property
     def sight(self) -> int | None:
-        """Number of positions up to its own that a slot's loss depends on, or None for all of them."""
+        """Number of positions that a slot's loss depends on, its own included; None for all positions up to its own."""
         return None
 
     @property
