@@ -76,26 +76,24 @@ def train(options, rollouts):
     return [row["reward"] for row in trainer.state.log_history if "reward" in row]
 
 
-def row(name, rollouts, rewards, plain_speed):
-    """A line of the table: the first and the last quarter of the steps, and the speed of all."""
+def total(batches, name):
+    """Sum of a field of all batches."""
+    return sum(getattr(batch, name) for batch in batches)
+
+
+def report(name, batches, plain, rewards):
+    """Print a line of the table: the first and the last quarter of the steps, and the speed of all, over `plain`."""
     part = max(len(rewards) // 4, 1)
-    batches = rollouts.batches
-
-    def mat(some):
-        return sum(batch.tokens for batch in some) / sum(batch.passes for batch in some)
-
+    first, last = (total(some, "tokens") / total(some, "passes") for some in (batches[:part], batches[-part:]))
     learned = sum(batch.lesson == "updated" for batch in batches)
-    decode, learn = sum(batch.decode_s for batch in batches), sum(batch.learn_s for batch in batches)
-    tokens = sum(batch.tokens for batch in batches)
-    plain_speed = plain_speed or tokens / decode
-    gross, net = (tokens / seconds / plain_speed for seconds in (decode, decode + learn))
+    tokens, decode_s, learn_s = (total(batches, field) for field in ("tokens", "decode_s", "learn_s"))
+    plain_speed = total(plain, "tokens") / total(plain, "decode_s")
+    gross, net = (tokens / seconds / plain_speed for seconds in (decode_s, decode_s + learn_s))
     print(
         f"{name:6}  reward {mean(rewards[:part]):.4f} → {mean(rewards[-part:]):.4f}   {tokens:,} tokens"
-        f"   mat {mat(batches[:part]):.3f} → {mat(batches[-part:]):.3f}   {learned} lessons"
-        f"   {gross:.2f} × plain, net of learning {net:.2f}",
+        f"   mat {first:.3f} → {last:.3f}   {learned} lessons   {gross:.2f} × plain, net of learning {net:.2f}",
         flush=True,
     )
-    return plain_speed
 
 
 def main():
@@ -118,10 +116,10 @@ def main():
         "static": DraftedRollouts(options.drafter, DrafterStreamRecipe(algo=["static"])),
         "ogd": DraftedRollouts(options.drafter, DrafterStreamRecipe(algo=["ogd"], learner=learner)),
     }
-    plain_speed, rewards = None, {}
+    rewards = {}
     for name, rollouts in contenders.items():
         rewards[name] = train(options, rollouts)
-        plain_speed = row(name, rollouts, rewards[name], plain_speed)
+        report(name, rollouts.batches, contenders["plain"].batches, rewards[name])
     steps = zip(*rewards.values(), strict=True)
     same = next((step for step, row in enumerate(steps) if len({*row}) > 1), options.steps)
     print(f"rewards are equal in the first {same} of {options.steps} steps")  # up to a draw that rounding moves

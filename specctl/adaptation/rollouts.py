@@ -1,12 +1,13 @@
-"""Roll-outs of reinforcement learning with `trl`, written by speculative decoding with a drafter that keeps learning.
+"""Roll-outs for `trl` by speculative decoding, with a drafter that learns while the policy is trained.
 
     rollouts = DraftedRollouts("drafters/math-eagle3")
     trainer = GRPOTrainer(..., rollout_func=rollouts)
     trainer.train()
     rollouts.save("drafters/math-eagle3-rl")
 
-Every optimizer step changes the policy, and a fixed drafter fits it less and less. Here the policy is the target:
-before a batch of roll-outs the learner is given its present weights, and after the batch it learns from verification.
+Every optimizer step changes the policy, and a fixed drafter predicts it less and less well. Here the policy is the
+target. Before a batch of roll-outs, the learner gets the policy's present weights. After the batch, the learner learns
+from the verification of the drafts.
 """
 
 import random
@@ -85,7 +86,7 @@ class DraftedRollouts:
     An adapter of peft is merged while the texts are written. Every process of DDP has a learner of its own.
 
     Attributes:
-        batches: what each call has written, in order.
+        batches: counts and seconds of each call, in order.
         learner: the drafter with its learner, from the first call on.
     """
 
@@ -117,7 +118,8 @@ class DraftedRollouts:
         self.learner: OnlineDrafter | None = None
         self.algo = self.recipe.algo[0]
         self._learns = rule_and_family(self.algo)[0] != "static"
-        self._calls = 0
+        self._calls = 0  # earlier calls at `_step`
+        self._step: int | None = None  # the trainer's step of the last call
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """One completion per prompt: token ids of prompts and completions, and a log probability per completion token.
@@ -218,8 +220,6 @@ class DraftedRollouts:
         for name, value in values.items():
             if value is not None:
                 trainer._metrics["train" if batch.training else "eval"][f"rollout/{name}"].append(value)
-
-    _step: int | None = None  # the trainer's step of the last call
 
 
 def sampling_of(trainer: Any) -> Sampling:

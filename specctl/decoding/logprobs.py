@@ -45,8 +45,8 @@ class LogprobRecorder:
     """Records the log probabilities of every new token of the sequences in `wanted`.
 
     Attributes:
-        as_drawn: they are those of the distribution that the token was drawn from (`filtered`), as learning from the
-            texts needs them. Otherwise they are the target's, before temperature and filters, as OpenAI reports them.
+        as_drawn: record log probabilities under the distribution that the token was drawn from (`filtered`), which RL
+            needs. Otherwise they are the target's, before temperature and filters, as OpenAI reports them.
         wanted: number of alternatives, by sequence id.
         found: log probabilities that were not collected yet, by sequence id.
     """

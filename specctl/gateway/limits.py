@@ -103,10 +103,12 @@ class Guard:
     def _knows_host(self, headers: list[tuple[bytes, bytes]]) -> bool:
         """Whether the header Host has no name that a site can own. DNS rebinding needs a name with a dot."""
         given = [value.decode("latin-1").lower() for name, value in headers if name == b"host"]
-        names = [re.sub(r":[0-9]*$", "", host).strip("[]") for host in given]
+        hosts = [re.sub(r":[0-9]*$", "", host).strip("[]") for host in given]
         known = {socket.gethostname().lower(), *map(str.lower, self.limits.hosts)}
-        own = [name in known or name.endswith(".localhost") or _is_address(name) for name in names]
-        return all(mine or "." not in name for mine, name in zip(own, names, strict=True))
+        return all(
+            "." not in host or host in known or host.endswith(".localhost") or _address(host) is not None
+            for host in hosts
+        )
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
         given = [value for name, value in headers if name == b"authorization"]
@@ -145,18 +147,19 @@ class Guard:
         return ApiError(f"the body has more than {self.limits.body_bytes} bytes", 413)
 
 
-def _is_address(host: str) -> bool:
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        ipaddress.ip_address(host)
+        return ipaddress.ip_address(host)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 def _is_loopback(scope: Scope) -> bool:
     """Whether the connection came to a loopback address of this machine."""
-    host = (scope.get("server") or ("",))[0]
-    return _is_address(host) and ipaddress.ip_address(host).is_loopback
+    address = _address((scope.get("server") or ("",))[0])
+    # A socket on [::] also accepts IPv4 and then has the address ::ffff:127.0.0.1, which is not `is_loopback`.
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address is not None and address.is_loopback
 
 
 class Answer:

@@ -23,7 +23,7 @@ LEARNS = DrafterStreamRecipe(learner={"budget": None, "holdout": 0.0})
 
 
 def different_tokens(completion_ids, **_):
-    """A reward that no two texts of a group need share."""
+    """A reward that usually differs between two texts."""
     return [float(len(set(ids))) for ids in completion_ids]
 
 
@@ -232,7 +232,7 @@ def test_evaluation_teaches_nothing(tmp_path, tiny, copy):
 
 
 def test_a_fixed_drafter_takes_in_no_texts(tmp_path, tiny, copy):
-    """A drafter to compare with must not pay for learning: it kept hidden states, and prepared batches of them."""
+    """A fixed drafter is the baseline. It lost time, because hidden states were kept and training batches were made."""
     fixed = DrafterStreamRecipe(algo=["static"])
     rollouts, _, _ = run(tmp_path, tiny, Watched(copy, fixed), max_steps=1)
     assert rollouts.batches[0].mat > 1.5 and rollouts.batches[0].lesson is None
@@ -240,7 +240,7 @@ def test_a_fixed_drafter_takes_in_no_texts(tmp_path, tiny, copy):
 
 
 def test_logprobs_of_filtered_rows():
-    """Excluded tokens have none of the mass. `transformers` filters in this order: temperature, top-k, top-p."""
+    """Excluded tokens have probability 0. `transformers` filters in this order: temperature, top-k, top-p."""
     logits = torch.tensor([[3.0, 1.0, 2.0, 0.0]])
     three = torch.tensor([3.0, 1.0, 2.0, -torch.inf]) / 0.5
     assert torch.allclose(filtered(logits, Sampling(0.5, 3, 1.0)).softmax(-1)[0], three.softmax(-1))
@@ -250,6 +250,6 @@ def test_logprobs_of_filtered_rows():
 
 @pytest.mark.parametrize("option", [{"min_p": 0.1}, {"repetition_penalty": 1.1}])
 def test_other_sampling_is_refused(tmp_path, tiny, option):
-    """Its texts would not be those that the trainer asked for."""
+    """Roll-outs do not support these options, so the texts would have another distribution than the trainer's."""
     with pytest.raises(UsageError, match=next(iter(option))):
         trainer_of(tmp_path, tiny, DraftedRollouts(None), **option).train()

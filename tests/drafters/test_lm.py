@@ -11,6 +11,7 @@ from specctl.decoding.sampling import DRAFT, GREEDY, Sampling
 from specctl.decoding.state import READ_ALONE_ROWS
 from specctl.drafters import checkpoint
 from specctl.drafters.lm import drafter as lm
+from specctl.drafters.lm import model as lm_model
 from specctl.drafters.lm.model import LM, AcceptanceHead, LMBatch, architecture, cast
 from specctl.drafters.lm.shape import ChainShape
 from specctl.drafters.lora import Adapter
@@ -128,8 +129,9 @@ def test_the_loss_is_that_of_the_response_tokens(model):
     assert loss.item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_the_acceptance_head_learns_which_tokens_are_right(model, with_head):
-    """Its cross-entropy is added to the loss, and moves nothing but the head."""
+def test_the_acceptance_head_learns_which_tokens_are_right(model, with_head, monkeypatch):
+    """Its cross-entropy is added to the loss, and moves nothing but the head. Logits are computed in two parts."""
+    monkeypatch.setattr(lm_model, "HEAD_ROWS", 2)
     ids = [5, 6, 7]
     ids += [next_logits(model, ids).argmax().item(), 8, 9]  # the model is right about one of three tokens
     data = batch([ids], [[0, 0, 0, 1, 1, 1]])

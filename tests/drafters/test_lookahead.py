@@ -60,7 +60,8 @@ def test_columns_go_on_as_the_target_says(target, prompts):
 
 @pytest.mark.parametrize("wrapped", ["batch", "per sequence", "all at once"])
 def test_columns_go_on_in_drafts_with_others(target, prompts, wrapped):
-    """A union of trees has other nodes, and a sequence may be drafted for by somebody else."""
+    """In a union of trees, the columns are found although its nodes have other numbers. The window of a sequence for
+    which another drafter drafts does not move."""
     drafter = Watched(columns=3)
     whole = {
         "batch": drafter,
@@ -131,7 +132,7 @@ def test_the_pool_keeps_the_newest_n_grams():
 
 
 def test_scores_are_the_n_grams_known_before(target, prompts):
-    """A position is scored with what stood before it, even though the n-gram that it ends is in the pool by then."""
+    """The score of a position uses only n-grams that end before it, although the pool already has later n-grams."""
     drafter, scores = LookaheadDrafter(columns=1, candidates=2), []
 
     def watch(state, draft, verdict):

@@ -20,6 +20,7 @@ from specctl.recipe import DrafterRecipe
 
 # Layers, hidden size, heads, intermediate size. "68m" is the size of SpecInfer (Miao et al. 2024, arXiv 2305.09781).
 PRESETS = {"tiny": (2, 128, 4, 384), "small": (2, 192, 6, 512), "68m": (2, 768, 12, 3072)}
+HEAD_ROWS = 512  # rows of logits that are in memory at a time for the confidence head
 
 
 class AcceptanceHead(nn.Module):
@@ -94,7 +95,8 @@ class LM(nn.Module):
         if self.confidence_head is not None:
             states = hidden.detach()  # the head learns from the states as they are for drafting
             with torch.no_grad():
-                best = F.linear(states, head.weight, head.bias).argmax(-1)
+                parts = [F.linear(part, head.weight, head.bias).argmax(-1) for part in states.split(HEAD_ROWS)]
+            best = torch.cat(parts)
             right = (best == batch.tokens[:, 1:][wanted]).float()
             confidence = self.confidence_head(states.float())
             total = total + F.binary_cross_entropy_with_logits(confidence, right, reduction="sum")

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from specctl.decoding.protocols import BaseDrafter
+from specctl.decoding.protocols import BaseDrafter, ReadsVerdicts
 from specctl.decoding.records import DraftTree, Score, Verdict
 from specctl.decoding.state import DecodeState, PerText
 from specctl.recipe import DraftingRecipe
@@ -24,7 +24,7 @@ from specctl.recipe import DraftingRecipe
 LEVELS, COLUMNS, CANDIDATES = 4, 7, 7
 
 
-class LookaheadDrafter(BaseDrafter):
+class LookaheadDrafter(BaseDrafter, ReadsVerdicts):
     """Drafts the window and at most `candidates` n-grams, of one sequence each.
 
     Half of the nodes of a step are for the window. It has fewer columns if they do not suffice. In exact mode a draft
@@ -137,7 +137,8 @@ class Window:
         return [token for _, token in tree], [parent for parent, _ in tree]
 
     def ends(self, tokens: list[int], parents: list[int]) -> list[int]:
-        """Nodes of a verified draft at which the columns end; −1 = the root. Columns that it lacks are left out."""
+        """The node of a verified draft at which each column ends; −1 = the root. From the first column that the draft
+        lacks, columns have no node."""
         tree = {link: node for node, link in enumerate(zip(parents, tokens, strict=True))}
         found = []
         for path in self.asked:
