@@ -219,7 +219,7 @@ class OnlineContenders:
         self._restore_gate_statistics(pasts)
         self._warm = True
 
-    def _restore_gate_statistics(self, pasts: Mapping[str, dict[str, float]]) -> None:
+    def _restore_gate_statistics(self, pasts: Mapping[str, dict[str, Any]]) -> None:
         """Restore the hybrids' statistics of earlier texts."""
         for name, state in pasts.items():
             self.gate_statistics[name].restore(state)

@@ -241,9 +241,9 @@ def test_heads_draft_beside_a_text_drafter(tmp_path, prompts, tiny, pool, monkey
         assert mats["lookup"][name] >= max(mats[None][name], mats[None]["lookup"])
 
 
-def test_what_drafting_has_yielded_is_known_from_text_to_text(tiny, pool, monkeypatch):
-    """If drafts do not pay on a stream, every text would otherwise draft until it finds that out by itself. A resumed
-    run would, too."""
+def test_the_gain_of_a_head_is_known_from_text_to_text(tiny, pool, monkeypatch):
+    """Otherwise every text would try a head that gains nothing until it finds that out by itself. A resumed run would,
+    too."""
     monkeypatch.setattr("specctl.drafters.pool.costs_of", lambda *_: costs.Costs((1.0,) * len(costs.ROWS), 0.1, 0.1))
     made = recipe("unread.jsonl", pool / "good", tiny, algo=["ogd"], beside="lookup", baselines=["static"])
     stage, again = OnlineContenders(made, tiny, 0), OnlineContenders(made, tiny, 0)
@@ -252,13 +252,13 @@ def test_what_drafting_has_yielded_is_known_from_text_to_text(tiny, pool, monkey
         head = of.learners["ogd"].drafter if name == "ogd" else of.fixed[name]
         return of._hybrid(name, head).past
 
-    for seconds, name in enumerate(("ogd", "static"), 2):
+    for tokens, name in enumerate(("ogd", "static")):
         for _ in range(50):
-            past(stage, name).learn(1, seconds)
+            past(stage, name).gain.learn(2, tokens)
     again.restore(*stage.state())
     assert past(again, "ogd").state() == past(stage, "ogd").state()
     assert past(again, "static").state() == past(stage, "static").state() != past(stage, "ogd").state()
-    assert past(again, "ogd").tokens < 0.6 * past(again, "ogd").cost
+    assert past(again, "ogd").gain(2) < 0.1 < 0.9 < past(again, "static").gain(2)
 
 
 def test_what_was_said_before_is_drafted(tmp_path, prompts, tiny, pool):

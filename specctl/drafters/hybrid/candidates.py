@@ -22,7 +22,7 @@ class Calibration:
     equivalent to claims with the sum s that came true r times as often as claimed.
     """
 
-    BEFORE = 2.0  # s
+    BEFORE = 4.0  # s
 
     def __init__(self, ratios: Sequence[float]):
         """`ratios`: r of each eighth."""

@@ -91,9 +91,9 @@ class Costs:
         share = (rows - low) / (high - low)
         return self.rounds[place - 1] + share * (self.rounds[place] - self.rounds[place - 1])
 
-    def row(self, texts: int) -> float:
-        """Cost of one more row for each of `texts` texts, averaged over rounds of usual size."""
-        return texts * (self._step(32) - self._step(2)) / 30 + (texts - 1) * self.text_row
+    def further_rows(self, rows: int, more: int, texts: int) -> float:
+        """Extra cost of a round with `more` rows for each of `texts` texts in addition to `rows`."""
+        return self.round(rows + more, texts) - self.round(rows, texts)
 
     def drafting(self, levels: float, texts: int = 1) -> float:
         """Cost of drafting `levels` levels with a head, for `texts` texts together."""

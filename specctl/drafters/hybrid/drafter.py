@@ -4,46 +4,48 @@ A text drafter (`lookup`, `suffix`, `retrieval`) drafts for free and is reliable
 pass per level and knows more elsewhere. In each round the text drafter proposes first. The head is asked if its
 expected gain is worth its passes (`gate`), and drafts another level as long as that pays off. The round verifies the
 proposed nodes that are probable enough to be worth a row. All decisions compare expected tokens with measured costs
-(`costs`), at the text's recent rate of tokens per cost.
+(`costs`), at the rate of tokens per cost that the round has without them.
 
 Trees chosen by expected tokens follow Sequoia (Chen et al. 2024, arXiv 2402.12374) and OPT-Tree (Wang et al. 2025,
 arXiv 2406.17276). The gate between two kinds of drafters is ours.
 """
 
+from __future__ import annotations
+
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from specctl.decoding.protocols import BaseDrafter, DeviceDraft, OnDevice
-from specctl.decoding.records import DraftTree, Score, empty_draft
+from specctl.decoding.records import DraftTree, Score
 from specctl.decoding.row_budget import node_budget
 from specctl.decoding.state import DecodeState, PerText
 from specctl.drafters.hybrid.candidates import Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.device_rounds import HybridRounds
-from specctl.drafters.hybrid.gate import HEAD, TEXT, WORTH, Gate, GateStatistics, Pending
+from specctl.drafters.hybrid.gate import HEAD, TEXT, Gate, GateStatistics, Pending
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 
 OFFERED = 32  # maximal number of nodes that a text drafter proposes
 GOES_ON = 0.75  # assumed probability that a level's token is accepted if the previous level's was
 NEXT = 0.9  # claim assumed for a level that is not drafted yet
+WORSE = 0.9  # share of the best rate below which no larger draft is considered
 DEVICE_TEXT_NODES = 14  # nodes of a device round that the text drafter gets: its head then keeps its default tree
 
 
 class Hybrid(BaseDrafter):
     """Trained drafter (the head) and text drafter that draft as one.
 
-    If drafting has not paid off, it drafts nothing and tries again from time to time.
-
     Attributes:
-        past: record of earlier texts of a stream (None = every text starts without a record).
+        past: record of the texts that it has drafted before.
     """
 
     weighs_rows = True
 
     def __init__(self, head: CandidateDrafter, text: TextDrafter, costs: Costs, past: GateStatistics | None = None):
-        self.head, self.text, self.costs, self.past = head, text, costs, past
+        self.head, self.text, self.costs, self.past = head, text, costs, past or GateStatistics()
         self.taps = head.taps
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
@@ -52,61 +54,54 @@ class Hybrid(BaseDrafter):
         for gate, row in zip(gates, state.rows, strict=True):
             gate.settle(row)
         live = state.live
-        if self._rests([gates[b] for b in live]):
-            return empty_draft(state.batch, state.device)
         costs = self.costs.at(sum(len(state.rows[b].ids) for b in live) / max(len(live), 1))
-        plain = costs.round(1, state.batch)  # unit of costs, comparable across batch sizes
-        rate = sum(gates[b].rate for b in live) / plain
         drafts = [Candidates() for _ in gates]
         for draft, offer, gate in zip(drafts, self.text.propose_trees(state, min(budget, OFFERED)), gates, strict=True):
             draft.add(offer, TEXT, gate.trust[TEXT])
-        row_price = rate * costs.row(state.batch)
-        kinds = [Gate.kind(sum(joint for joint in draft.joint if joint > row_price)) for draft in drafts]
-        levels = 0
-        if self._asks(state, gates, kinds, rate, costs):
-            levels = self._ask(state, budget, gates, drafts, rate, costs)
-        ranked = [draft.longest() if state.exact_rows else draft.ranked() for draft in drafts]
-        joint = [[drafts[b].joint[node] for node in ranked[b]] for b in live]
-        width = nodes_worth(state.batch, joint, rate, budget, costs)
-        cost = costs.round(width + 1, state.batch) + costs.drafting(levels, state.batch)
+        alone = best_size(state, drafts, budget, costs)
+        kinds = [
+            Gate.kind(sum(draft.joint[node] for node in nodes))
+            for draft, nodes in zip(drafts, alone.nodes, strict=True)
+        ]
+        chosen, levels = alone, 0
+        if self._asks(state, gates, kinds, alone, costs):
+            levels = self._ask(state, budget, gates, drafts, alone, costs)
+            chosen = best_size(state, drafts, budget, costs, costs.drafting(levels, state.batch))
         for b in live:
             row = state.rows[b]
-            gates[b].pending = Pending(len(row.ids), row.target_passes, drafts[b], cost / plain, kinds[b], levels)
+            gates[b].pending = Pending(len(row.ids), row.target_passes, drafts[b], kinds[b], levels)
         return DraftTree.from_trees(
-            [draft.cut(nodes[:width]) for draft, nodes in zip(drafts, ranked, strict=True)], state.device
+            [draft.cut(nodes) for draft, nodes in zip(drafts, chosen.nodes, strict=True)], state.device
         )
 
-    def _rests(self, gates: list[Gate]) -> bool:
-        """Whether this round drafts nothing, because drafting does not pay off for the batch."""
-        pays = sum(gate.worth for gate in gates) > WORTH * len(gates)
-        resting = [past.rests(pays) for past in dict.fromkeys(gate.past for gate in gates)]
-        return bool(resting) and all(resting)
-
-    def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], rate: float, costs: Costs) -> bool:
+    def _asks(self, state: DecodeState, gates: list[Gate], kinds: list[int], alone: Size, costs: Costs) -> bool:
         """Whether the head's gain is worth its passes; one forward serves all texts."""
         asking = [b for b in state.live if state.rows[b].draft_room > 0]
         if not asking:
             return False
-        overdue = [b for b in asking if gates[b].overdue(kinds[b])]
+        overdue = {kind for kind in {kinds[b] for b in asking} if self.past.overdue(kind)}
         # One forward tries the head on all texts, so a minority of overdue texts does not justify its passes.
-        if 2 * len(overdue) >= len(asking):
-            for b in overdue:
-                gates[b].double_patience(kinds[b])
+        if 2 * sum(kinds[b] in overdue for b in asking) >= len(asking):
+            self.past.tried(overdue, pays=False)
             return True
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
-        return any(
+        rows = alone.width + 1
+        pays = any(
             gain * share(level, levels)
-            > rate * (costs.drafting(level, state.batch) + level * costs.row(state.batch))  # verified, too
+            > alone.rate * (costs.drafting(level, state.batch) + costs.further_rows(rows, level, state.batch))
             for level in range(1, levels + 1)
         )
+        if pays:
+            self.past.tried({kinds[b] for b in asking}, pays=True)
+        return pays
 
     def _ask(
-        self, state: DecodeState, budget: int, gates: list[Gate], drafts: list[Candidates], rate: float, costs: Costs
+        self, state: DecodeState, budget: int, gates: list[Gate], drafts: list[Candidates], alone: Size, costs: Costs
     ) -> int:
         """Add the head's candidates to the drafts. Returns the number of levels it has drafted."""
         levels = 1
-        price = rate * (costs.further(state.batch) + 2 * costs.row(state.batch))
+        price = alone.rate * (costs.further(state.batch) + costs.further_rows(alone.width + 1, 2, state.batch))
         trust = [gate.trust[HEAD] for gate in gates]
         trusted, before = [1.0] * len(gates), [0.0] * len(gates)
 
@@ -176,18 +171,42 @@ class Hybrid(BaseDrafter):
         return scores
 
 
-def nodes_worth(batch: int, joint: list[list[float]], rate: float, budget: int, costs: Costs) -> int:
-    """Number of nodes per text to verify: nodes are added as long as one more per text is worth its row.
+class Size(NamedTuple):
+    """Nodes of a round's draft, with the expected tokens and the cost of the round.
 
-    `joint` holds the nodes' probabilities for every text, the largest first.
+    Attributes:
+        nodes: nodes of every text of the batch, at most `width` each.
+        tokens: expected number of committed tokens of all texts.
     """
-    width = 0
-    while width < budget:
-        gain = sum(ranked[width] for ranked in joint if width < len(ranked))
-        if gain <= rate * (costs.round(width + 2, batch) - costs.round(width + 1, batch)):
+
+    nodes: list[list[int]]
+    width: int
+    tokens: float
+    cost: float
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.cost
+
+
+def best_size(state: DecodeState, drafts: list[Candidates], budget: int, costs: Costs, spent: float = 0.0) -> Size:
+    """Choose as many nodes per text as yield the most tokens per cost in this round. `spent`: cost of drafting.
+
+    The rate of this round decides, and not the text's mean rate: where a text is easy to predict, tokens that this
+    round leaves out come cheaply in the next one.
+    """
+    ranked = [draft.longest() if state.exact_rows else draft.ranked() for draft in drafts]
+    joint = [[drafts[b].joint[node] for node in ranked[b]] for b in state.live]
+    tokens = float(len(joint))
+    best = Size([], 0, tokens, spent + costs.round(1, state.batch))
+    for width in range(1, min(budget, max(map(len, joint), default=0)) + 1):
+        tokens += sum(values[width - 1] for values in joint if width <= len(values))
+        cost = spent + costs.round(width + 1, state.batch)
+        if tokens * best.cost > best.tokens * cost:
+            best = Size([], width, tokens, cost)
+        elif tokens * best.cost < WORSE * best.tokens * cost:
             break
-        width += 1
-    return width
+    return best._replace(nodes=[nodes[: best.width] for nodes in ranked])
 
 
 def share(level: int, levels: int) -> float:

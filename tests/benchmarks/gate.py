@@ -1,0 +1,167 @@
+"""The gate of hybrids on recorded proposals: python -m tests.benchmarks.gate --target M --head DIR --text NAME_OR_DIR
+--prompts 'DIR/{domain}.train.jsonl' [--without DISTILLED …] [--limit 6] [--tokens 80] DOMAIN …
+
+At every position of greedy texts, the trees of the head and of the text drafter are recorded. Rounds are then played on
+the record, without the target, so that constants of the gate can be compared within seconds. Printed are tokens per
+unit of cost (a plain round, by the costs that are measured on this machine) and tokens per pass, for each domain: the
+text drafter with its default number of nodes, the hybrid that never asks its head, and the hybrid, each domain as one
+stream of `ROUNDS` times its texts. `--without`: prompts of these distilled directories are left out.
+"""
+
+import argparse
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+
+from specctl.decoding.protocols import BaseDrafter
+from specctl.decoding.records import empty_draft
+from specctl.decoding.sampling import GREEDY
+from specctl.decoding.target import load_target
+from specctl.distillation import store
+from specctl.distillation.prompts import read_prompts
+from specctl.drafters import pool
+from specctl.drafters.hybrid.candidates import Calibration, Candidates
+from specctl.drafters.hybrid.costs import Costs
+from specctl.drafters.hybrid.drafter import OFFERED, Hybrid
+from specctl.drafters.text.suffix import NODES
+from specctl.drafters.tree import ProposedTree
+from specctl.recipe import DataRecipe, DraftingRecipe
+from tests.toys.decoding import decode
+
+ROUNDS = 4
+READING = 0.5  # cost of reading a prompt of 60 to 240 tokens with an eagle3 head of SmolLM2-135M, in plain rounds
+
+
+class Text(NamedTuple):
+    """Greedy text, and the proposals of head and text drafter after each of its positions from `start` on."""
+
+    ids: list[int]
+    start: int
+    heads: list[ProposedTree]
+    texts: list[ProposedTree]
+
+
+class Recorder(BaseDrafter):
+    """Drafts nothing, and records what the parts of a hybrid propose."""
+
+    def __init__(self, hybrid: Hybrid):
+        self.hybrid, self.taps = hybrid, hybrid.taps
+        self.heads: list[ProposedTree] = []
+        self.texts: list[ProposedTree] = []
+
+    def propose(self, state, budget):
+        self.heads += self.hybrid.head.propose_candidates(state, budget, lambda joint: True)
+        self.texts += self.hybrid.text.propose_trees(state, OFFERED)
+        return empty_draft(state.batch, state.device)
+
+    def advance(self, state):
+        self.hybrid.advance(state)
+
+    def invalidate(self, state):
+        self.hybrid.invalidate(state)
+
+    def lag(self, state):
+        return self.hybrid.lag(state)
+
+
+def depths(tree: ProposedTree) -> list[int]:
+    found: list[int] = []
+    for parent in tree.parents:
+        found.append(found[parent] + 1 if parent >= 0 else 1)
+    return found
+
+
+class Played(BaseDrafter):
+    """A part of a hybrid that proposes what was recorded at the text's length."""
+
+    taps = ()
+
+    def __init__(self, trees: str, calibration: tuple[float, ...] = ()):
+        self.trees, self.calibration = trees, calibration
+
+    def tree(self, state) -> ProposedTree:
+        (row,) = state.rows
+        return getattr(state.text, self.trees)[len(row.ids) - state.text.start]
+
+    def propose_trees(self, state, nodes):
+        return [ProposedTree(*(part[:nodes] for part in self.tree(state)))]
+
+    def propose_candidates(self, state, budget, pays):
+        tree = self.tree(state)
+        level, joint, deepest = depths(tree), [], 1
+        for parent, probability in zip(tree.parents, tree.probabilities, strict=True):
+            joint.append(math.log(max(probability, 1e-9)) + (joint[parent] if parent >= 0 else 0.0))
+        while deepest < max(level, default=0):
+            if not pays([max(value for value, depth in zip(joint, level, strict=True) if depth == deepest)]):
+                break
+            deepest += 1
+        kept = sum(depth <= deepest for depth in level)  # levels were recorded one after the other
+        return [ProposedTree(*(part[:kept] for part in tree))]
+
+
+def play(texts: list[Text], hybrid: Hybrid, costs: Costs, nodes: int | None) -> tuple[float, float]:
+    """(tokens per cost, tokens per pass) of a stream. `nodes`: the text drafter alone drafts this number of nodes."""
+    tokens, spent, rounds = 0, 0.0, 0
+    for text in texts:
+        row = SimpleNamespace(ids=text.ids[: text.start], target_passes=0, draft_room=0)
+        state = SimpleNamespace(rows=[row], live=[0], batch=1, exact_rows=0, device="cpu", memory={}, text=text)
+        asked = False
+        while len(row.ids) < text.start + len(text.heads):
+            row.draft_room = len(text.ids) - len(row.ids) - 1
+            levels = 0
+            if nodes is None:
+                draft = hybrid.propose(state, 62)
+                links = draft.tokens[0].tolist(), draft.parents[0].tolist()
+                levels = state.memory[hybrid].rows[0].pending.levels
+            else:
+                links = hybrid.text.propose_trees(state, nodes)[0][:2]
+            tree = Candidates()
+            tree.add(ProposedTree(*links, [1.0] * len(links[0])), 0, Calibration([1.0] * 8))
+            accepted = tree.accepted_claims(text.ids[len(row.ids) :], 0)
+            asked = asked or levels > 0
+            at = costs.at(len(row.ids))
+            spent += (at.round(len(links[0]) + 1) + at.drafting(levels)) / at.round(1)
+            row.ids = text.ids[: len(row.ids) + accepted + 1]
+            row.target_passes += 1
+            tokens, rounds = tokens + accepted + 1, rounds + 1
+        spent += READING * asked
+    return tokens / spent, tokens / rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    for name in ("target", "head", "text", "prompts"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--without", nargs="*", default=[])
+    parser.add_argument("--limit", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("domains", nargs="+")
+    asked = parser.parse_args()
+    target = load_target(asked.target, device="cpu")
+    drafter = pool.load_drafter(f"{asked.head}+{asked.text}", target, DraftingRecipe())
+    assert isinstance(drafter, Hybrid)
+    seen = {tuple(row["prompt_ids"]) for path in asked.without for row in store.read(Path(path))}
+    head, text = Played("heads"), Played("texts", drafter.text.calibration)
+    print(f"{'domain':16}{'nodes alone':>20}{'head never asked':>20}{'hybrid':>20}")
+    for domain in asked.domains:
+        data = DataRecipe(domain=[domain], prompts=asked.prompts)
+        prompts = [target.render(prompt.messages) for prompt in read_prompts(data, domain, sample=True)]
+        texts = []
+        for ids in [ids for ids in prompts if tuple(ids) not in seen][: asked.limit]:
+            recorder = Recorder(drafter)
+            options = {"sampling": GREEDY, "max_new_tokens": asked.tokens, "seeds": [0], "slots": 1}
+            (decoded,) = decode(target, [ids], drafter=recorder, **options)
+            texts.append(Text([*ids, *decoded.output_ids], len(ids) + 1, recorder.heads, recorder.texts))
+        never = Hybrid(head, text, drafter.costs)
+        never._asks = lambda *_: False
+        found = [
+            play(texts * ROUNDS, never, drafter.costs, NODES["cpu"]),
+            play(texts * ROUNDS, never, drafter.costs, None),
+            play(texts * ROUNDS, Hybrid(head, text, drafter.costs), drafter.costs, None),
+        ]
+        print(f"{domain:16}" + "".join(f"{rate:13.2f} ({mat:4.2f})" for rate, mat in found), flush=True)
+
+
+if __name__ == "__main__":
+    main()
