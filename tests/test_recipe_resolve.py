@@ -499,3 +499,17 @@ def test_a_removed_key_is_taken_with_its_default_and_refused_with_another_value(
     )
     (line,) = problems("distill", overrides=["filters.near_responses=0.9"])
     assert "no longer a key: responses are not compared" in line
+
+
+def test_sizes_of_a_draft_are_at_most_the_nodes_of_a_step():
+    """Drafters allocate by them: with a depth of 10⁹ `eagle3` asked for 2 TB."""
+    sizes = ("depth", "width", "nodes", "children")
+    drafting = resolve("generate", overrides=[f"drafting.{key}=1000000000" for key in sizes], environ={}).drafting
+    assert [getattr(drafting, key) for key in sizes] == [62] * 4
+    assert resolve("generate", overrides=["drafting.depth=5"], environ={}).drafting.depth == 5
+
+
+def test_threads_beyond_any_machine_are_refused():
+    """PyTorch starts them all, or fails without a word on the key."""
+    (line,) = problems("generate", overrides=["resources.threads=1000000"])
+    assert "resources.threads" in line and "less than or equal to 1024" in line

@@ -2,8 +2,9 @@
 
 from specctl.decoding.protocols import Proposer, WeighsRows
 from specctl.decoding.state import DecodeState
+from specctl.recipe.sections import MOST_NODES
 
-MAX_NODES = 63  # ancestor bitmasks are signed int64: the root and 62 nodes
+MAX_NODES = MOST_NODES + 1  # with the root
 # Rows of a step, shared by the sequences of a batch: up to this number, a step costs little more than one row. The CPU
 # value was measured on the built-in target with 8 sequences. On an H100, a step of an 8B model for 8 sequences takes
 # 1.08 times as long with 64 rows as with 8, 1.17 times with 128 and 1.42 times with 256 (1,024 tokens each, bf16). Idle

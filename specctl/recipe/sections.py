@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -189,13 +191,21 @@ class SamplingRecipe(Section):
     exact: bool = False
 
 
-class DraftingRecipe(Section):
-    """Shape of the draft tree. A default None is the measured default of the drafter's family on this device."""
+MOST_NODES = 62  # draft nodes of a step of the target: ancestor bitmasks are signed int64, with a bit for the root
+# A draft never has more levels or siblings than nodes. Larger numbers would only cost time and memory.
+TreeSize = Annotated[PositiveInt, AfterValidator(partial(min, MOST_NODES))]
 
-    depth: PositiveInt | None = None  # most levels of the tree
-    width: PositiveInt | None = None  # nodes per level that are expanded
-    nodes: PositiveInt | None = None  # draft tokens to verify
-    children: PositiveInt | None = None  # candidates per expanded node
+
+class DraftingRecipe(Section):
+    """Shape of the draft tree. A default None is the measured default of the drafter's family on this device.
+
+    Sizes above `MOST_NODES` count as `MOST_NODES`.
+    """
+
+    depth: TreeSize | None = None  # most levels of the tree
+    width: TreeSize | None = None  # nodes per level that are expanded
+    nodes: TreeSize | None = None  # draft tokens to verify
+    children: TreeSize | None = None  # candidates per expanded node
     stop_below: Fraction | None = None  # stop drafting if the best joint probability of a level is lower
     keep_above: Fraction | None = None  # leave out candidates of a dynamic tree with a lower joint probability
     proposal: Literal["deterministic", "sampled"] = "deterministic"
@@ -215,7 +225,7 @@ class ResourceRecipe(Section):
     A default None is the value of this machine.
     """
 
-    threads: PositiveInt | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     gpus: PositiveInt | None = None  # over all nodes
     gpu: Gpu | None = None
     processes: PositiveInt | None = None  # by default one per GPU, or a single one with target.device_map
