@@ -233,3 +233,13 @@ def test_what_is_cut_is_counted(distilled, target, capsys):
     found = load_distilled([distilled], target, shortest, 0.1, 2).counts
     assert found["cut"] + found["too_long"] > 0 and found["trained"] + found["too_long"] <= len(lengths)
     assert "raise max_length, and set piece_length" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("drafter", [DrafterRecipe(), DrafterRecipe(vocab_size=256, sliding_window=WINDOW)])
+def test_responses_too_short_for_a_block_change_no_other_loss(target, texts, drafter):
+    """A batch of answers such as "yes" has no block of dflash: its loss is 0, and a step with it fails no run."""
+    own = made("dflash", target, drafter=drafter)
+    short = [Example(0, "a", texts[1].tokens[:20], 18), Example(1, "b", texts[1].tokens[:30], 28)]
+    nothing = sums(own, short, [short])
+    assert nothing[0].tolist() == [0, 0] and not any(gradient.any() for gradient in nothing[2])
+    agree(sums(own, [*short, texts[0]], [short, texts[:1]]), sums(own, texts[:1], [texts[:1]]))

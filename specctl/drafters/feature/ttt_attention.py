@@ -385,7 +385,7 @@ class _Blocks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         q, key, value, own, out, lse = ctx.saved_tensors
-        count, (_, kv_heads, groups, dim) = own.shape[1], q.shape
+        count, (_, _, groups, dim) = own.shape[1], q.shape
         grad = grads[0].reshape(q.shape)
         delta = torch.linalg.vecdot(grad.float(), out)
         dq, dk, dv = _read_backward((q, key, value), grad, delta, lse, ctx.layout)
@@ -397,7 +397,7 @@ class _Blocks(torch.autograd.Function):
         ds = dp.sub_(_by_blocks(delta.unsqueeze(-1), count)).mul_(share).to(own.dtype)
         dq += _by_rows(torch.matmul(ds, own_keys), groups)
         down = torch.stack((torch.matmul(ds.mT, folded), torch.matmul(share.to(own.dtype).mT, folded_grad)))
-        dq = (dq * dim**-0.5).view(count, -1, kv_heads * groups, dim)
+        dq = (dq * dim**-0.5).view(grads[0].shape)
         return dq, dk.to(key.dtype), dv.to(value.dtype), down.transpose(2, 3), None
 
     @staticmethod
@@ -421,7 +421,8 @@ def _of_blocks(own: Tensor) -> tuple[Tensor, Tensor]:
 
 def _by_blocks(x: Tensor, count: int) -> Tensor:
     """Reshape rows [n·R, Hkv, G, ·] to [n, Hkv, G·R, ·]."""
-    return x.unflatten(0, (count, x.shape[0] // count)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    height = x.shape[0] // max(count, 1)  # short responses may have no blocks
+    return x.unflatten(0, (count, height)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def _by_rows(x: Tensor, groups: int) -> Tensor:
