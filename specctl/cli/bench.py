@@ -83,7 +83,7 @@ def bench(recipe: BenchRecipe, dry_run: bool) -> None:
     """Time kernels, target steps and batched decoding against their baselines and floors, on this machine."""
     from specctl.cli import checks
 
-    checks.check_drafters(recipe.drafters)
+    checks.check_drafters(recipe.drafters, recipe.drafting)
     checks.check_data(recipe.data)
     if recipe.output_dir:
         checks.check_output("bench", recipe.output_dir, overwrite=recipe.overwrite)

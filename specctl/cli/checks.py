@@ -9,8 +9,8 @@ from typing import Any
 from specctl import lock, progress
 from specctl.cli.output import cell, output
 from specctl.errors import CheckpointError, SpecctlError, UsageError
-from specctl.families import WEIGHTLESS_DRAFTERS
-from specctl.recipe import CommandRecipe, DataRecipe, TargetRecipe
+from specctl.families import TEXT_DRAFTERS, WEIGHTLESS_DRAFTERS
+from specctl.recipe import CommandRecipe, DataRecipe, DraftingRecipe, TargetRecipe
 from specctl.redaction import redacted
 from specctl.runs import check_same_command
 
@@ -117,10 +117,10 @@ def step_name(path: str) -> str:
     return names[path]
 
 
-def check_drafters(names: list[str]) -> None:
+def check_drafters(names: list[str], drafting: DraftingRecipe | None = None) -> None:
     """Check that each name is a drafter directory, a drafter without weights, or a hybrid of both.
 
-    Raises UsageError, CheckpointError.
+    `drafting`: options that a hybrid must support. Raises UsageError, CheckpointError.
     """
     from specctl.drafters.names import HYBRIDS, parts_of
 
@@ -131,6 +131,25 @@ def check_drafters(names: list[str]) -> None:
         for part in parts:
             if part not in WEIGHTLESS_DRAFTERS:
                 check_directory(part, otherwise=f", or {', '.join(WEIGHTLESS_DRAFTERS)}")
+        if len(parts) > 1:
+            _check_hybrid(name, parts, drafting)
+
+
+def _check_hybrid(name: str, parts: list[str], drafting: DraftingRecipe | None) -> None:
+    """Refuse a hybrid of two existing drafters that `pool.load_drafter` refuses."""
+    from specctl.drafters import checkpoint
+    from specctl.drafters.names import HYBRIDS, RESCORED, SAMPLED
+
+    head, text = (part if part in WEIGHTLESS_DRAFTERS else checkpoint.family(Path(part)) for part in parts)
+    if drafting and drafting.proposal == "sampled":
+        raise UsageError(f"{name}: {SAMPLED[0]}", SAMPLED[1])
+    if drafting and drafting.rescore:
+        if (head, text) != ("medusa", "retrieval"):
+            raise UsageError(f"{name}: {RESCORED[0]}", RESCORED[1])
+    elif text not in (*TEXT_DRAFTERS, "retrieval"):
+        raise UsageError(f"{name}: {Path(parts[1]).name} is not a text drafter", HYBRIDS)
+    elif head == "retrieval":
+        raise UsageError(f"{name}: {Path(parts[0]).name} is not a trained drafter", HYBRIDS)
 
 
 def check_made_for(target: TargetRecipe, names: Iterable[str], *, strict: bool = True) -> None:

@@ -55,7 +55,7 @@ def evaluate(recipe: EvalRecipe, dry_run: bool) -> None:
     """Measure drafters × domains: mat (tokens per pass of the target), acceptance, speed, and losslessness."""
     from specctl.cli import checks
 
-    checks.check_drafters(recipe.drafters)
+    checks.check_drafters(recipe.drafters, recipe.drafting)
     members = checks.pool_members(recipe.pool) if recipe.pool else []
     if recipe.matrix:
         from specctl.commands.eval import with_domains_of_drafters

@@ -34,7 +34,7 @@ def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
     from specctl.cli import checks
 
     if recipe.drafter:
-        checks.check_drafters([recipe.drafter])
+        checks.check_drafters([recipe.drafter], recipe.drafting)
     if recipe.output_dir:
         checks.check_output("generate", recipe.output_dir, overwrite=recipe.overwrite)
     recipe = recipe.model_copy(update={"prompt": prompt_of(recipe)})

@@ -73,7 +73,7 @@ def checked(recipe: Played) -> tuple[Played, list[str]]:
     from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
-    checks.check_drafters(recipe.rivals)
+    checks.check_drafters(recipe.rivals, recipe.drafting)
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
     return with_pool(recipe)
@@ -83,7 +83,7 @@ def with_pool(recipe: Pooled) -> tuple[Pooled, list[str]]:
     """Check the drafters and prompts. Return the recipe with the domains of its pool, and the paths of the pool."""
     from specctl.cli import checks
 
-    checks.check_drafters(recipe.drafters)
+    checks.check_drafters(recipe.drafters, recipe.drafting)
     # These imports take seconds, so they come after the checks for misspelled names.
     from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import pool_paths

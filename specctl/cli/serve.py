@@ -60,7 +60,7 @@ def serve(recipe: ServeRecipe, dry_run: bool) -> None:
     if recipe.server.urls:
         dispatch.check(recipe.choose)
     registry.check([recipe.choose])
-    checks.check_drafters(recipe.drafters)
+    checks.check_drafters(recipe.drafters, recipe.drafting)
     if recipe.learn.enabled:
         from specctl.selection.arms import learners_of
 

@@ -13,6 +13,11 @@ HYBRIDS = (
     "a hybrid combines a trained drafter with a text drafter: drafters/sql-eagle3+lookup, …+suffix, "
     "…+drafters/sql-retrieval"
 )
+RESCORED = (
+    "drafting.rescore needs a medusa head and a datastore",
+    "name them with a plus: drafters/sql-medusa+drafters/sql-retrieval",
+)
+SAMPLED = "a hybrid cannot sample its proposals", "set drafting.proposal to another value"
 
 
 def parts_of(path_or_name: str) -> list[str]:

@@ -19,7 +19,7 @@ from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import GateStatistics
 from specctl.drafters.hybrid.rescored import IndependentHeads, Rescored
 from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
-from specctl.drafters.names import HYBRIDS, name_of, parts_of
+from specctl.drafters.names import HYBRIDS, RESCORED, SAMPLED, name_of, parts_of
 from specctl.drafters.text.suffix import Suffix
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 from specctl.errors import CheckpointError, UsageError
@@ -49,9 +49,7 @@ def load_drafter(
         return cast(Drafter, pkgutil.resolve_name(WEIGHTLESS_DRAFTERS[path_or_name])(drafting))
     if len(parts := parts_of(path_or_name)) > 1:
         if drafting.proposal == "sampled":
-            raise UsageError(
-                f"{path_or_name}: a hybrid cannot sample its proposals", "set drafting.proposal to another value"
-            )
+            raise UsageError(f"{path_or_name}: {SAMPLED[0]}", SAMPLED[1])
         head, text = (load_drafter(part, target, drafting, bases) for part in parts)
         if drafting.rescore:
             return rescored(path_or_name, head, text)
@@ -89,10 +87,7 @@ def rescored(name: str, head: Drafter, text: Drafter) -> Rescored:
     """Combine a loaded head and a datastore into a head with rescored candidates. UsageError if they are of other
     families."""
     if not isinstance(head, IndependentHeads) or not isinstance(text, Suffix) or text.corpus is None:
-        raise UsageError(
-            f"{name}: drafting.rescore needs a medusa head and a datastore",
-            "name them with a plus: drafters/sql-medusa+drafters/sql-retrieval",
-        )
+        raise UsageError(f"{name}: {RESCORED[0]}", RESCORED[1])
     return Rescored(head, text.corpus)
 
 

@@ -22,8 +22,8 @@ def workplace(tmp_path, distilled):
     of_demo = ("demo-out/drafters/sql-eagle3", "demo-out/drafters/sql-retrieval")
     for path in ("drafters/sql-eagle3", "drafters/sql-medusa", *of_demo, "heads/sql-eagle3"):
         (tmp_path / path).mkdir(parents=True)
-        for name in ("config.json", "drafter.json"):
-            (tmp_path / path / name).write_text("{}")
+        (tmp_path / path / "config.json").write_text(json.dumps({"family": path.rpartition("-")[2]}))
+        (tmp_path / path / "drafter.json").write_text("{}")
     distilled(tmp_path / "demo-out/distilled/sql")
     return tmp_path
 
@@ -246,3 +246,29 @@ def test_the_plan_of_a_stream_says_how_far_it_is_ahead(specctl, tmp_path):
     steps = specctl("train-drafter", *options, "--dry-run", "--json").json["steps"]
     assert any("states from servers, 64 texts at a time and 9 ahead of the training" in step for step in steps)
     assert any('"eagle_aux_hidden_state_layer_ids": [2, 5, 7, 10]' in step for step in steps)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "bench", "select", "serve"])
+@pytest.mark.parametrize(
+    ("hybrid", "option", "says"),
+    [
+        ("drafters/sql-eagle3+drafters/sql-medusa", "rescore=false", "sql-medusa is not a text drafter"),
+        ("drafters/sql-eagle3+lookahead", "rescore=false", "lookahead is not a text drafter"),
+        ("demo-out/drafters/sql-retrieval+lookup", "rescore=false", "sql-retrieval is not a trained drafter"),
+        ("drafters/sql-medusa+lookup", "rescore=true", "needs a medusa head and a datastore"),
+        ("drafters/sql-eagle3+demo-out/drafters/sql-retrieval", "rescore=true", "needs a medusa head and a datastore"),
+        ("drafters/sql-eagle3+lookup", "proposal=sampled", "a hybrid cannot sample its proposals"),
+    ],
+)
+def test_a_plan_refuses_the_hybrids_that_a_run_refuses(specctl, workplace, command, hybrid, option, says):
+    """By the families in their files: no weights are read."""
+    done = specctl(command, "--drafter", hybrid, f"drafting.{option}", "--dry-run")
+    assert done.code == 2 and says in done.err
+
+
+def test_a_plan_takes_a_head_with_a_datastore(specctl, workplace):
+    store = "demo-out/drafters/sql-retrieval"
+    specctl.ok("eval", "--drafter", f"drafters/sql-medusa+{store}", "drafting.rescore=true", "--dry-run")
+    specctl.ok(
+        "eval", "--drafter", f"drafters/sql-eagle3+{store}", "--drafter", "drafters/sql-eagle3+suffix", "--dry-run"
+    )
