@@ -59,6 +59,9 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     recipes = (recipe if general is None else recipe.second_stage(general)).per_domain()
     if general is not None and not (general.output / "config.json").is_file():  # an existing one is used again
         recipes.insert(0, general)
+    recipes, adapters = map(list, zip(*map(with_adapters, recipes), strict=True))
+    if not recipe.each:
+        recipe = recipe.model_copy(update={"target": recipes[-1].target})
     for training in recipes:
         checks.check_output("train-drafter", training.output, resume=recipe.resume, overwrite=recipe.overwrite)
     first = {path: data for training in recipes for path, data in missing_distillations(training).items()}
@@ -67,7 +70,7 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
         report_existing_data(recipe, [path for training in recipes for path in training.data_dirs if path not in first])
     if dry_run:
         expected = [estimate(training, first) for training in recipes]
-        words = steps(recipes, first) + [line for estimated in expected for line in estimated.lines]
+        words = steps(recipes, adapters, first) + [line for estimated in expected for line in estimated.lines]
         estimates = [estimated.document for estimated in expected]
         return checks.show("train-drafter", recipe, words, estimate=estimates if recipe.each else estimates[-1])
     with library_output():
@@ -138,6 +141,20 @@ def check_layers(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> None:
         raise refused
 
 
+def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, str]]:
+    """Return a recipe with the target's adapters that its data records (`training.adapters.with_adapters`).
+
+    Raises CheckpointError, also if an adapter does not fit the target, and UsageError.
+    """
+    from specctl.cli import checks
+    from specctl.training import adapters
+
+    recipe, found = adapters.with_adapters(recipe)
+    for adapter in dict.fromkeys(found.values()):
+        checks.target_config(recipe.target.model_copy(update={"adapter": adapter}))
+    return recipe, found
+
+
 def with_generalist(recipe: TrainRecipe) -> TrainRecipe:
     """Replace `init=auto` by the generalist that is found, or by None if there is none.
 
@@ -199,6 +216,7 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
     from specctl.distillation import store
     from specctl.recipe import DistillRecipe, SamplingRecipe
     from specctl.training import checkpoint
+    from specctl.training.adapters import recorded
 
     if store.exists(source):
         held = store.summary(source)
@@ -212,9 +230,11 @@ def _missing(recipe: TrainRecipe, source: Path, domains: list[str]) -> DistillRe
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"no distilled data in {source}", hint=f"run specctl distill --domain {domains[0]} first")
     data = recipe.data.model_copy(update={"domain": domains, "limit": recipe.data.limit or recipe.distill.responses})
-    longest = recipe.distill.max_new_tokens
+    longest, target = recipe.distill.max_new_tokens, recipe.target
+    if target.adapter is None and store.exists(source):  # the rest is written by the same adapter
+        target = target.model_copy(update={"adapter": recorded(source)})
     return DistillRecipe(
-        target=recipe.target,
+        target=target,
         data=data,
         sampling=SamplingRecipe(max_new_tokens=longest) if longest else SamplingRecipe(),
         resources=recipe.resources,
@@ -234,24 +254,21 @@ def report_existing_data(recipe: TrainRecipe, sources: list[Path]) -> None:
         written_by = store.summary(source).meta.get("target", {})
         if written_by.get("name", recipe.target.name) != recipe.target.name:
             progress.warn(f"data in {source} was written by target {written_by['name']}, not {recipe.target.name}")
-        elif written_by and not same_adapter(written_by, recipe.target.adapter):
+        elif written_by and recipe.target.adapter and not same_adapter(written_by, recipe.target.adapter):
             progress.warn(
-                f"data in {source} was written with {named_adapter(written_by)}, not with "
-                f"{named_adapter({'adapter': recipe.target.adapter})}"
+                f"data in {source} was written with {named_adapter(written_by)}, not with adapter "
+                f"{recipe.target.adapter}"
             )
         if set_here and not recipe.resume:
             again = f"specctl distill --output-dir {source} --overwrite generates it again"
             progress.log(f"training on the existing data in {source}; ignored: {', '.join(set_here)} ({again})")
 
 
-def same_adapter(identity: dict[str, Any], adapter: str | None) -> bool:
-    """Whether the target with this identity had the adapter in a directory, or none if that is None.
-
-    Raises CheckpointError.
-    """
+def same_adapter(identity: dict[str, Any], adapter: str) -> bool:
+    """Whether the target with this identity had the adapter in a directory. Raises CheckpointError."""
     from specctl.decoding.models.identity import adapter_digest
 
-    return identity.get("adapter_weights") == (None if adapter is None else adapter_digest(adapter))
+    return identity.get("adapter_weights") == adapter_digest(adapter)
 
 
 class Expected(NamedTuple):
@@ -305,7 +322,7 @@ def texts(recipe: TrainRecipe, first: dict[Path, DistillRecipe]) -> Texts:
     return Texts(number, max(1.0, responses / max(1, number)), prompts / max(1, number), counted=counted)
 
 
-def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[str]:
+def steps(recipes: list[TrainRecipe], adapters: list[dict[Path, str]], first: dict[Path, DistillRecipe]) -> list[str]:
     from specctl.cli import checks, distill
     from specctl.families import trainable_families
 
@@ -316,8 +333,10 @@ def steps(recipes: list[TrainRecipe], first: dict[Path, DistillRecipe]) -> list[
         plans.append(f"target {recipes[0].target.name} is run by an engine only: {reason}")
     elif not first:
         plans.append(checks.check_target(recipes[0].target))
-    for recipe in recipes:
-        plans.append(f"read distilled data from {', '.join(map(str, recipe.data_dirs))}")
+    for recipe, switched in zip(recipes, adapters, strict=True):
+        own = {source: f" (adapter {adapter})" for source, adapter in switched.items()}
+        sources = [f"{source}{own.get(source, '')}" for source in recipe.data_dirs]
+        plans.append(f"read distilled data from {', '.join(sources)}")
         plans += _training(recipe) if recipe.arch in trainable_families() else _collecting(recipe, reason)
         plans.append(f"write the drafter to {recipe.output}")
     return plans

@@ -9,7 +9,7 @@ from specctl.commands.export_datastore import export_datastore
 from specctl.commands.export_result import RECORD, ExportResult, check_free, push, record
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
-from specctl.drafters.card import model_card
+from specctl.drafters.card import adapters_of, model_card
 from specctl.errors import DataError, UsageError
 from specctl.formats import gguf_writer, head_directory, registry, replaced_tensors, roundtrip, serving_commands
 from specctl.formats.head import Deployment, Files, Head, TargetFacts
@@ -17,7 +17,8 @@ from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe, TargetRecipe
 from specctl.runs import Run, atomic_write, to_json
 
-WITH_ADAPTER = "the drafter was made for the target with adapter {}: serve the target with that adapter"
+WITH_ADAPTER = "the drafter was made for the target with {}: serve it in the same way"
+LORA_MODULES = " (--enable-lora --lora-modules NAME=DIR)"
 NEVER_FASTER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
 
 
@@ -90,7 +91,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
                 else ()
             ),
             *([NEVER_FASTER] if tuning and not schedule else ()),
-            *([WITH_ADAPTER.format(adapter)] if (adapter := drafter.config["target"].get("adapter")) else ()),
+            *adapter_notes(recipe, drafter.config["target"]),
         ],
         pushed=pushed,
     )
@@ -101,6 +102,14 @@ def facts_of(wanted: TargetRecipe, identity: dict[str, Any]) -> TargetFacts:
     named = wanted.name if "name" in wanted.model_fields_set else None
     options = {"revision": wanted.revision} if wanted.revision else {}
     return TargetFacts.of_identity(identity, named, trust_remote_code=wanted.trust_remote_code, **options)
+
+
+def adapter_notes(recipe: ExportRecipe, identity: dict[str, Any]) -> list[str]:
+    """A note that names the adapters of the target that the drafter was made for, if there are any."""
+    if not any(adapters_of(identity).values()):
+        return []
+    note = WITH_ADAPTER.format(checkpoint.named_adapter(identity))
+    return [note + (LORA_MODULES if recipe.to == "vllm" else "")]
 
 
 def read_tuning(recipe: ExportRecipe, head: Head) -> Tuning | None:

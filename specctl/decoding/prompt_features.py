@@ -69,8 +69,8 @@ class PromptClusters:
 
 
 @torch.inference_mode()
-def cluster_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...]) -> tuple[Features, float]:
-    """Mean [D] of the features of prompts and its standard error, from the target's states at layers `taps`.
+def features_at(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ...]) -> list[Features]:
+    """[D] features of each prompt, from the target's states at layers `taps`.
 
     With tensor parallelism, all ranks of the target must call this.
     """
@@ -80,6 +80,11 @@ def cluster_of(target: Target, prompts: Sequence[list[int]], taps: tuple[int, ..
         _, _, tapped = target.prefill([fitting], target.model.new_cache(1, len(fitting)), taps)
         assert tapped is not None
         found.append(features_of(tapped[0]))
+    return found
+
+
+def cluster_of(found: Sequence[Features]) -> tuple[Features, float]:
+    """Mean [D] of the features [D] of prompts, and its standard error."""
     features = np.stack(found)
     mean = features.mean(0)
-    return mean, float(np.linalg.norm(features - mean, axis=1).mean()) / math.sqrt(len(prompts))
+    return mean, float(np.linalg.norm(features - mean, axis=1).mean()) / math.sqrt(len(features))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -64,7 +66,12 @@ class Target(TargetText):
         row_flops: floating-point operations of one row's products with all loaded weights. Attention is not counted; in
             a mixture, all experts are.
         squash: maps products with the vocabulary head to logits.
+        adapter: directory of the LoRA adapter that `use_adapter` has merged; None = the weights as they were loaded.
+        read_again: reads the model again, with the adapter in a directory (None = as it was loaded).
     """
+
+    adapter: str | None = None
+    read_again: Callable[[str | None], Any] | None = None
 
     def __init__(
         self,
@@ -95,21 +102,41 @@ class Target(TargetText):
             vocab_size=model.get_input_embeddings().weight.shape[0],
             version=version,
         )
+        self.whole, self.part = whole, part
+        self._pool: weakref.ref[PagePool] | None = None
+        self._take(model, consume)
+        self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
+
+    def _take(self, model, consume: bool) -> None:
+        """Run the steps on a `transformers` model from now on."""
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
-        _check_finite(name, model, head)
-        self.whole = whole
-        own = lean.LeanModel(model, consume, part) if self.path == "lean" else None
-        if whole:
-            self.model: Model = own or _checked_hf_model(name, model)
+        _check_finite(self.name, model, head)
+        own = lean.LeanModel(model, consume, self.part) if self.path == "lean" else None
+        if self.whole:
+            self.model: Model = own or _checked_hf_model(self.name, model)
         else:
             self.model = LayerlessModel(own or (model if isinstance(model, ModelEnds) else ModelEnds(model)))
         self.device, self.dtype = self.model.device, self.model.dtype
-        self._pool: weakref.ref[PagePool] | None = None
-        self.part, self._head = part, head.detach().to(self.device)
-        self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
+        self._head = head.detach().to(self.device)
         self.norm_weight = _norm_weight(_final_norm(model))
+
+    def use_adapter(self, adapter: str | None) -> None:
+        """Run the steps with the LoRA adapter in the directory `adapter` (None = as the target was loaded).
+
+        It must change the layers alone (`target_adapter.check_outside`). The weights are read again after the
+        present ones are freed, so memory holds them once, and the steps are those of a target that was loaded with the
+        adapter, to the bit. A target without its layers has nothing to change. CheckpointError as `load_target`.
+        """
+        if adapter == self.adapter or not self.whole:
+            return
+        assert self.read_again is not None
+        del self.model, self._head, self.norm_weight
+        vars(self).pop("head_weight", None)
+        gc.collect()  # models of transformers may hold themselves
+        self._take(self.read_again(adapter), consume=True)
+        self.adapter = adapter
 
     @cached_property
     def head_weight(self) -> Tensor:
@@ -273,7 +300,7 @@ def load_target(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if adapter is not None:
         target_adapter.check(adapter, name, load_config(name, **options), trust_remote_code=trust_remote_code)
-    part = WHOLE
+    part, read_again = WHOLE, None
 
     def dtype_of() -> torch.dtype:
         if path == "transformers":
@@ -291,18 +318,22 @@ def load_target(
         part = Slice(processes.join_group(tensor_parallel, where), tensor_parallel)
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
-        spread = Spread.of(device_map, max_memory)
-        model = load_model(name, device=where, dtype=dtype_of(), **options, spread=spread)
+        placed: dict[str, Any] = {"device": where, "dtype": dtype_of(), "spread": Spread.of(device_map, max_memory)}
+
+        def read_again(other: str | None) -> Any:
+            model, merged = load_model(name, **placed, **options), other or adapter
+            return model if merged is None else target_adapter.merge(model, merged, name)
+
+        model = read_again(None)
     else:
         model = load_layerless(name, device=where, dtype=dtype_of(), **options)
-    if adapter is not None and whole:
-        model = target_adapter.merge(model, adapter, name)
-    elif adapter is not None:
-        target_adapter.check_outside(adapter, name)
+        if adapter is not None:
+            target_adapter.check_outside(adapter, name)
     tokenizer = load_tokenizer(name, **options)
     version = version_of(name, revision, adapter)
     loaded = LoadedAs(consume=True, whole=whole, part=part)
     target = Target(name, model, tokenizer, version=version, path=path, loaded=loaded)
+    target.read_again = read_again
     if where.type == "cuda":
         # return unused blocks left by packing to the GPU: other libraries cannot use torch's cache
         torch.cuda.empty_cache()

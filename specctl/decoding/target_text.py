@@ -33,7 +33,8 @@ class TargetText:
         vocab_size: rows of the embedding; without the weights, the size in the configuration.
         identity: fields that a drafter is checked against: name, hidden size, number of layers, vocabulary size and
             hash. A resumed run is also checked against `weights` (`weights_digest`). Only with an adapter, its
-            directory and digest follow: `adapter`, `adapter_weights`.
+            directory and digest follow: `adapter`, `adapter_weights`. In a drafter of several adapters, `adapters` has
+            such a pair for each of them, with None for the target without one.
         eos_ids: ids that end a response.
         end_id: the id to append to a response with unknown end (None if the target names no end token).
         context_length: longest sequence that the target supports.

@@ -1,7 +1,7 @@
 """Model cards (README.md) of drafter directories and of exports."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def model_card(
         f"- {key}: {json.dumps(value, default=str)}\n" for key, value in info.items() if key not in LEFT_OUT
     )
     usage = "\n".join(commands)
-    made_for = f" and its adapter `{Path(target['adapter']).name}`" if target.get("adapter") else ""
+    adapters = [one and f"its adapter `{Path(one).name}`" for one in adapters_of(target).values()]
+    made_for = f" and {' or '.join(one or 'no adapter' for one in adapters)}" if any(adapters) else ""
     made_for += "" if reader == OWN else f", in the format of {reader}"
     return (
         f"---\n{front}tags:\n{tags}---\n\n# {name}\n\n"
@@ -57,6 +58,14 @@ def model_card(
         + (f"Training:\n\n{facts}\n" if facts else "")
         + ("" if head["license"] else "The license is that of the target, unless the training data ask for more.\n")
     )
+
+
+def adapters_of(identity: Mapping[str, Any]) -> dict[str | None, str | None]:
+    """Directories of the adapters in a target's `identity` by digest, with None for the target without one."""
+    listed = identity.get("adapters")
+    pairs = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
+    read = [[one.get(key) for key in ("adapter_weights", "adapter")] for one in pairs or [identity]]
+    return {digest and str(digest): name and str(name) for digest, name in read}
 
 
 def _table(title: str, lengths: dict[str, float], key: str) -> str:

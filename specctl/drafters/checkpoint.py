@@ -24,7 +24,7 @@ from torch import Tensor
 from specctl import progress, regular_files
 from specctl.decoding.target_text import TargetText
 from specctl.drafters import peft_files
-from specctl.drafters.card import model_card
+from specctl.drafters.card import adapters_of, model_card
 from specctl.errors import CheckpointError, SpecctlError, UsageError, brief
 from specctl.runs import atomic_write, make_dir, sha256, to_json
 
@@ -178,7 +178,7 @@ def check_target(config: dict[str, Any], target: TargetText, name: str = "", wha
             f"another model ({differences})",
             hint=f"use --target {made_for.get('name')}, or train a {what} for {given['name']}",
         )
-    if made_for.get("adapter_weights") != given.get("adapter_weights"):
+    if not adapters_of(given).keys() <= adapters_of(made_for).keys():
         progress.warn(
             f"{what} {name or config.get('family')} was made for a target with {named_adapter(made_for)}, not with "
             f"{named_adapter(given)}: fewer draft tokens may be accepted"
@@ -186,8 +186,8 @@ def check_target(config: dict[str, Any], target: TargetText, name: str = "", wha
 
 
 def named_adapter(identity: Mapping[str, Any]) -> str:
-    """The adapter of a target in words, from its `identity`."""
-    return f"adapter {identity['adapter']}" if identity.get("adapter") else "no adapter"
+    """The adapters of a target in words, from its `identity`."""
+    return " or ".join(f"adapter {one}" if one else "no adapter" for one in adapters_of(identity).values())
 
 
 def family(directory: Path) -> str:

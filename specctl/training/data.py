@@ -6,9 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from specctl import regular_files
+from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import store
 from specctl.distillation.line_streams import json_object
@@ -21,6 +22,14 @@ from specctl.training.tokens import TokenArray
 
 SAMPLE = 64  # prompts kept per domain, from which its features are computed
 HELD_OUT_PROMPT = 32  # first tokens of a held-out document that serve as a prompt
+NO_ADAPTERS: Mapping[Path, str] = {}
+
+
+class PromptIds(NamedTuple):
+    """Token ids of a prompt, and the adapter of the target that answers it, as in `Example`."""
+
+    ids: list[int]
+    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -39,40 +48,48 @@ class Corpus:
     """
 
     train: list[Example]
-    held_out: list[list[int]]
+    held_out: list[PromptIds]
     fingerprint: str
     domains: list[str]
     responses: list[list[Example]] = field(default_factory=list)
     tokens: TokenArray = field(default_factory=TokenArray)
-    prompts: dict[str, list[list[int]]] = field(default_factory=dict)
+    prompts: dict[str, list[PromptIds]] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
 
     @property
-    def selection_prompts(self) -> list[list[int]]:
+    def selection_prompts(self) -> list[PromptIds]:
         """Held-out prompts that choose a checkpoint. Its mat on them is biased: it is the best of several."""
         return self.held_out[::2]
 
     @property
-    def report_prompts(self) -> list[list[int]]:
+    def report_prompts(self) -> list[PromptIds]:
         """The other held-out prompts, on which the mat of the chosen checkpoint is measured."""
         return self.held_out[1::2]
 
 
-def load_corpus(recipe: TrainRecipe, target: TargetText) -> Corpus:
-    """Load the texts that a recipe trains on: `corpus`, or the distilled data of its domains."""
+def load_corpus(recipe: TrainRecipe, target: TargetText, adapters: Mapping[Path, str] = NO_ADAPTERS) -> Corpus:
+    """Load the texts that a recipe trains on: `corpus`, or the distilled data of its domains. `adapters` is that of
+    `load_distilled`."""
     limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
     if recipe.corpus is not None:
         return load_text(recipe.corpus, target, *limits)
-    return load_distilled(recipe.data_dirs, target, *limits)
+    return load_distilled(recipe.data_dirs, target, *limits, adapters)
 
 
 def load_distilled(
-    directories: list[Path], target: TargetText, max_length: int, held_out: float, prompts: int
+    directories: list[Path],
+    target: TargetText,
+    max_length: int,
+    held_out: float,
+    prompts: int,
+    adapters: Mapping[Path, str] = NO_ADAPTERS,
 ) -> Corpus:
-    """Read distilled directories, in order.
+    """Read distilled directories, in order. `adapters` has the target's adapter of the directories that have one of
+    their own.
 
     A prompt is held out if the hash of its id falls into the first `held_out` fraction, so adding data never changes
-    the split. At most `prompts` prompts are held out, spread evenly over the directories; all others are trained on.
+    the split. At most `prompts` prompts are held out, spread evenly over the directories; all others are trained on. A
+    prompt that one directory holds out is not trained on in another: adapters may have answered the same prompts.
     Among very few prompts there may be none to hold out; acceptance is then not measured. If all prompts would be held
     out, all are trained on instead.
 
@@ -82,14 +99,19 @@ def load_distilled(
     """
     examples: list[Example] = []
     stored = TokenArray()
-    aside: dict[str, list[int]] = {}
-    spared: dict[str, list[Example]] = {}  # usable responses by held-out prompt
+    aside: dict[tuple[str, str | None], PromptIds] = {}  # by prompt id and adapter
+    spared: dict[tuple[str, str | None], list[Example]] = {}  # usable responses by held-out prompt
+    held: set[str] = set()
     counts = dict.fromkeys(("trained", "cut", "cut_tokens", "too_short", "too_long"), 0)
     digest = hashlib.sha256()
-    domains: dict[str, list[tuple[float, list[int]]]] = {}  # domain → prompts with the largest hashes
+    domains: dict[str, list[tuple[float, PromptIds]]] = {}  # domain → prompts with the largest hashes
     names = ", ".join(map(str, directories))
     for number, directory in enumerate(directories, 1):
         quota = prompts * number // len(directories)
+        adapter = adapters.get(directory)
+        if adapter is not None:
+            digest.update(f"adapter {adapter_digest(adapter)}\n".encode())
+        trained = {example.prompt_id for example in examples}  # in other directories
         for record in store.read(directory):
             _check_vocabulary(record, directory, target)
             digest.update(f"{record['id']} {record['prompt_ids']} {record['response_ids']}\n".encode())
@@ -98,19 +120,21 @@ def load_distilled(
             share = _share(key)
             whole = record["prompt_ids"] + record["response_ids"]
             tokens = whole[:max_length]
-            example = Example(len(examples), key, stored.add(tokens), len(record["prompt_ids"]))
+            prompt = PromptIds(record["prompt_ids"], adapter)
+            example = Example(len(examples), key, stored.add(tokens), len(prompt.ids), adapter=adapter)
             # A slot needs its next token and the target's distribution after that token: at least two response tokens.
             usable = example.response_length >= 2
-            if key in aside or (share < held_out and len(aside) < quota):
-                aside[key] = record["prompt_ids"]
-                spared.setdefault(key, []).extend([example] * usable)
+            if key in held or (share < held_out and len(aside) < quota and key not in trained):
+                held.add(key)
+                aside[key, adapter] = prompt
+                spared.setdefault((key, adapter), []).extend([example] * usable)
             elif usable:
                 examples.append(example)
                 counts["cut"] += len(whole) > max_length
                 counts["cut_tokens"] += len(whole) - len(tokens)
-                if record["prompt_ids"]:
+                if prompt.ids:
                     keep = heapq.heappush if len(sample) < SAMPLE else heapq.heappushpop
-                    keep(sample, (share, record["prompt_ids"]))
+                    keep(sample, (share, prompt))
             else:
                 counts["too_long" if len(whole) > max_length else "too_short"] += 1
     _report(counts, max_length)
@@ -129,9 +153,9 @@ def load_distilled(
             "distil more prompts, or raise max_length",
         )
     counts["trained"] = len(examples)
-    kinds = {domain: [ids for _, ids in sample] for domain, sample in domains.items() if sample}
-    held, responses = list(aside.values()), list(spared.values())
-    return Corpus(examples, held, digest.hexdigest()[:16], list(domains), responses, stored, kinds, counts)
+    kinds = {domain: [prompt for _, prompt in sample] for domain, sample in domains.items() if sample}
+    asked, responses = list(aside.values()), list(spared.values())
+    return Corpus(examples, asked, digest.hexdigest()[:16], list(domains), responses, stored, kinds, counts)
 
 
 def _report(counts: Mapping[str, int], max_length: int) -> None:
@@ -176,13 +200,13 @@ def load_text(path: Path, target: TargetText, max_length: int, held_out: float, 
     """
     examples: list[Example] = []
     stored = TokenArray()
-    aside: list[list[int]] = []
+    aside: list[PromptIds] = []
     digest = hashlib.sha256()
     for number, text in enumerate(_documents(path)):
         digest.update(text.encode())
         ids = target.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(aside) < prompts and number % max(1, round(1 / held_out)) == 0 and len(ids) > HELD_OUT_PROMPT:
-            aside.append(ids[:HELD_OUT_PROMPT])
+            aside.append(PromptIds(ids[:HELD_OUT_PROMPT]))
             continue
         for start in range(0, len(ids), max_length):
             piece = ids[start : start + max_length]

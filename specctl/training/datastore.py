@@ -15,6 +15,7 @@ from specctl.errors import RecipeError, UsageError
 from specctl.progress import log
 from specctl.recipe import DrafterRecipe, DraftingRecipe, TrainRecipe
 from specctl.runs import Run
+from specctl.training.adapters import use_all, with_adapters
 from specctl.training.data import load_corpus
 from specctl.training.outcome import TrainResult, drafter_info, held_out_acceptance, kinds_of, mat_by_prompts
 
@@ -33,12 +34,15 @@ def collect(recipe: TrainRecipe, run: Run) -> TrainResult:
         )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError(f"arch {recipe.arch} is built by a single process", hint="run it without torchrun")
+    recipe, adapters = with_adapters(recipe)
     family = load_family(recipe.arch)
     config = load_config(**recipe.target.described)
     target = load_target(**recipe.target.loading) if engine_only_reason(config) is None else None
     text = target or load_target_text(**recipe.target.text)
+    if adapters:
+        use_all(text, recipe, adapters)
+    corpus = load_corpus(recipe, text, adapters)
     run.annotate(target=text.identity)
-    corpus = load_corpus(recipe, text)
     started = time.perf_counter()
     store = family.collect((list(example.tokens), example.prompt_length) for example in corpus.train)
     seconds = time.perf_counter() - started

@@ -201,7 +201,8 @@ class PlannedTraining:
         texts: the data in the form of these examples.
         features: bytes of the target features of all texts, in any mode; 0 if the drafter reads none.
         kept: bytes of the features that exist at a time.
-        mode: features.mode with `auto` decided: `memory` if the features are within the budget, else `online`.
+        mode: features.mode with `auto` decided: `memory` if the features are within the budget, else
+            `cached` with features.dir, or `online`.
         loaded: number of the target's parameters that are loaded.
     """
 
@@ -229,7 +230,7 @@ class PlannedTraining:
         self.mode: str = recipe.features.mode
         if self.mode == "auto":
             budget = recipe.features.budget_gb * 2**30 * machine.processes
-            self.mode = "memory" if self.features <= budget else "online"
+            self.mode = "memory" if self.features <= budget else "cached" if recipe.features.dir else "online"
         ahead = min(1.0, recipe.features.ahead / max(1, texts.responses))
         self.kept = self.features * {"online": 0.0, "stream": ahead}.get(self.mode, 1.0)
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One distilled response with its prompt. Only tokens from `prompt_length` on are trained on."""
+    """One distilled response with its prompt. Only tokens from `prompt_length` on are trained on.
+
+    `adapter`: directory of the target's LoRA adapter that wrote the response, in a training for several adapters. None:
+    the target as it is loaded.
+    """
 
     index: int
     prompt_id: str
     tokens: Sequence[int]
     prompt_length: int
+    adapter: str | None = field(default=None, kw_only=True)
 
     @property
     def response_length(self) -> int:

@@ -11,6 +11,7 @@ import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,7 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example, TextPiece
-from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
+from specctl.training.feature_files import GB, ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
 
 if TYPE_CHECKING:
@@ -101,6 +102,12 @@ class FeatureStore:
             share = fp8_share(self.target.hidden_size, self.target.dtype)
             needed, size = round(needed * share), round(size * share)
         mode = choose_mode(recipe, files.dir, size, needed, free)
+        if mode == "online" and "adapters" in self.target.identity:
+            raise SpecctlError(
+                f"target features of several adapters need {needed / GB:.1f} GB in {files.dir}, but only "
+                f"{free / GB:.1f} GB are free; computing them for every batch would read the target's weights anew",
+                "free space, or set features.dir to another disk",
+            )
         if missing and mode == "cached" and not self.target.whole:
             raise UsageError(
                 f"{len(missing)} of {len(shards)} shards of target features are missing in {files.dir}, and "
@@ -193,6 +200,7 @@ class FeatureStore:
         """Compute features of a group (`_groups`), in order, in one forward of the target over all its texts. A long
         text, or pieces of one text, run in chunks. Features of several pieces are in host memory."""
         target = self.target
+        target.use_adapter(examples[0].adapter)
         width = max(len(e.tokens) for e in examples) - 1  # the last token's state is not needed
         if isinstance(examples[0], TextPiece) or width > max(CHUNK_TOKENS[self._kind], PASS_TOKENS[self._kind]):
             return self._in_chunks(examples)
@@ -253,8 +261,12 @@ class FeatureStore:
         return Features(taps, teacher, torch.cat([part.indices for part in parts]).int())
 
     def _groups(self, examples: list[Example]) -> Iterator[list[Example]]:
-        """Groups of examples of similar length that share a forward, or pieces of one text. Groups and padding depend
-        on `examples` alone."""
+        """Groups of examples of one adapter and of similar length that share a forward, or pieces of one text. Groups
+        and padding depend on `examples` alone."""
+        for _, group in groupby(sorted(examples, key=lambda e: e.adapter or ""), key=lambda e: e.adapter):
+            yield from self._groups_of_one(list(group))
+
+    def _groups_of_one(self, examples: list[Example]) -> Iterator[list[Example]]:
         limit = PASS_TOKENS[self._kind]
         group: list[Example] = []
         alone: list[Example] = []
@@ -273,11 +285,12 @@ class FeatureStore:
             yield group
 
     def _shards(self, groups: list[list[Example]]) -> Iterator[list[list[Example]]]:
-        """Shards of consecutive groups, about SHARD_BYTES each."""
+        """Shards of consecutive groups of one adapter, about SHARD_BYTES each."""
         shard: list[list[Example]] = []
         size = 0
         for group in groups:
-            if shard and size + self.estimate(group) > SHARD_BYTES:
+            full = size + self.estimate(group) > SHARD_BYTES
+            if shard and (full or shard[0][0].adapter != group[0].adapter):
                 yield shard
                 shard, size = [], 0
             shard.append(group)
@@ -291,6 +304,7 @@ class FeatureStore:
         digest = hashlib.sha256()
         for example in examples:
             place = f"at {example.first} " if isinstance(example, TextPiece) else ""
+            place += f"with {example.adapter} " if example.adapter is not None else ""
             digest.update(f"{example.index} {place}{example.prompt_length} {list(example.tokens)}\n".encode())
             if isinstance(example, TextPiece) and not example.done:
                 digest.update(f"{list(example.whole)}\n".encode())

@@ -31,6 +31,7 @@ from specctl.progress import Progress, interrupts, log, track, warn
 from specctl.recipe import DraftingRecipe, TrainRecipe
 from specctl.runs import Run, make_dir, remove_leftovers
 from specctl.training import checkpoint
+from specctl.training.adapters import use_all, with_adapters
 from specctl.training.balancing import Batch, balanced_rows, batches, drop_seen, rebalance, texts_by_rank
 from specctl.training.data import Corpus, load_corpus
 from specctl.training.datastore import collect
@@ -83,12 +84,15 @@ def train_drafter(recipe: TrainRecipe, run: Run) -> TrainResult:
 
 def make_trainer(recipe: TrainRecipe, run: Run) -> Trainer:
     """Load target and data, join the process group, and build the drafter with its engine."""
+    recipe, adapters = with_adapters(recipe)
     torch.manual_seed(recipe.data.seed)  # every rank starts from the same weights
     whole = loads_layers_here(recipe)
     if not whole:
         log(f"target {recipe.target.name} is loaded without its layers: mat is estimated, not measured")
     target = load_target(**recipe.target.loading, whole=whole)
-    corpus = load_corpus(recipe, target)
+    if adapters:
+        use_all(target, recipe, adapters)
+    corpus = load_corpus(recipe, target, adapters)
     rank, world = start_processes(target.device)
     share(corpus.tokens)
     trainable = make_trainable(recipe, target, corpus)

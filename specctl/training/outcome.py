@@ -9,15 +9,16 @@ from specctl.decoding import metrics
 from specctl.decoding.controllers import Fixed
 from specctl.decoding.engine import Engine, EngineOptions
 from specctl.decoding.offline import decode
-from specctl.decoding.prompt_features import cluster_of
+from specctl.decoding.prompt_features import cluster_of, features_at
 from specctl.decoding.protocols import Drafter
 from specctl.decoding.records import Decoded, Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target
 from specctl.drafters import checkpoint
+from specctl.progress import log
 from specctl.recipe import TrainRecipe
 from specctl.runs import to_json
-from specctl.training.data import Corpus
+from specctl.training.data import Corpus, PromptIds
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,30 @@ class TrainResult:
 
 
 def held_out_acceptance(
-    recipe: TrainRecipe, target: Target, prompts: list[list[int]], drafter: Drafter
+    recipe: TrainRecipe, target: Target, prompts: list[PromptIds], drafter: Drafter
 ) -> tuple[float, list[float]]:
-    """Decode held-out prompts greedily, and return mat and acceptance by position; (NaN, []) without prompts."""
-    if not prompts:
+    """Decode held-out prompts greedily, each with its adapter. Return mat and acceptance by position; (NaN, []) without
+    prompts. With several adapters, the mat of each is logged."""
+    decoded: list[Decoded] = []
+    by_adapter = group_by_adapter(target, prompts)
+    for adapter, texts in by_adapter.items():
+        target.use_adapter(adapter)
+        here = decode_greedily(target, texts, recipe.eval.max_new_tokens, drafter)
+        if len(by_adapter) > 1:
+            log(f"mat with {adapter or 'no adapter'}: {metrics.mat(here) or 1.0:.2f}")
+        decoded += here
+    if not decoded:
         return math.nan, []
-    decoded = decode_greedily(target, prompts, recipe.eval.max_new_tokens, drafter)
     mat = metrics.mat(decoded)
     return 1.0 if mat is None else mat, [share or 0.0 for share in metrics.acceptance_by_position(decoded)]
+
+
+def group_by_adapter(target: Target, prompts: list[PromptIds]) -> dict[str | None, list[list[int]]]:
+    """Ids of prompts by adapter, with the adapter first that the target has at present."""
+    found: dict[str | None, list[list[int]]] = {}
+    for prompt in sorted(prompts, key=lambda prompt: prompt.adapter != target.adapter):
+        found.setdefault(prompt.adapter, []).append(prompt.ids)
+    return found
 
 
 def decode_greedily(target: Target, texts: list[list[int]], max_new_tokens: int, drafter: Drafter) -> list[Decoded]:
@@ -95,7 +112,11 @@ def kinds_of(target: Target, corpus: Corpus, drafter: Drafter) -> dict[str, Any]
     taps = drafter.taps or (target.num_layers,)
     kinds = {}
     for domain, prompts in corpus.prompts.items():
-        mean, error = cluster_of(target, prompts, taps)
+        features = []
+        for adapter, texts in group_by_adapter(target, prompts).items():
+            target.use_adapter(adapter)
+            features += features_at(target, texts, taps)
+        mean, error = cluster_of(features)
         kinds[domain] = {"mean": [float(f"{value:.4g}") for value in mean], "error": round(error, 4)}
     return {"taps": list(taps), "kinds": kinds}
 

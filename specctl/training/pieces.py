@@ -108,6 +108,7 @@ class Cut:
                     prompt_id=example.prompt_id,
                     tokens=part(tokens, first, stop),
                     prompt_length=begin - first,
+                    adapter=example.adapter,
                     whole=tokens,
                     first=first,
                     number=example.index,

@@ -81,6 +81,44 @@ def test_data_and_drafters_name_it(specctl, lora, tmp_path):
     assert named["adapter"] == lora and named["adapter_weights"]
     assert "with `builtin` and its adapter `lora`." in (tmp_path / "drafters/sql-retrieval/README.md").read_text()
     plan = ["train-drafter", "--domain", "sql", "--dry-run"]
-    assert "was written with adapter lora, not with no adapter" in specctl.ok(*plan).err
+    done = specctl.ok(*plan, "--json")
+    assert "made for the adapter that wrote the data (distilled/sql with lora)" in done.err
+    assert done.json["recipe"]["target"]["adapter"] == "lora"
     shutil.copytree(tmp_path / "lora", tmp_path / "moved")
     assert "was written with" not in specctl.ok(*plan, "--target-adapter", "moved").err
+    write_adapter("builtin", tmp_path / "other", r=2)
+    said = specctl.ok(*plan, "--target-adapter", "other").err
+    assert "was written with adapter lora, not with adapter other" in said
+
+
+def test_one_drafter_for_several(specctl, lora, tmp_path):
+    """From data to export: it fits each of its adapters, and says so beside another one."""
+    write_adapter("builtin", tmp_path / "other", r=2, target_modules="all-linear")
+    write_adapter("builtin", tmp_path / "third", r=3)
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(9)))
+    line = ["--prompts", "prompts.jsonl", "--dtype", "fp32", "--max-new-tokens", "8"]
+    for name in (lora, "other"):
+        specctl.ok("distill", *line, "--domain", name, "--target-adapter", name)
+    train = ["train-drafter", "--dtype", "fp32", "--domain", "lora,other", "max_steps=2", "eval.fraction=0.4"]
+    plan = specctl.ok(*train, "--dry-run", "--json").json["steps"]
+    assert "read distilled data from distilled/lora (adapter lora), distilled/other (adapter other)" in plan
+    for refused in (["features.mode=online"], ["--features-from", "http://127.0.0.1:9"]):
+        planned, run = specctl(*train, *refused, "--dry-run"), specctl(*train, *refused)
+        assert planned.code == run.code == 2 and planned.err.splitlines()[-1] == run.err.splitlines()[-1]
+        assert "cannot switch the target's adapter" in run.err
+    done = specctl.ok(*train)
+    assert "mat with lora" in done.err and "mat with other" in done.err
+    specctl.ok(*train, "--arch", "retrieval", "max_steps=null")
+    head, store = (f"drafters/lora+other-{arch}" for arch in ("eagle3", "retrieval"))
+    asked = ["eval", *line, "--drafter", head, "--drafter", store, "baselines=[vanilla]", "--json", "--target-adapter"]
+    for name in (lora, "other", "third"):
+        done = specctl.ok(*asked, name)
+        assert done.json["lossless"]["sequences"] and not done.json["lossless"]["mismatches"]
+        said = [f"{path} was made for a target with adapter lora or adapter other, not" for path in (head, store)]
+        assert [line in done.err for line in said] == [name == "third"] * 2
+    done = specctl.ok("export", head, "--to", "vllm")
+    assert "made for the target with adapter lora or adapter other: serve it in the same way (--enable-lora" in done.out
+    shutil.rmtree(tmp_path / "other")
+    planned, run = specctl(*train, "--overwrite", "--dry-run"), specctl(*train, "--overwrite")
+    assert planned.code == run.code == 4 and planned.err.splitlines()[-1] == run.err.splitlines()[-1]
+    assert "data in distilled/other was written with adapter other: adapter directory other does not exist" in run.err

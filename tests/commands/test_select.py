@@ -14,7 +14,7 @@ from specctl import progress
 from specctl.commands.select import select
 from specctl.decoding.models.loading import builtin_path
 from specctl.decoding.plain import PLAIN
-from specctl.decoding.prompt_features import cluster_of
+from specctl.decoding.prompt_features import cluster_of, features_at
 from specctl.decoding.records import Decoded, Label
 from specctl.decoding.target import load_target
 from specctl.distillation.prompt_rows import Prompt
@@ -490,7 +490,7 @@ def numbers_after_stories(tmp_path, target, count):
     for name, asked in (("a", stories), ("b", numbers[:6])):
         store = Datastore.of([target.tokenizer(text)["input_ids"] for text in asked])
         prompts = [prompt_ids(target, text) for text in asked]
-        mean, error = cluster_of(target, prompts, (target.num_layers,))
+        mean, error = cluster_of(features_at(target, prompts, (target.num_layers,)))
         told = {"taps": [target.num_layers], "kinds": {"sql": {"mean": mean.tolist(), "error": error}}}
         made = {"config": retrieval.checkpoint_config(store, target.identity), "tensors": retrieval.tensors(store)}
         checkpoint.save(place / name, **made, info={"domain": ["sql"], "prompts": told})

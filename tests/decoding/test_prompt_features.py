@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from specctl.decoding.prompt_features import FEATURES, PromptClusters, cluster_of, features_of
+from specctl.decoding.prompt_features import FEATURES, PromptClusters, cluster_of, features_at, features_of
 from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from tests.toys.decoding import engine_for
@@ -33,13 +33,13 @@ def test_a_kind_is_the_mean_of_what_decoding_sees(target):
         engine.add(Request(prompt, GREEDY, 2))
         engine.step()
         seen.append(features_of(engine.state.features[0, : len(prompt)]))
-    mean, error = cluster_of(target, prompts, taps)
+    mean, error = cluster_of(features_at(target, prompts, taps))
     assert np.allclose(mean, (seen[0] + seen[1]) / 2, atol=1e-4)
     assert error == pytest.approx(np.linalg.norm(seen[0] - seen[1]) / 2 / 2**0.5, rel=1e-4)
 
 
 def test_a_prompt_longer_than_the_context_is_read_as_far_as_it_goes(target):
-    mean, _ = cluster_of(target, [[7] * (target.context_length + 5)], (2,))
+    mean, _ = cluster_of(features_at(target, [[7] * (target.context_length + 5)], (2,)))
     assert np.isfinite(mean).all()
 
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 
 import gguf
 import peft
@@ -119,6 +120,30 @@ def test_a_gguf_file_takes_one(tmp_path, monkeypatch):
     target = load_target(file, device="cpu", dtype="fp32", adapter=adapter)
     asked = {"sampling": GREEDY, "max_new_tokens": 16, "seeds": [0]}
     assert decode(target, [PROMPT], **asked)[0].output_ids == wanted
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_a_target_changes_its_adapter(tiny_directory, tmp_path, architecture):
+    """To the bits of one that was loaded with it, and back; the old weights are freed before."""
+    base = tiny_directory(architecture)
+    adapters = [write_adapter(base, tmp_path / name, target_modules=LINEAR[:n]) for n, name in ((1, "a"), (3, "b"))]
+    target = load_target(base, device="cpu", dtype="fp32")
+    read, alive = target.read_again, []
+
+    def spied(adapter):
+        alive.append(model() is not None)
+        return read(adapter)
+
+    target.read_again = spied
+    for adapter in (*adapters, adapters[1], None):
+        model = weakref.ref(target.model)
+        target.use_adapter(adapter)
+        own = target.prefill([PROMPT], target.new_cache(1, 32), (1,))
+        loaded = load_target(base, device="cpu", dtype="fp32", adapter=adapter)
+        for mine, theirs in zip(own, loaded.prefill([PROMPT], loaded.new_cache(1, 32), (1,)), strict=True):
+            assert torch.equal(mine, theirs)
+        assert torch.equal(target.head_weight, loaded.head_weight) and target.row_flops == loaded.row_flops
+    assert alive == [False] * 3  # an adapter that is there is not read again
 
 
 def test_the_identity_names_it(base, lora, tmp_path):

@@ -36,9 +36,9 @@ def test_held_out_prompts_are_not_trained_on(distilled, target):
     corpus = load_distilled([distilled], target, max_length=2048, held_out=0.3, prompts=4)
     assert len(corpus.held_out) == 4
     trained = {tuple(e.tokens[: e.prompt_length]) for e in corpus.train}
-    assert not trained & {tuple(prompt) for prompt in corpus.held_out}
+    assert not trained & {tuple(prompt.ids) for prompt in corpus.held_out}
     assert corpus.domains == ["biochem"]
-    assert trained == {tuple(prompt) for prompt in corpus.prompts["biochem"]}
+    assert trained == {tuple(prompt.ids) for prompt in corpus.prompts["biochem"]}
 
 
 def test_data_of_another_target_is_refused(distilled, target, monkeypatch):
@@ -61,7 +61,7 @@ def test_text_is_cut_and_some_of_it_is_held_out(target, tmp_path):
     (tmp_path / "a.txt").write_text("\n\n".join(texts), encoding="utf-8-sig")
     found = [load_text(tmp_path / name, target, 50, 0.25, 2) for name in ("a.jsonl", "a.txt")]
     ids = [target.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    assert found[0].held_out == found[1].held_out == [ids[0][:32], ids[4][:32]]
+    assert found[0].held_out == found[1].held_out == [(ids[0][:32], None), (ids[4][:32], None)]
     kept = [text for number, text in enumerate(ids) if number not in (0, 4)]
     assert sum(len(example.tokens) for example in found[0].train) == sum(map(len, kept))
     assert all(len(example.tokens) <= 50 and example.prompt_length == 1 for example in found[0].train)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specctl.decoding.prompt_features import cluster_of
+from specctl.decoding.prompt_features import cluster_of, features_at
 from specctl.drafters.pool import load_drafter
 from specctl.errors import RecipeError, UsageError
 from specctl.recipe import DrafterRecipe, DraftingRecipe, HeldOutRecipe, TargetRecipe, TrainRecipe
@@ -39,7 +39,7 @@ def test_collected_measured_and_loaded(distilled, target, tmp_path):
     info = json.loads((tmp_path / "drafter" / "drafter.json").read_text())
     assert info["mat"] == {"held-out biochem": round(result.mat, 3)}
     assert info["steps"] == 0
-    mean, error = cluster_of(target, corpus.prompts["biochem"], (target.num_layers,))
+    mean, error = cluster_of(features_at(target, [one.ids for one in corpus.prompts["biochem"]], (target.num_layers,)))
     known = info["prompts"]["kinds"]["biochem"]
     assert info["prompts"]["taps"] == [target.num_layers]
     assert known["mean"] == pytest.approx(mean, rel=1e-3, abs=1e-3)

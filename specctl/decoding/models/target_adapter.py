@@ -83,13 +83,17 @@ def check(adapter: str, target: str, config: Any, *, trust_remote_code: bool = F
             _wrapped(model, adapter, held, init_lora_weights=False).merge_and_unload()
 
 
-def check_outside(adapter: str, target: str) -> None:
-    """Raise CheckpointError if an adapter changes parts of the target `target` that are outside of its layers."""
+LAYERLESS = "which is loaded without its layers", "load the whole target with features.whole_target=true"
+
+
+def check_outside(adapter: str, target: str, reason: tuple[str, str] = LAYERLESS) -> None:
+    """Raise CheckpointError if an adapter changes parts of the target `target` that are outside of its layers. `reason`
+    says why it must not, as a clause about the target, and what to do."""
     found = next((name for name in shapes(adapter) if not any(map(str.isdigit, name.split(".")))), None)
     if found is not None:
         raise CheckpointError(
-            f"adapter {adapter} changes {_module(found)} of target {target}, which is loaded without its layers",
-            "load the whole target with features.whole_target=true",
+            f"adapter {adapter} changes {_module(found)} of target {target}, {reason[0]}",
+            reason[1],
         )
 
 

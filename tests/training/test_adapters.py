@@ -1,0 +1,233 @@
+"""A drafter for several adapters of a target: every text is read by the adapter that wrote it, and by no other."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from specctl.decoding.models.identity import adapter_digest
+from specctl.decoding.target import load_target
+from specctl.decoding.target_text import load_target_text
+from specctl.distillation.generate import distill
+from specctl.drafters import checkpoint
+from specctl.errors import CheckpointError, UsageError
+from specctl.progress import track
+from specctl.recipe import (
+    DataRecipe,
+    DistillRecipe,
+    FeatureRecipe,
+    HeldOutRecipe,
+    SamplingRecipe,
+    TargetRecipe,
+    TrainRecipe,
+)
+from specctl.recipe.server import ServerRecipe
+from specctl.runs import Run
+from specctl.training import features as feature_store
+from specctl.training import loop
+from specctl.training.adapters import use_all, with_adapters
+from specctl.training.data import load_corpus
+from specctl.training.example import Example
+from specctl.training.features import FeatureStore
+from tests.decoding.test_target_adapter import write_adapter
+from tests.training.small import metrics, recipe, train
+
+FP32 = {"dtype": "fp32", "device": "cpu"}
+TAPS = (1, 5)
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """A folder with adapters a and b, and with what they and the target alone have answered to the same prompts."""
+    place = tmp_path_factory.mktemp("answered")
+    prompts = [json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(30)]
+    (place / "prompts.jsonl").write_text("".join(prompts))
+    write_adapter("builtin", place / "a")
+    write_adapter("builtin", place / "b", target_modules=["q_proj", "gate_proj"])
+    for name in ("a", "b", "plain"):
+        made = DistillRecipe(
+            target=TargetRecipe(**FP32, adapter=None if name == "plain" else str(place / name)),
+            data=DataRecipe(domain=[name], prompts=str(place / "prompts.jsonl")),
+            sampling=SamplingRecipe(max_new_tokens=10),
+            batch_size=30,
+            output_dir=place / "distilled" / name,
+        )
+        distill(made, Run.create("distill", made, place / f"{name}.run"))
+    return place
+
+
+@pytest.fixture
+def here(answered, tmp_path, monkeypatch):
+    """A copy that a test may change, as the working directory."""
+    for name in ("a", "b", "distilled"):
+        shutil.copytree(answered / name, tmp_path / name)
+    for name in ("a", "b"):
+        meta = tmp_path / "distilled" / name / "meta.json"
+        meta.write_text(meta.read_text().replace(str(answered / name), name))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def asked(place, *domains, **changes):
+    """The recipe of a small training on these data."""
+    values = dict(distilled=None, data=DataRecipe(domain=[*domains]), eval=HeldOutRecipe(prompts=4, fraction=0.3))
+    return TrainRecipe(**{**vars(recipe(None, place)), **values, **changes})
+
+
+def adapters_in(place):
+    return [one["adapter"] for one in checkpoint.read_json(place / "drafter" / checkpoint.CONFIG)["target"]["adapters"]]
+
+
+def test_features_are_those_of_the_adapter_that_wrote_the_text(here, monkeypatch):
+    """Bitwise, in memory and on disk, and each adapter is read once."""
+    monkeypatch.setattr(feature_store, "SHARD_BYTES", 2**15)
+    made, adapters = with_adapters(asked(here, "a", "plain", "b"))
+    target = load_target(**made.target.loading)
+    use_all(target, made, adapters)
+    corpus = load_corpus(made, target, adapters)
+    assert {example.adapter for example in corpus.train} == {"a", None, "b"}
+    own = {one: FeatureStore(load_target("builtin", **FP32, adapter=one), TAPS) for one in ("a", None, "b")}
+    for mode in ("memory", "cached"):
+        read = []
+        again = load_target(**made.target.loading)
+        again.identity, actual = target.identity, again.read_again
+        again.read_again = lambda adapter, read=read, actual=actual: read.append(adapter) or actual(adapter)
+        store = FeatureStore(again, TAPS)
+        store.prepare(corpus.train, FeatureRecipe(mode=mode), here / "kept")
+        assert read == ["a", "b"]
+        for example in corpus.train:
+            (mine,), (wanted,) = store.get([example]), own[example.adapter].compute([as_loaded(example)])
+            assert all(torch.equal(x, y) for x, y in zip(vars(mine).values(), vars(wanted).values(), strict=True))
+        assert len(read) == 2
+
+
+def as_loaded(example):
+    return Example(example.index, example.prompt_id, example.tokens, example.prompt_length)
+
+
+def test_one_head_for_all_and_its_name(here):
+    """It names them, is measured with each, and the features of one run serve the next."""
+    made = asked(here, "a", "b", "plain", features=FeatureRecipe(mode="cached"), max_steps=4)
+    result = train(made, here)
+    assert adapters_in(here) == ["a", "b", None] and result.mat > 0 and result.domain == "a+b+plain"
+    read = (here / "drafter" / "README.md").read_text()
+    assert "with `builtin` and its adapter `a` or its adapter `b` or no adapter." in read
+    files = sorted(here.glob("distilled/a+b+plain.features/*/*.safetensors"))
+    changed = [path.stat().st_mtime_ns for path in files]
+    again = here / "again"
+    again.mkdir()
+    train(made.model_copy(update={"output_dir": again / "drafter"}), again)
+    assert len(files) == 3 and [path.stat().st_mtime_ns for path in files] == changed
+    assert [line.get("loss") for line in metrics(again)] == [line.get("loss") for line in metrics(here)]
+    ours, theirs = (checkpoint.load(place / "drafter").tensors for place in (here, again))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_stopped_training_goes_on(here, monkeypatch):
+    made = asked(here, "a", "b", max_steps=4)
+    train(made, here)
+    stopped = here / "stopped"
+    stopped.mkdir()
+    made = made.model_copy(update={"output_dir": stopped / "drafter"})
+    trainer = loop.make_trainer(made, Run.create("train-drafter", made, stopped))
+    trainer.start()
+    with track("train", total=4, unit="steps") as bar:
+        trainer.step(bar)
+        trainer.step(bar)
+    trainer.save()
+    trainer.close()
+    shutil.copytree("a", "other")
+    edit("a")
+    with pytest.raises(
+        CheckpointError, match="data in distilled/a was written with adapter a, which has changed since"
+    ):
+        train(made.model_copy(update={"resume": True}), stopped)
+    shutil.rmtree("a")
+    shutil.move("other", "a")
+    train(made.model_copy(update={"resume": True}), stopped)
+    ours, theirs = (checkpoint.load(place / "drafter").tensors for place in (here, stopped))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def edit(adapter):
+    """Other weights under the name of an adapter."""
+    path = f"{adapter}/adapter_model.safetensors"
+    save_file({name: 2 * tensor for name, tensor in load_file(path).items()}, path)
+
+
+def test_one_adapter_is_that_of_the_recipe(here):
+    """Data of one adapter makes a drafter of that adapter, in a pool as well; a recipe that names one decides."""
+    made, several = with_adapters(asked(here, "a"))
+    assert made.target.adapter == "a" and not several
+    pool = asked(here, "a", "b", "plain", each=True).per_domain()
+    assert [with_adapters(one)[0].target.adapter for one in pool] == ["a", "b", None]
+    named = asked(here, "a", "b", target=TargetRecipe(**FP32, adapter="b"))
+    assert with_adapters(named) == (named, {})
+    shutil.copytree("a", "same")
+    shutil.copytree("distilled/a", "distilled/same")
+    meta = here / "distilled/same/meta.json"
+    meta.write_text(meta.read_text().replace('"adapter": "a"', '"adapter": "same"'))
+    assert with_adapters(asked(here, "a", "same"))[0].target.adapter == "a"  # a copy is the same adapter
+
+
+def test_a_prompt_is_held_out_for_all_adapters(here):
+    made, adapters = with_adapters(asked(here, "a", "b"))
+    corpus = load_corpus(made, load_target_text(), adapters)
+    held = [tuple(prompt.ids) for prompt in corpus.held_out]
+    assert len(held) == 2 * len(set(held)) and [prompt.adapter for prompt in corpus.held_out].count("b") == len(
+        set(held)
+    )
+    assert not {tuple(example.tokens[: example.prompt_length]) for example in corpus.train} & {*held}
+    swapped = dict(zip(adapters, reversed(adapters.values()), strict=True))
+    assert load_corpus(made, load_target_text(), swapped).fingerprint != corpus.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"features": FeatureRecipe(mode="online")}, "features.mode=online cannot switch the target's adapter"),
+        (
+            {"features": FeatureRecipe(server=ServerRecipe(urls=["http://127.0.0.1:9"]))},
+            "features.mode=server cannot switch .* different ones .distilled/a with a, distilled/b with b.",
+        ),
+        (
+            {"target": TargetRecipe(**FP32, tensor_parallel=2), "features": FeatureRecipe(mode="cached")},
+            "target.tensor_parallel cannot switch",
+        ),
+    ],
+)
+def test_what_cannot_switch_is_refused(here, changes, says):
+    with pytest.raises(UsageError, match=says):
+        with_adapters(asked(here, "a", "b", "plain", **changes))
+    if "online" not in says:  # one adapter needs no switch
+        with pytest.raises(UsageError, match=r"uses no adapter of the target, .* \(distilled/a with a\)"):
+            with_adapters(asked(here, "a", **changes))
+
+
+def test_an_adapter_that_is_not_there_is_named(here, tiny_directory):
+    outer = write_adapter("builtin", here / "outer", modules_to_save=["lm_head"])
+    shutil.move("b", "elsewhere")
+    with pytest.raises(CheckpointError, match=r"data in distilled/b was written with adapter b: .*b does not exist"):
+        with_adapters(asked(here, "a", "b"))
+    shutil.copytree(outer, "b")
+    with pytest.raises(CheckpointError, match="data in distilled/b was written with adapter b, which has changed"):
+        with_adapters(asked(here, "a", "b"))
+    record(here / "distilled/b", "b")
+    with pytest.raises(
+        CheckpointError, match="adapter b changes lm_head of target builtin, which a drafter of several"
+    ):
+        with_adapters(asked(here, "a", "b"))
+    shutil.rmtree("b")
+    write_adapter(tiny_directory("llama"), here / "b")
+    record(here / "distilled/b", "b")
+    with pytest.raises(CheckpointError, match="adapter b does not fit target builtin"):
+        loop.make_trainer(asked(here, "a", "b"), Run(here))
+
+
+def record(source, adapter):
+    """Data that says that it was written by the adapter as it is now."""
+    meta = json.loads((source / "meta.json").read_text())
+    meta["target"]["adapter_weights"] = adapter_digest(adapter)
+    (source / "meta.json").write_text(json.dumps(meta))
