@@ -8,6 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from specctl.gateway.backend import Backend
 from specctl.gateway.limits import Guard
@@ -44,7 +45,7 @@ def make_app(
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # a page of another site can send all other types without asking
             raise ApiError("send the header 'Content-Type: application/json'", 415)
-        return await backend.texts(request, await request.body())
+        return await backend.texts(request, (await request.receive())["body"])  # `Guard` gives the whole body at once
 
     async def metrics(request: Request) -> Response:
         return Response(backend.meter.page(), media_type=METRICS_TYPE)
@@ -59,8 +60,19 @@ def make_app(
     routes += [Route(path, backend.other, methods=["GET"]) for path in other_paths]
     routes += [Route("/metrics", metrics), Route("/health", health), Route("/", front)]
     handlers = {ApiError: _api_error, HTTPException: _http_error, Exception: _fault}
-    app = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
-    app.router.redirect_slashes = False
+    routed = Starlette(routes=routes, exception_handlers=handlers)  # type: ignore[arg-type]
+    routed.router.redirect_slashes = False
+    posted = {*text_paths}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["method"] != "POST" or scope["path"] not in posted:
+            return await routed(scope, receive, send)
+        try:  # the middleware and the routes of Starlette take longer than a choice
+            response = await texts(Request(scope, receive))
+        except ApiError as error:
+            response = error.response
+        await response(scope, receive, send)
+
     return Guard(app, limits, backend.meter, key, close=backend.close)
 
 

@@ -8,14 +8,17 @@ import resource
 from contextlib import suppress
 from typing import Any
 
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from specctl.gateway.limits import LEFT
 from specctl.gateway.metrics import Meter
 from specctl.recipe.serve import LimitsRecipe
 
 MOST_CONNECTIONS = 16384
 SPARE_FILES = 192  # files that remain for engines, templates, logs, and connections being accepted
 READ_BYTES = 16384  # most bytes of one read of a connection
+JOINED_BYTES = 65536  # most bytes of a body that are copied to be sent with the head of their response
 BACKLOG = 64  # connections that are accepted in one turn of the event loop, before the limit can act
 
 
@@ -71,13 +74,64 @@ class ConnectionTable:
         return Connection(self, *args, **options)
 
 
+class ResponseTransport:
+    """Transport of one response. It sends the head with the first bytes of the body: that is one system call less, and
+    the client wakes up once.
+
+    Attributes:
+        holds: whether the bytes that are written now wait for the next ones.
+    """
+
+    def __init__(self, transport: asyncio.Transport):
+        self._transport, self._held, self.holds = transport, b"", False
+        self.is_closing = transport.is_closing
+
+    def write(self, data: bytes) -> None:
+        if self.holds:
+            self._held += data
+            return
+        if self._held and len(data) <= JOINED_BYTES:
+            data = self._held + data
+        elif self._held:
+            self._transport.write(self._held)
+        self._held = b""
+        self._transport.write(data)
+
+    def close(self) -> None:
+        self._transport.write(self._held)
+        self._transport.close()
+
+
 class Connection(H11Protocol):
-    """A connection that is closed if the headers of a request take too long."""
+    """A connection that is closed if the headers of a request take too long. If the client leaves, its request is
+    cancelled."""
 
     def __init__(self, table: ConnectionTable, *args: Any, **options: Any):
         super().__init__(*args, **options)
         self.table = table
         self._header_timer: asyncio.TimerHandle | None = None
+        self._application: Any = self.app
+        self.app = self._answer
+        self._task: asyncio.Task[Any] | None = None  # answers the request in flight
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application for one request."""
+        cycle, transport = self.cycle, ResponseTransport(self.transport)
+        cycle.transport = transport  # type: ignore[assignment]
+
+        async def send_joined(message: Message) -> None:
+            transport.holds = message["type"] == "http.response.start"
+            await send(message)
+
+        task = self._task = asyncio.current_task()
+        try:
+            await self._application(scope, receive, send_joined)
+        except asyncio.CancelledError:
+            if not cycle.disconnected:
+                raise
+        finally:
+            if self._task is task:  # the next request may have begun
+                self._task = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -104,6 +158,8 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
+        if self._task is not None and self.cycle.disconnected:
+            self._task.cancel(LEFT)
         self._stop_timer()
         self._unset_keepalive_if_required()
         self.table.closed(self)

@@ -1,6 +1,7 @@
 """Limits of what one client, or all together, can ask of the gateway: an ASGI middleware."""
 
 import asyncio
+import functools
 import hmac
 import ipaddress
 import re
@@ -21,6 +22,8 @@ OPEN_PATHS = {"/", "/health"}
 """Paths that need no key. The page holds no data: it asks for /metrics."""
 KNOWN_PATHS = {*OPEN_PATHS, "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions", "/generate"}
 BUSY_S = 1
+LEFT = "the client has left"
+"""Message of the CancelledError of a request without a client."""
 
 
 class Guard:
@@ -59,8 +62,11 @@ class Guard:
         except TimeoutError:
             self.meter.refused("request_s")
             await answer.fail(ApiError(f"the request took longer than {self.limits.request_s:g} s", 504))
-        except asyncio.CancelledError:  # the server stops, and its time for requests in flight is over
-            await answer.fail(ApiError("the gateway is stopping", 503, retry_s=BUSY_S))
+        except asyncio.CancelledError as error:
+            if error.args == (LEFT,):
+                answer.status = answer.status or 499  # nobody would read an answer
+            else:  # the server stops, and its time for requests in flight is over
+                await answer.fail(ApiError("the gateway is stopping", 503, retry_s=BUSY_S))
         except Exception as error:  # a fault of ours, which must not print a text
             self.meter.fault("http")
             progress.warn(f"a request failed: {where(error)}")
@@ -126,7 +132,7 @@ class Guard:
                 while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ApiError("the client has left", 499)
+                        raise ApiError(LEFT, 499)
                     part = message.get("body", b"")
                     parts.append(part)
                     held.append(len(part))
@@ -147,6 +153,7 @@ class Guard:
         return ApiError(f"the body has more than {self.limits.body_bytes} bytes", 413)
 
 
+@functools.lru_cache(256)
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
         return ipaddress.ip_address(host)

@@ -23,7 +23,7 @@ from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_answers import AnswerFormat, PartialAnswer, Usage
 from specctl.gateway.openai_errors import ApiError
 from specctl.gateway.openai_requests import ChatRequest, CompletionRequest, TextsRequest
-from specctl.gateway.sse import DONE, EventResponse, event, unless_gone
+from specctl.gateway.sse import DONE, EventResponse, event
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BUSY_S = 1  # seconds after which a client that was refused may try again
@@ -75,7 +75,7 @@ class OwnEngine:
         chat = request.scope["path"] == CHAT  # `request.url` also depends on the header Host
         asked: TextsRequest = openai_requests.parse(ChatRequest if chat else CompletionRequest, body)
         self._check_model(asked)
-        prompts = await unless_gone(request.receive, self._prompts(asked))
+        prompts = await self._prompts(asked)
         self._check_room(len(prompts) * asked.answers)
         channel = Channel()
         generations = self._generations(asked, prompts, channel)
@@ -88,7 +88,7 @@ class OwnEngine:
         if asked.stream:
             events = self._events(asked, generations, channel, form, usage)
             try:
-                first = await unless_gone(request.receive, _first(events))
+                first = await anext(events)
             except BaseException:
                 self._cancel(generations)
                 raise
@@ -98,7 +98,7 @@ class OwnEngine:
 
             return EventResponse(_chained(first, events), close)
         try:
-            choices = await unless_gone(request.receive, self._finished(generations, channel, usage))
+            choices = await self._finished(generations, channel, usage)
         finally:
             self._cancel(generations)
         # Log probabilities of a long answer take seconds.
@@ -269,10 +269,6 @@ class OwnEngine:
 
     def _text_of_token(self, token: int) -> str:
         return str(self.target.tokenizer.decode([token]))
-
-
-async def _first(events: AsyncIterator[bytes]) -> bytes:
-    return await anext(events)
 
 
 async def _chained(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

@@ -33,7 +33,7 @@ from specctl.gateway.faults import where
 from specctl.gateway.limits import Guard
 from specctl.gateway.metrics import Meter
 from specctl.gateway.openai_errors import ApiError
-from specctl.gateway.sse import EventResponse, event, unless_gone
+from specctl.gateway.sse import EventResponse, event
 from specctl.recipe.serve import LimitsRecipe
 from specctl.redaction import redacted
 from specctl.selection.certificate import Certificate
@@ -202,7 +202,7 @@ class RunningEngines:
             self.in_flight[url] += 1
             kept = False
             try:
-                answer = await unless_gone(passage.request.receive, self._forward_to(url, passage))
+                answer = await self._forward_to(url, passage)
                 kept = isinstance(answer, EventResponse)  # it counts as in flight until its end
                 failed, rests = answer.status_code in RETRY_STATUSES, answer.status_code in REST_STATUSES
                 seen += 1

@@ -5,13 +5,14 @@ import json
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
 from starlette.responses import JSONResponse
 
 from specctl.errors import UsageError
-from specctl.gateway.connections import ConnectionTable, most_connections
+from specctl.gateway.connections import JOINED_BYTES, ConnectionTable, ResponseTransport, most_connections
 from specctl.gateway.limits import Guard
 from specctl.gateway.metrics import Meter
 from specctl.gateway.server import listening
@@ -334,3 +335,27 @@ def hung_up(connection):
         return False
     except ConnectionResetError:
         return True
+
+
+LONG = bytes(JOINED_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    ("body", "sent"),
+    [([b"body", b"end"], [b"headbody", b"end"]), ([LONG], [b"head", LONG]), ([], [b"head"])],
+    ids=["short", "long", "none"],
+)
+def test_the_head_of_a_response_goes_out_with_the_first_part_of_its_body(body, sent):
+    """A long body would be copied for it, and goes out alone. `100 Continue` does not wait for a body."""
+    written = []
+    below = {"write": written.append, "close": lambda: written.append("closed"), "is_closing": lambda: False}
+    response = ResponseTransport(SimpleNamespace(**below))
+    response.write(b"continue")
+    response.holds = True
+    response.write(b"head")
+    assert written == [b"continue"]
+    response.holds = False
+    for part in body:
+        response.write(part)
+    response.close()
+    assert [part for part in written if part] == [b"continue", *sent, "closed"]
