@@ -25,7 +25,7 @@ from below.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import reduce
 from math import isfinite, log
 from typing import NamedTuple
@@ -67,13 +67,14 @@ class Certificate:
         `most`."""
         y = min(max(relative, 0.0), self.most) if isfinite(relative) else self.most
         guess = (self.most / 2 + self.total) / (1 + self.texts)
-        return replace(
-            self,
-            texts=self.texts + 1,
-            clipped=self.clipped + (not relative <= self.most),
-            total=self.total + y,
-            guesses=self.guesses + guess,
-            log_capital=self.log_capital + np.log1p(BETS * ((guess - y) / self.most)),
+        return Certificate(
+            self.most,
+            self.alpha,
+            self.texts + 1,
+            self.clipped + (not relative <= self.most),
+            self.total + y,
+            self.guesses + guess,
+            self.log_capital + np.log1p(BETS * ((guess - y) / self.most)),
         )
 
     def refutes(self, mean: float) -> bool:
