@@ -8,7 +8,7 @@ a prompt (`training_advantage`); θ the worth of φ in rewards.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -66,16 +66,25 @@ class Covariance:
 
     def __call__(self, a: Tensor, b: Tensor) -> Tensor:
         """[…, A, B] covariances of prompts a […, A, D + P] and b […, B, D + P]."""
+        return self.of_squares(a, self.squares(a), b, self.squares(b))
+
+    def squares(self, a: Tensor) -> list[Tensor]:
+        """½|x|² and, if kinds are known, ½|p|² of prompts a […, A, D + P], each […, A]."""
+        parts = a.split([a.shape[-1] - self.kinds, self.kinds], -1) if self.kinds else (a,)
+        return [part.square().sum(-1).mul_(0.5) for part in parts]
+
+    def of_squares(self, a: Tensor, of_a: list[Tensor], b: Tensor, of_b: list[Tensor]) -> Tensor:
+        """The covariances of prompts with known `squares`."""
         size = a.shape[-1] - self.kinds
-        k = _gaussian(a[..., :size], b[..., :size], self.width)
+        k = _gaussian(a[..., :size] @ b[..., :size].mT, of_a[0], of_b[0], self.width)
         if self.kinds:
-            k = k.mul_(1 - SHARE_BY_KIND).add_(_gaussian(a[..., size:], b[..., size:], WIDTH), alpha=SHARE_BY_KIND)
+            by_kind = _gaussian(a[..., size:] @ b[..., size:].mT, of_a[1], of_b[1], WIDTH)
+            k = k.mul_(1 - SHARE_BY_KIND).add_(by_kind, alpha=SHARE_BY_KIND)
         return k.mul_(1 - SHARE_EVERYWHERE).add_(SHARE_EVERYWHERE)
 
 
-def _gaussian(a: Tensor, b: Tensor, width: float) -> Tensor:
-    half = (a @ b.mT).sub_(0.5 * a.square().sum(-1)[..., None]).sub_(0.5 * b.square().sum(-1)[..., None, :])
-    return half.div_(width**2).exp_()
+def _gaussian(products: Tensor, a: Tensor, b: Tensor, width: float) -> Tensor:
+    return products.sub_(a[..., None]).sub_(b[..., None, :]).div_(width**2).exp_()
 
 
 def membership(x: Tensor, kinds: Tensor) -> Tensor:
@@ -86,18 +95,38 @@ def membership(x: Tensor, kinds: Tensor) -> Tensor:
     return (torch.cat([cosines, nobody], -1) / SHARP).softmax(-1)[..., :-1]
 
 
-def factored(x: Tensor, noise: Tensor, k: Covariance = Covariance()) -> Tensor:
-    """[N, M, M] Cholesky factors of the covariances of rewards at prompts x [N, M, D] with variances `noise` [N, M]."""
-    return torch.linalg.cholesky(k(x, x).double() + torch.diag_embed(noise))
+@dataclass(frozen=True)
+class Regression:
+    """Regression of f_i on prompts, all in units of s (Krause and Ong 2011, Eq. 2 and 3).
 
+    Attributes:
+        x: [N, M, D] prompts.
+        squares: of x, from `Covariance.squares`.
+        precision: [N, M, M] inverse covariances of the rewards.
+        weights: [N, M] rewards multiplied by the precision.
+    """
 
-def regression(x: Tensor, y: Tensor, factor: Tensor, at: Tensor, k: Covariance = Covariance()) -> tuple[Tensor, Tensor]:
-    """Means and variances [N] of f_i at the prompt `at` [D], from rewards y [N, M] at prompts x [N, M, D] and the
-    `factor` from `factored`, all in units of s (Krause and Ong 2011, Eq. 2 and 3)."""
-    near = k(x, at[None])[..., 0].double()
-    solved = torch.cholesky_solve(torch.stack((y, near), -1), factor)
-    mean, explained = (near[..., None] * solved).sum(1).unbind(-1)
-    return mean, (1 - explained).clamp_min(1e-6)
+    k: Covariance
+    x: Tensor
+    squares: list[Tensor]
+    precision: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, y: Tensor, noise: Tensor, k: Covariance = Covariance()) -> Self:
+        """The regression of rewards y [N, M] with variances `noise` [N, M] at prompts x [N, M, D]."""
+        squares = k.squares(x)
+        covariance = k.of_squares(x, squares, x, squares).double()
+        covariance.diagonal(dim1=1, dim2=2).add_(noise)
+        precision = torch.cholesky_inverse(torch.linalg.cholesky(covariance))
+        return cls(k, x, squares, precision, (precision @ y[..., None])[..., 0])
+
+    def at(self, prompt: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and variances [N] of f_i at a prompt [D]."""
+        b = prompt[None]
+        near = self.k.of_squares(self.x, self.squares, b, self.k.squares(b))[..., 0].double()
+        explained = ((self.precision @ near[..., None])[..., 0] * near).sum(1)
+        return (self.weights * near).sum(1), (1 - explained).clamp_min(1e-6)
 
 
 def training_advantage(p: Tensor, owner: Sequence[int], trust: Tensor, count: int) -> Tensor:
@@ -135,15 +164,13 @@ class PromptFit:
     """The part of a belief that is the same for all prompts.
 
     Attributes:
-        x, y, factor: as in `regression`, for M remembered texts; y is the residual of the trend.
+        regression: of the residuals of the trend on the remembered texts.
         center: [D] mean that features are centered by.
         trend: μ and θ.
         noise, signal, shared: σ², s² and τ².
     """
 
-    x: Tensor
-    y: Tensor
-    factor: Tensor
+    regression: Regression
     center: Tensor
     trend: Trend
     noise: float
@@ -213,13 +240,14 @@ class PromptMemory:
             return None
         with threads.step_threads(0):  # matrices too small for two threads, which would wait for each other
             at = self._place(torch.from_numpy(features).float(), fit.center)
-            m, v = regression(fit.x, fit.y, fit.factor, at, self._k)
-            phi = self._known_for(at, fit.center)
-            # Doubt about θ makes no difference between arms at their own kinds. For an arm with unknown training φ may
-            # be anything, with a variance of 1.
-            unsure = torch.where(self._informed, (1 - phi).square() * fit.trend.doubt, fit.trend.slope**2)
-            v = v + unsure / fit.signal if self._owner else v
-            m = fit.trend.mean + fit.trend.slope * phi + m
+            m, v = fit.regression.at(at)
+            m = fit.trend.mean + m
+            if self._owner:
+                phi = self._known_for(at, fit.center)
+                # Doubt about θ makes no difference between arms at their own kinds. For an arm with unknown training φ
+                # may be anything, with a variance of 1.
+                unsure = torch.where(self._informed, (1 - phi).square() * fit.trend.doubt, fit.trend.slope**2)
+                m, v = m + fit.trend.slope * phi, v + unsure / fit.signal
         return Belief(m.tolist(), v.tolist(), fit.noise, fit.signal, fit.shared)
 
     def fit(self) -> PromptFit | None:
@@ -246,8 +274,8 @@ class PromptMemory:
             ) / AGE
             doubt = torch.where(seen, doubt.clamp_min(MIN_VARIANCE), EMPTY_VARIANCE)[:, :filled]
             off = torch.where(seen[:, :filled], y[:, :filled] - told.mean - told.slope * phi, 0.0)
-            factor = factored(x, doubt, self._k)
-        return PromptFit(x, off, factor, center, told, noise, signal, shared)
+            found = Regression.of(x, off, doubt, self._k)
+        return PromptFit(found, center, told, noise, signal, shared)
 
     def _place(self, x: Tensor, center: Tensor) -> Tensor:
         """[…, D + P] prompts as the covariance compares them: directions from the center, and memberships in kinds."""

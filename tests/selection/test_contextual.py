@@ -18,7 +18,7 @@ from specctl.selection.game.rules import rules_for
 from specctl.selection.policies import contextual, registry
 from specctl.selection.policies.contextual import ArmRounds, Belief, ContextualUcb, ease, indices
 from specctl.selection.policies.policy import Arms
-from specctl.selection.prompt_memory import PromptMemory, factored, regression, training_advantage, trend
+from specctl.selection.prompt_memory import PromptMemory, Regression, training_advantage, trend
 
 N, KINDS = 3, np.random.default_rng(7).normal(size=(3, 16))
 
@@ -152,7 +152,7 @@ def test_regression_is_that_of_a_gaussian_process():
     noise, at = generator.uniform(0.1, 0.5, (2, 12)), generator.normal(size=4)
     noise[1, 5:] = prompt_memory.EMPTY_VARIANCE
     prompts, rewards, doubts, prompt = map(torch.from_numpy, (x, y, noise, at))
-    means, variances = regression(prompts, rewards, factored(prompts, doubts), prompt)
+    means, variances = Regression.of(prompts, rewards, doubts).at(prompt)
     for arm, seen in enumerate((12, 5)):
         points = [*x[arm, :seen], at]
         k = [[math.exp(-(math.dist(a, b) ** 2) / (2 * prompt_memory.WIDTH**2)) for a in points] for b in points]
