@@ -135,7 +135,7 @@ class RunningEngines:
         self._refusals = dict.fromkeys(servers, 0)  # statuses of `RETRY_STATUSES` in a row
         self._warned: set[str] = set()
         self._heard: list[tuple[ServerChoice, str, TextCounts]] = []  # texts that the dispatch has not learnt from
-        self._learn_s = 0.0  # seconds of the last learning
+        self._learn_s = 0.0  # CPU seconds of the last learning
         self._learn_at = 0.0  # time of the next call of `learn`
         if dispatch is not None:
             meter.certificate = Certificate(most=1.0)  # a text has no more passes than tokens
@@ -382,7 +382,7 @@ class RunningEngines:
         """Let the dispatch learn from the answers since the last time. It computes for milliseconds: so it learns from
         several answers at once, and after they have been sent."""
         assert self.dispatch is not None
-        began, heard = time.perf_counter(), self._heard
+        began, heard = time.thread_time(), self._heard  # other processes lengthen no pause
         self._heard = []
         for choice, url, counts in heard:
             try:
@@ -393,7 +393,7 @@ class RunningEngines:
             self.dispatch.settle()
         except Exception as error:
             self._fault("learning from an answer", error)
-        self._learn_s = time.perf_counter() - began
+        self._learn_s = time.thread_time() - began
 
 
 async def _begun(events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
