@@ -342,11 +342,11 @@ def test_a_client_that_leaves_before_the_answer_begins_frees_the_engine(stream):
     with hostile(answer) as engines:
         app, backend = gateway(*engines)
         with served(app) as address:
-            for _ in range(5):
+            while len(engines[0].requests) < 5:  # on a busy machine a client may leave before the engine is asked
                 with pytest.raises(httpx.ReadTimeout):
                     httpx.post(address + COMPLETIONS, json=BODY | {"stream": stream}, timeout=0.2)
             wait_for(lambda: not app.in_flight and not any(backend.in_flight.values()) and not engines[0].open)
-        assert len(engines[0].requests) == 5 and ended.is_set()
+        assert ended.is_set()
 
 
 def test_an_engine_that_never_answers_ends_with_a_status():
