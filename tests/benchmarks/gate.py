@@ -23,7 +23,7 @@ from specctl.distillation.prompts import read_prompts
 from specctl.drafters import pool
 from specctl.drafters.hybrid.candidates import Calibration, Candidates
 from specctl.drafters.hybrid.costs import Costs
-from specctl.drafters.hybrid.drafter import OFFERED, Hybrid
+from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.text.suffix import NODES
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DataRecipe, DraftingRecipe
@@ -52,7 +52,7 @@ class Recorder(BaseDrafter):
 
     def propose(self, state, budget):
         self.heads += self.hybrid.head.propose_candidates(state, budget, lambda joint: True)
-        self.texts += self.hybrid.text.propose_trees(state, OFFERED)
+        self.texts += self.hybrid.text.propose_trees(state, self.hybrid.offered)
         return empty_draft(state.batch, state.device)
 
     def advance(self, state):

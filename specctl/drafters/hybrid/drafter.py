@@ -28,7 +28,7 @@ from specctl.drafters.hybrid.device_rounds import HybridRounds
 from specctl.drafters.hybrid.gate import HEAD, TEXT, Gate, GateStatistics, Pending
 from specctl.drafters.tree import CandidateDrafter, TextDrafter
 
-OFFERED = 32  # maximal number of nodes that a text drafter proposes
+OFFERED = 8, 32  # least and largest number of nodes that a text drafter proposes
 GOES_ON = 0.75  # assumed probability that a level's token is accepted if the previous level's was
 NEXT = 0.9  # claim assumed for a level that is not drafted yet
 WORSE = 0.9  # share of the best rate below which no larger draft is considered
@@ -47,6 +47,9 @@ class Hybrid(BaseDrafter):
     def __init__(self, head: CandidateDrafter, text: TextDrafter, costs: Costs, past: GateStatistics | None = None):
         self.head, self.text, self.costs, self.past = head, text, costs, past or GateStatistics()
         self.taps = head.taps
+        # The text drafter proposes as many nodes as a round can verify at twice the cost of a plain one.
+        least, most = OFFERED
+        self.offered = max(size for size in range(least, most + 1) if size == least or costs.round(1 + size) <= 2)
 
     def propose(self, state: DecodeState, budget: int) -> DraftTree:
         """Draft a tree from the last committed token; in exact mode a chain."""
@@ -56,7 +59,8 @@ class Hybrid(BaseDrafter):
         live = state.live
         costs = self.costs.at(sum(len(state.rows[b].ids) for b in live) / max(len(live), 1))
         drafts = [Candidates() for _ in gates]
-        for draft, offer, gate in zip(drafts, self.text.propose_trees(state, min(budget, OFFERED)), gates, strict=True):
+        offers = self.text.propose_trees(state, min(budget, self.offered))
+        for draft, offer, gate in zip(drafts, offers, gates, strict=True):
             draft.add(offer, TEXT, gate.trust[TEXT])
         alone = best_size(state, drafts, budget, costs)
         kinds = [
