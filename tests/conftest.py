@@ -1,5 +1,6 @@
 """Targets shared by all tests: the built-in one, and tiny random ones of other architectures."""
 
+import atexit
 import errno
 import functools
 import gc
@@ -83,11 +84,8 @@ def pytest_collection():
     finally:
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # later than pytest's own searches at the end
         gc.enable()
-
-
-def pytest_unconfigure(config):
-    gc.unfreeze()
 
 
 @pytest.fixture
