@@ -1,10 +1,13 @@
 """Targets shared by all tests: the built-in one, and tiny random ones of other architectures."""
 
+import atexit
 import errno
 import functools
 import gc
 import os
 import threading
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,11 +86,8 @@ def pytest_collection():
     finally:
         gc.collect()
         gc.freeze()
+        atexit.register(gc.unfreeze)  # later than pytest's own searches at the end
         gc.enable()
-
-
-def pytest_unconfigure(config):
-    gc.unfreeze()
 
 
 @pytest.fixture
@@ -108,12 +108,19 @@ def one_thread():
 @pytest.fixture(scope="session", autouse=True)
 def cache_of_its_own(tmp_path_factory):
     """Later runs reuse the compiled C++ step and measured costs from a cache. Tests have one, apart from the user's.
+    Only the compiled step is the user's: the name of its file is a hash of its source.
 
-    All processes of a test run share it, so that one of them compiles. Costs are medians of few repeats here, and runs
-    are warmed up by answers of three tokens: no test depends on the seconds. A failed request is sent again at once.
+    All processes of a test run share the cache. Costs are medians of few repeats here, and runs are warmed up by
+    answers of three tokens: no test depends on the seconds. A failed request is sent again at once.
     """
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    users, ours = (Path(place) / "specctl" / "native" for place in (home, shared / "cache"))
+    with suppress(OSError):  # another process of the run has linked it, or the user's cannot be written
+        users.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ours.parent.mkdir(parents=True, exist_ok=True)
+        ours.symlink_to(users)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(shared / "cache"))
         patch.setattr("specctl.drafters.hybrid.costs.REPEATS", 1)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from specctl.families import FAMILIES
+from tests.test_maps import statements
 
 ROOT = Path(__file__).resolve().parent.parent
 LEAVES = [
@@ -59,7 +60,7 @@ ALLOWED: dict[str, set[str]] = {
 def imported(source: str, package: list[str]) -> set[str]:
     """Modules of specctl that a source file imports, also inside functions, as dotted names below `specctl`."""
     found = set()
-    for node in ast.walk(parsed(source)):
+    for node in statements(parsed(source)):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -148,7 +149,7 @@ def cycles(files: dict[str, str]) -> list[list[str]]:
 def imports(name: str, source: str, files: dict[str, str]) -> set[str]:
     """The files that a file imports, or imports names of."""
     found = set()
-    for node in ast.walk(parsed(source)):
+    for node in statements(parsed(source)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("specctl"):
             module = node.module.removeprefix("specctl").removeprefix(".")
             inside = {f"{module}.{alias.name}".removeprefix(".") for alias in node.names} & {*files}
@@ -292,7 +293,7 @@ def test_no_two_classes_have_one_name():
     names = [
         node.name
         for source in sources().values()
-        for node in ast.walk(parsed(source))
+        for node in statements(parsed(source))
         if isinstance(node, ast.ClassDef)
     ]
     assert sorted({name for name in names if names.count(name) > 1}) == []
@@ -320,7 +321,7 @@ def parameters(function: ast.FunctionDef) -> list[str]:
 
 def wide(source: str) -> list[str]:
     """The functions of a file with more parameters than a caller can keep apart."""
-    functions = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef))
+    functions = (node for node in statements(parsed(source)) if isinstance(node, ast.FunctionDef))
     return [function.name for function in functions if len(parameters(function)) > MOST_PARAMETERS]
 
 

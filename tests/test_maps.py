@@ -10,6 +10,7 @@ import ast
 import io
 import re
 import tokenize
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -127,9 +128,18 @@ def test_every_room_has_its_line():
     assert mapped((ROOT / MAP).read_text()) == rooms()
 
 
+def statements(tree: ast.AST) -> Iterator[ast.AST]:
+    """All statements below a node. `ast.walk` also visits their expressions, which are most of a tree."""
+    for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for node in getattr(tree, block, ()):
+            yield node
+            yield from statements(node)
+
+
+@cache
 def remarks(source: str) -> list[str]:
     """The docstrings and comments of a module."""
-    nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr))
+    nodes = (node for node in statements(ast.parse(source)) if isinstance(node, ast.Expr))
     constants = (node.value.value for node in nodes if isinstance(node.value, ast.Constant))
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     comments = [token.string for token in tokens if token.type == tokenize.COMMENT]

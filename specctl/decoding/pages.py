@@ -11,6 +11,8 @@ and contents until no other page is free.
 
 from __future__ import annotations
 
+import math
+import mmap
 import os
 from array import array
 from collections import Counter, OrderedDict
@@ -77,6 +79,16 @@ def budget(device: torch.device) -> int:
     return int(SHARE * torch.cuda.mem_get_info(device)[0])
 
 
+def _zeros(shape: tuple[int, ...], form: PoolLayout) -> Tensor:
+    """Zeros of a shape. `torch.zeros` would write, and so commit, all of a CPU's memory: here the system does when it
+    is used."""
+    if form.device.type != "cpu":
+        return torch.zeros(shape, dtype=form.dtype, device=form.device)
+    size = math.prod(shape) * form.dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=form.dtype).view(shape)
+
+
 class PagePool:
     """Keys and values [L, pages·PAGE, 2·Hkv, D] of a target's sequences, with the bookkeeping of free pages.
 
@@ -98,7 +110,7 @@ class PagePool:
         self.form, self.size, self.promised = form, pages, 0
         shape = form.layers, (1 + pages) * PAGE, 2 * form.heads, form.dim
         with torch.inference_mode(False):  # the pool may outlive the inference mode it was made in
-            self.store = torch.zeros(shape, dtype=form.dtype, device=form.device)
+            self.store = _zeros(shape, form)
         self.rows = list(self.store)
         self._free = OrderedDict.fromkeys(range(1, 1 + pages))  # pages without a name
         self._kept: OrderedDict[int, None] = OrderedDict()  # free pages with a name: taken last, oldest first

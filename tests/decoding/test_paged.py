@@ -2,7 +2,9 @@
 
 import gc
 import random
+import resource
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -486,6 +488,20 @@ def test_who_decides(tiny, monkeypatch):
         monkeypatch.setenv("SPECCTL_KV_GIB", size)
         with pytest.raises(UsageError, match="SPECCTL_KV_GIB"):
             budget(CPU)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_a_pool_on_a_cpu_commits_only_memory_that_is_written():
+    """It took half a second and a whole GiB."""
+
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    form = PoolLayout(4, 2, 16, torch.bfloat16, torch.device("cpu"))
+    before = resident()
+    pool = PagePool(form, (1 << 30) // form.page_bytes)
+    assert pool.store.nbytes >= 1 << 30 and pool.store.dtype == torch.bfloat16
+    assert resident() - before < 1 << 28 and not pool.rows[3][-64:].any()
 
 
 def test_a_pool_without_a_page_is_refused():

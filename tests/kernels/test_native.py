@@ -1,7 +1,9 @@
 """The C++ step is as exact as PyTorch, and a row has the same bits whatever stands beside it."""
 
 import subprocess
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -158,6 +160,24 @@ def test_a_compiler_that_fails_is_told_of_once(fresh, monkeypatch):
         assert native.library() is None
     assert native.library() is None
     assert not list(fresh.rglob("*.so"))
+
+
+def test_processes_that_start_together_compile_once(fresh, monkeypatch):
+    """Each of them compiled, for five seconds of a core and more on a busy machine. A thread's lock is its own, as the
+    lock of a process is."""
+    compiler = fresh / "slow"
+    said = '#!/bin/sh\n[ $1 = --version ] && echo 1 && exit\necho >> "$0.calls"\nsleep 0.3\n: > "$7"\n'
+    compiler.write_text(said)
+    compiler.chmod(0o755)
+    together = threading.Barrier(3)
+
+    def start(_):
+        together.wait()
+        return native._compiled(str(compiler), ("-1", "-2", "-3", "-4"))
+
+    with ThreadPoolExecutor(3) as pool:
+        (path,) = {*pool.map(start, range(3))}
+    assert path.is_file() and (fresh / "slow.calls").read_text() == "\n"
 
 
 @needed

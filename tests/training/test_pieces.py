@@ -18,6 +18,8 @@ from tests.training.small import metrics
 from tests.training.small import recipe as small
 
 WINDOW = 64
+PIECE = 160
+TAPS = (1, 2, 3)
 WINDOWED = {
     "eagle3": DrafterRecipe(vocab_size=256, sliding_window=WINDOW),
     "peagle": DrafterRecipe(vocab_size=256, sliding_window=WINDOW, num_layers=2),
@@ -29,7 +31,7 @@ WINDOWED = {
 @pytest.fixture(scope="module")
 def texts():
     random = torch.Generator().manual_seed(0)
-    shape = [(420, 150), (90, 30), (360, 5), (700, 690)]  # tokens and prompt
+    shape = [(300, 110), (60, 20), (250, 5), (480, 470)]  # tokens and prompt
     return [
         Example(i, f"p{i}", torch.randint(5, 500, (size,), generator=random).tolist(), prompt)
         for i, (size, prompt) in enumerate(shape)
@@ -70,14 +72,14 @@ def agree(ours, theirs):
 
 @pytest.mark.parametrize("arch", WINDOWED)
 @pytest.mark.parametrize("stride", [1, 3])
-def test_pieces_have_the_loss_and_the_gradient_of_the_text(target, texts, arch, stride):
+def test_pieces_have_the_loss_and_the_gradient_of_the_text(shallow, texts, arch, stride):
     """The pieces train the same slots at every draft step, and every slot sees all positions that its loss depends on.
     The pieces may share one training step or take one step each."""
-    own = made(arch, target, ttt_stride=stride, piece_length=200)
+    own = made(arch, shallow, ttt_stride=stride, piece_length=PIECE)
     cut = Cut.of(own.recipe.model_copy(update={"piece_prefix": own.module.sight}), own.module)
     assert cut.exact
     parts = cut(texts)
-    assert len(parts) >= 6 and max(len(part.tokens) for part in parts) <= 200
+    assert len(parts) >= 6 and max(len(part.tokens) for part in parts) <= PIECE
     assert [part for part in parts if not isinstance(part, TextPiece)] == texts[1:2]
     assert sum(part.trained_tokens for part in parts) == sum(text.response_length for text in texts)
     whole = sums(own, texts, [[text] for text in texts])
@@ -86,55 +88,55 @@ def test_pieces_have_the_loss_and_the_gradient_of_the_text(target, texts, arch, 
 
 
 @pytest.mark.parametrize("arch", ["eagle3", "peagle", "dflash", "eagle", "hydra", "lm"])
-def test_without_a_window_a_piece_sees_itself_and_nothing_else(target, texts, arch):
+def test_without_a_window_a_piece_sees_itself_and_nothing_else(shallow, texts, arch):
     """Pieces that share a step have the same losses as in separate steps. Every response token counts once. The loss
     differs from the loss of the whole text, because a slot does not see the text before its piece."""
-    own, texts = made(arch, target, drafter=DrafterRecipe(), piece_length=200, ttt_steps=2), texts[:2]
+    own, texts = made(arch, shallow, drafter=DrafterRecipe(), piece_length=PIECE, ttt_steps=2), texts[:2]
     own.module.eval()  # eagle's noise is drawn anew in every step
     cut = Cut.of(own.recipe, own.module)
-    assert not cut.exact and cut.prefix == 50
+    assert not cut.exact and cut.prefix == 40
     parts = cut(texts)
-    assert all(part.start == 0 or part.prompt_length >= 50 for part in parts)
+    assert all(part.start == 0 or part.prompt_length >= 40 for part in parts)
     alone = sums(own, parts, [[part] for part in parts])
     agree(sums(own, parts, [parts]), alone)
     whole = sums(own, texts, [[text] for text in texts])
     assert float(alone[0][1]) == pytest.approx(float(whole[0][1]))
-    assert float(alone[0][0]) != pytest.approx(float(whole[0][0]), rel=1e-4)
+    assert float(alone[0][0]) != pytest.approx(float(whole[0][0]), rel=2e-5)
 
 
-def test_positions_are_those_of_the_text(target, texts):
-    own = made("eagle3", target, piece_length=200)
+def test_positions_are_those_of_the_text(shallow, texts):
+    own = made("eagle3", shallow, piece_length=PIECE)
     part = Cut.of(own.recipe, own.module)(texts)[1]
     batch = own.batch([part], 0)
     assert part.start > 0 and list(part.tokens) == texts[0].tokens[part.start : part.stop]
     assert batch.key_positions.tolist() == list(range(part.start, part.stop - 2))
 
 
-def test_a_short_response_gets_the_text_before_it_that_fits(target, texts):
+def test_a_short_response_gets_the_text_before_it_that_fits(shallow, texts):
     """A head with a window gets the tokens of the window. Other heads get as many tokens as fit into a piece."""
-    for arch, drafter, size in (("eagle3", None, WINDOW + 10), ("hydra", DrafterRecipe(vocab_size=256), 200)):
-        own = made(arch, target, piece_length=200, **({"drafter": drafter} if drafter else {}))
+    for arch, drafter, size in (("eagle3", None, WINDOW + 10), ("hydra", DrafterRecipe(vocab_size=256), PIECE)):
+        own = made(arch, shallow, piece_length=PIECE, **({"drafter": drafter} if drafter else {}))
         changed = own.recipe.model_copy(update={"piece_prefix": WINDOW})
         (part,) = Cut.of(changed, own.module)([texts[3]])
-        assert (len(part.tokens), part.response_length, part.stop) == (size, 10, 700)
+        assert (len(part.tokens), part.response_length, part.stop) == (size, 10, 480)
 
 
-def test_a_piece_without_room_is_refused(target):
-    own = made("eagle3", target, piece_length=64, piece_prefix=55)
+def test_a_piece_without_room_is_refused(shallow):
+    own = made("eagle3", shallow, piece_length=64, piece_prefix=55)
     with pytest.raises(RecipeError, match="no room for 55 tokens before the trained ones and 6 draft steps"):
         Cut.of(own.recipe, own.module)
     with pytest.raises(ValueError, match="piece_prefix is a part of a piece"):
         TrainRecipe(piece_prefix=64)
 
 
-@pytest.mark.parametrize("chunk", [1, 64, 500])
-def test_features_of_pieces_are_those_of_the_text(target, texts, monkeypatch, chunk):
+@pytest.mark.parametrize("chunk", [1, 64, 400])
+def test_features_of_pieces_are_those_of_the_text(shallow, texts, monkeypatch, chunk):
     """A piece has the same features if it is computed with the other pieces or alone: the chunks do not depend on the
     pieces."""
-    store = FeatureStore(target, (2, 5, 7))
+    store = FeatureStore(shallow, TAPS)
     whole = store.compute([texts[0]])[0]
     monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": chunk})
-    own = made("eagle3", target, piece_length=200)
+    own = made("eagle3", shallow, piece_length=PIECE)
     parts = Cut.of(own.recipe, own.module)([texts[0]])
     together = store.get(parts)
     for part, found in zip(parts, together, strict=True):
@@ -166,10 +168,10 @@ class Peak:
             self.bytes = max(self.bytes, now)
 
 
-def test_the_memory_of_a_step_is_that_of_a_piece(target):
+def test_the_memory_of_a_step_is_that_of_a_piece(shallow):
     """With pieces, a step of the head has the same peak memory for a text of twice the length. Without pieces, the peak
     is about twice as large."""
-    own = made("eagle3", target, piece_length=256, ttt_steps=2)
+    own = made("eagle3", shallow, piece_length=256, ttt_steps=2)
     cut = Cut.of(own.recipe, own.module)
     random = torch.Generator().manual_seed(0)
     texts = [Example(0, "", torch.randint(5, 500, (size,), generator=random).tolist(), 100) for size in (800, 1600)]
@@ -191,11 +193,11 @@ def test_the_memory_of_a_step_is_that_of_a_piece(target):
     assert peaks([texts[1]]) > 1.8 * peaks([texts[0]]) > 2 * short
 
 
-def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(target, monkeypatch):
+def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(shallow, monkeypatch):
     """A text of twice the length adds the memory of its keys and values. No tensor grows with the square of the
     length."""
     monkeypatch.setattr(features, "CHUNK_TOKENS", {"cpu": 64})
-    store, found = FeatureStore(target, (2, 5, 7)), []
+    store, found = FeatureStore(shallow, TAPS), []
     for size in (1000, 2000):
         text = Example(0, "", torch.randint(5, 500, (size,)).tolist(), size - 50)
         (part,) = Cut(128, 64, True, 6)([text])
@@ -203,9 +205,9 @@ def test_the_target_runs_a_long_text_in_the_memory_of_its_cache(target, monkeypa
         with Peak() as peak:
             store.get([part])
         found.append(peak.bytes)
-    config = target.config
+    config = shallow.config
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    row = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * target.dtype.itemsize
+    row = 2 * config.num_hidden_layers * config.num_key_value_heads * dim * shallow.dtype.itemsize
     assert found[1] - found[0] < 1.5 * 1000 * row
 
 

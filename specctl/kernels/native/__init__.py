@@ -7,6 +7,7 @@ on PyTorch.
 """
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -15,6 +16,7 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +153,16 @@ def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     if path.is_file():
         return path
     cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as place:
-        made = Path(place) / path.name
-        command = [compiler, *flags, str(SOURCE), "-o", str(made)]
-        subprocess.run(command, capture_output=True, check=True, text=True, timeout=TIMEOUT_S)
-        made.replace(path)  # concurrent processes compile the same library
+    with (cache / "lock").open("w") as lock:  # the compiler's child processes do not inherit it
+        with suppress(OSError):  # a file system without locks: every process compiles
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.is_file():
+            return path
+        with tempfile.TemporaryDirectory(dir=cache) as place:
+            made = Path(place) / path.name
+            command = [compiler, *flags, str(SOURCE), "-o", str(made)]
+            subprocess.run(command, capture_output=True, check=True, text=True, timeout=TIMEOUT_S)
+            made.replace(path)
     return path
 
 
