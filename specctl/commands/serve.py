@@ -20,6 +20,8 @@ from specctl.decoding.records import Request
 from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import Target, load_target
 from specctl.drafters import names, pool
+from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.drafters.hybrid.gate import GateStatistics
 from specctl.errors import SpecctlError, UsageError
 from specctl.gateway import server
 from specctl.gateway.app import make_app
@@ -198,9 +200,14 @@ def load_drafters(recipe: ServeRecipe, target: Target) -> tuple[dict[str, Drafte
     if recipe.chooses:
         paths = pool_paths(recipe)
         drafters = load_pool(recipe, target, paths)
-        return drafters, {name: path for path, name in named(paths).items() if name in drafters}
-    places = {names.name_of(path): path for path in recipe.drafters}
-    return {name: pool.load_drafter(path, target, recipe.drafting) for name, path in places.items()}, places
+        places = {name: path for path, name in named(paths).items() if name in drafters}
+    else:
+        places = {names.name_of(path): path for path in recipe.drafters}
+        drafters = {name: pool.load_drafter(path, target, recipe.drafting) for name, path in places.items()}
+    for drafter in drafters.values():
+        if isinstance(drafter, Hybrid):
+            drafter.past = GateStatistics()  # requests are one stream
+    return drafters, places
 
 
 def warm_up(target: Target, drafters: Mapping[str, Drafter]) -> None:

@@ -24,6 +24,7 @@ from specctl.drafters import pool
 from specctl.drafters.hybrid.candidates import Calibration, Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.drafter import Hybrid
+from specctl.drafters.hybrid.gate import GateStatistics
 from specctl.drafters.text.suffix import NODES
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DataRecipe, DraftingRecipe
@@ -158,7 +159,7 @@ def main() -> None:
         found = [
             play(texts * ROUNDS, never, drafter.costs, NODES["cpu"]),
             play(texts * ROUNDS, never, drafter.costs, None),
-            play(texts * ROUNDS, Hybrid(head, text, drafter.costs), drafter.costs, None),
+            play(texts * ROUNDS, Hybrid(head, text, drafter.costs, GateStatistics()), drafter.costs, None),
         ]
         print(f"{domain:16}" + "".join(f"{rate:13.2f} ({mat:4.2f})" for rate, mat in found), flush=True)
 

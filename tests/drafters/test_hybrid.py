@@ -134,13 +134,12 @@ class TestGate:
         rounds = []
         for number in range(1000):
             if past.overdue(2):
-                past.tried({2}, pays=False)
-                past.unasked[2] = 0
+                past.tried(2, pays=False)
                 rounds.append(number)
         gaps = [after - before for before, after in zip([-1, *rounds], rounds, strict=False)]
         assert gaps[:3] == [PATIENCE + 1, 2 * PATIENCE + 1, 4 * PATIENCE + 1]
         assert set(gaps[5:]) == {LONGEST_PATIENCE + 1}
-        past.tried({2}, pays=True)
+        past.tried(2, pays=True)
         assert past.patience[2] == PATIENCE
 
     def test_a_text_expects_of_the_head_what_it_gained_in_earlier_texts(self):
@@ -230,10 +229,11 @@ class TestHybrid:
         texts = rounds_of(target, Hybrid(together, Lookup(), DEAR), [prompts[1]] * 8, ends)
         assert together.asked <= alone.asked + 2 < max(one.target_passes for one in texts)
         state = SimpleNamespace(live=[0, 1, 2], batch=3, rows=[SimpleNamespace(draft_room=9)] * 3)
-        hybrid, alone = Hybrid(Claims(), Lookup(), DEAR), Size([], 0, 3.0, 3.0)
+        hybrid, alone = Hybrid(Claims(), Lookup(), DEAR, GateStatistics()), Size([], 0, 3.0, 3.0)
         hybrid.past.unasked = [99, 0, 0, 0, 0]
-        assert not hybrid._asks(state, [Gate() for _ in range(3)], [0, 1, 1], alone, DEAR)
-        assert hybrid._asks(state, [Gate() for _ in range(3)], [0, 0, 1], alone, DEAR)
+        assert not hybrid._asks(state, [Gate(past=hybrid.past) for _ in range(3)], [0, 1, 1], alone, DEAR)
+        assert hybrid._asks(state, [Gate(past=hybrid.past) for _ in range(3)], [0, 0, 1], alone, DEAR)
+        assert hybrid.past.unasked[0] == 0, "asked again only after a wait, whatever becomes of the round"
 
     def test_nodes_are_verified_while_the_round_yields_more_per_cost(self):
         """By hand: rows cost 0.1 each. With one node of probability 0.5 the rate is 1.5 / 1.1; a second node of 0.2
@@ -306,11 +306,10 @@ class TestStream:
         level, asked = Costs(CHEAP.rounds, first=0.5, level=0.3), {}
         for stream in (True, False):
             head = Claims()
-            hybrid = Hybrid(head, Lookup(), level)
+            drafter = Hybrid(head, Lookup(), level, GateStatistics() if stream else None)
             for number in range(8):
                 if number == 4:
                     head.asked = 0
-                drafter = hybrid if stream else Hybrid(head, Lookup(), level)
                 rounds_of(tiny, drafter, [[5 + number, 9, 11]], new=30)
             asked[stream] = head.asked
         assert 2 * asked[True] <= asked[False] and asked[True] <= 4, "of about 120 rounds"
@@ -318,7 +317,7 @@ class TestStream:
     def test_what_a_stream_has_shown_comes_back(self):
         past, again = GateStatistics(), GateStatistics()
         past.overdue(1)
-        past.tried({2}, pays=False)
+        past.tried(2, pays=False)
         past.gain.learn(1, 4)
         again.restore(json.loads(json.dumps(past.state())))
         assert again.state() == past.state() != GateStatistics().state()

@@ -3,8 +3,8 @@
 A text drafter (`lookup`, `suffix`, `retrieval`) drafts for free and is reliable in repetitive text. A head costs one
 pass per level and knows more elsewhere. In each round the text drafter proposes first. The head is asked if its
 expected gain is worth its passes (`gate`), and drafts another level as long as that pays off. The round verifies the
-proposed nodes that are probable enough to be worth a row. All decisions compare expected tokens with measured costs
-(`costs`), at the rate of tokens per cost that the round has without them.
+proposed nodes that are probable enough to be worth a row. A node, a level or the head pays if it raises the round's
+expected tokens per cost. Costs are measured (`costs`).
 
 Trees chosen by expected tokens follow Sequoia (Chen et al. 2024, arXiv 2402.12374) and OPT-Tree (Wang et al. 2025,
 arXiv 2406.17276). The gate between two kinds of drafters is ours.
@@ -39,15 +39,16 @@ class Hybrid(BaseDrafter):
     """Trained drafter (the head) and text drafter that draft as one.
 
     Attributes:
-        past: record of the texts that it has drafted before.
+        past: record of the texts of a stream. None = each text has its own record, so that texts do not depend on the
+            texts before them.
     """
 
     weighs_rows = True
 
     def __init__(self, head: CandidateDrafter, text: TextDrafter, costs: Costs, past: GateStatistics | None = None):
-        self.head, self.text, self.costs, self.past = head, text, costs, past or GateStatistics()
+        self.head, self.text, self.costs, self.past = head, text, costs, past
         self.taps = head.taps
-        # The text drafter proposes as many nodes as a round can verify at twice the cost of a plain one.
+        # The text drafter proposes as many nodes as a round of one text verifies at twice the cost of a plain round.
         least, most = OFFERED
         self.offered = max(size for size in range(least, most + 1) if size == least or costs.round(1 + size) <= 2)
 
@@ -83,10 +84,12 @@ class Hybrid(BaseDrafter):
         asking = [b for b in state.live if state.rows[b].draft_room > 0]
         if not asking:
             return False
-        overdue = {kind for kind in {kinds[b] for b in asking} if self.past.overdue(kind)}
+        records = [(gates[b].past, kinds[b]) for b in asking]
+        overdue = {(past, kind) for past, kind in dict.fromkeys(records) if past.overdue(kind)}
         # One forward tries the head on all texts, so a minority of overdue texts does not justify its passes.
-        if 2 * sum(kinds[b] in overdue for b in asking) >= len(asking):
-            self.past.tried(overdue, pays=False)
+        if 2 * sum(record in overdue for record in records) >= len(asking):
+            for past, kind in overdue:
+                past.tried(kind, pays=False)
             return True
         gain = sum(gates[b].gain(kinds[b]) for b in asking)
         levels = round(sum(gates[b].levels for b in asking) / len(asking))
@@ -96,8 +99,8 @@ class Hybrid(BaseDrafter):
             > alone.rate * (costs.drafting(level, state.batch) + costs.further_rows(rows, level, state.batch))
             for level in range(1, levels + 1)
         )
-        if pays:
-            self.past.tried({kinds[b] for b in asking}, pays=True)
+        for past, kind in records if pays else ():
+            past.tried(kind, pays=True)
         return pays
 
     def _ask(

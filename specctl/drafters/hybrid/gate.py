@@ -13,8 +13,8 @@ from specctl.drafters.hybrid.candidates import Calibration, Candidates
 TEXT, HEAD = 0, 1  # indices of the drafters in claims
 # Ratio of outcomes to claims of a text drafter and a head, by eighths of the claimed probability. Greedy texts take the
 # likeliest token more often than a head predicts, as it has learned the target's distribution. Measured on development
-# prompts of four domains with eagle3 heads, and of five domains for a store of responses (`tests/benchmarks/gate.py`).
-# Each text corrects these priors.
+# prompts of four domains with eagle3 heads, and of five domains for a store of responses. Each text corrects these
+# priors.
 TEXT_CALIBRATION = (2.3, 1.9, 1.4, 1.2, 1.1, 1.0, 1.0, 0.95)
 STORE_CALIBRATION = (0.75, 0.85, 1.0, 1.2, 1.2, 1.0, 0.9, 0.85)
 HEAD_CALIBRATION = (1.8, 1.4, 1.7, 1.5, 1.4, 1.2, 1.2, 1.04)
@@ -66,10 +66,10 @@ class GateStatistics:
         self.unasked[kind] += 1
         return self.unasked[kind] > self.patience[kind]
 
-    def tried(self, kinds: set[int], pays: bool) -> None:
-        """Set the wait before the next try: the shortest if the head is expected to pay off, else twice the last."""
-        for kind in kinds:
-            self.patience[kind] = PATIENCE if pays else min(2 * self.patience[kind], LONGEST_PATIENCE)
+    def tried(self, kind: int, pays: bool) -> None:
+        """Start the wait before the next try: the shortest if the head is expected to pay off, else twice the last."""
+        self.unasked[kind] = 0
+        self.patience[kind] = PATIENCE if pays else min(2 * self.patience[kind], LONGEST_PATIENCE)
 
     def state(self) -> dict[str, Any]:
         """Return the values from which `restore` rebuilds the record."""
@@ -142,4 +142,3 @@ class Gate:
             self.gain.learn(done.kind, added)
             self.past.gain.learn(done.kind, added)
             self.levels = LEVELS_MEMORY * self.levels + (1 - LEVELS_MEMORY) * done.levels
-            self.past.unasked[done.kind] = 0
