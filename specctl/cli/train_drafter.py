@@ -150,8 +150,9 @@ def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, str]]:
     from specctl.training import adapters
 
     recipe, found = adapters.with_adapters(recipe)
-    for adapter in dict.fromkeys(found.values()):
-        checks.target_config(recipe.target.model_copy(update={"adapter": adapter}))
+    for adapter in dict.fromkeys([*found.values(), recipe.target.adapter]):
+        if adapter is not None:
+            checks.target_config(recipe.target.model_copy(update={"adapter": adapter}))
     return recipe, found
 
 

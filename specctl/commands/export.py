@@ -17,7 +17,7 @@ from specctl.measuring.served_costs import Tuning, tune
 from specctl.recipe import ExportRecipe, TargetRecipe
 from specctl.runs import Run, atomic_write, to_json
 
-WITH_ADAPTER = "the drafter was made for the target with {}: serve it in the same way"
+WITH_ADAPTER = "the drafter was made for the target with {}: serve the target with the same adapters"
 LORA_MODULES = " (--enable-lora --lora-modules NAME=DIR)"
 NEVER_FASTER = "plain decoding is faster than any draft at every measured load: serve the target without a drafter"
 

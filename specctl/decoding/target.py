@@ -15,6 +15,7 @@ from specctl import processes
 from specctl.decoding.cache import KVCache
 from specctl.decoding.models import lean, target_adapter
 from specctl.decoding.models.ends import ModelEnds
+from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     Spread,
@@ -127,16 +128,22 @@ class Target(TargetText):
 
         It must change the layers alone (`target_adapter.check_outside`). The weights are read again after the
         present ones are freed, so memory holds them once, and the steps are those of a target that was loaded with the
-        adapter, to the bit. A target without its layers has nothing to change. CheckpointError as `load_target`.
+        adapter, to the bit. A target without its layers has nothing to change. CheckpointError as `load_target`,
+        or if its files differ from those that the identity names.
         """
         if adapter == self.adapter or not self.whole:
             return
         assert self.read_again is not None
+        known = {one["adapter"]: one["adapter_weights"] for one in self.identity.get("adapters", ())}
+        if adapter in known and adapter is not None and adapter_digest(adapter) != known[adapter]:
+            raise CheckpointError(f"adapter {adapter} has changed since the run began", "put the old files back")
         del self.model, self._head, self.norm_weight
         vars(self).pop("head_weight", None)
         gc.collect()  # models of transformers may hold themselves
         self._take(self.read_again(adapter), consume=True)
         self.adapter = adapter
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # as after loading
 
     @cached_property
     def head_weight(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""LoRA adapters of the target, in a training on what several of them have written.
+"""LoRA adapters of the target, in a training on texts that several adapters wrote.
 
 Engines serve many adapters of one target with one drafter. A distilled directory records the adapter that wrote it.
 Unless the recipe names one, the features of each text are computed with the adapter that wrote the text.
@@ -19,7 +19,7 @@ from specctl.progress import log
 from specctl.recipe import TrainRecipe
 
 ONE_HEAD = (
-    "which a drafter of several adapters shares among them",
+    "and a drafter for several adapters needs one embedding, final norm and vocabulary head",
     "train a drafter for this adapter alone: --target-adapter",
 )
 
@@ -29,7 +29,8 @@ def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, str]]:
     without the directories of the target itself.
 
     If one adapter has written all data, it becomes the recipe's. A recipe that names an adapter, or has no distilled
-    data, is returned as it is. Features are then kept, because another adapter means that the weights are read again.
+    data, is returned unchanged. With several adapters, features are kept in memory or on disk: for every change of
+    adapter the weights are read again.
 
     Raises:
         CheckpointError: an adapter is gone, has changed since, or changes more than layers.

@@ -59,16 +59,21 @@ class Corpus:
     @property
     def selection_prompts(self) -> list[PromptIds]:
         """Held-out prompts that choose a checkpoint. Its mat on them is biased: it is the best of several."""
-        return self.held_out[::2]
+        return self._half(0)
 
     @property
     def report_prompts(self) -> list[PromptIds]:
         """The other held-out prompts, on which the mat of the chosen checkpoint is measured."""
-        return self.held_out[1::2]
+        return self._half(1)
+
+    def _half(self, which: int) -> list[PromptIds]:
+        """Every other prompt. A prompt of several adapters is in one half with all of them."""
+        order = {ids: n for n, ids in enumerate(dict.fromkeys(tuple(prompt.ids) for prompt in self.held_out))}
+        return [prompt for prompt in self.held_out if order[tuple(prompt.ids)] % 2 == which]
 
 
 def load_corpus(recipe: TrainRecipe, target: TargetText, adapters: Mapping[Path, str] = NO_ADAPTERS) -> Corpus:
-    """Load the texts that a recipe trains on: `corpus`, or the distilled data of its domains. `adapters` is that of
+    """Load the texts that a recipe trains on: `corpus`, or the distilled data of its domains. `adapters`: see
     `load_distilled`."""
     limits = min(recipe.max_length, target.context_length), recipe.eval.fraction, 2 * recipe.eval.prompts
     if recipe.corpus is not None:
@@ -84,8 +89,8 @@ def load_distilled(
     prompts: int,
     adapters: Mapping[Path, str] = NO_ADAPTERS,
 ) -> Corpus:
-    """Read distilled directories, in order. `adapters` has the target's adapter of the directories that have one of
-    their own.
+    """Read distilled directories, in order. `adapters` maps each directory that an adapter of the target wrote to
+    this adapter.
 
     A prompt is held out if the hash of its id falls into the first `held_out` fraction, so adding data never changes
     the split. At most `prompts` prompts are held out, spread evenly over the directories; all others are trained on. A
@@ -104,7 +109,7 @@ def load_distilled(
     held: set[str] = set()
     counts = dict.fromkeys(("trained", "cut", "cut_tokens", "too_short", "too_long"), 0)
     digest = hashlib.sha256()
-    domains: dict[str, list[tuple[float, PromptIds]]] = {}  # domain → prompts with the largest hashes
+    domains: dict[str, list[tuple[float, int, PromptIds]]] = {}  # domain → prompts with the largest hashes
     names = ", ".join(map(str, directories))
     for number, directory in enumerate(directories, 1):
         quota = prompts * number // len(directories)
@@ -134,7 +139,7 @@ def load_distilled(
                 counts["cut_tokens"] += len(whole) - len(tokens)
                 if prompt.ids:
                     keep = heapq.heappush if len(sample) < SAMPLE else heapq.heappushpop
-                    keep(sample, (share, prompt))
+                    keep(sample, (share, len(examples), prompt))  # prompts of one share are not compared
             else:
                 counts["too_long" if len(whole) > max_length else "too_short"] += 1
     _report(counts, max_length)
@@ -153,7 +158,7 @@ def load_distilled(
             "distil more prompts, or raise max_length",
         )
     counts["trained"] = len(examples)
-    kinds = {domain: [prompt for _, prompt in sample] for domain, sample in domains.items() if sample}
+    kinds = {domain: [prompt for *_, prompt in sample] for domain, sample in domains.items() if sample}
     asked, responses = list(aside.values()), list(spared.values())
     return Corpus(examples, asked, digest.hexdigest()[:16], list(domains), responses, stored, kinds, counts)
 

@@ -106,7 +106,7 @@ class FeatureStore:
             raise SpecctlError(
                 f"target features of several adapters need {needed / GB:.1f} GB in {files.dir}, but only "
                 f"{free / GB:.1f} GB are free; computing them for every batch would read the target's weights anew",
-                "free space, or set features.dir to another disk",
+                "free space, set features.dir to another disk, or raise features.budget_gb",
             )
         if missing and mode == "cached" and not self.target.whole:
             raise UsageError(

@@ -67,7 +67,7 @@ def held_out_acceptance(
 
 
 def group_by_adapter(target: Target, prompts: list[PromptIds]) -> dict[str | None, list[list[int]]]:
-    """Ids of prompts by adapter, with the adapter first that the target has at present."""
+    """Ids of prompts by adapter. The target's present adapter comes first."""
     found: dict[str | None, list[list[int]]] = {}
     for prompt in sorted(prompts, key=lambda prompt: prompt.adapter != target.adapter):
         found.setdefault(prompt.adapter, []).append(prompt.ids)

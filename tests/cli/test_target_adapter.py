@@ -117,7 +117,10 @@ def test_one_drafter_for_several(specctl, lora, tmp_path):
         said = [f"{path} was made for a target with adapter lora or adapter other, not" for path in (head, store)]
         assert [line in done.err for line in said] == [name == "third"] * 2
     done = specctl.ok("export", head, "--to", "vllm")
-    assert "made for the target with adapter lora or adapter other: serve it in the same way (--enable-lora" in done.out
+    assert (
+        "made for the target with adapter lora or adapter other: serve the target with the same adapters (--enable-lora"
+        in done.out
+    )
     shutil.rmtree(tmp_path / "other")
     planned, run = specctl(*train, "--overwrite", "--dry-run"), specctl(*train, "--overwrite")
     assert planned.code == run.code == 4 and planned.err.splitlines()[-1] == run.err.splitlines()[-1]

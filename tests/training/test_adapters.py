@@ -49,7 +49,7 @@ def answered(tmp_path_factory):
     for name in ("a", "b", "plain"):
         made = DistillRecipe(
             target=TargetRecipe(**FP32, adapter=None if name == "plain" else str(place / name)),
-            data=DataRecipe(domain=[name], prompts=str(place / "prompts.jsonl")),
+            data=DataRecipe(domain=["count"], prompts=str(place / "prompts.jsonl")),
             sampling=SamplingRecipe(max_new_tokens=10),
             batch_size=30,
             output_dir=place / "distilled" / name,
@@ -111,7 +111,7 @@ def test_one_head_for_all_and_its_name(here):
     """It names them, is measured with each, and the features of one run serve the next."""
     made = asked(here, "a", "b", "plain", features=FeatureRecipe(mode="cached"), max_steps=4)
     result = train(made, here)
-    assert adapters_in(here) == ["a", "b", None] and result.mat > 0 and result.domain == "a+b+plain"
+    assert adapters_in(here) == ["a", "b", None] and result.mat > 0 and result.domain == "count"
     read = (here / "drafter" / "README.md").read_text()
     assert "with `builtin` and its adapter `a` or its adapter `b` or no adapter." in read
     files = sorted(here.glob("distilled/a+b+plain.features/*/*.safetensors"))
@@ -173,8 +173,11 @@ def test_one_adapter_is_that_of_the_recipe(here):
 
 
 def test_a_prompt_is_held_out_for_all_adapters(here):
+    """And is in one half of them: a checkpoint is not measured on prompts that chose it."""
     made, adapters = with_adapters(asked(here, "a", "b"))
     corpus = load_corpus(made, load_target_text(), adapters)
+    halves = [{tuple(prompt.ids) for prompt in half} for half in (corpus.selection_prompts, corpus.report_prompts)]
+    assert all(halves) and not halves[0] & halves[1]
     held = [tuple(prompt.ids) for prompt in corpus.held_out]
     assert len(held) == 2 * len(set(held)) and [prompt.adapter for prompt in corpus.held_out].count("b") == len(
         set(held)
@@ -215,15 +218,24 @@ def test_an_adapter_that_is_not_there_is_named(here, tiny_directory):
     with pytest.raises(CheckpointError, match="data in distilled/b was written with adapter b, which has changed"):
         with_adapters(asked(here, "a", "b"))
     record(here / "distilled/b", "b")
-    with pytest.raises(
-        CheckpointError, match="adapter b changes lm_head of target builtin, which a drafter of several"
-    ):
+    with pytest.raises(CheckpointError, match="adapter b changes lm_head of target builtin, and a drafter for several"):
         with_adapters(asked(here, "a", "b"))
     shutil.rmtree("b")
     write_adapter(tiny_directory("llama"), here / "b")
     record(here / "distilled/b", "b")
     with pytest.raises(CheckpointError, match="adapter b does not fit target builtin"):
         loop.make_trainer(asked(here, "a", "b"), Run(here))
+
+
+def test_an_adapter_that_changes_during_the_run_is_not_read(here):
+    made, adapters = with_adapters(asked(here, "a", "b"))
+    target = load_target(**made.target.loading)
+    use_all(target, made, adapters)
+    target.use_adapter("a")
+    edit("b")
+    with pytest.raises(CheckpointError, match="adapter b has changed since the run began"):
+        target.use_adapter("b")
+    assert target.adapter == "a" and target.model is not None
 
 
 def record(source, adapter):

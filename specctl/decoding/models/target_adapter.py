@@ -88,7 +88,7 @@ LAYERLESS = "which is loaded without its layers", "load the whole target with fe
 
 def check_outside(adapter: str, target: str, reason: tuple[str, str] = LAYERLESS) -> None:
     """Raise CheckpointError if an adapter changes parts of the target `target` that are outside of its layers. `reason`
-    says why it must not, as a clause about the target, and what to do."""
+    is the end of the message, and the hint."""
     found = next((name for name in shapes(adapter) if not any(map(str.isdigit, name.split(".")))), None)
     if found is not None:
         raise CheckpointError(
