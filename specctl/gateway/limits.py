@@ -64,7 +64,7 @@ class Guard:
             await answer.fail(ApiError(f"the request took longer than {self.limits.request_s:g} s", 504))
         except asyncio.CancelledError as error:
             if error.args == (LEFT,):
-                answer.status = answer.status or 499  # nobody would read an answer
+                answer.status = answer.status or 499  # the client would not read an answer
             else:  # the server stops, and its time for requests in flight is over
                 await answer.fail(ApiError("the gateway is stopping", 503, retry_s=BUSY_S))
         except Exception as error:  # a fault of ours, which must not print a text

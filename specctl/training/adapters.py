@@ -83,7 +83,7 @@ def recorded(source: Path) -> str | None:
 
 
 def use_all(target: TargetText, recipe: TrainRecipe, adapters: Mapping[Path, str]) -> None:
-    """Name the adapters of a recipe's data in the identity of its target: a drafter is then made for all of them.
+    """Name the adapters of a recipe's data in the identity of its target: a drafter is then made for these adapters.
 
     `adapters` lists each adapter, with null for none, and the digest of its files. Raises CheckpointError if an adapter
     does not fit the target, before its turn comes.

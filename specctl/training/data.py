@@ -67,7 +67,7 @@ class Corpus:
         return self._half(1)
 
     def _half(self, which: int) -> list[PromptIds]:
-        """Every other prompt. A prompt of several adapters is in one half with all of them."""
+        """Every other held-out prompt. A prompt is in the same half for all adapters."""
         order = {ids: n for n, ids in enumerate(dict.fromkeys(tuple(prompt.ids) for prompt in self.held_out))}
         return [prompt for prompt in self.held_out if order[tuple(prompt.ids)] % 2 == which]
 

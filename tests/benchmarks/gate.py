@@ -74,7 +74,7 @@ def depths(tree: ProposedTree) -> list[int]:
 
 
 class Played(BaseDrafter):
-    """A part of a hybrid that proposes what was recorded at the text's length."""
+    """A part of a hybrid that proposes the recorded tree for the text's length."""
 
     taps = ()
 

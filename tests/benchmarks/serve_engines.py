@@ -78,7 +78,7 @@ def computed(gateway: psutil.Process) -> float:
 
 async def cpu(gateway: psutil.Process, count: int, repeats: int, work) -> float:
     """Milliseconds of the gateway's CPU time for one of `count` requests, which `work` makes: the least of the repeats,
-    because other processes only add, by the caches that they empty."""
+    because other processes can only add to it, when they empty caches."""
     found = []
     for _ in range(repeats):
         began = computed(gateway)

@@ -124,7 +124,8 @@ def test_a_gguf_file_takes_one(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
 def test_a_target_changes_its_adapter(tiny_directory, tmp_path, architecture):
-    """To the bits of one that was loaded with it, and back; the old weights are freed before."""
+    """The switched target has the bits of a target that was loaded with the adapter, and it switches back. The old
+    weights are freed before."""
     base = tiny_directory(architecture)
     adapters = [write_adapter(base, tmp_path / name, target_modules=LINEAR[:n]) for n, name in ((1, "a"), (3, "b"))]
     target = load_target(base, device="cpu", dtype="fp32")

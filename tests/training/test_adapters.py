@@ -40,7 +40,7 @@ TAPS = (1, 5)
 
 @pytest.fixture(scope="module")
 def answered(tmp_path_factory):
-    """A folder with adapters a and b, and with what they and the target alone have answered to the same prompts."""
+    """A folder with adapters a and b, and the answers of each adapter and of the bare target to the same prompts."""
     place = tmp_path_factory.mktemp("answered")
     prompts = [json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(30)]
     (place / "prompts.jsonl").write_text("".join(prompts))
@@ -239,7 +239,7 @@ def test_an_adapter_that_changes_during_the_run_is_not_read(here):
 
 
 def record(source, adapter):
-    """Data that says that it was written by the adapter as it is now."""
+    """Record in the data of `source` that the adapter's present files wrote it."""
     meta = json.loads((source / "meta.json").read_text())
     meta["target"]["adapter_weights"] = adapter_digest(adapter)
     (source / "meta.json").write_text(json.dumps(meta))

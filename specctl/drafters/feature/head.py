@@ -331,7 +331,7 @@ class DraftHead(nn.Module):
 
     @property
     def sight(self) -> int | None:
-        """Number of positions that a slot's loss depends on, its own included; None for all positions up to its own."""
+        """Number of positions that a slot's loss depends on, with the slot itself; None = all up to the slot."""
         return None
 
     @property
