@@ -1,6 +1,9 @@
 """How many threads a command computes with, from facts, and the facts from trees like those of Linux and containers."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -203,3 +206,26 @@ def told(recipe, run):
     from dataclasses import make_dataclass
 
     return make_dataclass("Result", [])()
+
+
+ON_ONE_CORE = """
+import specctl, os, time, torch
+torch.set_num_threads(2)
+x = torch.ones(200_000)
+def milliseconds():
+    began = time.perf_counter()
+    for _ in range(20):
+        torch.add(x, x)
+    return (time.perf_counter() - began) / 20 * 1000
+milliseconds()
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
+print(milliseconds())
+"""
+
+
+def test_threads_on_one_core_give_it_to_each_other():
+    """A busy process leaves two threads one core. With OpenMP's default an addition took 15 ms: one thread spun."""
+    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    child = subprocess.run([sys.executable, "-c", ON_ONE_CORE], env=environment, capture_output=True, text=True)
+    assert float(child.stdout) < 4, child
