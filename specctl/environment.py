@@ -11,6 +11,7 @@ ENV_SWITCHES = {
     "SPECCTL_LAYERS": ("fused", "plain"),
     "SPECCTL_KV": ("paged", "contiguous"),
     "SPECCTL_STEP": ("native", "torch", "avx512-bf16", "avx512", "avx2"),
+    "SPECCTL_GGUF": ("quantized", "dequantized"),
 }
 """Switches with their values; kernel dispatch and decoding loop read them."""
 ENV_SIZES = ("SPECCTL_KV_GIB",)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,12 +13,14 @@ from torch import Tensor
 
 from specctl import processes
 from specctl.decoding.cache import KVCache
-from specctl.decoding.models import lean, target_adapter
+from specctl.decoding.models import gguf_target, lean, target_adapter
 from specctl.decoding.models.ends import ModelEnds
 from specctl.decoding.models.identity import adapter_digest
 from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
+    Source,
     Spread,
+    is_gguf,
     keep_freed_memory,
     load_config,
     load_model,
@@ -48,11 +50,13 @@ class LoadedAs(NamedTuple):
         consume: the target takes over the model's weights. The model must not be used afterwards.
         whole: the model has its layers.
         part: the slice of the target that the model holds; the other tensor-parallel ranks hold the rest.
+        stored: tensors of a GGUF file by parameter. The model lacks those that are `quantized_only`.
     """
 
     consume: bool = False
     whole: bool = True
     part: Slice = WHOLE
+    stored: Mapping[str, gguf_target.Weight] | None = None
 
 
 WHOLE_MODEL = LoadedAs()
@@ -68,11 +72,12 @@ class Target(TargetText):
             a mixture, all experts are.
         squash: maps products with the vocabulary head to logits.
         adapter: directory of the LoRA adapter that `use_adapter` has merged; None = the weights as they were loaded.
-        read_again: reads the model again, with the adapter in a directory (None = as it was loaded).
+        read_again: reads the model again, with the adapter in a directory (None = as it was loaded). Returns it with
+            `LoadedAs.stored`.
     """
 
     adapter: str | None = None
-    read_again: Callable[[str | None], Any] | None = None
+    read_again: Callable[[str | None], tuple[Any, Mapping[str, gguf_target.Weight] | None]] | None = None
 
     def __init__(
         self,
@@ -84,7 +89,7 @@ class Target(TargetText):
         path: str = "auto",
         loaded: LoadedAs = WHOLE_MODEL,
     ):
-        consume, whole, part = loaded
+        consume, whole, part, stored = loaded
         reason = lean.unsupported_reason(model.config)
         if not type(model).__module__.startswith("transformers.models."):
             reason = reason or "the model has custom code"
@@ -105,16 +110,16 @@ class Target(TargetText):
         )
         self.whole, self.part = whole, part
         self._pool: weakref.ref[PagePool] | None = None
-        self._take(model, consume)
+        self._take(model, consume, stored)
         self.squash = Squash() if self.path == "lean" else _squash(self.model, self.head_weight, self.config)
 
-    def _take(self, model, consume: bool) -> None:
+    def _take(self, model, consume: bool, stored: Mapping[str, gguf_target.Weight] | None) -> None:
         """Run the steps on a `transformers` model from now on."""
         embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
         _check_finite(self.name, model, head)
-        own = lean.LeanModel(model, consume, self.part) if self.path == "lean" else None
+        own = lean.LeanModel(model, consume, self.part, stored) if self.path == "lean" else None
         if self.whole:
             self.model: Model = own or _checked_hf_model(self.name, model)
         else:
@@ -140,7 +145,8 @@ class Target(TargetText):
         del self.model, self._head, self.norm_weight
         vars(self).pop("head_weight", None)
         gc.collect()  # models of transformers may hold themselves
-        self._take(self.read_again(adapter), consume=True)
+        model, stored = self.read_again(adapter)
+        self._take(model, True, stored)
         self.adapter = adapter
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # as after loading
@@ -307,7 +313,7 @@ def load_target(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     if adapter is not None:
         target_adapter.check(adapter, name, load_config(name, **options), trust_remote_code=trust_remote_code)
-    part, read_again = WHOLE, None
+    part, read_again, stored = WHOLE, None, None
 
     def dtype_of() -> torch.dtype:
         if path == "transformers":
@@ -325,20 +331,25 @@ def load_target(
         part = Slice(processes.join_group(tensor_parallel, where), tensor_parallel)
         model = load_slice(name, config, part, device=where, dtype=pick_dtype(dtype, where), revision=revision)
     elif whole:
-        placed: dict[str, Any] = {"device": where, "dtype": dtype_of(), "spread": Spread.of(device_map, max_memory)}
+        kind = dtype_of()
+        spread = Spread.of(device_map, max_memory)
+        lean_step = path != "transformers" and lean.unsupported_reason(load_config(name, **options)) is None
+        quantized = is_gguf(name) and lean_step and lean.keeps_quantized(where, kind)
 
-        def read_again(other: str | None) -> Any:
-            model, merged = load_model(name, **placed, **options), other or adapter
-            return model if merged is None else target_adapter.merge(model, merged, name)
+        def read_again(other: str | None) -> tuple[Any, Mapping[str, gguf_target.Weight] | None]:
+            merged = other or adapter
+            kept = gguf_target.quantized_weights(name, kind) if quantized and merged is None else None
+            model = load_model(name, device=where, dtype=kind, source=Source(spread, kept), **options)
+            return model if merged is None else target_adapter.merge(model, merged, name), kept
 
-        model = read_again(None)
+        model, stored = read_again(None)
     else:
         model = load_layerless(name, device=where, dtype=dtype_of(), **options)
         if adapter is not None:
             target_adapter.check_outside(adapter, name)
     tokenizer = load_tokenizer(name, **options)
     version = version_of(name, revision, adapter)
-    loaded = LoadedAs(consume=True, whole=whole, part=part)
+    loaded = LoadedAs(consume=True, whole=whole, part=part, stored=stored)
     target = Target(name, model, tokenizer, version=version, path=path, loaded=loaded)
     target.read_again = read_again
     if where.type == "cuda":

@@ -10,6 +10,7 @@ import struct
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
-from specctl.decoding.models import gguf_file, gguf_target, gguf_tokenizer, identity
+from specctl.decoding.models import gguf_blocks, gguf_file, gguf_target, gguf_tokenizer, identity
 from specctl.decoding.models.layerless import load_layerless
 from specctl.decoding.models.loading import is_hub_id, load_config, load_model, load_tokenizer
 from specctl.decoding.models.parallel import Slice, load_slice
@@ -25,6 +26,7 @@ from specctl.decoding.sampling import GREEDY
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import CheckpointError
+from specctl.kernels import native
 from tests.conftest import LLAMA3_ROPE, write_tiny
 from tests.toys.decoding import decode
 from tests.toys.gguf import write
@@ -103,6 +105,58 @@ def test_logits_and_texts_are_those_of_transformers(directories, tmp_path, name)
     for drafter in (None, Lookup()):
         options = {"sampling": GREEDY, "max_new_tokens": 12, "seeds": [0], "drafter": drafter}
         assert decode(target, [ids], **options)[0].output_ids == text.tolist()
+
+
+@pytest.mark.parametrize("kind", gguf_blocks.KINDS, ids=lambda kind: kind.name)
+def test_codes_scales_and_lows_are_those_of_the_file(tmp_path, kind):
+    """Random blocks, with every code: the dequantised values are those of the `gguf` package, to the bit."""
+    generator, (values, width) = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[kind]
+    data = generator.integers(0, 256, (40 * 3, width), np.uint8)
+    for at in {Kind.Q6_K: [208], Kind.Q4_0: [0], Kind.Q5_0: [0], Kind.Q8_0: [0]}.get(kind, [0, 2]):  # fp16 numbers
+        data[:, at : at + 2] = generator.standard_normal((len(data), 1)).astype(np.float16).view(np.uint8)
+    (tmp_path / "tensor").write_bytes(data.tobytes())
+    stored = gguf_file.StoredTensor(tmp_path / "tensor", int(kind), (40, 3 * values), 0, data.size)
+    found = gguf_blocks.read(stored).dequantized().numpy()
+    assert np.array_equal(found, gguf.dequantize(data.reshape(40, -1), kind))
+
+
+@pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
+@pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_0, Kind.Q8_0])
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monkeypatch, name, kind):
+    """It is about as close to fp32 as with weights rounded to bf16. Drafts change no bit of its texts."""
+    original = write(directories(name), tmp_path / "m.gguf", kind)
+    ids = [(37 * i) % 500 + 10 for i in range(40)]
+    with torch.no_grad():
+        exact = original(torch.tensor([ids])).logits[0, -1]
+    errors, texts = {}, []
+    for switch in ("dequantized", "quantized"):
+        monkeypatch.setenv("SPECCTL_GGUF", switch)
+        target = load_target(str(tmp_path / "m.gguf"), device="cpu", dtype="bf16")
+        assert target.model.quantized == (switch == "quantized")
+        logits = target.prefill([ids], target.new_cache(1, 64))[0]
+        errors[switch] = (logits[0].float() - exact).norm().item()
+    assert errors["quantized"] < min(2 * errors["dequantized"], 0.1 * exact.norm().item())
+    for drafter in (None, Lookup()):
+        options = {"sampling": GREEDY, "max_new_tokens": 24, "seeds": [0], "drafter": drafter}
+        texts.append(decode(target, [ids], **options)[0].output_ids)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
+def test_other_weights_are_dequantized(directories, tmp_path, monkeypatch):
+    """In fp32, on PyTorch, with the path of transformers, and in files that the step cannot read."""
+    for kind in (Kind.F16, Kind.Q8_0):
+        write(directories("qwen3"), tmp_path / f"{kind.name}.gguf", kind)
+    cases = [("F16", "bf16", "auto", ""), ("Q8_0", "fp32", "auto", ""), ("Q8_0", "bf16", "auto", "torch")]
+    for name, dtype, path, step in cases:
+        monkeypatch.setenv("SPECCTL_STEP", step)
+        target = load_target(str(tmp_path / f"{name}.gguf"), device="cpu", dtype=dtype, path=path)
+        assert not target.model.quantized
+        assert target.prefill([[5, 6, 7]], target.new_cache(1, 8))[0].isfinite().all()
+    monkeypatch.delenv("SPECCTL_STEP")
+    target = load_target(str(tmp_path / "Q8_0.gguf"), device="cpu", dtype="bf16", path="transformers")
+    assert target.prefill([[5, 6, 7]], target.new_cache(1, 8))[0].isfinite().all()
 
 
 def test_the_ends_and_slices_of_a_file_are_those_of_the_whole(directories, tmp_path):

@@ -274,13 +274,13 @@ def test_same_seed_same_text_at_temperature_one(target, head, prompts):
 )
 @pytest.mark.parametrize("outputs,inputs", [(96, 64), (33, 16), (7, 17), (48, 100), (2047, 48)])
 def test_few_rows_are_multiplied_in_int8(outputs, inputs):
-    """Close to the exact product for a few rows, the packed bf16 product beyond; a zero output stays zero. Widths that
-    torch's kernel cannot take (it reads past their weights) stay in bf16, and odd ones in C++."""
+    """Close to the exact product for a few rows, the packed bf16 product beyond; a zero output stays zero. Widths of no
+    whole vectors stay in bf16: torch's kernel reads past their weights."""
     torch.manual_seed(0)
     weight = torch.randn(outputs, inputs).mul_(torch.rand(outputs, 1)).to(torch.bfloat16)
     weight[5] = 0
     linear, exact = DraftLinear(weight), Linear(weight)
-    assert (linear.int8 is None) == (inputs % (2 if linear.native else 16) != 0)
+    assert (linear.int8 is None) == (inputs % 16 != 0)
     for rows in (1, linear.few):
         x = torch.randn(rows, inputs).to(torch.bfloat16)
         expected = x.float() @ weight.float().T

@@ -233,6 +233,51 @@ def test_int8_products(instructions):
     torch.testing.assert_close(gains, expected.values, rtol=1e-5, atol=1e-5)
 
 
+def grouped(outputs, inputs, group, bits, seed=0):
+    """Random quantized weights with codes of all values."""
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (0, 16) if bits == 4 else (-128, 128)
+    codes = torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8)
+    scale, shift = torch.randn(2, outputs, inputs // group, generator=generator) / high
+    return native.GroupedWeights(codes, scale, shift, bits)
+
+
+@needed
+@pytest.mark.parametrize("outputs", [16, 83, 112])
+@pytest.mark.parametrize(("group", "bits"), [(32, 4), (16, 4), (32, 8), (16, 8)])
+def test_products_with_quantized_weights(instructions, outputs, group, bits):
+    """They are as exact as bf16 allows, for rows with outliers, and a row's bits do not depend on other rows."""
+    weight = grouped(outputs, 96, group, bits)
+    x = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)).bfloat16()
+    x[:, ::7] *= 300
+    x[3] = 0
+    call = native.NativeProduct(weight, torch.ones(outputs).bfloat16(), native.library())
+    exact = F.linear(x.float(), weight.dequantized(), torch.ones(outputs))
+    sizes = F.linear(x.float().abs(), weight.dequantized().abs())  # what a sum is made of
+    for rows in (*range(1, 15), 24, 25, 40):
+        found = call(x[:rows])
+        assert ((found.float() - exact[:rows]).abs() <= 2**-8 * exact[:rows].abs() + 2**-13 * sizes[:rows]).all()
+        assert torch.equal(found, call(x)[:rows])
+
+
+@needed
+def test_products_of_unequal_quantization_are_stacked(instructions):
+    parts = [grouped(32, 64, 32, 4), grouped(16, 64, 16, 8, seed=1)]
+    whole = native.GroupedWeights.stacked(parts)
+    assert torch.equal(whole.dequantized(), torch.cat([part.dequantized() for part in parts]))
+    assert (whole.group, whole.bits) == (16, 8)
+
+
+@needed
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_products_of_rows_that_are_not_finite_are_not_finite(instructions, bits, bad):
+    x = torch.ones(2, 64).bfloat16()
+    x[1, 40] = bad
+    found = native.NativeProduct(grouped(16, 64, 32, bits), None, native.library())(x)
+    assert found[0].isfinite().all() and not found[1].isfinite().any()
+
+
 @needed
 def test_nan_stays_nan(instructions):
     """Rounding to bf16 must not turn NaN into a number: a broken model is refused, not decoded."""

@@ -2,7 +2,7 @@
 
 Configuration and tokenizer are written once into the user's cache, in a directory named by a digest of the file's
 header. `transformers` reads that directory like any model directory. The weights stay in the file: loading dequantizes
-one tensor at a time in fp32 and rounds it to the requested dtype.
+one tensor at a time in fp32 and rounds it to the requested dtype. The C++ step of a CPU takes the quantized weights.
 """
 
 import hashlib
@@ -24,6 +24,7 @@ from specctl import regular_files
 from specctl.decoding.models import gguf_file, gguf_tokenizer
 from specctl.decoding.models.gguf_file import GGUFContents, StoredTensor
 from specctl.errors import CheckpointError
+from specctl.kernels.native import GroupedWeights
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 """GGUF's architecture names, which are also `transformers`' model types, and their model classes."""
@@ -255,6 +256,12 @@ class GGUFParameter:
     shape: tuple[int, ...]
     pairs: int = 0
 
+    def ordered(self, rows: Tensor) -> Tensor:
+        """Rows of the stored tensor in the order of `transformers`."""
+        if not self.pairs:
+            return rows
+        return rows.view(self.pairs, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
+
 
 def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict[str, GGUFParameter]:
     """The parameter for every tensor of a file. CheckpointError if a tensor is missing, has a wrong shape, or is
@@ -315,20 +322,33 @@ def _expected(name: str, contents: GGUFContents, config: dict[str, Any]) -> dict
 
 
 class Weight:
-    """A parameter that is read when it is indexed, like a slice of a safetensors file."""
+    """A parameter that is read when it is indexed, like a slice of a safetensors file.
 
-    def __init__(self, stored: StoredTensor, place: GGUFParameter, dtype: torch.dtype):
-        self._stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
+    Attributes:
+        quantized_only: indexing gives NaN without memory, for a model that does not use the parameter.
+    """
+
+    def __init__(self, stored: StoredTensor, place: GGUFParameter, dtype: torch.dtype, quantized_only: bool = False):
+        self.stored, self._place, self.dtype, self.shape = stored, place, dtype, torch.Size(place.shape)
+        self.quantized_only = quantized_only
 
     def get_shape(self) -> list[int]:
         return list(self.shape)
 
     def __getitem__(self, index: Any) -> Tensor:
-        values, heads = dequantised(self._stored, self.dtype), self._place.pairs
-        if heads:
-            paired = values.view(heads, -1, 2, *self.shape[1:])
-            values = paired.transpose(1, 2).reshape(self.shape)
-        return values[index]
+        if self.quantized_only:
+            return torch.full((), torch.nan, dtype=self.dtype).expand(self.shape)[index]
+        return self._place.ordered(dequantised(self.stored, self.dtype))[index]
+
+    def quantized(self) -> GroupedWeights | None:
+        """The weights as they are stored, or None if the C++ step cannot read this quantization."""
+        from specctl.decoding.models import gguf_blocks
+
+        if not gguf_blocks.readable(self.stored):
+            return None
+        held = gguf_blocks.read(self.stored)
+        codes, scale, low = (self._place.ordered(part) for part in (held.codes, held.scale, held.low))
+        return GroupedWeights(codes, scale, low, held.bits)
 
 
 def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
@@ -339,6 +359,19 @@ def weights(name: str, dtype: torch.dtype) -> dict[str, Weight]:
     contents = gguf_file.read(Path(name).expanduser())
     places = _expected(name, contents, configuration(name, contents))
     return {place.key: Weight(contents.tensors[tensor], place, dtype) for tensor, place in places.items()}
+
+
+def quantized_weights(name: str, dtype: torch.dtype) -> dict[str, Weight] | None:
+    """`weights` with the matrices of the layers `quantized_only`, or None if the C++ step cannot read all of them."""
+    from specctl.decoding.models import gguf_blocks
+
+    found = weights(name, dtype)
+    matrices = [one for key, one in found.items() if key.startswith("model.layers.") and len(one.shape) == 2]
+    if not all(gguf_blocks.readable(one.stored) for one in matrices):
+        return None
+    for one in matrices:
+        one.quantized_only = True
+    return found
 
 
 def dequantised(stored: StoredTensor, dtype: torch.dtype) -> Tensor:

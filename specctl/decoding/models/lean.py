@@ -4,7 +4,7 @@ Covers Llama, Mistral, Qwen2 and Qwen3 dense models (grouped-query attention, at
 scaling). All other models run through `transformers`' own forward (`hf.py`), with the same interface.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from specctl import kernels
 from specctl.decoding import paged
 from specctl.decoding.attention import serves, serves_pages
 from specctl.decoding.cache import KVCache
+from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.loading import pick_dtype
@@ -27,6 +28,7 @@ from specctl.decoding.rope import Rope
 from specctl.environment import switch
 from specctl.errors import UsageError
 from specctl.kernels import native
+from specctl.kernels.native import GroupedWeights
 from specctl.kernels.self_check import LayerShape
 
 FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
@@ -68,6 +70,13 @@ def pick_target_dtype(dtype: str, device: torch.device, config) -> torch.dtype:
         return pick_dtype(dtype, device)
     possible = fits(config.hidden_size, config.intermediate_size, head_dim_of(config))
     return torch.bfloat16 if possible and native.library() is not None else pick_dtype(dtype, device)
+
+
+def keeps_quantized(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the weights of a GGUF file stay quantized. They do in the C++ step, so only with bf16 states. The
+    environment variable SPECCTL_GGUF=dequantized turns it off."""
+    usable = device.type == "cpu" and dtype == torch.bfloat16 and switch("SPECCTL_GGUF") != "dequantized"
+    return usable and native.library() is not None
 
 
 def unsliceable_reason(config, count: int) -> str | None:
@@ -120,22 +129,27 @@ def place_together(model) -> None:
                 product.weight.data = rows
 
 
+def _quantized(stored: Mapping[str, Weight], *names: str) -> GroupedWeights | None:
+    """Weights of several products on one input as `stored`, or None if they were dequantized."""
+    held = [stored[f"{name}.weight"] for name in names if f"{name}.weight" in stored]
+    parts = [part for weight in held if (part := weight.quantized()) is not None]
+    return GroupedWeights.stacked(parts) if len(parts) == len(names) else None
+
+
 class _LeanLayer:
-    def __init__(self, layer, config, dtype: torch.dtype):
-        attention, mlp, eps = layer.self_attn, layer.mlp, config.rms_norm_eps
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-        bias = None
-        if projections[0].bias is not None:
-            bias = torch.cat([p.bias.detach() for p in projections])
-        self.qkv = Linear(_stacked(projections), bias)
-        self.o = Linear(attention.o_proj.weight, attention.o_proj.bias)
-        self.gate_up = Linear(
-            _stacked((mlp.gate_proj, mlp.up_proj)),
-            torch.cat([mlp.gate_proj.bias.detach(), mlp.up_proj.bias.detach()])
-            if mlp.gate_proj.bias is not None
-            else None,
-        )
-        self.down = Linear(mlp.down_proj.weight, mlp.down_proj.bias)
+    def __init__(self, layer, config, dtype: torch.dtype, stored: Mapping[str, Weight], prefix: str):
+        attention, eps = layer.self_attn, config.rms_norm_eps
+
+        def linear(block: str, *names: str) -> Linear:
+            products = [getattr(getattr(layer, block), name) for name in names]
+            biases = [product.bias.detach() for product in products if product.bias is not None]
+            quantized = _quantized(stored, *(f"{prefix}.{block}.{each}" for each in names))
+            return Linear(quantized or _stacked(products), torch.cat(biases) if biases else None)
+
+        self.qkv = linear("self_attn", "q_proj", "k_proj", "v_proj")
+        self.o = linear("self_attn", "o_proj")
+        self.gate_up = linear("mlp", "gate_proj", "up_proj")
+        self.down = linear("mlp", "down_proj")
         self.input_norm = RMSNorm(layer.input_layernorm.weight, eps, dtype)
         self.post_norm = RMSNorm(layer.post_attention_layernorm.weight, eps, dtype)
         self.q_norm = self.k_norm = None
@@ -159,13 +173,18 @@ class LeanModel:
             and `model` is unusable afterwards.
         part: the tensor-parallel slice of the target that `model` holds (`parallel.load_slice`). All ranks run the same
             forwards.
+        stored: tensors of a GGUF file by parameter, for `keeps_quantized`. `model` lacks those that stay quantized.
+
+    Attributes:
+        quantized: whether the layers have the quantized weights of a GGUF file.
     """
 
-    def __init__(self, model, consume: bool = False, part: Slice = WHOLE):
+    def __init__(self, model, consume: bool = False, part: Slice = WHOLE, stored: Mapping[str, Weight] | None = None):
         config = model.config
         body = model.model
         self.dtype = model.dtype
         self.device = body.embed_tokens.weight.device
+        self.quantized, stored = stored is not None, stored or {}
         self.part = part
         self.heads = len(part.of(config.num_attention_heads))
         self.kv_heads = len(part.of(config.num_key_value_heads))
@@ -174,8 +193,8 @@ class LeanModel:
         self.hidden_size = config.hidden_size
         self.embedding = body.embed_tokens.weight.detach()
         self.layers = []
-        for layer in body.layers:
-            self.layers.append(_LeanLayer(layer, config, self.dtype))
+        for index, layer in enumerate(body.layers):
+            self.layers.append(_LeanLayer(layer, config, self.dtype, stored, f"model.layers.{index}"))
             for parameter in layer.parameters() if consume else ():
                 parameter.data = parameter.new_empty(0)
         self.norm = RMSNorm(body.norm.weight, config.rms_norm_eps, self.dtype)
@@ -183,7 +202,8 @@ class LeanModel:
         self.inner = len(part.of(config.intermediate_size))
         self._shape = LayerShape(self.hidden_size, self.inner, self.heads, self.kv_heads, self.head_dim, normed)
         self.vocab_size = self.embedding.shape[0]
-        self.head = VocabularyHead(model.lm_head.weight, model.lm_head.bias)
+        head = "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
+        self.head = VocabularyHead(_quantized(stored, head) or model.lm_head.weight, model.lm_head.bias)
         self._rotary = body.rotary_emb
         self._rope: Rope | None = None
         sizes = self.hidden_size, self.inner, self.heads, self.kv_heads, self.head_dim, self.scale

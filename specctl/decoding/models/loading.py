@@ -251,6 +251,21 @@ class Spread(NamedTuple):
         return None if device_map is None else cls(device_map, max_memory)
 
 
+class Source(NamedTuple):
+    """Where the weights of a target come from, and the devices that they go to.
+
+    Attributes:
+        spread: spread over several devices, or None for one.
+        stored: the weights to take of a GGUF file; None = all of them, dequantized.
+    """
+
+    spread: Spread | None = None
+    stored: Mapping[str, gguf_target.Weight] | None = None
+
+
+DEFAULT_SOURCE = Source()
+
+
 def load_model(
     name: str,
     *,
@@ -258,7 +273,7 @@ def load_model(
     dtype: torch.dtype,
     revision=None,
     trust_remote_code=False,
-    spread: Spread | None = None,
+    source: Source = DEFAULT_SOURCE,
 ):
     """Load the plain `transformers` model of a target, in evaluation mode, on `device` or spread over several.
 
@@ -274,16 +289,16 @@ def load_model(
         if not trust_remote_code:
             tensors.check_quantisation(f"target {name}", config)
             tensors.check_headers(f"target {name}", model_directory(name, revision), config)
-        loaded: Any = from_pretrained_of(name, config, dtype)(
+        loaded: Any = from_pretrained_of(name, config, dtype, source.stored)(
             dtype=dtype,
             revision=revision,
             trust_remote_code=trust_remote_code,
-            **_placement(device, spread),
+            **_placement(device, source.spread),
             **tensors.REPORT,
         )
         model, info = loaded
         tensors.check_loaded(f"target {name}", model, info)
-        if spread is None:
+        if source.spread is None:
             model.to(device)
         if is_gguf(name):
             model.generation_config = load_generation_config(name, config)
@@ -296,16 +311,18 @@ def load_model(
     return model.eval()
 
 
-def from_pretrained_of(name: str, config: Any, dtype: torch.dtype) -> Callable[..., Any]:
+def from_pretrained_of(
+    name: str, config: Any, dtype: torch.dtype, stored: Mapping[str, gguf_target.Weight] | None = None
+) -> Callable[..., Any]:
     """A `from_pretrained` function for a target, which needs only the options; `config` is the target's
-    configuration."""
+    configuration, `stored` as in `Source`."""
     from transformers import AutoModelForCausalLM
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     if not is_gguf(name):
         return partial(AutoModelForCausalLM.from_pretrained, location(name))
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return partial(model.from_pretrained, None, config=config, state_dict=gguf_target.weights(name, dtype))
+    return partial(model.from_pretrained, None, config=config, state_dict=stored or gguf_target.weights(name, dtype))
 
 
 @contextmanager

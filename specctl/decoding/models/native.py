@@ -61,7 +61,7 @@ class NativeStep:
         first = model.layers[0]
         self.model = native.StepModel(
             *(model.hidden_size, model.inner, model.heads, model.kv_heads, model.head_dim, len(model.layers)),
-            *(_product(first, "qkv", int8).inputs, int8, first.post_norm.eps, model.scale, self.layers),
+            *(_product(first, "qkv", int8).inputs, first.post_norm.eps, model.scale, self.layers),
         )
         self._point(self.model, "final_norm", None if model.norm is None else model.norm.weight)
 

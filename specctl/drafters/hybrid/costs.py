@@ -116,7 +116,9 @@ def costs_of(target: Target, head: CandidateDrafter, name: str) -> Costs:
     path = Path(os.environ.get(ENVIRONMENT) or Path.home() / ".cache") / "specctl" / "costs.json"
     sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
     weights = target.identity["weights"] or target.name
-    step = [native.version()] if isinstance(target.model, LeanModel) and target.model.native else []
+    step = []
+    if isinstance(target.model, LeanModel) and target.model.native:
+        step = [native.version(), *(["quantized"] if target.model.quantized else [])]
     key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
     known, problem = None, ""
     try:

@@ -16,7 +16,9 @@ import shutil
 import subprocess
 import tempfile
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,21 @@ from torch import Tensor
 SOURCE, VECTORS = (Path(__file__).with_name(name) for name in ("step.cpp", "vectors.h"))
 FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
+VNNI = "-mavx512vnni"  # part of AVX-512 on most processors, for quantized weights
 INSTRUCTIONS = {"avx512-bf16": (*AVX512, "-mavx512bf16"), "avx512": AVX512, "avx2": ("-mavx2",)}
 """Instruction sets that the step can use, the fastest first, with the compiler's flags."""
 TIMEOUT_S = 120.0
 LANES = 16  # outputs in a panel of packed weights
+BF16, INT8, GROUPS_OF_4, GROUPS_OF_8 = range(4)  # `Kind` of step.cpp
 
 
 class Weights(ctypes.Structure):
     """`Weights` of step.cpp."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("panels", "scale", "bias")]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("panels", "scale", "bias")),
+        *((name, ctypes.c_int64) for name in ("kind", "group")),
+    ]
 
 
 class StepLayer(ctypes.Structure):
@@ -53,7 +60,7 @@ class StepModel(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("hidden", "inner", "heads", "kv_heads", "dim", "layers")),
-        *((name, ctypes.c_int64) for name in ("inputs", "int8")),
+        ("inputs", ctypes.c_int64),
         *((name, ctypes.c_float) for name in ("eps", "scale")),
         ("layer", ctypes.POINTER(StepLayer)),
         ("final_norm", ctypes.c_void_p),
@@ -110,7 +117,8 @@ def library_for(kind: str) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        found = ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *INSTRUCTIONS[kind]))))
+        vnni = (VNNI,) if kind != "avx2" and torch.cpu._is_vnni_supported() else ()
+        found = ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *INSTRUCTIONS[kind], *vnni))))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         warnings.warn(f"the CPU step runs on PyTorch: {compiler} failed: {said.strip()[-300:]}", stacklevel=2)
@@ -166,31 +174,89 @@ def _compiled(compiler: str, flags: tuple[str, ...]) -> Path:
     return path
 
 
+@dataclass(frozen=True)
+class GroupedWeights:
+    """Quantized weights W [O, I] in groups of inputs: W = scale · codes + low.
+
+    Attributes:
+        codes: [O, I] int8; 0 to 15 if there are 4 `bits`.
+        scale, low: [O, I / group] fp32, for a group of 16 or 32 inputs.
+        bits: 4 or 8, the bits of a code in memory.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    low: Tensor
+    bits: int
+
+    @property
+    def group(self) -> int:
+        return self.codes.shape[1] // self.scale.shape[1]
+
+    def dequantized(self) -> Tensor:
+        """W [O, I] in fp32."""
+        groups = self.codes.unflatten(1, (-1, self.group)).float()
+        return (groups * self.scale[..., None] + self.low[..., None]).flatten(1)
+
+    @staticmethod
+    def stacked(parts: Sequence["GroupedWeights"]) -> "GroupedWeights":
+        """Weights of several products on one input as one, with the smallest group and the most bits of the parts."""
+        group, bits = min(part.group for part in parts), max(part.bits for part in parts)
+        scale, low = (
+            torch.cat([getattr(part, name).repeat_interleave(part.group // group, 1) for part in parts])
+            for name in ("scale", "low")
+        )
+        return GroupedWeights(torch.cat([part.codes for part in parts]), scale, low, bits)
+
+    def packed(self) -> Tensor:
+        """The panels that step.cpp reads, as bytes: per panel and group, the scales, the lows and the codes."""
+        rows = -len(self.codes) % LANES
+        codes, *header = (
+            F.pad(part, (0, 0, 0, rows)).unflatten(0, (-1, LANES)) for part in (self.codes, self.scale, self.low)
+        )
+        header = [part.transpose(1, 2).contiguous().view(torch.uint8) for part in header]  # [panels, groups, 64]
+        codes = codes.unflatten(2, (-1, self.group))  # [panels, 16, groups, group]
+        if self.bits == 4:
+            eight = codes.unflatten(3, (-1, 4, 2)).int()  # even and odd inputs, in the halves of 32 bits
+            shift = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], dtype=torch.int32)
+            codes = (eight << shift).sum((-1, -2), dtype=torch.int32)[..., None]
+        else:
+            codes = codes.unflatten(3, (-1, 2))
+        codes = codes.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2)
+        return torch.cat([*header, codes], 2).flatten()
+
+
 class NativeProduct:
-    """x [..., I] bf16 → x Wᵀ + b [..., O] bf16, for W [O, I] bf16, I even. A row's bits do not depend on other rows.
+    """x [..., I] bf16 → x Wᵀ + b [..., O] bf16, for W [O, I], I even. A row's bits do not depend on other rows.
 
     Attributes:
         weights: W in panels of 16 outputs, as C++ reads it.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, found: ctypes.CDLL, int8: bool = False):
-        """`int8`: round W to int8, symmetric, with one scale per output. It takes half the bytes."""
-        self.outputs, self.inputs = weight.shape
+    def __init__(self, weight: Tensor | GroupedWeights, bias: Tensor | None, found: ctypes.CDLL, int8: bool = False):
+        """`weight` is bf16 or quantized. `int8`: round bf16 to int8, symmetric, with one scale per output, which takes
+        half the bytes. I must then be a multiple of 16."""
         self._library = found
-        weight = weight.detach().contiguous()
-        room = -(-self.outputs // LANES) * LANES
-        scale = None
-        if int8:
-            wide = weight.float()
-            scale = (wide.abs().amax(1) / 127).clamp_min(1e-12)
-            weight = (wide / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
-        packed = weight.new_empty(room * self.inputs)
-        pack = found.specctl_pack_int8 if int8 else found.specctl_pack
-        pack(weight.data_ptr(), self.outputs, self.inputs, packed.data_ptr())
+        kind, group, scale = BF16, 0, None
+        if isinstance(weight, GroupedWeights):
+            kind, group = (GROUPS_OF_4 if weight.bits == 4 else GROUPS_OF_8), weight.group
+            (self.outputs, self.inputs), packed = weight.codes.shape, weight.packed()
+        else:
+            self.outputs, self.inputs = weight.shape
+            weight = weight.detach().contiguous()
+            if int8:
+                kind, group = INT8, 32 if self.inputs % 32 == 0 else 16
+                wide = weight.float()
+                scale = (wide.abs().amax(1) / 127).clamp_min(1e-12)
+                weight = (wide / scale[:, None]).round_().clamp_(-127, 127).to(torch.int8)
+            packed = weight.new_empty(-(-self.outputs // LANES) * LANES * self.inputs)
+            pack = found.specctl_pack_int8 if int8 else found.specctl_pack
+            pack(weight.data_ptr(), self.outputs, self.inputs, packed.data_ptr())
         # padded to whole panels
-        padded = (None if x is None else F.pad(x.float(), (0, room - self.outputs)) for x in (scale, bias))
+        rest = -self.outputs % LANES
+        padded = (None if x is None else F.pad(x.float(), (0, rest)) for x in (scale, bias))
         self._held = packed, *padded  # keeps alive the memory that `weights` points to
-        self.weights = Weights(*(None if tensor is None else tensor.data_ptr() for tensor in self._held))
+        self.weights = Weights(*(None if tensor is None else tensor.data_ptr() for tensor in self._held), kind, group)
 
     def __call__(self, x: Tensor) -> Tensor:
         x = x.contiguous()
@@ -222,7 +288,14 @@ def _agrees(found: ctypes.CDLL) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((83, 96), (13, 96)))
     bias = torch.randn(83, generator=generator).bfloat16()
-    call = NativeProduct(weight, bias, found)
-    whole, alone = call(x), torch.cat([call(row) for row in x.split(1)])
-    exact = F.linear(x.float(), weight.float(), bias.float())
-    return torch.equal(whole, alone) and torch.allclose(whole.float(), exact, rtol=2**-7, atol=1e-2)
+    scale, low = torch.randn(2, 83, 3, generator=generator)
+    codes = torch.randint(0, 16, (83, 96), generator=generator).to(torch.int8)
+    kinds: list[Tensor | GroupedWeights] = [weight, *(GroupedWeights(codes, scale, low, bits) for bits in (4, 8))]
+    for held in kinds:
+        call = NativeProduct(held, bias, found)
+        whole, alone = call(x), torch.cat([call(row) for row in x.split(1)])
+        dense = held.float() if isinstance(held, Tensor) else held.dequantized()
+        exact = F.linear(x.float(), dense, bias.float())
+        if not (torch.equal(whole, alone) and torch.allclose(whole.float(), exact, rtol=2**-7, atol=1e-2)):
+            return False
+    return True

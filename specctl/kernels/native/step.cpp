@@ -18,17 +18,22 @@ namespace {
 
 constexpr int SHARED = 4;  // query heads that read a key together
 
-// Panels of a tile, and the most rows of a tile of P panels: their sums fill the registers.
+// Panels of a tile, and the most rows of a tile of P panels: their sums fill the registers. Groups have further sums.
 #if defined(__AVX512F__)
-constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6};
+constexpr int PANELS = 4, MOST[] = {0, 6, 6, 0, 6}, MOST_GROUPED[] = {0, 6, 6, 0, 4};
 #else
-constexpr int PANELS = 2, MOST[] = {0, 6, 4};
+constexpr int PANELS = 2, MOST[] = {0, 6, 4}, MOST_GROUPED[] = {0, 4, 2};
 #endif
 
-// W [outputs, inputs] packed by `specctl_pack` (bf16) or `specctl_pack_int8`.
+// How W is stored. INT8 has one scale for each output. GROUPS_OF_4 and GROUPS_OF_8 have unsigned codes of 4 bits or signed
+// ones of 8, as in GGUF files: w = scale · code + low, with one scale and one low for `group` inputs of an output.
+enum Kind : int64_t { BF16, INT8, GROUPS_OF_4, GROUPS_OF_8 };
+
+// W [outputs, inputs] in panels of 16 outputs.
 struct Weights {
   const void* panels;
-  const float *scale, *bias;  // of each output, or null; a scale where the panels are int8
+  const float *scale, *bias;  // of each output, or null; a scale where the kind is INT8
+  int64_t kind, group;  // all kinds but BF16 compute in groups of 16 or 32 inputs
 };
 
 struct Layer {
@@ -39,7 +44,6 @@ struct Layer {
 struct Model {
   int64_t hidden, inner, heads, kv_heads, dim, layers;
   int64_t inputs;  // of the first layer's qkv
-  int64_t int8;    // all weights are int8, or none
   float eps, scale;
   const Layer* layer;
   const float* final_norm;  // or null: `Call.y` is not written
@@ -67,56 +71,132 @@ Range share(int64_t count, int64_t thread, int64_t threads) {
   return {count * thread / threads, count * (thread + 1) / threads};
 }
 
-// R rows from `row` on, for P panels; `put` takes the sums. A panel is [inputs / 2][16 outputs][2]: a `Pair` has two
-// inputs of 16 outputs. The two panels `ahead` are fetched into the cache meanwhile.
-template <int R, int P, class T, class Put>
-void tile(const T* const* panels, const T* const* ahead, const Input* x, int64_t inputs, int64_t row, Put put) {
-  x += row * inputs;
+// Receives the sums of a row for `count` panels from `panel` on. A reference, so that a product is compiled once and not
+// for each of its users.
+class Put {
+  const void* function;
+  void (*call)(const void*, int64_t, int64_t, const Vec*, int);
+
+ public:
+  template <class F>
+  Put(const F& f)
+      : function(&f), call([](const void* f, int64_t row, int64_t panel, const Vec* sums, int count) {
+          (*static_cast<const F*>(f))(row, panel, sums, count);
+        }) {}
+  void operator()(int64_t row, int64_t panel, const Vec* sums, int count) const {
+    call(function, row, panel, sums, count);
+  }
+};
+
+// Rows that a product reads: as `Input`, or in groups, x ≈ scale · code, with the sum of each group.
+struct Rows {
+  const Input* values;
+  const int16_t* codes;
+  const float *scales, *sums;
+  int64_t inputs, group;
+};
+
+// sum[r][p] += the products of `inputs` inputs, whose weights begin at `panels` + `at`. The two panels `ahead` are fetched
+// into the cache meanwhile.
+template <class W, int R, int P, class X>
+inline void multiply(const char* const* panels, const char* const* ahead, int64_t at, const X* x, int64_t stride,
+                     int64_t inputs, typename W::Sum (&sum)[R][P]) {
+  for (int64_t k = 0; k < inputs; k += W::INPUTS, at += W::BYTES) {
+    for (int a = 0; a < 2; a++) _mm_prefetch(ahead[a] + at, _MM_HINT_T1);
+    typename W::Two read[P];
+    for (int p = 0; p < P; p++) read[p] = W::read(panels[p] + at);
+    for (int i = 0; i < W::INPUTS; i += 2) {
+      typename W::Two w[P];
+      for (int p = 0; p < P; p++) w[p] = W::next(read[p]);
+      for (int r = 0; r < R; r++) {
+        const auto both = two_for_all(x + r * stride + k + i);
+        for (int p = 0; p < P; p++) sum[r][p] = dot(w[p], both, sum[r][p]);
+      }
+    }
+  }
+}
+
+// R rows from `row` on, for P panels from `panel` on.
+template <class W, int R, int P>
+void tile(const char* const* panels, const char* const* ahead, const Rows& x, int64_t row, int64_t panel,
+          const Put& put) {
   Vec sum[R][P];
   for (int r = 0; r < R; r++)
     for (int p = 0; p < P; p++) sum[r][p] = broadcast(0.f);
-  for (int64_t k = 0; k < inputs; k += 2) {
-    for (int a = 0; a < 2; a++) _mm_prefetch((const char*)(ahead[a] + k * LANES), _MM_HINT_T1);
-    Pair w[P];
-    for (int p = 0; p < P; p++) w[p] = pairs(panels[p] + k * LANES);
-    for (int r = 0; r < R; r++) {
-      const Pair both = two_for_all(x + r * inputs + k);
-      for (int p = 0; p < P; p++) sum[r][p] = dot(w[p], both, sum[r][p]);
+  if constexpr (!W::GROUPED) {
+    multiply<W>(panels, ahead, 0, x.values + row * x.inputs, x.inputs, x.inputs, sum);
+  } else {
+    // Sums of codes are exact integers; the scales and the low of a group follow.
+    const int64_t groups = x.inputs / x.group, bytes = W::group_bytes(x.group);
+    for (int64_t g = 0; g < groups; g++) {
+      Ints part[R][P];
+      for (int r = 0; r < R; r++)
+        for (int p = 0; p < P; p++) part[r][p] = zeros();
+      multiply<W>(panels, ahead, g * bytes + W::HEADER, x.codes + row * x.inputs + g * x.group, x.inputs, x.group, part);
+      for (int r = 0; r < R; r++) {
+        const int64_t at = (row + r) * groups + g;
+        const Vec factor = broadcast(x.scales[at]), total = broadcast(x.sums[at]);
+        for (int p = 0; p < P; p++) {
+          if constexpr (W::HEADER == 0) {
+            sum[r][p] = fma(factor, to_float(part[r][p]), sum[r][p]);
+          } else {
+            const float* header = reinterpret_cast<const float*>(panels[p] + g * bytes);
+            sum[r][p] = fma(load(header + LANES), total, sum[r][p]);
+            sum[r][p] = fma(load(header) * factor, to_float(part[r][p]), sum[r][p]);
+          }
+        }
+      }
     }
   }
-  for (int r = 0; r < R; r++) put(row + r, sum[r]);
+  for (int r = 0; r < R; r++) put(row + r, panel, sum[r], P);
 }
 
 // `tile` for a number of rows that is known only now, at most R.
-template <int R, int P, class T, class Put>
-void tile_of(int64_t rows, const T* const* panels, const T* const* ahead, const Input* x, int64_t inputs, int64_t row,
-             Put put) {
+template <class W, int R, int P>
+void tile_of(int64_t rows, const char* const* panels, const char* const* ahead, const Rows& x, int64_t row,
+             int64_t panel, const Put& put) {
   if constexpr (R > 0) {
     if (rows == R)
-      tile<R, P>(panels, ahead, x, inputs, row, put);
+      tile<W, R, P>(panels, ahead, x, row, panel, put);
     else
-      tile_of<R - 1, P>(rows, panels, ahead, x, inputs, row, put);
+      tile_of<W, R - 1, P>(rows, panels, ahead, x, row, panel, put);
   }
 }
 
-// All rows for P panels from `panel` on. `places` tells where a panel of W lies.
+// Panels of W in the order in which a product computes them: as they are stored, or, if `half` is given, a panel of the
+// first `half` and one of the rest in turns.
+struct Order {
+  const char* first;
+  int64_t bytes, half;
+
+  const char* operator()(int64_t panel) const {
+    return first + (half ? panel / 2 + panel % 2 * half : panel) * bytes;
+  }
+};
+
+// All rows for P panels from `panel` on.
 //
 // The panels are read from memory once and stay in the cache for the later tiles of rows. These compute and read nothing,
 // so each fetches a part of the panels at `next`: reading and computing overlap.
-template <int P, class T, class Places, class Put>
-void tiles(const T* w, const Input* x, int64_t rows, int64_t inputs, int64_t panel, int64_t next, Places places,
-           Put put) {
-  const T* panels[P];
-  for (int p = 0; p < P; p++) panels[p] = w + places(panel, p) * inputs * LANES;
-  const int64_t count = (rows + MOST[P] - 1) / MOST[P];
+template <class W, int P>
+void tiles(const Order& w, const Rows& x, int64_t rows, int64_t panel, int64_t next, const Put& put) {
+  const char* panels[P];
+  for (int p = 0; p < P; p++) panels[p] = w(panel + p);
+  constexpr int most = (W::GROUPED ? MOST_GROUPED : MOST)[P];
+  const int64_t count = (rows + most - 1) / most;
   for (int64_t i = 0; i < count; i++) {
     const Range part = share(rows, i, count), fetched = share(P, i, count);
-    const T* ahead[2] = {panels[0], panels[0]};
+    const char* ahead[2] = {panels[0], panels[0]};
     if (count > 1)
-      for (int a = 0; a < 2 && fetched.first + a < fetched.last; a++)
-        ahead[a] = w + places(next, int(fetched.first) + a) * inputs * LANES;
-    tile_of<MOST[P], P>(part.last - part.first, panels, ahead, x, inputs, part.first, put);
+      for (int a = 0; a < 2 && fetched.first + a < fetched.last; a++) ahead[a] = w(next + fetched.first + a);
+    tile_of<W, most, P>(part.last - part.first, panels, ahead, x, part.first, panel, put);
   }
+}
+
+template <class W, int P>
+void panels_by(const Order& w, const Rows& x, int64_t rows, int64_t& panel, int64_t last, const Put& put) {
+  for (; panel + P <= last; panel += P)
+    tiles<W, P>(w, x, rows, panel, panel + 2 * P <= last ? panel + P : panel, put);
 }
 
 // Rows as products read them. Each thread has its own.
@@ -136,24 +216,51 @@ const Input* as_input(const bf16* x, [[maybe_unused]] int64_t size) {
 #endif
 }
 
-// x Wᵀ for a range of panels; `put(row, panel, sum)` gets 16 outputs.
-template <class T, class Put>
-void product(const T* w, const bf16* x, int64_t rows, int64_t inputs, Range range, Put put) {
-  const Input* read = as_input(x, rows * inputs);
-  const auto follow = [](int64_t panel, int p) { return panel + p; };
+// Rows in groups of `group` values, a multiple of 16. Each thread has its own. Rounding to 16 bits of the largest value
+// of a group is finer than the rounding of x to bf16. A value that is not finite makes its group's scale NaN.
+Rows in_groups(const bf16* x, int64_t rows, int64_t inputs, int64_t group) {
+  static thread_local std::vector<int16_t> codes;
+  static thread_local std::vector<float> scales, sums;
+  const int64_t groups = rows * inputs / group;
+  codes.resize(std::max<size_t>(rows * inputs, codes.size()));
+  scales.resize(std::max<size_t>(groups, scales.size()));
+  sums.resize(std::max<size_t>(groups, sums.size()));
+  for (int64_t g = 0; g < groups; g++) {
+    const bf16* values = x + g * group;
+    Vec sum = broadcast(0.f), highest = broadcast(0.f);
+    for (int64_t i = 0; i < group; i += LANES) {
+      const Vec value = widen(values + i);
+      sum = sum + value, highest = most(highest, most(value, broadcast(0.f) - value));
+    }
+    const float top = reduce_max(highest);
+    const Vec factor = broadcast(top > 0.f ? 32767.f / top : 0.f);
+    for (int64_t i = 0; i < group; i += LANES) round_to_int16(codes.data() + g * group + i, widen(values + i) * factor);
+    sums[g] = reduce_add(sum), scales[g] = top / 32767.f + 0.f * sums[g];
+  }
+  return {nullptr, codes.data(), scales.data(), sums.data(), inputs, group};
+}
+
+template <class W>
+void product_of(const Weights& w, const bf16* x, int64_t rows, int64_t inputs, Range range, int64_t half,
+                const Put& put) {
+  const Order order{(const char*)w.panels, W::panel_bytes(inputs, w.group), half};
+  const Rows read = W::GROUPED ? in_groups(x, rows, inputs, w.group)
+                               : Rows{as_input(x, rows * inputs), nullptr, nullptr, nullptr, inputs, 0};
   int64_t panel = range.first;
-  const auto some = [&](auto tiled, int count) {
-    for (; panel + count <= range.last; panel += count)
-      tiled(panel, panel + 2 * count <= range.last ? panel + count : panel,
-            [&](int64_t row, Vec* sum) { for (int p = 0; p < count; p++) put(row, panel + p, sum[p]); });
-  };
-  const auto many = [&](auto width) {
-    constexpr int P = decltype(width)::value;
-    some([&](int64_t at, int64_t next, auto put) { tiles<P>(w, read, rows, inputs, at, next, follow, put); }, P);
-  };
-  if constexpr (PANELS > 2) many(std::integral_constant<int, PANELS>());
-  many(std::integral_constant<int, 2>());
-  many(std::integral_constant<int, 1>());
+  if constexpr (PANELS > 2) panels_by<W, PANELS>(order, read, rows, panel, range.last, put);
+  panels_by<W, 2>(order, read, rows, panel, range.last, put);
+  panels_by<W, 1>(order, read, rows, panel, range.last, put);
+}
+
+// x Wᵀ for a range of panels in the order of `Order`.
+void product(const Weights& w, const bf16* x, int64_t rows, int64_t inputs, Range range, const Put& put,
+             int64_t half = 0) {
+  switch (w.kind) {
+    case BF16: return product_of<Bf16Weights>(w, x, rows, inputs, range, half, put);
+    case INT8: return product_of<Int8Weights>(w, x, rows, inputs, range, half, put);
+    case GROUPS_OF_4: return product_of<GroupsOf4>(w, x, rows, inputs, range, half, put);
+    case GROUPS_OF_8: return product_of<GroupsOf8>(w, x, rows, inputs, range, half, put);
+  }
 }
 
 Vec scaled(Vec sum, const Weights& w, int64_t panel) {
@@ -310,18 +417,19 @@ void largest(const float* logits, int64_t size, int64_t count, float* gains, int
   for (int64_t j = 0; j < count; j++) gains[j] -= lse;
 }
 
-template <class T>
 void candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
                 int64_t count, float* gains, int64_t* index, int64_t threads) {
 #pragma omp parallel num_threads(threads)
   {
     const int64_t team = omp_get_num_threads(), thread = omp_get_thread_num();
-    product((const T*)w.panels, x, rows, inputs, share((outputs + LANES - 1) / LANES, thread, team),
-            [&](int64_t row, int64_t panel, Vec sum) {
-              float sums[LANES];
-              store(sums, scaled(sum, w, panel));
-              const int64_t first = panel * LANES;
-              std::copy(sums, sums + std::min<int64_t>(LANES, outputs - first), logits + row * outputs + first);
+    product(w, x, rows, inputs, share((outputs + LANES - 1) / LANES, thread, team),
+            [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
+              for (int p = 0; p < panels; p++) {
+                float values[LANES];
+                store(values, scaled(sums[p], w, panel + p));
+                const int64_t first = (panel + p) * LANES;
+                std::copy(values, values + std::min<int64_t>(LANES, outputs - first), logits + row * outputs + first);
+              }
             });
 #pragma omp barrier
     const Range mine = share(rows, thread, team);
@@ -330,17 +438,18 @@ void candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, 
   }
 }
 
-template <class T>
 void plain_product(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
                    int64_t threads) {
 #pragma omp parallel num_threads(threads)
   {
     const Range range = share((outputs + LANES - 1) / LANES, omp_get_thread_num(), omp_get_num_threads());
-    product((const T*)w.panels, x, rows, inputs, range, [&](int64_t row, int64_t panel, Vec sum) {
-      alignas(32) bf16 all[LANES];
-      narrow(all, scaled(sum, w, panel));
-      const int64_t first = panel * LANES;
-      std::memcpy(y + row * outputs + first, all, sizeof(bf16) * std::min<int64_t>(LANES, outputs - first));
+    product(w, x, rows, inputs, range, [&](int64_t row, int64_t panel, const Vec* sums, int panels) {
+      for (int p = 0; p < panels; p++) {
+        alignas(32) bf16 all[LANES];
+        narrow(all, scaled(sums[p], w, panel + p));
+        const int64_t first = (panel + p) * LANES;
+        std::memcpy(y + row * outputs + first, all, sizeof(bf16) * std::min<int64_t>(LANES, outputs - first));
+      }
     });
   }
 }
@@ -357,7 +466,6 @@ void pack(const T* w, int64_t outputs, int64_t inputs, T* out) {
         }
 }
 
-template <class T>
 void forward(const Model& m, const Call& c) {
   static thread_local Scratch scratch;
   const int64_t rows = c.batch * c.rows, group = m.heads / m.kv_heads, all = m.heads + 2 * m.kv_heads;
@@ -371,9 +479,9 @@ void forward(const Model& m, const Call& c) {
   float *x = c.x, *scores = scratch.scores.data();
   const Lists& lists = scratch.lists;
   const auto added = [&](const Weights& w) {
-    return [=, &w](int64_t row, int64_t panel, Vec sum) {
+    return [=, &w](int64_t row, int64_t panel, const Vec* sums, int count) {
       float* at = x + row * m.hidden + panel * LANES;
-      store(at, load(at) + scaled(sum, w, panel));
+      for (int p = 0; p < count; p++) store(at + p * LANES, load(at + p * LANES) + scaled(sums[p], w, panel + p));
     };
   };
 #pragma omp parallel num_threads(c.threads)
@@ -400,9 +508,10 @@ void forward(const Model& m, const Call& c) {
     for (int64_t l = 0; l < m.layers; l++) {
       const Layer& layer = m.layer[l];
       const bool first = l == 0 && c.entered;
-      product((const T*)layer.qkv.panels, first ? c.entered : y, rows, first ? m.inputs : m.hidden,
-              mine(width / LANES), [&](int64_t row, int64_t panel, Vec sum) {
-                narrow(qkv + row * width + panel * LANES, scaled(sum, layer.qkv, panel));
+      product(layer.qkv, first ? c.entered : y, rows, first ? m.inputs : m.hidden, mine(width / LANES),
+              [&](int64_t row, int64_t panel, const Vec* sums, int count) {
+                bf16* at = qkv + row * width + panel * LANES;
+                for (int p = 0; p < count; p++) narrow(at + p * LANES, scaled(sums[p], layer.qkv, panel + p));
               });
 #pragma omp barrier
       const Range heads = mine(rows * all);
@@ -442,34 +551,25 @@ void forward(const Model& m, const Call& c) {
         }
       }
 #pragma omp barrier
-      product((const T*)layer.o.panels, attended, rows, m.heads * m.dim, mine(m.hidden / LANES), added(layer.o));
+      product(layer.o, attended, rows, m.heads * m.dim, mine(m.hidden / LANES), added(layer.o));
 #pragma omp barrier
       normed(layer.post_norm);
 #pragma omp barrier
-      const Range gates = mine(m.inner / LANES);
       const int64_t ups = m.inner / LANES;  // the panels of `up` follow those of `gate`
-      const auto* gate_up = (const T*)layer.gate_up.panels;
-      const auto gated = [&](int64_t row, int64_t at, Vec gate, Vec up) {
-        gate = scaled(gate, layer.gate_up, at), up = scaled(up, layer.gate_up, at + ups);
-        const Vec silu = gate / (broadcast(1.f) + exponential(broadcast(0.f) - gate));
-        narrow(inner + row * m.inner + at * LANES, silu * up);
-      };
-      const Input* read = as_input(y, rows * m.hidden);
-      constexpr int SIDE = PANELS / 2;  // panels of `gate` in a tile
-      int64_t panel = gates.first;
-      for (; panel + SIDE <= gates.last; panel += SIDE)
-        tiles<PANELS>(
-            gate_up, read, rows, m.hidden, panel, std::min(panel + SIDE, gates.last - SIDE),
-            [&](int64_t at, int p) { return at + p / 2 + p % 2 * ups; },
-            [&](int64_t row, Vec* sum) {
-              for (int i = 0; i < SIDE; i++) gated(row, panel + i, sum[2 * i], sum[2 * i + 1]);
-            });
-      for (; panel < gates.last; panel++)
-        tiles<2>(
-            gate_up, read, rows, m.hidden, panel, panel, [&](int64_t at, int p) { return at + p * ups; },
-            [&](int64_t row, Vec* sum) { gated(row, panel, sum[0], sum[1]); });
+      const Range gates = mine(ups);
+      product(
+          layer.gate_up, y, rows, m.hidden, {2 * gates.first, 2 * gates.last},
+          [&](int64_t row, int64_t panel, const Vec* sums, int count) {
+            for (int p = 0; p < count; p += 2) {
+              const int64_t at = (panel + p) / 2;
+              const Vec gate = scaled(sums[p], layer.gate_up, at), up = scaled(sums[p + 1], layer.gate_up, at + ups);
+              const Vec silu = gate / (broadcast(1.f) + exponential(broadcast(0.f) - gate));
+              narrow(inner + row * m.inner + at * LANES, silu * up);
+            }
+          },
+          ups);
 #pragma omp barrier
-      product((const T*)layer.down.panels, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down));
+      product(layer.down, inner, rows, m.inner, mine(m.hidden / LANES), added(layer.down));
 #pragma omp barrier
       if (l + 1 < m.layers) tapped(l + 1);
       const float* norm_weight = l + 1 < m.layers ? m.layer[l + 1].input_norm : m.final_norm;
@@ -497,18 +597,15 @@ void specctl_pack_int8(const int8_t* w, int64_t outputs, int64_t inputs, int8_t*
 // y [rows, outputs] = x [rows, inputs] Wᵀ + bias.
 void specctl_product(const Weights* w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, bf16* y,
                      int64_t threads) {
-  (w->scale ? plain_product<int8_t> : plain_product<bf16>)(*w, x, rows, outputs, inputs, y, threads);
+  plain_product(*w, x, rows, outputs, inputs, y, threads);
 }
 
 // The same product in fp32, `logits`, and of each row the `count` largest log probabilities and their places.
 void specctl_candidates(const Weights* w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
                         int64_t count, float* gains, int64_t* index, int64_t threads) {
-  (w->scale ? candidates<int8_t> : candidates<bf16>)(*w, x, rows, outputs, inputs, logits, count, gains, index,
-                                                      threads);
+  candidates(*w, x, rows, outputs, inputs, logits, count, gains, index, threads);
 }
 
-void specctl_forward(const Model* model, const Call* call) {
-  (model->int8 ? forward<int8_t> : forward<bf16>)(*model, *call);
-}
+void specctl_forward(const Model* model, const Call* call) { forward(*model, *call); }
 
 }  // extern "C"

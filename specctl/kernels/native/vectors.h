@@ -129,11 +129,6 @@ using Input = bf16;
 
 inline void narrow(bf16* out, Vec x) { _mm256_storeu_si256((__m256i*)out, (__m256i)_mm512_cvtneps_pbh(x)); }
 inline Pair pairs(const bf16* w) { return (__m512bh)_mm512_loadu_si512(w); }
-inline Pair pairs(const int8_t* w) {
-  const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
-  const Vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w + 1)));
-  return _mm512_cvtne2ps_pbh(high, low);
-}
 inline Pair two_for_all(const bf16* x) {
   int32_t two;
   std::memcpy(&two, x, 4);
@@ -165,11 +160,6 @@ inline Pair pairs(const bf16* w) {
   return {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16)),
           _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000))))};
 }
-inline Pair pairs(const int8_t* w) {
-  const __m512i both = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)w));
-  return {_mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(both, 24), 24)),
-          _mm512_cvtepi32_ps(_mm512_srai_epi32(both, 8))};
-}
 
 #else
 
@@ -192,19 +182,120 @@ inline Halves halves(const bf16* w) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16)),
           _mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000))))};
 }
-inline Halves halves(const int8_t* w) {
-  const __m256i both = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)w));
-  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(both, 24), 24)),
-          _mm256_cvtepi32_ps(_mm256_srai_epi32(both, 8))};
-}
-template <class T>
-Pair pairs(const T* w) {
+inline Pair pairs(const bf16* w) {
   const Halves low = halves(w), high = halves(w + LANES);
   return {{low.even, high.even}, {low.odd, high.odd}};
 }
 
 #endif
 #endif
+
+// Sixteen int32 sums; as factors, two int16 in each of the 16 places.
+#if defined(__AVX512F__)
+
+using Ints = __m512i;
+
+inline Ints zeros() { return _mm512_setzero_si512(); }
+inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline Ints load_ints(const char* at) { return _mm512_loadu_si512(at); }
+inline Ints widened(const char* at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)at)); }
+inline Ints lowest_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
+inline Ints next_nibbles(Ints x) { return _mm512_srli_epi16(x, 4); }
+inline Ints two_for_all(const int16_t* x) {
+  int32_t two;
+  std::memcpy(&two, x, 4);
+  return _mm512_set1_epi32(two);
+}
+inline Ints dot(Ints a, Ints b, Ints sum) {
+#if defined(__AVX512VNNI__)
+  return _mm512_dpwssd_epi32(sum, a, b);
+#else
+  return _mm512_add_epi32(sum, _mm512_madd_epi16(a, b));
+#endif
+}
+inline void round_to_int16(int16_t* out, Vec x) {
+  _mm256_storeu_si256((__m256i*)out, _mm512_cvtepi32_epi16(_mm512_cvtps_epi32(x)));
+}
+
+#else
+
+struct Ints {
+  __m256i low, high;
+};
+
+inline Ints zeros() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+inline Vec to_float(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+inline Ints load_ints(const char* at) {
+  return {_mm256_loadu_si256((const __m256i*)at), _mm256_loadu_si256((const __m256i*)at + 1)};
+}
+inline Ints widened(const char* at) {
+  return {_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at)),
+          _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at + 1))};
+}
+inline Ints lowest_nibbles(Ints x) {
+  return {_mm256_and_si256(x.low, _mm256_set1_epi16(15)), _mm256_and_si256(x.high, _mm256_set1_epi16(15))};
+}
+inline Ints next_nibbles(Ints x) { return {_mm256_srli_epi16(x.low, 4), _mm256_srli_epi16(x.high, 4)}; }
+inline Ints two_for_all(const int16_t* x) {
+  int32_t two;
+  std::memcpy(&two, x, 4);
+  return {_mm256_set1_epi32(two), _mm256_set1_epi32(two)};
+}
+inline Ints dot(Ints a, Ints b, Ints sum) {
+  return {_mm256_add_epi32(sum.low, _mm256_madd_epi16(a.low, b.low)),
+          _mm256_add_epi32(sum.high, _mm256_madd_epi16(a.high, b.high))};
+}
+inline void round_to_int16(int16_t* out, Vec x) {
+  const __m256i mixed = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+  _mm256_storeu_si256((__m256i*)out, _mm256_permute4x64_epi64(mixed, 0xd8));
+}
+
+#endif
+
+// Weights of a panel as products read them: `read` loads INPUTS inputs of 16 outputs, BYTES in all, and `next` gives two
+// inputs after the other.
+
+struct Bf16Weights {
+  static constexpr bool GROUPED = false;
+  static constexpr int INPUTS = 2, BYTES = 4 * LANES;
+  using Two = Pair;
+  using Sum = Vec;
+  static int64_t panel_bytes(int64_t inputs, int64_t) { return inputs * 2 * LANES; }
+  static Two read(const char* at) { return pairs((const bf16*)at); }
+  static Two next(Two& read) { return read; }
+};
+
+// Codes in groups of inputs. A group of GGUF's weights begins with 16 scales and 16 lows in fp32.
+template <int BITS, int HEADER_BYTES>
+struct Grouped {
+  static constexpr bool GROUPED = true;
+  static constexpr int HEADER = HEADER_BYTES;
+  using Two = Ints;
+  using Sum = Ints;
+  static int64_t group_bytes(int64_t group) { return HEADER + group * LANES * BITS / 8; }
+  static int64_t panel_bytes(int64_t inputs, int64_t group) { return inputs / group * group_bytes(group); }
+};
+
+template <int HEADER_BYTES>
+struct EightBits : Grouped<8, HEADER_BYTES> {
+  static constexpr int INPUTS = 2, BYTES = 2 * LANES;
+  static Ints read(const char* at) { return widened(at); }
+  static Ints next(Ints& read) { return read; }
+};
+
+using Int8Weights = EightBits<0>;
+using GroupsOf8 = EightBits<8 * LANES>;
+
+// Eight inputs of 16 outputs: 32 bits per output, the even inputs in the four nibbles of the lower half.
+struct GroupsOf4 : Grouped<4, 8 * LANES> {
+  static constexpr int INPUTS = 8, BYTES = 4 * LANES;
+  static Ints read(const char* at) { return load_ints(at); }
+  static Ints next(Ints& read) {
+    const Ints codes = lowest_nibbles(read);
+    read = next_nibbles(read);
+    return codes;
+  }
+};
 
 // exp(x) for x <= 88, relative error 2e-7 (the polynomial of Cephes' expf); 0 below FLOOR.
 inline Vec exponential(Vec x) {
