@@ -68,7 +68,7 @@ def bench(recipe: BenchRecipe, run: Run) -> BenchResult:
         if {"steps", "rounds", "decoding"} & {*recipe.parts}:
             target, model = load(recipe, device)
             run.annotate(target=target.identity)
-            weights_ms = 1000 * target.row_flops / 2 * target.dtype.itemsize / bandwidth(device)
+            weights_ms = 1000 * target.step_bytes / bandwidth(device)
             if model is not None:
                 steps = bench_decoding.steps(recipe, target, model, weights_ms, bar)
             del model

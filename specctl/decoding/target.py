@@ -151,6 +151,13 @@ class Target(TargetText):
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # as after loading
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of the weights that a step of one row reads; in a mixture, of all experts."""
+        if isinstance(self.model, lean.LeanModel) and self.model.quantized:
+            return sum(product.native.nbytes for product in self.model.products if product.native is not None)
+        return self.row_flops // 2 * self.dtype.itemsize
+
     @cached_property
     def head_weight(self) -> Tensor:
         """[V, H] the vocabulary head. With tensor parallelism it is gathered on first access, which all ranks must

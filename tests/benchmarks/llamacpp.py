@@ -3,10 +3,10 @@
     python -m tests.benchmarks.llamacpp --python ENV/bin/python --target FILE.gguf --prompts FILE.jsonl [--drafter D] …
 
 ENV has the package `xllamacpp` (`python -m venv ENV; ENV/bin/pip install xllamacpp`). llama.cpp decodes the file and
-its weights in bf16, plainly and with its n-gram drafts; we decode the weights in bf16, plainly and with each drafter
-(`lookup`, DIR, DIR+lookup). All sides take turns prompt by prompt. Tokens a second are those of decoding, without the
-prompt. The texts are greedy, and compared token by token: where two differ, the gap between our two largest logits at
-the first difference says whether it was a tie.
+its weights in bf16, plainly and with its n-gram drafts; we decode the weights in bf16, and the file plainly and with
+each drafter (`lookup`, DIR, DIR+lookup). All sides take turns prompt by prompt. Tokens a second are those of decoding,
+without the prompt. The texts are greedy, and compared token by token: where two differ, the gap between our two largest
+logits at the first difference says whether it was a tie.
 """
 
 import json
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import gguf
+import pytest
 import torch
 import typer
 from rich.console import Console
@@ -111,6 +112,13 @@ class Ours:
         return done.output_ids
 
 
+def _loaded(target: Path, as_stored: str) -> Target:
+    """The target with its weights as in the file, or dequantised to bf16."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECCTL_GGUF", as_stored)
+        return load_target(str(target), device="cpu", dtype="bf16")
+
+
 def gap(target: Target, ids: list[int]) -> float:
     """Between our two largest logits behind `ids`."""
     with torch.inference_mode():
@@ -138,13 +146,14 @@ def main(
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         wide = Path(place) / "bf16.gguf"
         as_bf16(target, wide)
-        mine = load_target(str(target), device="cpu", dtype="bf16")
+        mine, in_bf16 = (_loaded(target, as_stored) for as_stored in ("quantized", "dequantized"))
         contenders: dict[str, Theirs | Ours] = {
             "llama.cpp, bf16": Theirs(stack, python, wide, threads),
             **{f"llama.cpp, bf16, n-gram {name}": Theirs(stack, python, wide, threads, name) for name in ngram},
             "llama.cpp, the file": Theirs(stack, python, target, threads),
-            "specctl, bf16": Ours(mine, None),
-            **{f"specctl, bf16, {name}": Ours(mine, name) for name in drafter},
+            "specctl, bf16": Ours(in_bf16, None),
+            "specctl, the file": Ours(mine, None),
+            **{f"specctl, the file, {name}": Ours(mine, name) for name in drafter},
         }
         sides = {name: Side() for name in contenders}
         for index, prompt in enumerate(found):

@@ -238,7 +238,7 @@ def grouped(outputs, inputs, group, bits, seed=0):
     generator = torch.Generator().manual_seed(seed)
     low, high = (0, 16) if bits == 4 else (-128, 128)
     codes = torch.randint(low, high, (outputs, inputs), generator=generator).to(torch.int8)
-    scale, shift = torch.randn(2, outputs, inputs // group, generator=generator) / high
+    scale, shift = (torch.randn(2, outputs, inputs // group, generator=generator) / high).half().float()
     return native.GroupedWeights(codes, scale, shift, bits)
 
 

@@ -19,7 +19,7 @@ from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.loading import pick_dtype
-from specctl.decoding.models.native import Packed, fits, native_step
+from specctl.decoding.models.native import PRODUCTS, Packed, fits, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
 from specctl.decoding.pages import PagePool, PoolLayout
@@ -216,6 +216,11 @@ class LeanModel:
         )
         cache.rope = self._rope_for(capacity)
         return cache
+
+    @property
+    def products(self) -> list[Linear]:
+        """All products of a step: those of the layers, and the vocabulary head."""
+        return [self.head, *(getattr(layer, name) for layer in self.layers for name in PRODUCTS)]
 
     @property
     def native(self) -> bool:

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SOURCE, VECTORS = (Path(__file__).with_name(name) for name in ("step.cpp", "vectors.h"))
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma")
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq")
 VNNI = "-mavx512vnni"  # part of AVX-512 on most processors, for quantized weights
 INSTRUCTIONS = {"avx512-bf16": (*AVX512, "-mavx512bf16"), "avx512": AVX512, "avx2": ("-mavx2",)}
@@ -180,7 +180,8 @@ class GroupedWeights:
 
     Attributes:
         codes: [O, I] int8; 0 to 15 if there are 4 `bits`.
-        scale, low: [O, I / group] fp32, for a group of 16 or 32 inputs.
+        scale, low: [O, I / group] fp32, for a group of 16 or 32 inputs. Packing rounds them to fp16. That changes only
+            products of two numbers, as in the scales of Q4_K, by 2⁻¹² of their size.
         bits: 4 or 8, the bits of a code in memory.
     """
 
@@ -214,7 +215,7 @@ class GroupedWeights:
         codes, *header = (
             F.pad(part, (0, 0, 0, rows)).unflatten(0, (-1, LANES)) for part in (self.codes, self.scale, self.low)
         )
-        header = [part.transpose(1, 2).contiguous().view(torch.uint8) for part in header]  # [panels, groups, 64]
+        header = [part.transpose(1, 2).half().contiguous().view(torch.uint8) for part in header]  # [panels, groups, 32]
         codes = codes.unflatten(2, (-1, self.group))  # [panels, 16, groups, group]
         if self.bits == 4:
             eight = codes.unflatten(3, (-1, 4, 2)).int()  # even and odd inputs, in the halves of 32 bits
@@ -231,6 +232,7 @@ class NativeProduct:
 
     Attributes:
         weights: W in panels of 16 outputs, as C++ reads it.
+        nbytes: bytes of the panels.
     """
 
     def __init__(self, weight: Tensor | GroupedWeights, bias: Tensor | None, found: ctypes.CDLL, int8: bool = False):
@@ -255,6 +257,7 @@ class NativeProduct:
         # padded to whole panels
         rest = -self.outputs % LANES
         padded = (None if x is None else F.pad(x.float(), (0, rest)) for x in (scale, bias))
+        self.nbytes = packed.nbytes
         self._held = packed, *padded  # keeps alive the memory that `weights` points to
         self.weights = Weights(*(None if tensor is None else tensor.data_ptr() for tensor in self._held), kind, group)
 
@@ -288,7 +291,7 @@ def _agrees(found: ctypes.CDLL) -> bool:
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((83, 96), (13, 96)))
     bias = torch.randn(83, generator=generator).bfloat16()
-    scale, low = torch.randn(2, 83, 3, generator=generator)
+    scale, low = torch.randn(2, 83, 3, generator=generator).half().float()
     codes = torch.randint(0, 16, (83, 96), generator=generator).to(torch.int8)
     kinds: list[Tensor | GroupedWeights] = [weight, *(GroupedWeights(codes, scale, low, bits) for bits in (4, 8))]
     for held in kinds:

@@ -140,9 +140,9 @@ void tile(const char* const* panels, const char* const* ahead, const Rows& x, in
           if constexpr (W::HEADER == 0) {
             sum[r][p] = fma(factor, to_float(part[r][p]), sum[r][p]);
           } else {
-            const float* header = reinterpret_cast<const float*>(panels[p] + g * bytes);
-            sum[r][p] = fma(load(header + LANES), total, sum[r][p]);
-            sum[r][p] = fma(load(header) * factor, to_float(part[r][p]), sum[r][p]);
+            const char* header = panels[p] + g * bytes;
+            sum[r][p] = fma(load_fp16(header + W::HEADER / 2), total, sum[r][p]);
+            sum[r][p] = fma(load_fp16(header) * factor, to_float(part[r][p]), sum[r][p]);
           }
         }
       }

@@ -197,6 +197,7 @@ using Ints = __m512i;
 
 inline Ints zeros() { return _mm512_setzero_si512(); }
 inline Vec to_float(Ints x) { return _mm512_cvtepi32_ps(x); }
+inline Vec load_fp16(const char* at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at)); }
 inline Ints load_ints(const char* at) { return _mm512_loadu_si512(at); }
 inline Ints widened(const char* at) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)at)); }
 inline Ints lowest_nibbles(Ints x) { return _mm512_and_si512(x, _mm512_set1_epi16(15)); }
@@ -225,6 +226,9 @@ struct Ints {
 
 inline Ints zeros() { return {_mm256_setzero_si256(), _mm256_setzero_si256()}; }
 inline Vec to_float(Ints x) { return {_mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)}; }
+inline Vec load_fp16(const char* at) {
+  return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at + 1))};
+}
 inline Ints load_ints(const char* at) {
   return {_mm256_loadu_si256((const __m256i*)at), _mm256_loadu_si256((const __m256i*)at + 1)};
 }
@@ -265,7 +269,7 @@ struct Bf16Weights {
   static Two next(Two& read) { return read; }
 };
 
-// Codes in groups of inputs. A group of GGUF's weights begins with 16 scales and 16 lows in fp32.
+// Codes in groups of inputs. A group of GGUF's weights begins with 16 scales and 16 lows in fp16.
 template <int BITS, int HEADER_BYTES>
 struct Grouped {
   static constexpr bool GROUPED = true;
@@ -284,10 +288,10 @@ struct EightBits : Grouped<8, HEADER_BYTES> {
 };
 
 using Int8Weights = EightBits<0>;
-using GroupsOf8 = EightBits<8 * LANES>;
+using GroupsOf8 = EightBits<4 * LANES>;
 
 // Eight inputs of 16 outputs: 32 bits per output, the even inputs in the four nibbles of the lower half.
-struct GroupsOf4 : Grouped<4, 8 * LANES> {
+struct GroupsOf4 : Grouped<4, 4 * LANES> {
   static constexpr int INPUTS = 8, BYTES = 4 * LANES;
   static Ints read(const char* at) { return load_ints(at); }
   static Ints next(Ints& read) {
