@@ -269,7 +269,9 @@ def _in_words(about: Description) -> dict[str, Any]:
         "architecture": about.architecture,
         "runs by": f"{step_name(about.path)}: {about.why}",
         "parameters": f"{about.parameters:,}: {about.bytes / 1e9:,.2f} GB in {about.dtype}, as --dtype auto selects",
-        "checkpoint in": about.checkpoint_dtype,
+        "checkpoint in": f"{about.checkpoint_dtype}; layers stay quantized"
+        if about.quantized
+        else about.checkpoint_dtype,
         "layers": f"{about.layers}, of hidden size {about.hidden_size:,}",
         "heads": f"{heads} of dimension {head_dim}, {kv_heads} KV heads",
         "vocabulary": f"{about.vocab_size:,}, {'head tied to the embedding' if about.tied_head else 'separate head'}",

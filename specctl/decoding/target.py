@@ -20,7 +20,6 @@ from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     Source,
     Spread,
-    is_gguf,
     keep_freed_memory,
     load_config,
     load_model,
@@ -340,12 +339,12 @@ def load_target(
     elif whole:
         kind = dtype_of()
         spread = Spread.of(device_map, max_memory)
-        lean_step = path != "transformers" and lean.unsupported_reason(load_config(name, **options)) is None
-        quantized = is_gguf(name) and lean_step and lean.keeps_quantized(where, kind)
 
         def read_again(other: str | None) -> tuple[Any, Mapping[str, gguf_target.Weight] | None]:
             merged = other or adapter
-            kept = gguf_target.quantized_weights(name, kind) if quantized and merged is None else None
+            kept = None
+            if merged is None and path != "transformers":
+                kept = lean.stored_weights(name, load_config(name, **options), where, kind)
             model = load_model(name, device=where, dtype=kind, source=Source(spread, kept), **options)
             return model if merged is None else target_adapter.merge(model, merged, name), kept
 

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM
 
 from specctl.decoding.models import gguf_blocks, gguf_file, gguf_target, gguf_tokenizer, identity
+from specctl.decoding.models.describe import describe
 from specctl.decoding.models.layerless import load_layerless
 from specctl.decoding.models.loading import is_hub_id, load_config, load_model, load_tokenizer
 from specctl.decoding.models.parallel import Slice, load_slice
@@ -156,6 +157,8 @@ def test_other_weights_are_dequantized(directories, tmp_path, monkeypatch):
         monkeypatch.setenv("SPECCTL_STEP", step)
         target = load_target(str(tmp_path / f"{name}.gguf"), device="cpu", dtype=dtype, path=path)
         assert not target.model.quantized
+        if not torch.cuda.is_available():
+            assert describe(str(tmp_path / f"{name}.gguf")).quantized == (name == "Q8_0" and not step)
         assert target.prefill([[5, 6, 7]], target.new_cache(1, 8))[0].isfinite().all()
     monkeypatch.delenv("SPECCTL_STEP")
     target = load_target(str(tmp_path / "Q8_0.gguf"), device="cpu", dtype="bf16", path="transformers")

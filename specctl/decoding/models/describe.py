@@ -26,6 +26,7 @@ class Description:
         path, why: "lean", "transformers", or "engine" if only an engine can run it, and the reason for it.
         dtype: choice of `--dtype auto` on this machine; bytes: size of all parameters in this dtype.
         checkpoint_dtype: dtype of the stored weights, if the configuration names it; for a GGUF file its quantizations.
+        quantized: whether the layers of a GGUF file stay quantized on this machine.
         kv_heads, head_dim: as configured, or None if layers differ.
         context_length: longest sequence; trained_context: the model's context length, if it is longer.
         rope: kinds of rotary embedding; empty without RoPE.
@@ -43,6 +44,7 @@ class Description:
     parameters: int
     bytes: int
     checkpoint_dtype: str | None
+    quantized: bool
     layers: int
     hidden_size: int
     heads: int | None
@@ -83,7 +85,8 @@ def describe(name: str, label: str | None = None) -> Description:
             f"transformers cannot build target {label or name} from its configuration: {first_line(error)}",
             "compare config.json with the original file of the model",
         ) from error
-    dtype = lean.pick_target_dtype("auto", pick_device("auto"), config)
+    device = pick_device("auto")
+    dtype = lean.pick_target_dtype("auto", device, config)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     heads = _value_of_all_layers(text, "num_attention_heads", None)
     try:
@@ -103,6 +106,7 @@ def describe(name: str, label: str | None = None) -> Description:
         parameters=parameters,
         bytes=parameters * dtype.itemsize,
         checkpoint_dtype=None if stored is None else str(stored).removeprefix("torch."),
+        quantized=path == "lean" and lean.stored_weights(name, config, device, dtype) is not None,
         layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         heads=heads,

@@ -15,10 +15,11 @@ from specctl import kernels
 from specctl.decoding import paged
 from specctl.decoding.attention import serves, serves_pages
 from specctl.decoding.cache import KVCache
+from specctl.decoding.models import gguf_target
 from specctl.decoding.models.gguf_target import Weight
 from specctl.decoding.models.layers import RMSNorm, add_norm, attend, fuses, gated
 from specctl.decoding.models.linear import Linear, VocabularyHead
-from specctl.decoding.models.loading import pick_dtype
+from specctl.decoding.models.loading import is_gguf, pick_dtype
 from specctl.decoding.models.native import PRODUCTS, Packed, fits, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
 from specctl.decoding.models.supported import ropes
@@ -72,11 +73,15 @@ def pick_target_dtype(dtype: str, device: torch.device, config) -> torch.dtype:
     return torch.bfloat16 if possible and native.library() is not None else pick_dtype(dtype, device)
 
 
-def keeps_quantized(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the weights of a GGUF file stay quantized. They do in the C++ step, so only with bf16 states. The
-    environment variable SPECCTL_GGUF=dequantized turns it off."""
-    usable = device.type == "cpu" and dtype == torch.bfloat16 and switch("SPECCTL_GGUF") != "dequantized"
-    return usable and native.library() is not None
+def stored_weights(name: str, config, device: torch.device, dtype: torch.dtype) -> dict[str, Weight] | None:
+    """Weights of a GGUF file for a step that reads them quantized, or None where they are dequantized.
+
+    Only the C++ step reads them, so the dtype is bf16. The environment variable SPECCTL_GGUF=dequantized turns it off.
+    """
+    usable = is_gguf(name) and device.type == "cpu" and dtype == torch.bfloat16 and not unsupported_reason(config)
+    if not usable or switch("SPECCTL_GGUF") == "dequantized" or native.library() is None:
+        return None
+    return gguf_target.quantized_weights(name, dtype)
 
 
 def unsliceable_reason(config, count: int) -> str | None:
@@ -173,7 +178,7 @@ class LeanModel:
             and `model` is unusable afterwards.
         part: the tensor-parallel slice of the target that `model` holds (`parallel.load_slice`). All ranks run the same
             forwards.
-        stored: tensors of a GGUF file by parameter, for `keeps_quantized`. `model` lacks those that stay quantized.
+        stored: `stored_weights` of the target. `model` lacks those that stay quantized.
 
     Attributes:
         quantized: whether the layers have the quantized weights of a GGUF file.

@@ -43,7 +43,7 @@ class Linear:
     rough = False  # whether W may be rounded
 
     def __init__(self, weight: Tensor | GroupedWeights, bias: Tensor | None = None):
-        """Quantized weights need the C++ product (`lean.keeps_quantized`)."""
+        """Quantized weights need the C++ product (`lean.stored_weights`)."""
         # detached like the weight: it outlives the module, which may be emptied
         self.bias = None if bias is None else bias.detach()
         if isinstance(weight, GroupedWeights):
