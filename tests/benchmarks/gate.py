@@ -1,11 +1,13 @@
 """The gate of hybrids on recorded proposals: python -m tests.benchmarks.gate --target M --head DIR --text NAME_OR_DIR
---prompts 'DIR/{domain}.train.jsonl' [--without DISTILLED …] [--limit 6] [--tokens 80] DOMAIN …
+--prompts 'DIR/{domain}.train.jsonl' [--without DISTILLED …] [--limit 6] [--tokens 80] [--temperature 0] DOMAIN …
 
-At every position of greedy texts, the trees of the head and of the text drafter are recorded. Rounds are then played on
-the record, without the target, so that constants of the gate can be compared within seconds. Printed are tokens per
-unit of cost (a plain round, by the costs that are measured on this machine) and tokens per pass, for each domain: the
-text drafter with its default number of nodes, the hybrid that never asks its head, and the hybrid, each domain as one
-stream of `ROUNDS` times its texts. `--without`: prompts of these distilled directories are left out.
+At every position of the target's texts, the trees of the head and of the text drafter are recorded. Rounds are then
+played on the record, without the target, so that constants of the gate can be compared within seconds. Printed are
+tokens per unit of cost (a plain round, by the costs that are measured on this machine) and tokens per pass, for each
+domain: the text drafter with its default number of nodes, the hybrid that never asks its head, the hybrid with a record
+for each text, and the hybrid with one record, each domain as one stream of `ROUNDS` times its texts. Then follow, over
+all positions, the ratios of outcomes to claims by eighths of the claim, and the tokens that the head's tree adds to
+those of the text drafter. `--without`: prompts of these distilled directories are left out.
 """
 
 import argparse
@@ -15,8 +17,8 @@ from types import SimpleNamespace
 from typing import NamedTuple
 
 from specctl.decoding.protocols import BaseDrafter
-from specctl.decoding.records import empty_draft
-from specctl.decoding.sampling import GREEDY
+from specctl.decoding.records import Request, empty_draft
+from specctl.decoding.sampling import Sampling
 from specctl.decoding.target import load_target
 from specctl.distillation import store
 from specctl.distillation.prompts import read_prompts
@@ -24,7 +26,7 @@ from specctl.drafters import pool
 from specctl.drafters.hybrid.candidates import Calibration, Candidates
 from specctl.drafters.hybrid.costs import Costs
 from specctl.drafters.hybrid.drafter import Hybrid
-from specctl.drafters.hybrid.gate import GateStatistics
+from specctl.drafters.hybrid.gate import HEAD, TEXT, GateStatistics
 from specctl.drafters.text.suffix import NODES
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DataRecipe, DraftingRecipe
@@ -35,8 +37,9 @@ READING = 0.5  # cost of reading a prompt of 60 to 240 tokens with an eagle3 hea
 
 
 class Text(NamedTuple):
-    """Greedy text, and the proposals of head and text drafter after each of its positions from `start` on."""
+    """Text of the target, and the proposals of head and text drafter after each of its positions from `start` on."""
 
+    request: Request
     ids: list[int]
     start: int
     heads: list[ProposedTree]
@@ -105,7 +108,7 @@ def play(texts: list[Text], hybrid: Hybrid, costs: Costs, nodes: int | None) -> 
     """(tokens per cost, tokens per pass) of a stream. `nodes`: the text drafter alone drafts this number of nodes."""
     tokens, spent, rounds = 0, 0.0, 0
     for text in texts:
-        row = SimpleNamespace(ids=text.ids[: text.start], target_passes=0, draft_room=0)
+        row = SimpleNamespace(ids=text.ids[: text.start], request=text.request, target_passes=0, draft_room=0)
         state = SimpleNamespace(rows=[row], live=[0], batch=1, exact_rows=0, device="cpu", memory={}, text=text)
         asked = False
         while len(row.ids) < text.start + len(text.heads):
@@ -130,6 +133,29 @@ def play(texts: list[Text], hybrid: Hybrid, costs: Costs, nodes: int | None) -> 
     return tokens / spent, tokens / rounds
 
 
+def outcomes(texts: list[Text]) -> str:
+    """Ratios of outcomes to claims of both drafters, and the head's mean gain in tokens, over all positions."""
+    sums, gain, positions = [[[0.0, 0] for _ in range(8)] for _ in (TEXT, HEAD)], 0, 0
+    for text in texts:
+        for n, trees in enumerate(zip(text.texts, text.heads, strict=True)):
+            both, after = Candidates(), text.ids[text.start + n :]
+            for who, tree in enumerate(trees):
+                both.add(tree, who, Calibration([1.0] * 8))
+            for claim, came_true in both.outcomes(after):
+                part = sums[claim.drafter][min(int(claim.probability * 8), 7)]
+                part[0] += claim.probability
+                part[1] += came_true
+            along = Candidates()  # one drafter with the candidates of both
+            along.add(ProposedTree(both.tokens, both.parents, both.joint), 0, Calibration([1.0] * 8))
+            gain += along.accepted_claims(after, 0) - both.accepted_claims(after, TEXT)
+            positions += 1
+    lines = [
+        f"{name:16}" + " ".join(f"{true / claimed:6.2f}" if claimed else f"{'-':>6}" for claimed, true in sums[who])
+        for name, who in (("text drafter", TEXT), ("head", HEAD))
+    ]
+    return "\n".join([*lines, f"{'added by head':16}{gain / positions:6.2f}"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("target", "head", "text", "prompts"):
@@ -137,6 +163,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="*", default=[])
     parser.add_argument("--limit", type=int, default=6)
     parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("domains", nargs="+")
     asked = parser.parse_args()
     target = load_target(asked.target, device="cpu")
@@ -144,24 +171,29 @@ def main() -> None:
     assert isinstance(drafter, Hybrid)
     seen = {tuple(row["prompt_ids"]) for path in asked.without for row in store.read(Path(path))}
     head, text = Played("heads"), Played("texts", drafter.text.calibration)
-    print(f"{'domain':16}{'nodes alone':>20}{'head never asked':>20}{'hybrid':>20}")
+    sampling, recorded = Sampling(asked.temperature, 0, 1.0), []
+    print(f"{'domain':16}{'nodes alone':>20}{'head never asked':>20}{'hybrid':>20}{'one stream':>20}")
     for domain in asked.domains:
         data = DataRecipe(domain=[domain], prompts=asked.prompts)
         prompts = [target.render(prompt.messages) for prompt in read_prompts(data, domain, sample=True)]
         texts = []
         for ids in [ids for ids in prompts if tuple(ids) not in seen][: asked.limit]:
             recorder = Recorder(drafter)
-            options = {"sampling": GREEDY, "max_new_tokens": asked.tokens, "seeds": [0], "slots": 1}
+            options = {"sampling": sampling, "max_new_tokens": asked.tokens, "seeds": [0], "slots": 1}
             (decoded,) = decode(target, [ids], drafter=recorder, **options)
-            texts.append(Text([*ids, *decoded.output_ids], len(ids) + 1, recorder.heads, recorder.texts))
+            request, whole = Request(ids, sampling, asked.tokens), [*ids, *decoded.output_ids]
+            texts.append(Text(request, whole, len(ids) + 1, recorder.heads, recorder.texts))
         never = Hybrid(head, text, drafter.costs)
         never._asks = lambda *_: False
         found = [
             play(texts * ROUNDS, never, drafter.costs, NODES["cpu"]),
             play(texts * ROUNDS, never, drafter.costs, None),
+            play(texts, Hybrid(head, text, drafter.costs), drafter.costs, None),
             play(texts * ROUNDS, Hybrid(head, text, drafter.costs, GateStatistics()), drafter.costs, None),
         ]
-        print(f"{domain:16}" + "".join(f"{rate:13.2f} ({mat:4.2f})" for rate, mat in found), flush=True)
+        print(f"{domain:16}" + "".join(f"{rate:13.3f} ({mat:4.2f})" for rate, mat in found), flush=True)
+        recorded += texts
+    print(outcomes(recorded))
 
 
 if __name__ == "__main__":

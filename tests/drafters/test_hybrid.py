@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from specctl.decoding.records import Score, topology
-from specctl.decoding.sampling import GREEDY
+from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters import names, pool
 from specctl.drafters.hybrid import costs
@@ -22,6 +22,9 @@ from specctl.drafters.hybrid.gate import (
     HEAD_CALIBRATION,
     LONGEST_PATIENCE,
     PATIENCE,
+    SAMPLED,
+    SAMPLED_GAIN,
+    SAMPLED_PATIENCE,
     STORE_CALIBRATION,
     TEXT,
     TEXT_CALIBRATION,
@@ -153,6 +156,63 @@ class TestGate:
         fresh.pending = self.pending(([5], [-1], [0.5]), ([5, 6, 7], [-1, 0, 1], [0.5] * 3), levels=3, kind=1)
         fresh.settle(text_of(1, 2, 3, 5, 6, 7, 8))
         assert fresh.gain(1) > 0.6, "a text that differs is noticed"
+
+
+class TestSampledTexts:
+    def test_a_greedy_text_starts_as_measured_on_greedy_texts(self):
+        gate = Gate(STORE_CALIBRATION)
+        for trust, ratios in zip(gate.trust, (STORE_CALIBRATION, HEAD_CALIBRATION), strict=True):
+            assert trust.true == [Calibration.BEFORE * ratio for ratio in ratios]
+        assert gate.gain.prior == GAIN and gate.past.patience == [PATIENCE] * len(GAIN)
+
+    def test_a_sampled_text_starts_with_less_trust_and_gain(self):
+        half, hot, hotter = (Gate(temperature=temperature) for temperature in (0.5, 1.0, 1.5))
+        for who, ratios in ((TEXT, TEXT_CALIBRATION), (HEAD, HEAD_CALIBRATION)):
+            for ratio, eighth in zip(ratios, range(8), strict=True):
+                claim = (eighth + 0.5) / 8
+                assert hot.trust[who](claim) == hotter.trust[who](claim) == pytest.approx(SAMPLED * claim)
+                between = ratio + (SAMPLED - ratio) / 4
+                assert half.trust[who](claim) == pytest.approx(min(between * claim, 0.99))
+        assert hot.gain(0) == pytest.approx(SAMPLED_GAIN * GAIN[0])
+        assert hot.gain(0) < half.gain(0) < Gate().gain(0)
+        assert hot.past.patience[0] == SAMPLED_PATIENCE > half.past.patience[0] > PATIENCE
+        hot.past.tried(0, pays=True)
+        assert hot.past.patience[0] == SAMPLED_PATIENCE
+
+    def test_the_record_of_a_stream_holds_gains_of_greedy_texts(self):
+        """Else a greedy text after sampled ones would expect too little of the head."""
+        past = GateStatistics()
+        gate = Gate(past=past, temperature=1.0)
+        gate.pending = Pending(3, 0, merged(([9], [-1], [0.5]), ([5, 6], [-1, 0], [0.5] * 2)), 0, 2)
+        gate.settle(text_of(1, 2, 3, 5, 8))
+        assert past.gain.added[0] == pytest.approx(1 / SAMPLED_GAIN) and gate.gain.added[0] == 1
+        assert past.patience == [PATIENCE] * len(GAIN)
+
+    def test_each_text_of_a_batch_starts_by_its_own_temperature(self, target, prompts):
+        """Four texts in two slots, so that a text also follows one of another temperature."""
+        seen = {}
+
+        def watch(state, draft, verdict):
+            for row, gate in zip(state.rows, state.memory[drafter].rows, strict=True):
+                if row.index >= 0:
+                    seen.setdefault(row.index, set()).add((gate.share, id(gate)))
+
+        drafter = Hybrid(Claims(), Lookup(), CHEAP)
+        sampling = [Sampling(temperature, 0, 1.0) for temperature in (0.0, 1.0, 1.0, 0.0)]
+        options = {"sampling": sampling, "max_new_tokens": [9, 20, 30, 30], "seeds": [0, 1, 2, 3], "slots": 2}
+        decode(target, [prompts[0]] * 4, drafter=drafter, on_round=watch, **options)
+        expected = [1.0, SAMPLED_GAIN, SAMPLED_GAIN, 1.0]
+        assert [[share for share, _ in seen[text]] for text in range(4)] == [[share] for share in expected]
+
+    def test_a_useless_head_is_tried_less_often_in_a_sampled_text(self, target, prompts):
+        asked = []
+        for sampling in (GREEDY, Sampling(1.0, 0, 1.0)):
+            head = Claims()
+            drafter = Hybrid(head, Lookup(), Costs(CHEAP.rounds, first=0.2, level=0.1))
+            options = {"sampling": sampling, "max_new_tokens": 60, "seeds": [0]}
+            decode(target, prompts[1:2], drafter=drafter, **options)
+            asked.append(head.asked)
+        assert asked[1] < asked[0]
 
 
 class Claims:

@@ -13,7 +13,6 @@ arXiv 2406.17276). The gate between two kinds of drafters is ours.
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -127,10 +126,13 @@ class Hybrid(BaseDrafter):
         return levels
 
     def _gates(self, state: DecodeState) -> list[Gate]:
-        memory = state.memory.get(self)
-        if memory is None:
-            memory = state.memory[self] = PerText(partial(Gate, self.text.calibration, self.past), state.batch)
-        return memory.rows
+        memory: PerText[Gate | None] = state.memory.setdefault(self, PerText(lambda: None, state.batch))
+        gates = [
+            gate or Gate(self.text.calibration, self.past, row.request.sampling.temperature)
+            for gate, row in zip(memory.rows, state.rows, strict=True)
+        ]
+        memory.rows = [*gates]
+        return gates
 
     def advance(self, state: DecodeState) -> None:
         """Let both drafters read the committed tokens."""
