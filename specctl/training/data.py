@@ -4,7 +4,7 @@ import hashlib
 import heapq
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -142,15 +142,14 @@ def load_distilled(
                     keep(sample, (share, len(examples), prompt))  # prompts of one share are not compared
             else:
                 counts["too_long" if len(whole) > max_length else "too_short"] += 1
-    _report(counts, max_length)
     if any(spared.values()) and not examples:
         warn(
             f"all {len(aside)} prompts of {names} would be held out: they are trained on instead, and mat is "
             "not measured"
         )
-        kept = [example for responses in spared.values() for example in responses]
-        examples, aside, spared = [replace(example, index=i) for i, example in enumerate(kept)], {}, {}
-    elif examples and not aside:
+        return load_distilled(directories, target, max_length, 0.0, prompts, adapters)
+    _report(counts, max_length)
+    if examples and not aside and held_out > 0:
         warn(f"no prompt of {names} is held out: mat is not measured; distil more, or raise eval.fraction")
     if not examples:
         raise DataError(

@@ -95,6 +95,22 @@ def test_five_prompts_are_trained_on(distilled, target, monkeypatch, capsys, hel
     corpus = load(monkeypatch, target, records(distilled, 5), held_out)
     assert [e.index for e in corpus.train] == list(range(5)) and corpus.held_out == []
     assert says in capsys.readouterr().err
+    assert {tuple(prompt.ids) for prompt in corpus.prompts["biochem"]} == {
+        tuple(e.tokens[: e.prompt_length]) for e in corpus.train
+    }
+
+
+@pytest.mark.parametrize("held_out", [1e-9, 1 - 1e-9])
+def test_texts_that_are_cut_are_counted(distilled, target, monkeypatch, capsys, held_out):
+    """Also if the split would hold out all of them."""
+    found = records(distilled, 5)
+    lengths = sorted(len(one["prompt_ids"] + one["response_ids"]) for one in found)
+    limit = max(lengths[2], max(len(one["prompt_ids"]) for one in found) + 2)
+    lost = [length - limit for length in lengths if length > limit]
+    monkeypatch.setattr(data.store, "read", lambda directory: iter(found))
+    corpus = load_distilled(["five"], target, max_length=limit, held_out=held_out, prompts=16)
+    assert corpus.counts | {"trained": 5, "cut": len(lost), "cut_tokens": sum(lost)} == corpus.counts and lost
+    assert capsys.readouterr().err.count(f"{len(lost)} texts cut") == 1
 
 
 def test_empty_responses_are_left_out(distilled, target, monkeypatch, capsys):
