@@ -20,6 +20,7 @@ from specctl.decoding.models.layerless import LayerlessModel, load_layerless
 from specctl.decoding.models.loading import (
     Source,
     Spread,
+    first_line,
     keep_freed_memory,
     load_config,
     load_model,
@@ -130,25 +131,38 @@ class Target(TargetText):
     def use_adapter(self, adapter: str | None) -> None:
         """Run the steps with the LoRA adapter in the directory `adapter` (None = as the target was loaded).
 
-        It must change the layers alone (`target_adapter.check_outside`). The weights are read again after the
-        present ones are freed, so memory holds them once, and the steps are those of a target that was loaded with the
-        adapter, to the bit. A target without its layers has nothing to change. CheckpointError as `load_target`,
-        or if its files differ from those that the identity names.
+        If a head reads the target, it must change the layers alone (`target_adapter.check_outside`). The weights are
+        read again after the present ones are freed, so memory holds them once, and the steps are those of a target that
+        was loaded with the adapter, to the bit. A target without its layers has nothing to change. CheckpointError as
+        `load_target`, or if its files differ from those that the identity names; the steps then run as before.
         """
         if adapter == self.adapter or not self.whole:
             return
-        assert self.read_again is not None
         known = {one["adapter"]: one["adapter_weights"] for one in self.identity.get("adapters", ())}
         if adapter in known and adapter is not None and adapter_digest(adapter) != known[adapter]:
             raise CheckpointError(f"adapter {adapter} has changed since the run began", "put the old files back")
         del self.model, self._head, self.norm_weight
         vars(self).pop("head_weight", None)
         gc.collect()  # models of transformers may hold themselves
-        model, stored = self.read_again(adapter)
-        self._take(model, True, stored)
+        try:
+            self._take_again(adapter)
+        except Exception as error:
+            try:
+                self._take_again(self.adapter)
+            except Exception as again:
+                raise CheckpointError(
+                    f"{first_line(error)}; and target {self.name} cannot be read again: {first_line(again)}",
+                    "put the files back, and start again",
+                ) from error
+            raise
         self.adapter = adapter
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # as after loading
+
+    def _take_again(self, adapter: str | None) -> None:
+        assert self.read_again is not None
+        model, stored = self.read_again(adapter)
+        self._take(model, True, stored)
 
     @property
     def step_bytes(self) -> int:

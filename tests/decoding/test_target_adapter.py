@@ -147,6 +147,23 @@ def test_a_target_changes_its_adapter(tiny_directory, tmp_path, architecture):
     assert alive == [False] * 3  # an adapter that is there is not read again
 
 
+def test_a_switch_that_fails_leaves_the_target_as_it_was(base, lora, tmp_path):
+    """Unless its files are gone as well, and then the error says so."""
+    target = load_target(base, device="cpu", dtype="fp32")
+    target.use_adapter(lora)
+    before = target.prefill([PROMPT], target.new_cache(1, 32))[0]
+    damaged = shutil.copytree(lora, tmp_path / "damaged")
+    (damaged / "adapter_model.safetensors").write_bytes(b"{}")
+    for wrong, says in ((str(tmp_path / "gone"), "does not exist"), (str(damaged), "cannot be read")):
+        with pytest.raises(CheckpointError, match=says):
+            target.use_adapter(wrong)
+        assert target.adapter == lora
+        assert torch.equal(target.prefill([PROMPT], target.new_cache(1, 32))[0], before)
+    shutil.rmtree(lora)
+    with pytest.raises(CheckpointError, match=r"gone does not exist; and target .* cannot be read again: .*lora does"):
+        target.use_adapter(str(tmp_path / "gone"))
+
+
 def test_the_identity_names_it(base, lora, tmp_path):
     """So that features, resumed runs and drafters of another adapter are noticed."""
     other = shutil.copytree(lora, tmp_path / "other")
