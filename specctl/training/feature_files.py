@@ -245,7 +245,7 @@ def would_keep(recipe: FeatureRecipe, size: int) -> bool:
     return size <= recipe.budget_gb * GB or recipe.dir is not None
 
 
-def choose_mode(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int) -> str:
+def choose_mode(recipe: FeatureRecipe, place: Path, size: int, missing: int, free: int, switches: bool = False) -> str:
     """Choose `memory`, `cached`, `server` or `online`, and log the choice with its reason.
 
     `auto` writes to a disk only if features.dir is set: features of a large target are terabytes.
@@ -254,9 +254,10 @@ def choose_mode(recipe: FeatureRecipe, place: Path, size: int, missing: int, fre
         size: bytes of features per process.
         missing: bytes that all processes together still have to write to the disk of `place`.
         free: free bytes on that disk.
+        switches: whether texts have different adapters of the target. Features are then never computed for every batch.
 
     Raises:
-        SpecctlError: the requested mode does not fit.
+        SpecctlError: the requested mode does not fit, or no mode does.
     """
     fits, room = size <= recipe.budget_gb * GB, missing <= USABLE * free
     if recipe.mode == "memory" and not fits:
@@ -280,6 +281,12 @@ def choose_mode(recipe: FeatureRecipe, place: Path, size: int, missing: int, fre
         chosen, why = "cached", budget
     else:
         chosen, why = "online", f"{budget}, and {place} has only {free / GB:.1f} GB free"
+    if switches and chosen == "online":
+        raise SpecctlError(
+            f"target features of several adapters need {missing / GB:.1f} GB in {place}, but only "
+            f"{free / GB:.1f} GB are free; computing them for every batch would read the target's weights anew",
+            "free space, set features.dir to another disk, or raise features.budget_gb",
+        )
     how = {"memory": "kept in memory", "online": "recomputed for every batch"}
     log(f"target features ({size / GB:.1f} GB per process) are {how.get(chosen, f'kept in {place}')}: {why}")
     return chosen

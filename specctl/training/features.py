@@ -27,7 +27,7 @@ from specctl.errors import SpecctlError, UsageError
 from specctl.progress import Progress, interrupts, track
 from specctl.recipe import FeatureRecipe
 from specctl.training.example import Example, TextPiece
-from specctl.training.feature_files import GB, ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
+from specctl.training.feature_files import ON_DISK, FeatureFiles, Features, choose_mode, fp8_share, free_bytes
 from specctl.training.prefetch import PinnedCopies, Prefetcher
 
 if TYPE_CHECKING:
@@ -101,13 +101,7 @@ class FeatureStore:
         if recipe.fp8:
             share = fp8_share(self.target.hidden_size, self.target.dtype)
             needed, size = round(needed * share), round(size * share)
-        mode = choose_mode(recipe, files.dir, size, needed, free)
-        if mode == "online" and "adapters" in self.target.identity:
-            raise SpecctlError(
-                f"target features of several adapters need {needed / GB:.1f} GB in {files.dir}, but only "
-                f"{free / GB:.1f} GB are free; computing them for every batch would read the target's weights anew",
-                "free space, set features.dir to another disk, or raise features.budget_gb",
-            )
+        mode = choose_mode(recipe, files.dir, size, needed, free, "adapters" in self.target.identity)
         if missing and mode == "cached" and not self.target.whole:
             raise UsageError(
                 f"{len(missing)} of {len(shards)} shards of target features are missing in {files.dir}, and "

@@ -345,6 +345,14 @@ def test_the_mode(tmp_path, capsys, recipe, size, free, chosen):
     assert "target features" in capsys.readouterr().err
 
 
+def test_several_adapters_without_room_are_refused_and_nothing_else_is_said(capsys):
+    options = FeatureRecipe(dir="d", budget_gb=2)
+    with pytest.raises(SpecctlError, match=r"several adapters need 5.0 GB in d, but only 5.0 GB are free"):
+        choose_mode(options, Path("d"), 5 * GB, 5 * GB, 5 * GB, switches=True)
+    assert capsys.readouterr().err == ""
+    assert choose_mode(options, Path("d"), 5 * GB, 5 * GB, 100 * GB, switches=True) == "cached"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["taps", "teacher"])
 def test_a_state_that_is_not_finite_names_its_prompt(target, examples, monkeypatch, value, where):
