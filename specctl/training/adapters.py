@@ -15,6 +15,7 @@ from specctl.decoding.models.loading import load_config
 from specctl.decoding.target_text import TargetText
 from specctl.distillation import store
 from specctl.errors import CheckpointError, UsageError
+from specctl.families import FAMILIES
 from specctl.progress import log
 from specctl.recipe import TrainRecipe
 
@@ -58,7 +59,7 @@ def with_adapters(recipe: TrainRecipe) -> tuple[TrainRecipe, dict[Path, str]]:
             f"{key} cannot switch the target's adapter, but the data was written with different ones ({names})",
             "use features.mode=cached without tensor parallelism; or train a drafter for each adapter with --each",
         )
-    for adapter in found.values():
+    for adapter in found.values() if FAMILIES[recipe.arch].trainable else ():  # a datastore reads no weights
         target_adapter.check_outside(adapter, recipe.target.name, ONE_HEAD)
     if features.mode == "auto":  # in memory, or on disk if memory is short
         features = features.model_copy(update={"dir": recipe.features_dir})

@@ -17,6 +17,7 @@ from specctl.progress import track
 from specctl.recipe import (
     DataRecipe,
     DistillRecipe,
+    DrafterRecipe,
     FeatureRecipe,
     HeldOutRecipe,
     SamplingRecipe,
@@ -29,6 +30,7 @@ from specctl.training import features as feature_store
 from specctl.training import loop
 from specctl.training.adapters import use_all, with_adapters
 from specctl.training.data import load_corpus
+from specctl.training.datastore import collect
 from specctl.training.example import Example
 from specctl.training.features import FeatureStore
 from tests.decoding.test_target_adapter import write_adapter
@@ -220,6 +222,9 @@ def test_an_adapter_that_is_not_there_is_named(here, tiny_directory):
     record(here / "distilled/b", "b")
     with pytest.raises(CheckpointError, match="adapter b changes lm_head of target builtin, and a drafter for several"):
         with_adapters(asked(here, "a", "b"))
+    made = asked(here, "a", "b", arch="retrieval", objective="auto", drafter=DrafterRecipe())
+    store = collect(made, Run(here))  # it has no vocabulary head
+    assert adapters_in(here) == ["a", "b"] and store.mat > 1
     shutil.rmtree("b")
     write_adapter(tiny_directory("llama"), here / "b")
     record(here / "distilled/b", "b")
