@@ -277,6 +277,21 @@ def test_drafts_are_those_of_the_plain_model(target, request, prompts, stop_belo
     assert drafter.drafts > 5
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(1.0, 0, 1.0)])
+def test_a_confidence_head_needs_no_probabilities_of_the_model(target, with_head, prompts, monkeypatch, sampling):
+    """They take a pass over the vocabulary for every drafted token."""
+    shape = ChainShape(4, 0.3, sampling.temperature > 0)
+    drafter, asked = lm.LMDrafter(with_head, target, shape), []
+    monkeypatch.setattr(
+        drafter, "_best", lambda logits, best=drafter._best: (asked.append(found := best(logits)), found)[1]
+    )
+    monkeypatch.setattr(
+        drafter, "_sample", lambda *given, of=drafter._sample: (asked.append(found := of(*given)), found)[1]
+    )
+    decode(target, prompts, sampling=sampling, max_new_tokens=8, seeds=[0, 0, 0], drafter=drafter)
+    assert {gain for _, gains in asked for gain in gains} == {1.0}
+
+
 def test_accepted_drafts_are_not_read_again(target, prompts):
     """A drafter that is often right keeps the cache rows of its accepted tokens, and they are right."""
     close = own_weights(target, 0.1)

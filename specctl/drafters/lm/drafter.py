@@ -303,9 +303,14 @@ class LMDrafter(BaseDrafter):
         probability: Tensor = self.confidence_head(hidden.float()).sigmoid()
         return probability
 
+    @property
+    def _stops_by_probability(self) -> bool:
+        """Whether the probabilities of drafted tokens end a draft; a confidence head takes their place."""
+        return self.shape.stop_below > 0 and self.confidence_head is None
+
     def _best(self, logits: Tensor) -> tuple[Tensor, list[float]]:
         """Most probable tokens [B], and their probabilities (1 if they are not needed)."""
-        if self.shape.stop_below <= 0:
+        if not self._stops_by_probability:
             return logits.float().argmax(-1), [1.0] * len(logits)
         logprob, token = kernels.expand_topk(logits, 1)
         return token[:, 0], logprob[:, 0].exp().tolist()
@@ -313,7 +318,8 @@ class LMDrafter(BaseDrafter):
     def _sample(
         self, state: DecodeState, logits: Tensor, step: int, rows: list[kernels.Rows]
     ) -> tuple[Tensor, list[float]]:
-        """Draw tokens [B] from the rows of `logits`, and append the rows to `rows`. Also returns their probabilities.
+        """Draw tokens [B] from the rows of `logits`, and append the rows to `rows`. Also returns their probabilities
+        (1 if they are not needed).
 
         Every depth has a separate random stream. A position that is drafted again in a later round is at another depth,
         so no uniform number is used twice, regardless of what a controller concluded from the first draft.
@@ -322,7 +328,7 @@ class LMDrafter(BaseDrafter):
         rows.append(row)
         positions = torch.tensor([[len(sequence.ids) + step] for sequence in state.rows])
         drawn = kernels.sample_rows(row, state.draws.uniform(positions, DRAFT + step).reshape(-1))
-        if self.shape.stop_below <= 0:
+        if not self._stops_by_probability:
             return drawn, [1.0] * len(logits)
         score = row.logits.gather(1, drawn.unsqueeze(1))[:, 0] * row.inv_temp
         return drawn, (score - row.lse).exp().tolist()
