@@ -120,9 +120,9 @@ def step_name(path: str) -> str:
 def check_drafters(names: list[str], drafting: DraftingRecipe | None = None) -> None:
     """Check that each name is a drafter directory, a drafter without weights, or a hybrid of both.
 
-    `drafting`: options that a hybrid must support. Raises UsageError, CheckpointError.
+    `drafting`: options that a hybrid must support, and that need a hybrid. Raises UsageError, CheckpointError.
     """
-    from specctl.drafters.names import HYBRIDS, parts_of
+    from specctl.drafters.names import HYBRIDS, RESCORED, parts_of
 
     for name in names:
         parts = parts_of(name)
@@ -133,6 +133,8 @@ def check_drafters(names: list[str], drafting: DraftingRecipe | None = None) -> 
                 check_directory(part, otherwise=f", or {', '.join(WEIGHTLESS_DRAFTERS)}")
         if len(parts) > 1:
             _check_hybrid(name, parts, drafting)
+    if drafting and drafting.rescore and all(len(parts_of(name)) == 1 for name in names):
+        raise UsageError(*RESCORED)
 
 
 def _check_hybrid(name: str, parts: list[str], drafting: DraftingRecipe | None) -> None:

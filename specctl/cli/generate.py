@@ -33,8 +33,7 @@ def generate(recipe: GenerateRecipe, dry_run: bool) -> None:
     """Answer one prompt with and without a drafter, and show the difference. Prompt - reads stdin."""
     from specctl.cli import checks
 
-    if recipe.drafter:
-        checks.check_drafters([recipe.drafter], recipe.drafting)
+    checks.check_drafters([recipe.drafter] if recipe.drafter else [], recipe.drafting)
     if recipe.output_dir:
         checks.check_output("generate", recipe.output_dir, overwrite=recipe.overwrite)
     recipe = recipe.model_copy(update={"prompt": prompt_of(recipe)})

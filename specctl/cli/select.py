@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
@@ -68,22 +69,20 @@ def select(recipe: SelectRecipe, dry_run: bool) -> None:
 
 def checked(recipe: Played) -> tuple[Played, list[str]]:
     """Check policies and drafters. Return the recipe with the domains of its pool, and the paths of the pool."""
-    from specctl.cli import checks
     from specctl.selection.game.rules import check_batch
     from specctl.selection.policies import registry
 
     registry.check(recipe.algo)
-    checks.check_drafters(recipe.rivals, recipe.drafting)
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
-    return with_pool(recipe)
+    return with_pool(recipe, recipe.rivals)
 
 
-def with_pool(recipe: Pooled) -> tuple[Pooled, list[str]]:
+def with_pool(recipe: Pooled, rivals: Sequence[str] = ()) -> tuple[Pooled, list[str]]:
     """Check the drafters and prompts. Return the recipe with the domains of its pool, and the paths of the pool."""
     from specctl.cli import checks
 
-    checks.check_drafters(recipe.drafters, recipe.drafting)
+    checks.check_drafters([*rivals, *recipe.drafters], recipe.drafting)
     # These imports take seconds, so they come after the checks for misspelled names.
     from specctl.commands.select import with_domains_of_pool
     from specctl.selection.arms import pool_paths

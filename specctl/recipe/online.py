@@ -10,7 +10,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt, field_validator, mode
 
 from specctl.families import DEFAULT, STREAM_RETRIEVAL, TEXT_DRAFTERS, online_families
 from specctl.recipe.learner import LearnerOptions, LearnerRecipe, rule_and_family
-from specctl.recipe.sections import LocalPath, Names, OneOf, PositiveFloat, Section
+from specctl.recipe.sections import DraftingRecipe, LocalPath, Names, OneOf, PositiveFloat, Section
 from specctl.recipe.select import GameRecipe, PolicyRecipe
 from specctl.recipe.stream import LearningRecipe, parse_schedule
 from specctl.recipe.train import Tracker
@@ -60,6 +60,13 @@ class DrafterStreamRecipe(LearningRecipe):
         if len(set(algo)) < len(algo):
             raise ValueError("names an algo twice")
         return algo
+
+    @field_validator("drafting")
+    @classmethod
+    def _without_rescoring(cls, drafting: DraftingRecipe) -> DraftingRecipe:
+        if drafting.rescore:
+            raise ValueError("rescore needs a head and a datastore that do not learn: leave it out")
+        return drafting
 
     def family_of(self, algo: str) -> str:
         return rule_and_family(algo)[1] or self.arch or DEFAULT

@@ -5,7 +5,7 @@ The commands that record a pool or replay its table use sections of it.
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt, field_validator, model_validator
 
 from specctl.families import STREAM_RETRIEVAL, TEXT_DRAFTERS
 from specctl.recipe.sections import (
@@ -136,6 +136,13 @@ class ArmRecipe(Section):
     # Plain decoding as one more arm, for a stream on which every drafter loses time. null: only when decoding, for
     # policies that count seconds. true: for all policies, and in replays.
     plain: bool | None = None
+
+    @field_validator("shapes")
+    @classmethod
+    def _sizes_alone(cls, shapes: list[DraftingRecipe]) -> list[DraftingRecipe]:
+        if any(shape.proposal != "deterministic" or shape.rescore for shape in shapes):
+            raise ValueError("proposal and rescore are the same for all arms: set them in drafting")
+        return shapes
 
 
 class PoolRecipe(CommandRecipe):

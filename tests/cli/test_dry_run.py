@@ -266,6 +266,16 @@ def test_a_plan_refuses_the_hybrids_that_a_run_refuses(specctl, workplace, comma
     assert done.code == 2 and says in done.err
 
 
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+@pytest.mark.parametrize("command", ["generate", "eval", "bench", "select", "serve", "online"])
+def test_rescoring_without_a_head_and_a_datastore_is_refused(specctl, workplace, command, dry):
+    """It would be ignored."""
+    given = [[]] if command == "online" else [[], ["--drafter", "drafters/sql-medusa"], ["--drafter", "lookup"]]
+    for drafter in given:
+        done = specctl(command, *drafter, "drafting.rescore=true", *dry)
+        assert done.code == 2 and "rescore needs a" in done.err and not done.out
+
+
 def test_a_plan_takes_a_head_with_a_datastore(specctl, workplace):
     store = "demo-out/drafters/sql-retrieval"
     specctl.ok("eval", "--drafter", f"drafters/sql-medusa+{store}", "drafting.rescore=true", "--dry-run")

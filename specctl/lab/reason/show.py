@@ -88,7 +88,7 @@ def check(recipe: ReasonRecipe) -> None:
                 "train a small LM: specctl train-drafter --arch lm",
             )
     if reasoning.drafter is not None:
-        checks.check_drafters([reasoning.drafter])
+        checks.check_drafters([reasoning.drafter], recipe.drafting)
     if reasoning.judge.name is not None and reasoning.judge.endpoint is None:
         location(reasoning.judge.name)
 
