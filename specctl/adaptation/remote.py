@@ -20,6 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class LearnerProcess:
         context = multiprocessing.get_context("spawn")
         self._inbox, self._outbox = context.Queue(), context.Queue()
         arguments = ([*learners], self._inbox, self._outbox)
+        util.get_temp_dir()  # the worker uses the same one, since it is killed and cannot remove its own
         self._process = context.Process(target=worker.run_worker, args=arguments, daemon=True)
         self._answers: dict[str, deque[LearnerResult | Failed]] = defaultdict(deque)  # by learner
         atexit.register(self.close)  # multiprocessing would wait for workers, which ignore SIGTERM

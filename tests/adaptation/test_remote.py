@@ -4,6 +4,7 @@ import dataclasses
 import os
 import queue
 import signal
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,7 +159,8 @@ def test_the_worker_process(tmp_path, tiny, monkeypatch):
     taught(here, chunks[:1])
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
-    threads = [4]
+    threads, scratch = [4], tempfile.mkdtemp()
+    monkeypatch.setenv("TMPDIR", scratch)
     there = AsyncOnlineDrafter(made, "ensemble", tiny, 0)
     with there.active():
         assert threads == [4, 2]
@@ -189,6 +191,7 @@ def test_the_worker_process(tmp_path, tiny, monkeypatch):
         wait_for(there)
     there.close()
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    os.rmdir(scratch)  # it left no socket there
 
 
 def test_a_chunk_with_its_seconds_is_learnt_from_within_the_budget(tmp_path, tiny):
