@@ -32,6 +32,10 @@ def export(recipe: ExportRecipe, dry_run: bool) -> None:
     if str(recipe.source) in WEIGHTLESS_DRAFTERS and not recipe.source.exists():
         raise UsageError(f"{recipe.source} has no weights to export: it drafts from the text of the request", NAMELESS)
     checks.check_directory(str(recipe.source))
+    from specctl.commands.export import check_family  # takes seconds
+    from specctl.drafters import checkpoint
+
+    check_family(recipe, checkpoint.family(recipe.source))
     if writes(recipe):
         checks.check_output("export", recipe.output, overwrite=recipe.overwrite)
     run_or_plan("export", recipe, dry_run, lambda: steps(recipe), show, "output")

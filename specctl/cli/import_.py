@@ -41,8 +41,12 @@ def import_head(recipe: ImportRecipe, dry_run: bool) -> None:
 
 def check_head(source: Path) -> None:
     """Raise UsageError for a head that is not there, and CheckpointError for a directory without a head's files."""
+    from specctl.drafters import checkpoint
+
     if source.suffix == ".gguf" and source.is_file():
         return
+    if checkpoint.is_drafter(source):
+        raise UsageError(f"{source} is a drafter of specctl already", hint=f"use it as it is: --drafter {source}")
     if not source.is_dir():
         raise UsageError(f"no head {source}", hint=f"download it first: hf download {source} --local-dir DIR")
     if not (source / "config.json").is_file() and not any(source.glob("*.gguf")):

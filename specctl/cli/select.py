@@ -12,6 +12,7 @@ from specctl.cli.command import recipe_command, run_or_plan
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, table
+from specctl.errors import UsageError
 from specctl.reporting.tables import machine, unusable_notes, with_mark
 
 if TYPE_CHECKING:
@@ -75,7 +76,13 @@ def checked(recipe: Played) -> tuple[Played, list[str]]:
     registry.check(recipe.algo)
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
-    return with_pool(recipe, recipe.rivals)
+    recipe, pool = with_pool(recipe, recipe.rivals)
+    from specctl.selection.arms import named
+
+    others = {*named(pool).values(), *([recipe.companion] if "beside" in recipe.baselines else [])}
+    if twice := sorted(name for name in named(recipe.rivals).values() if name in others):
+        raise UsageError(f"two contenders are called {twice[0]!r}", hint="rivals must not be in the pool")
+    return recipe, pool
 
 
 def with_pool(recipe: Pooled, rivals: Sequence[str] = ()) -> tuple[Pooled, list[str]]:
@@ -85,9 +92,10 @@ def with_pool(recipe: Pooled, rivals: Sequence[str] = ()) -> tuple[Pooled, list[
     checks.check_drafters([*rivals, *recipe.drafters], recipe.drafting)
     # These imports take seconds, so they come after the checks for misspelled names.
     from specctl.commands.select import with_domains_of_pool
-    from specctl.selection.arms import pool_paths
+    from specctl.selection.arms import chosen_names, named, pool_paths
 
     arms = pool_paths(recipe)
+    chosen_names(recipe.arms, list(named(arms).values()))
     recipe = with_domains_of_pool(recipe, arms)
     checks.check_data(recipe.data)
     return recipe, arms

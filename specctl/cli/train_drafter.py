@@ -182,12 +182,12 @@ def with_init_arch(recipe: TrainRecipe, init: Path) -> TrainRecipe:
     from specctl.cli import checks
 
     checks.check_directory(str(init))
-    if "arch" in recipe.model_fields_set:
-        return recipe
     from specctl.drafters import checkpoint
     from specctl.families import FAMILIES
 
     family = checkpoint.family(init)
+    if "arch" in recipe.model_fields_set and family != recipe.arch:
+        raise CheckpointError(f"{init} has family {family}, not {recipe.arch}", f"use --arch {family}")
     if family not in FAMILIES:
         raise CheckpointError(f"init: {init} is of the unknown family {family!r}", hint=", ".join(FAMILIES))
     return recipe.model_copy().set_family(family)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from specctl.commands.export_datastore import export_datastore
+from specctl.commands.export_datastore import check_options, export_datastore
 from specctl.commands.export_result import RECORD, ExportResult, check_free, push, record
 from specctl.decoding.models.loading import load_tokenizer
 from specctl.drafters import checkpoint, pool
@@ -36,11 +36,7 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
     drafter = pool.merge_adapter(pool.read_checkpoint(recipe.source))
     pool.restore_module(drafter)
     collected = drafter.config["family"] == "retrieval"
-    if recipe.server.urls and not collected:
-        raise UsageError(
-            f"{recipe.drafter} is a head, but export publishes only datastores to running servers",
-            "specctl learn-from-server publishes heads that learn",
-        )
+    check_family(recipe, drafter.config["family"])
     facts = facts_of(recipe.target, drafter.config["target"])
     if run is not None:
         run.target = facts.name
@@ -95,6 +91,19 @@ def export(recipe: ExportRecipe, run: Run | None = None) -> ExportResult:
         ],
         pushed=pushed,
     )
+
+
+def check_family(recipe: ExportRecipe, family: str) -> None:
+    """Raise UsageError if no drafter of a family can be exported as the recipe says."""
+    if family == "retrieval":
+        check_options(recipe)
+    elif recipe.server.urls:
+        raise UsageError(
+            f"{recipe.drafter} is a head, but export publishes only datastores to running servers",
+            "specctl learn-from-server publishes heads that learn",
+        )
+    else:
+        registry.writer(family, recipe.to)
 
 
 def facts_of(wanted: TargetRecipe, identity: dict[str, Any]) -> TargetFacts:

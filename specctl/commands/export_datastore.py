@@ -15,20 +15,23 @@ from specctl.recipe import ExportRecipe
 from specctl.runs import atomic_write, to_json
 
 
-def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: TargetFacts) -> ExportResult:
-    """Write a datastore for `recipe.to`, or publish it into running servers.
-
-    Raises:
-        UsageError: the engine cannot draft from a datastore, an option is for heads only, or the output directory is
-            taken.
-        CheckpointError: the drafter is damaged, or was collected with another tokenizer than the target's.
-        EngineError: a server does not take the corpus.
-    """
+def check_options(recipe: ExportRecipe) -> None:
+    """Raise UsageError if the engine cannot draft from a datastore, or an option is for heads only."""
     if recipe.to not in corpus.DEFAULT_DRAFT_TOKENS:
         raise UsageError(f"retrieval drafters cannot be written for {recipe.to}", hint="use --to vllm or --to sglang")
     for option in ("tune", "check", "push"):
         if getattr(recipe, option):
             raise UsageError(f"--{option} is for heads, but {recipe.drafter} is a datastore", f"leave --{option} out")
+
+
+def export_datastore(recipe: ExportRecipe, drafter: checkpoint.Checkpoint, facts: TargetFacts) -> ExportResult:
+    """Write a datastore for `recipe.to`, or publish it into running servers.
+
+    Raises:
+        UsageError: as `check_options`, or the output directory is taken.
+        CheckpointError: the drafter is damaged, or was collected with another tokenizer than the target's.
+        EngineError: a server does not take the corpus.
+    """
     store = cast(Datastore, pool.restore_module(drafter))
     tokens = recipe.tokens if "tokens" in recipe.model_fields_set else corpus.DEFAULT_DRAFT_TOKENS[recipe.to]
     place, published = recipe.source.absolute(), []

@@ -68,6 +68,8 @@ class ServeRecipe(CommandRecipe):
     def _consistent(self) -> Self:
         if self.chooses and not self.server.urls and self.drafting.proposal == "sampled":
             raise ValueError("sampled and deterministic proposals are verified by different rules: serve one drafter")
+        if self.arms != ArmRecipe(names=self.arms.names):
+            raise ValueError("arms: serve chooses among drafters and plain decoding, not sizes: set arms.names alone")
         if self.learn.enabled and not (self.drafters or self.pool):
             raise ValueError("learn: name a drafter that learns: --drafter DIR, or --pool DIR")
         by_servers = self.learn.enabled and bool(self.server.urls)

@@ -1,6 +1,7 @@
 """--dry-run and the shipped recipes: everything is resolved and checked, nothing is loaded or written."""
 
 import json
+import shlex
 
 import pytest
 
@@ -23,7 +24,8 @@ def workplace(tmp_path, distilled):
     for path in ("drafters/sql-eagle3", "drafters/sql-medusa", *of_demo, "heads/sql-eagle3"):
         (tmp_path / path).mkdir(parents=True)
         (tmp_path / path / "config.json").write_text(json.dumps({"family": path.rpartition("-")[2]}))
-        (tmp_path / path / "drafter.json").write_text("{}")
+        if "drafters" in path:
+            (tmp_path / path / "drafter.json").write_text("{}")
     distilled(tmp_path / "demo-out/distilled/sql")
     return tmp_path
 
@@ -282,3 +284,31 @@ def test_a_plan_takes_a_head_with_a_datastore(specctl, workplace):
     specctl.ok(
         "eval", "--drafter", f"drafters/sql-eagle3+{store}", "--drafter", "drafters/sql-eagle3+suffix", "--dry-run"
     )
+
+
+@pytest.mark.parametrize("dry", [[], ["--dry-run"]])
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        ("export drafters/sql-medusa --to speculators", 2, "medusa drafters cannot be written for speculators"),
+        ("export demo-out/drafters/sql-retrieval --to hf", 2, "retrieval drafters cannot be written for hf"),
+        ("export demo-out/drafters/sql-retrieval --check", 2, "--check is for heads"),
+        ("export drafters/sql-eagle3 --to sglang --server http://localhost:1", 2, "publishes only datastores"),
+        ("import drafters/sql-eagle3", 2, "drafters/sql-eagle3 is a drafter of specctl already"),
+        ("train-drafter --arch eagle3 init=drafters/sql-medusa", 4, "sql-medusa has family medusa, not eagle3"),
+        ("select --drafter lookup --drafter suffix arms.names=[wrong]", 2, "the pool has no wrong"),
+        ("record t.parquet --drafter lookup --drafter suffix arms.names=[wrong]", 2, "the pool has no wrong"),
+        (
+            "select --drafter lookup --rival lookup",
+            2,
+            "two contenders are called 'lookup'",
+        ),
+        ("select --drafter lookup --beside suffix --rival suffix", 2, "two contenders are called 'suffix'"),
+        ("record t.parquet 'arms.shapes=[{depth: 2}]'", 2, "a table has each drafter in one shape"),
+        ("replay t.parquet 'arms.shapes=[{depth: 2}]'", 2, "a table has each drafter in one shape"),
+        ("serve --drafter lookup --drafter suffix arms.draft_nodes=[2]", 2, "set arms.names alone"),
+    ],
+)
+def test_a_plan_refuses_what_a_run_refuses_before_it_loads_anything(specctl, workplace, argv, code, says, dry):
+    done = specctl(*shlex.split(argv), *dry)
+    assert done.code == code and says in done.err and done.err.count("\n") == 1

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt, field_validator
 
 from specctl.errors import UsageError
 from specctl.recipe.sections import CommandRecipe, LocalPath, Names, Section
@@ -14,6 +14,13 @@ class SeedRecipe(Section):
     """The seed of the policies' draws, under the key that sampling has in live decoding."""
 
     seed: NonNegativeInt = 0
+
+
+def without_shapes(arms: ArmRecipe) -> ArmRecipe:
+    """Return the arms of a table. ValueError if they name shapes, which the arms of a table cannot change."""
+    if arms.shapes:
+        raise ValueError("shapes: a table has each drafter in one shape: set drafting when it is recorded")
+    return arms
 
 
 class ReplayRecipe(CommandRecipe):
@@ -30,6 +37,11 @@ class ReplayRecipe(CommandRecipe):
     seeds: Annotated[list[NonNegativeInt], Field(min_length=1)] = [0]  # repeats with other draws
     pool_sizes: list[PositiveInt] = []  # also play with this many of the arms, on several subsets each
     overwrite: bool = False
+
+    @field_validator("arms")
+    @classmethod
+    def _recorded_shapes(cls, arms: ArmRecipe) -> ArmRecipe:
+        return without_shapes(arms)
 
     @property
     def table(self) -> Path:
