@@ -1,11 +1,14 @@
 """`specctl bench` on small sizes, from the command line to the document."""
 
+import signal
+
 import pytest
 import torch
 
 from specctl.decoding import timing
 from specctl.decoding.device import graphs
-from specctl.measuring.bench import kernels, shapes
+from specctl.decoding.target import Target
+from specctl.measuring.bench import kernels, rounds, shapes
 
 
 def test_every_part_is_measured(specctl):
@@ -45,6 +48,24 @@ def test_attention_is_measured_against_the_same(monkeypatch, rows):
     assert size == f"B 2, T {rows}, context 40" and read == 2 * (40 + rows) * 2 * 8 * 128 * 4
     found = ours().view(2, rows, kernels.HEADS, kernels.HEAD_DIM)
     torch.testing.assert_close(found, eager().transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("part", "place", "name"), [("kernels", kernels, "timed"), ("steps", Target, "step"), ("rounds", rounds, "_begin")]
+)
+def test_a_signal_stops_the_measurements(specctl, monkeypatch, part, place, name):
+    """After the one that it interrupts: all of them take minutes."""
+    begun, measure = [], getattr(place, name)
+
+    def signalled(*given):
+        begun.append(name)
+        signal.raise_signal(signal.SIGTERM)
+        return measure(*given)
+
+    monkeypatch.setattr(place, name, signalled)
+    sizes = ["vocabularies=[300]", "repeats=9", "batches=[1]", "context=20"]
+    done = specctl("bench", "--parts", part, "--drafter", "lookup", *sizes)
+    assert done.code == 75 and begun == [name] and "interrupted by SIGTERM" in done.err
 
 
 def test_people_see_tables(specctl):

@@ -12,7 +12,7 @@ from specctl import kernels
 from specctl.decoding.device import graphs
 from specctl.decoding.timing import bandwidth, cold_medians, medians
 from specctl.kernels.distill import Teacher, linear_distill
-from specctl.progress import Progress
+from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe
 
 HIDDEN, TRAINED_ROWS = 256, 1024  # sizes of the loss benchmark on a CPU
@@ -59,10 +59,11 @@ Case = tuple[str, str, Callable[[], object], Callable[[], object], int]
 
 
 def measure(recipe: BenchRecipe, device: torch.device, bar: Progress) -> list[KernelRow]:
-    """Time every kernel at every batch and vocabulary size of the recipe."""
+    """Time every kernel at every batch and vocabulary size of the recipe. Raises Interrupted: SIGTERM arrived."""
     speed, backend = bandwidth(device), kernels.backend(device.type)
     rows = []
     for kernel, size, ours, eager, read in cases(recipe, device):
+        interrupts.check()
         times, replayed = timed(kernel, ours, eager, recipe.repeats, device)
         ours_ms, eager_ms = 1000 * times["ours"], 1000 * times["eager"]
         floor = 1000 * read / speed if read else None

@@ -18,7 +18,7 @@ from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
 from specctl.decoding.timing import medians
 from specctl.drafters.eagle3.drafter import FAMILY as eagle3
-from specctl.progress import Progress
+from specctl.progress import Progress, interrupts
 from specctl.recipe import BenchRecipe, TrainRecipe
 
 NEW_TOKENS = 256  # tokens of room after the context; rounds of a finished sequence cost the same
@@ -47,9 +47,13 @@ class RoundRow:
 def measure(
     recipe: BenchRecipe, target: Target, drafters: dict[str, Drafter], weights_ms: float, bar: Progress
 ) -> list[RoundRow]:
-    """Time plain decoding and every drafter that runs on the device; empty if rounds run on the host (a CPU)."""
+    """Time plain decoding and every drafter that runs on the device; empty if rounds run on the host (a CPU).
+
+    Raises Interrupted: SIGTERM arrived.
+    """
     rows = []
     for name, drafter in {"vanilla": NoDraft(), **drafters}.items():
+        interrupts.check()
         rounds = _begin(recipe, target, drafter)
         if rounds is not None:
             rows.append(_row(recipe, name, rounds, weights_ms))

@@ -86,7 +86,10 @@ class Timed:
 
 
 def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Progress) -> list[StepRow]:
-    """Time our step against the forward of `model`, which is `transformers`' own. `weights_ms`: see `StepRow`."""
+    """Time our step against the forward of `model`, which is `transformers`' own. `weights_ms`: see `StepRow`.
+
+    Raises Interrupted: SIGTERM arrived.
+    """
     from transformers import DynamicCache
 
     generator = torch.Generator().manual_seed(recipe.data.seed)
@@ -98,6 +101,7 @@ def steps(recipe: BenchRecipe, target: Target, model, weights_ms: float, bar: Pr
     model(ids, past_key_values=theirs, use_cache=True)
 
     def ours(tokens: torch.Tensor) -> object:
+        interrupts.check()
         plan = plan_rows([context], tokens.shape[1], device=target.device, dtype=target.dtype)
         return target.step(tokens, cache, plan)
 
