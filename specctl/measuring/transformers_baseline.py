@@ -174,7 +174,8 @@ def load_assistant(directory: str, target: Target) -> PreTrainedModel | None:
     assistant = checkpoint.load(directory)
     if assistant.config["family"] != LM:
         return None
-    return in_fastest_dtype(cast(pool.load_module(assistant, target).model, target.device, target.dtype).eval())
+    module = pool.load_module(pool.merge_adapter(assistant), target)
+    return in_fastest_dtype(cast(module.model, target.device, target.dtype).eval())
 
 
 def _configuration(eos_ids: frozenset[int], sampling: Sampling) -> GenerationConfig:

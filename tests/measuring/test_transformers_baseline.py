@@ -1,6 +1,7 @@
 """`transformers` generate as a baseline: same text, and time and passes that mean what ours mean."""
 
 import pytest
+import torch
 from transformers import LlamaForCausalLM
 
 from specctl.decoding.sampling import GREEDY, Sampling
@@ -11,6 +12,7 @@ from specctl.errors import CheckpointError
 from specctl.measuring import lossless
 from specctl.measuring.transformers_baseline import load_assistant, load_generator
 from specctl.recipe import DrafterRecipe, TargetRecipe
+from tests.drafters.test_lora import SETTINGS, random_adapter
 from tests.toys.decoding import decode
 
 PROMPT = [5, 6, 7, 8] * 4
@@ -45,6 +47,17 @@ def test_assistants_are_the_language_models_of_a_pool(tmp_path, target):
     assistant = load_assistant(str(tmp_path / "small"), target)
     assert assistant is not None and assistant.dtype == target.dtype
     assert load_assistant(str(tmp_path / "head"), target) is None
+
+    base = lm.checkpoint_config(model, target.identity)
+    origin = {"path": "../small", "sha256": checkpoint.weights_digest(tmp_path / "small")}
+    changes = random_adapter(model.model, torch.Generator().manual_seed(0), ["q_proj"])
+    config = base | {"lora": {**SETTINGS, "base": origin}}
+    checkpoint.save(tmp_path / "adapter", config=config, tensors=changes, info={})
+    adapted = load_assistant(str(tmp_path / "adapter"), target)
+    assert adapted is not None
+    differ = [name for name, x in adapted.state_dict().items() if not torch.equal(x, assistant.state_dict()[name])]
+    assert differ and all("q_proj" in name for name in differ)
+
     (tmp_path / "small" / "config.json").write_text("{}")
     with pytest.raises(CheckpointError):
         load_assistant(str(tmp_path / "small"), target)
