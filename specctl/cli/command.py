@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import os
+import pkgutil
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -140,14 +142,30 @@ def run_or_plan(
         show: renders the result document for people.
         brief: field of the document that --quiet prints.
     """
-    from specctl import api
     from specctl.cli import checks
 
     if dry_run:
         return checks.show(name, recipe, steps())
     with library_output():
-        _, document = api.execute(name, recipe)
+        document = execute(name, recipe)
     output.result(document, show, brief=document[brief])
+
+
+def execute(name: str, recipe: CommandRecipe) -> dict[str, Any]:
+    """Run a resolved recipe and return its result document. Raises the errors of `api.execute`."""
+    from specctl import api
+
+    pkgutil.resolve_name(api.FUNCTIONS[name])
+    search_for_cycles()
+    return api.execute(name, recipe)[1]
+
+
+def search_for_cycles() -> None:
+    """Let Python search for reference cycles again, if the process has started without it (`specctl.__main__`), but not
+    among the modules and other objects of the start."""
+    if not gc.isenabled():
+        gc.freeze()
+        gc.enable()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.eval import verdict
 from specctl.cli.options import SAMPLING, TARGET
 from specctl.cli.output import cell, output, table
@@ -54,7 +54,6 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
 
     `learn-from-server` learns from running engines, and `reason` drafts whole reasoning steps.
     """
-    from specctl import api
     from specctl.cli import checks
 
     checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
@@ -68,7 +67,7 @@ def online(recipe: OnlineRecipe, dry_run: bool) -> None:
     checks.check_gpu("learner_device", recipe.learner_device[0])
     with library_output():
         warm_up(recipe, first, data)
-        _, document = api.execute("online", recipe)
+        document = execute("online", recipe)
     output.result(document, show, brief=document["run_dir"])
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from specctl.cli import options
-from specctl.cli.command import command
+from specctl.cli.command import command, search_for_cycles
 from specctl.cli.output import cell, fields, output
 
 Runs = Annotated[
@@ -30,6 +30,7 @@ def report(runs: Runs = None, output_dir: OutputDir = None, csv: Csv = False) ->
     """Write one HTML page and PNG pictures about runs. Several runs of one command are compared."""
     from specctl import api
 
+    search_for_cycles()  # figures are reference cycles
     document = asdict(api.report(runs or (), output_dir, csv=csv))
     output.result(document, _show, brief=document["report"])
 

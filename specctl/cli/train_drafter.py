@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import typer
 
 from specctl import progress
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import fields, output, table
 from specctl.errors import CheckpointError, RecipeError, UsageError
@@ -41,7 +41,6 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
 
     For several processes: torchrun --nproc-per-node 2 -m specctl train-drafter …
     """
-    from specctl import api
     from specctl.cli import checks
 
     check_data(recipe)
@@ -76,8 +75,8 @@ def train_drafter(recipe: TrainRecipe, dry_run: bool) -> None:
     with library_output():
         for source, missing in first.items():
             progress.log(f"no complete data in {source}: distilling from up to {missing.data.limit} prompts first")
-            api.execute("distill", missing)
-        documents = [api.execute("train-drafter", training)[1] for training in recipes]
+            execute("distill", missing)
+        documents = [execute("train-drafter", training) for training in recipes]
     if not recipe.each:
         return output.result(documents[-1], show, brief=documents[-1]["drafter"])
     pool = str(recipes[-1].output.parent)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specctl import progress
+from specctl.cli.command import execute
 from specctl.errors import Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -47,15 +48,13 @@ def warm_ups(recipe: LearningRecipe) -> list[TrainRecipe]:
 
 def warm_up(recipe: LearningRecipe, first: list[TrainRecipe], data: dict[Any, DistillRecipe]) -> None:
     """Distil the missing data, and train the missing drafters. Raises Interrupted, with a hint how to continue."""
-    from specctl import api
-
     for one in first:
         progress.log(f"no drafter in {one.output}: training one on {one.distill.responses} responses first")
     try:
         for missing in data.values():
-            api.execute("distill", missing)
+            execute("distill", missing)
         for one in first:
-            api.execute("train-drafter", one)
+            execute("train-drafter", one)
     except (Interrupted, KeyboardInterrupt) as stop:
         hint = f"{progress.RESUME} --output-dir {recipe.output_dir or 'DIR'}"
         if isinstance(stop, KeyboardInterrupt):

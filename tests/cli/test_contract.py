@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import gc
 import io
 import json
 import os
@@ -363,6 +364,35 @@ def test_work_goes_on_where_stderr_is_full():
     """The error cannot be shown; its document is on stdout, and the exit code is its own."""
     code, shown, _ = ended("domains show nope --json 2> /dev/full")
     assert (code, json.loads(shown)["error"]["type"]) == (2, "UnknownDomain")
+
+
+def test_a_process_that_ends_calls_what_is_registered_and_prints_all():
+    """It ends without freeing its objects; no search for reference cycles has delayed its start."""
+    code = """
+import atexit, gc, sys
+import specctl.__main__, specctl.cli.main
+def run(argv):
+    atexit.register(print, "registered", end="")
+    print(f"{argv} {gc.isenabled()}", end="; ")
+    return 75
+specctl.cli.main.run = run
+specctl.__main__.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code, "eval"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (75, "['eval'] False; registered", "")
+
+
+def test_cycles_are_searched_for_while_a_command_computes(specctl, library):
+    def works(recipe, run):
+        assert gc.isenabled()
+        return Result()
+
+    library("distill", works)
+    gc.disable()
+    try:
+        specctl.ok("distill")
+    finally:
+        gc.enable()
 
 
 def test_texts_that_stdout_cannot_spell_are_escaped():

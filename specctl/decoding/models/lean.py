@@ -22,7 +22,7 @@ from specctl.decoding.models.linear import Linear, VocabularyHead
 from specctl.decoding.models.loading import is_gguf, pick_dtype
 from specctl.decoding.models.native import PRODUCTS, Packed, fits, native_step
 from specctl.decoding.models.parallel import WHOLE, Slice
-from specctl.decoding.models.supported import ropes
+from specctl.decoding.models.supported import DENSE, ropes
 from specctl.decoding.pages import PagePool, PoolLayout
 from specctl.decoding.plan import Plan
 from specctl.decoding.rope import Rope
@@ -32,15 +32,14 @@ from specctl.kernels import native
 from specctl.kernels.native import GroupedWeights
 from specctl.kernels.self_check import LayerShape
 
-FAMILIES = {"llama", "mistral", "qwen2", "qwen3"}
 # Frequencies that depend on the sequence length do not fit into one table.
 DYNAMIC_ROPE = {"dynamic", "longrope"}
 
 
 def unsupported_reason(config) -> str | None:
     """Reason why the lean step cannot compute this configuration exactly, or None if it can."""
-    if config.model_type not in FAMILIES:
-        return f"model type {config.model_type!r} is not one of {', '.join(sorted(FAMILIES))}"
+    if config.model_type not in DENSE:
+        return f"model type {config.model_type!r} is not one of {', '.join(sorted(DENSE))}"
     if getattr(config, "hidden_act", "silu") != "silu":
         return f"activation {config.hidden_act!r}"
     if "sliding_attention" in (getattr(config, "layer_types", None) or []):

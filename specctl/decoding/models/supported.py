@@ -4,6 +4,8 @@ from typing import Any
 
 from specctl.errors import CheckpointError
 
+DENSE = {"llama", "mistral", "qwen2", "qwen3"}
+"""Model types of text models that the lean step may compute; their layers have no recurrent state."""
 ATTENTION = {"full_attention", "sliding_attention"}
 WITH_ENGINES = (
     "it works where an engine runs it: distill --server or --from-log, train-drafter --features-from, eval-server, "
@@ -36,6 +38,8 @@ def unsupported_reason(config, model_class: type | None = None) -> str | None:
 
 def engine_only_reason(config) -> str | None:
     """Reason why only an engine can run a target that `load_config` has read, or None if our own loop can, too."""
+    if config.model_type in DENSE:
+        return unsupported_reason(config)  # without the mapping, which imports the models' code
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
     model: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)

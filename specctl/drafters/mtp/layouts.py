@@ -19,14 +19,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from specctl import regular_files
-from specctl.decoding.models import lean
 from specctl.decoding.models.loading import load_config, model_directory
-from specctl.decoding.models.supported import ropes
+from specctl.decoding.models.supported import DENSE, ropes
 from specctl.decoding.models.tensors import weight_files
 from specctl.errors import CheckpointError
 from specctl.recipe.sections import TargetRecipe
 
-MODEL_TYPES = lean.FAMILIES | {"mimo"}  # decoder layers like Llama's, Qwen2's or Qwen3's
+MODEL_TYPES = DENSE | {"mimo"}  # decoder layers like Llama's, Qwen2's or Qwen3's
 WHICH = "use a target with tensors model.mtp_layers.* (MiMo) or mtp.* around a dense Llama or Qwen layer"
 
 

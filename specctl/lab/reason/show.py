@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from specctl.cli.command import library_output, recipe_command
+from specctl.cli.command import execute, library_output, recipe_command
 from specctl.cli.options import TARGET
 from specctl.cli.output import cell, output, table
 from specctl.cli.train_drafter import missing_distillations
@@ -52,7 +52,6 @@ def reason(recipe: ReasonRecipe, dry_run: bool) -> None:
     """Draft whole reasoning steps with a small LM along a stream of prompts, and let it learn from rejected steps.
 
     It is not lossless, so final answers are compared with the target's. A missing draft LM is trained first."""
-    from specctl import api
     from specctl.cli import checks
 
     checks.check_data(recipe.data.model_copy(update={"domain": recipe.stream_domains}))
@@ -66,7 +65,7 @@ def reason(recipe: ReasonRecipe, dry_run: bool) -> None:
     check_draft(recipe)
     with library_output():
         warm_up(recipe, first, data)
-        _, document = api.execute("reason", recipe)
+        document = execute("reason", recipe)
     output.result(document, show, brief=document["run_dir"])
 
 
