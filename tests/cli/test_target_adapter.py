@@ -76,7 +76,7 @@ def test_data_and_drafters_name_it(specctl, lora, tmp_path):
     (tmp_path / "sql.jsonl").write_text("".join(json.dumps({"prompt": f"Count to {n}."}) + "\n" for n in range(4)))
     line = ["--prompts", "sql.jsonl", "--target-adapter", lora, "--dtype", "fp32"]
     specctl.ok("distill", *line, "--max-new-tokens", "8")
-    specctl.ok("train-drafter", "--arch", "retrieval", "--domain", "sql", *line[2:])
+    specctl.ok("train-drafter", "--arch", "retrieval", "--domain", "sql", "eval.max_new_tokens=4", *line[2:])
     named = checkpoint.read_json(tmp_path / "drafters/sql-retrieval" / CONFIG)["target"]
     assert named["adapter"] == lora and named["adapter_weights"]
     assert "with `builtin` and its adapter `lora`." in (tmp_path / "drafters/sql-retrieval/README.md").read_text()
@@ -99,7 +99,8 @@ def test_one_drafter_for_several(specctl, lora, tmp_path):
     line = ["--prompts", "prompts.jsonl", "--dtype", "fp32", "--max-new-tokens", "8"]
     for name in (lora, "other"):
         specctl.ok("distill", *line, "--domain", name, "--target-adapter", name)
-    train = ["train-drafter", "--dtype", "fp32", "--domain", "lora,other", "max_steps=2", "eval.fraction=0.4"]
+    train = ["train-drafter", "--dtype", "fp32", "--domain", "lora,other", "max_steps=2"]
+    train += ["eval.fraction=0.4", "eval.max_new_tokens=4"]
     plan = specctl.ok(*train, "--dry-run", "--json").json["steps"]
     assert "read distilled data from distilled/lora (adapter lora), distilled/other (adapter other)" in plan
     for refused in (["features.mode=online"], ["--features-from", "http://127.0.0.1:9"]):
@@ -110,7 +111,8 @@ def test_one_drafter_for_several(specctl, lora, tmp_path):
     assert "mat with lora" in done.err and "mat with other" in done.err
     specctl.ok(*train, "--arch", "retrieval", "max_steps=null")
     head, store = (f"drafters/lora+other-{arch}" for arch in ("eagle3", "retrieval"))
-    asked = ["eval", *line, "--drafter", head, "--drafter", store, "baselines=[vanilla]", "--json", "--target-adapter"]
+    asked = ["eval", *line, "--drafter", head, "--drafter", store, "baselines=[vanilla]", "limit=3"]
+    asked += ["--json", "--target-adapter"]
     for name in (lora, "other", "third"):
         done = specctl.ok(*asked, name)
         assert done.json["lossless"]["sequences"] and not done.json["lossless"]["mismatches"]
