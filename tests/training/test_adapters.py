@@ -74,7 +74,8 @@ def here(answered, tmp_path, monkeypatch):
 
 def asked(place, *domains, **changes):
     """The recipe of a small training on these data."""
-    values = dict(distilled=None, data=DataRecipe(domain=[*domains]), eval=HeldOutRecipe(prompts=4, fraction=0.3))
+    held_out = HeldOutRecipe(prompts=4, max_new_tokens=4, fraction=0.3)
+    values = dict(distilled=None, data=DataRecipe(domain=[*domains]), eval=held_out)
     return TrainRecipe(**{**vars(recipe(None, place)), **values, **changes})
 
 
