@@ -45,7 +45,7 @@ def check_head(source: Path) -> None:
 
     if source.suffix == ".gguf" and source.is_file():
         return
-    if checkpoint.is_drafter(source):
+    if (source / checkpoint.INFO).is_file():
         raise UsageError(f"{source} is a drafter of specctl already", hint=f"use it as it is: --drafter {source}")
     if not source.is_dir():
         raise UsageError(f"no head {source}", hint=f"download it first: hf download {source} --local-dir DIR")

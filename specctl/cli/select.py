@@ -77,11 +77,14 @@ def checked(recipe: Played) -> tuple[Played, list[str]]:
     if recipe.choice == "batch":
         check_batch(recipe.algo, recipe.game)
     recipe, pool = with_pool(recipe, recipe.rivals)
-    from specctl.selection.arms import named
+    from specctl.selection.arms import chosen_names, named
 
-    others = {*named(pool).values(), *([recipe.companion] if "beside" in recipe.baselines else [])}
+    others = {
+        *chosen_names(recipe.arms, list(named(pool).values())),
+        *([recipe.companion] if "beside" in recipe.baselines else []),
+    }
     if twice := sorted(name for name in named(recipe.rivals).values() if name in others):
-        raise UsageError(f"two contenders are called {twice[0]!r}", hint="rivals must not be in the pool")
+        raise UsageError(f"two contenders are called {twice[0]!r}", hint="rivals must not be arms")
     return recipe, pool
 
 

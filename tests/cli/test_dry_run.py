@@ -312,3 +312,7 @@ def test_a_plan_takes_a_head_with_a_datastore(specctl, workplace):
 def test_a_plan_refuses_what_a_run_refuses_before_it_loads_anything(specctl, workplace, argv, code, says, dry):
     done = specctl(*shlex.split(argv), *dry)
     assert done.code == code and says in done.err and done.err.count("\n") == 1
+
+
+def test_a_drafter_of_the_pool_that_is_no_arm_may_be_a_rival(specctl, workplace):
+    specctl.ok(*shlex.split("select --drafter lookup --drafter suffix arms.names=[lookup] --rival suffix --dry-run"))
