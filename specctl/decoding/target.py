@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -119,6 +120,7 @@ class Target(TargetText):
         count = sum(parameter.numel() for parameter in model.parameters())  # tied weights appear once
         self.row_flops = 2 * (count - (0 if head is embedding else embedding.numel()))
         _check_finite(self.name, model, head)
+        assert stored is None or self.path == "lean"  # the model lacks weights
         own = lean.LeanModel(model, consume, self.part, stored) if self.path == "lean" else None
         if self.whole:
             self.model: Model = own or _checked_hf_model(self.name, model)
@@ -147,6 +149,8 @@ class Target(TargetText):
         try:
             self._take_again(adapter)
         except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # they hold what was read
+            gc.collect()
             try:
                 self._take_again(self.adapter)
             except Exception as again:

@@ -117,7 +117,7 @@ def costs_of(target: Target, head: CandidateDrafter, name: str) -> Costs:
     sliced = [f"{processes.group_size()} slices"] if processes.group_size() > 1 else []
     weights = target.identity["weights"] or target.name
     step = []
-    if isinstance(target.model, LeanModel) and target.model.native:
+    if isinstance(target.model, LeanModel) and (target.model.native or target.model.quantized):
         step = [native.version(), *(["quantized"] if target.model.quantized else [])]
     key = json.dumps([_machine(target), weights, str(target.dtype), name, *sliced, *step])
     known, problem = None, ""

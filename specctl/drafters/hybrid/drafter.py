@@ -126,7 +126,9 @@ class Hybrid(BaseDrafter):
         return levels
 
     def _gates(self, state: DecodeState) -> list[Gate]:
-        memory: PerText[Gate | None] = state.memory.setdefault(self, PerText(lambda: None, state.batch))
+        memory: PerText[Gate | None] | None = state.memory.get(self)
+        if memory is None:
+            memory = state.memory[self] = PerText(lambda: None, state.batch)
         gates = [
             gate or Gate(self.text.calibration, self.past, row.request.sampling.temperature)
             for gate, row in zip(memory.rows, state.rows, strict=True)
