@@ -2,8 +2,8 @@
 
 The threads of a matrix product wait for each other at its end, and PyTorch's threads wait by spinning. So each further
 thread adds time at barriers, which a small target does not earn back. If another process is busy, every barrier waits
-until the scheduler returns a core. Threads therefore spin for a short time only (`specctl/__init__.py`), but not at
-all would halve the speed of an otherwise idle machine.
+until the scheduler returns a core. Threads therefore spin for a short time only (`specctl/__init__.py`). Without
+any spinning, an idle machine would run at half the speed.
 
 The number is chosen once, when a command starts. With another number of threads sums round differently, so a run that
 is resumed bit for bit continues with its first number.

@@ -1,4 +1,5 @@
 """Baseline that every user has: `generate` of `transformers`, with the same weights and threads, in its fastest dtype.
+Weights of a GGUF file are rounded to the target's dtype, also where our step reads them quantized.
 
 It runs in three modes: plain, with prompt lookup, and with a small model as assistant; plain decoding also runs in
 batches. The answers are returned as `Decoded`, so they get the same metrics.

@@ -393,6 +393,7 @@ def test_cycles_are_searched_for_while_a_command_computes(specctl, library):
         specctl.ok("distill")
     finally:
         gc.enable()
+        gc.unfreeze()
 
 
 def test_texts_that_stdout_cannot_spell_are_escaped():

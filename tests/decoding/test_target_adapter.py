@@ -18,6 +18,7 @@ from specctl.decoding.target import load_target
 from specctl.decoding.target_text import load_target_text
 from specctl.drafters.text.lookup import Lookup
 from specctl.errors import CheckpointError
+from specctl.kernels import native
 from specctl.recipe import TargetRecipe
 from tests.conftest import SIZES, write_tiny
 from tests.toys.decoding import decode
@@ -162,6 +163,25 @@ def test_a_switch_that_fails_leaves_the_target_as_it_was(base, lora, tmp_path):
     shutil.rmtree(lora)
     with pytest.raises(CheckpointError, match=r"gone does not exist; and target .* cannot be read again: .*lora does"):
         target.use_adapter(str(tmp_path / "gone"))
+
+
+@pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
+def test_a_quantized_target_changes_its_adapter(tmp_path, monkeypatch):
+    """With an adapter the weights of a GGUF file are dequantized; without one they are quantized again."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    base = write_tiny(tmp_path / "m", "LlamaConfig", SIZES | {"hidden_size": 64, "intermediate_size": 96})
+    write(base, tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q8_0)
+    file, adapter = str(tmp_path / "m.gguf"), write_adapter(str(base), tmp_path / "lora")
+    target = load_target(file, device="cpu", dtype="bf16")
+    logits = [target.prefill([PROMPT], target.new_cache(1, 32))[0]]
+    for change in (adapter, None):
+        target.use_adapter(change)
+        assert target.model.quantized == (change is None)
+        logits.append(target.prefill([PROMPT], target.new_cache(1, 32))[0])
+    loaded = load_target(file, device="cpu", dtype="bf16", adapter=adapter)
+    assert torch.equal(loaded.prefill([PROMPT], loaded.new_cache(1, 32))[0], logits[1])
+    assert torch.equal(logits[0], logits[2]) and not torch.equal(logits[0], logits[1])
 
 
 def test_the_identity_names_it(base, lora, tmp_path):

@@ -4,7 +4,7 @@ A step of few rows reads every weight once. On a CPU this reading sets the time,
 handles products of a few rows:
 
 - bf16: our C++ product (`kernels/native`); if that is not compiled, oneDNN's layout on CPUs with bf16 instructions.
-  The C++ product also reads the quantized weights of a GGUF file as they are stored, in a third of the bytes.
+  The C++ product also reads quantized weights of a GGUF file as they are stored, in a third to two thirds of the bytes.
 - fp32, on x86: FBGEMM keeps the weights in fp16, computes in fp32, and is made for few rows. All products of the
   built-in target take a third of the time (AMD Zen 3, one thread: 1.6 ms instead of 4.8 for one row, 3.0 instead of 9.7
   for eight). Only weights that fp16 can hold are packed, namely weights stored as bf16 in their file.

@@ -68,7 +68,7 @@ class StepModel(ctypes.Structure):
 
 
 class StepCall(ctypes.Structure):
-    """`AdminCall` of step.cpp."""
+    """`Call` of step.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("batch", "rows", "span", "threads")),
@@ -100,6 +100,11 @@ def chosen() -> str | None:
     return named if named in found else found[0]
 
 
+def _has_vnni() -> bool:
+    find = getattr(torch.cpu, "get_capabilities", None)  # an older torch does not tell
+    return find is not None and bool(find().get("avx512_vnni"))
+
+
 def library() -> ctypes.CDLL | None:
     """Load the compiled step for the `chosen` instructions. Returns None if it is not available.
 
@@ -117,7 +122,7 @@ def library_for(kind: str) -> ctypes.CDLL | None:
     if compiler is None:
         return None
     try:
-        vnni = (VNNI,) if kind != "avx2" and torch.cpu._is_vnni_supported() else ()
+        vnni = (VNNI,) if kind != "avx2" and _has_vnni() else ()
         found = ctypes.CDLL(str(_compiled(compiler, (*FLAGS, *INSTRUCTIONS[kind], *vnni))))
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
@@ -181,7 +186,7 @@ class GroupedWeights:
     Attributes:
         codes: [O, I] int8; 0 to 15 if there are 4 `bits`.
         scale, low: [O, I / group] fp32, for a group of 16 or 32 inputs. Packing rounds them to fp16. That changes only
-            products of two numbers, as in the scales of Q4_K, by 2⁻¹² of their size.
+            products of two numbers, as in the scales of Q4_K: by 2⁻¹² of their size if they are above 6e-5.
         bits: 4 or 8, the bits of a code in memory.
     """
 
@@ -218,9 +223,8 @@ class GroupedWeights:
         header = [part.transpose(1, 2).half().contiguous().view(torch.uint8) for part in header]  # [panels, groups, 32]
         codes = codes.unflatten(2, (-1, self.group))  # [panels, 16, groups, group]
         if self.bits == 4:
-            eight = codes.unflatten(3, (-1, 4, 2)).int()  # even and odd inputs, in the halves of 32 bits
-            shift = torch.tensor([[4 * i, 4 * i + 16] for i in range(4)], dtype=torch.int32)
-            codes = (eight << shift).sum((-1, -2), dtype=torch.int32)[..., None]
+            eight = codes.unflatten(3, (-1, 2, 2, 2))  # of 32 bits, the even inputs take the first two bytes
+            codes = (eight[..., 0, :] | eight[..., 1, :] << 4).transpose(-1, -2).flatten(-2)
         else:
             codes = codes.unflatten(3, (-1, 2))
         codes = codes.permute(0, 2, 3, 1, 4).contiguous().view(torch.uint8).flatten(2)
@@ -292,8 +296,9 @@ def _agrees(found: ctypes.CDLL) -> bool:
     weight, x = (torch.randn(shape, generator=generator).bfloat16() for shape in ((83, 96), (13, 96)))
     bias = torch.randn(83, generator=generator).bfloat16()
     scale, low = torch.randn(2, 83, 3, generator=generator).half().float()
-    codes = torch.randint(0, 16, (83, 96), generator=generator).to(torch.int8)
-    kinds: list[Tensor | GroupedWeights] = [weight, *(GroupedWeights(codes, scale, low, bits) for bits in (4, 8))]
+    codes = torch.randint(-128, 128, (83, 96), generator=generator).to(torch.int8)
+    four, eight = GroupedWeights(codes & 15, scale, low, 4), GroupedWeights(codes, scale / 16, low, 8)
+    kinds: list[Tensor | GroupedWeights] = [weight, four, eight]
     for held in kinds:
         call = NativeProduct(held, bias, found)
         whole, alone = call(x), torch.cat([call(row) for row in x.split(1)])

@@ -216,8 +216,8 @@ const Input* as_input(const bf16* x, [[maybe_unused]] int64_t size) {
 #endif
 }
 
-// Rows in groups of `group` values, a multiple of 16. Each thread has its own. Rounding to 16 bits of the largest value
-// of a group is finer than the rounding of x to bf16. A value that is not finite makes its group's scale NaN.
+// Rows in groups of `group` values, a multiple of 16. Each thread has its own. Codes have 16 bits of the largest value of a
+// group, where rounding x to bf16 has left 8. A value that is not finite makes its group's scale NaN.
 Rows in_groups(const bf16* x, int64_t rows, int64_t inputs, int64_t group) {
   static thread_local std::vector<int16_t> codes;
   static thread_local std::vector<float> scales, sums;
