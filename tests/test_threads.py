@@ -220,7 +220,7 @@ def milliseconds():
 milliseconds()
 for thread in os.listdir("/proc/self/task"):
     os.sched_setaffinity(int(thread), {min(os.sched_getaffinity(0))})
-print(milliseconds())
+print(min(milliseconds() for _ in range(3)))
 """
 
 
