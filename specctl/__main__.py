@@ -78,8 +78,8 @@ def main() -> None:
 
 
 def _end(codes: list[int]) -> None:
-    """End the process at once with the code of the command that has ended, if it has: the system takes back the memory
-    in no time, while Python frees the objects of all modules one by one, for about a second."""
+    """Exit at once, with the code of the command, if a command has ended. Python would free all objects first, which
+    takes about a second; the operating system frees the memory at once."""
     if codes:
         with suppress(SpecctlError):  # stdout is full; `run` has told so
             sys.stdout.flush()

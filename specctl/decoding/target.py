@@ -149,7 +149,7 @@ class Target(TargetText):
         try:
             self._take_again(adapter)
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold what was read
+            traceback.clear_frames(error.__traceback__)  # its frames hold the half-loaded model
             gc.collect()
             try:
                 self._take_again(self.adapter)

@@ -54,7 +54,7 @@ def test_attention_is_measured_against_the_same(monkeypatch, rows):
     ("part", "place", "name"), [("kernels", kernels, "timed"), ("steps", Target, "step"), ("rounds", rounds, "_begin")]
 )
 def test_a_signal_stops_the_measurements(specctl, monkeypatch, part, place, name):
-    """After the one that it interrupts: all of them take minutes."""
+    """The present measurement is finished; all measurements would take minutes."""
     begun, measure = [], getattr(place, name)
 
     def signalled(*given):

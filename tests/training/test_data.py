@@ -102,7 +102,7 @@ def test_five_prompts_are_trained_on(distilled, target, monkeypatch, capsys, hel
 
 @pytest.mark.parametrize("held_out", [1e-9, 1 - 1e-9])
 def test_texts_that_are_cut_are_counted(distilled, target, monkeypatch, capsys, held_out):
-    """Also if the split would hold out all of them."""
+    """Also if the split would hold out all prompts."""
     found = records(distilled, 5)
     lengths = sorted(len(one["prompt_ids"] + one["response_ids"]) for one in found)
     limit = max(lengths[2], max(len(one["prompt_ids"]) for one in found) + 2)

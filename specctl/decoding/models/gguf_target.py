@@ -341,7 +341,7 @@ class Weight:
         return self._place.ordered(dequantised(self.stored, self.dtype))[index]
 
     def quantized(self) -> GroupedWeights | None:
-        """The weights as they are stored, or None if the C++ step cannot read this quantization."""
+        """The weights in the file's quantization, or None if the C++ step cannot read it."""
         from specctl.decoding.models import gguf_blocks
 
         if not gguf_blocks.readable(self.stored):

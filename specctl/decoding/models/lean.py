@@ -223,7 +223,7 @@ class LeanModel:
 
     @property
     def products(self) -> list[Linear]:
-        """All products of a step: those of the layers, and the vocabulary head."""
+        """The vocabulary head, and the products of all layers."""
         return [self.head, *(getattr(layer, name) for layer in self.layers for name in PRODUCTS)]
 
     @property

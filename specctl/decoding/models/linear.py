@@ -92,17 +92,20 @@ class DraftLinear(Linear):
     """
 
     FEW, FEW_OF_TORCH = 16, 3  # measured: for our product, and for torch's product compared with oneDNN's
-    LANES = 16  # torch's kernel handles only full vectors: for other input widths it reads past the weights
+    LANES = 16  # both kernels handle only full vectors: for other input widths torch's reads past the weights
     rough = True
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None):
         super().__init__(weight, bias)
         self.int8: Product | None = None
         self.few = self.FEW
-        library = native.library() if self.native is not None and weight.shape[1] % self.LANES == 0 else None
-        if library is not None:
+        if not self.packed or self.dtype != torch.bfloat16 or weight.shape[1] % self.LANES:
+            return
+        if self.native is not None:
+            library = native.library()
+            assert library is not None
             self.int8 = native.NativeProduct(weight, self.bias, library, int8=True)
-        elif self.native is None and self.packed and self.dtype == torch.bfloat16 and weight.shape[1] % self.LANES == 0:
+        else:
             self.int8, self.few = _of_int8(weight.detach(), self.bias), self.FEW_OF_TORCH
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ class Spread(NamedTuple):
 
 
 class Source(NamedTuple):
-    """Where the weights of a target come from, and the devices that they go to.
+    """Origin of a target's weights, and their devices.
 
     Attributes:
         spread: spread over several devices, or None for one.
