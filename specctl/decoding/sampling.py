@@ -78,6 +78,17 @@ class Draws:
         drawn = kernels.sample_rows(rows, self.uniform(positions, stream).reshape(-1))
         return drawn.view(logits.shape[:2])
 
+    def follow(
+        self, logits: Tensor, positions: Tensor, tokens: Tensor, parents: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Follow the drawn tokens through the tree `tokens`, `parents` [B, n] (the match rule). `logits` [B, 1 + n, V]
+        and `positions` [B, 1 + n] are as in `draw`. Returns the path [B, n] of accepted nodes, the accepted length [B]
+        and the bonus token [B]."""
+        if self.greedy:
+            return kernels.walk_tree(kernels.argmax(logits), tokens, parents)
+        filters = self.temperature, self.top_k, self.top_p
+        return kernels.sample_tree(logits, filters, self.uniform(positions, TARGET), tokens, parents)
+
     def penalise(self, logits: Tensor, texts: list[list[int]], parents: list[list[int]], tokens: Tensor) -> Tensor:
         """Logits [B, 1 + n, V] with the repetition penalty applied. A row's penalized tokens are the committed `texts`
         and the draft's `tokens` [B, n] on the path to its node. Parents precede their children; a parent of −1 or less

@@ -101,10 +101,7 @@ def judge(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> 
     bonus token [B]. All tensors stay on the device."""
     if draft.rows is not None:
         return _ratio_rule(draws, draft, logits, positions)
-    drawn = draws.draw(logits, positions)
-    if not draft.size:
-        return draft.tokens, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
-    return kernels.walk_tree(drawn, draft.tokens, draft.parents)
+    return draws.follow(logits, positions, draft.tokens, draft.parents)
 
 
 def _ratio_rule(draws: Draws, draft: DraftTree, logits: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:

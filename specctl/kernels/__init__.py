@@ -43,6 +43,7 @@ __all__ = [
     "rope_and_cache",
     "row_params",
     "sample_rows",
+    "sample_tree",
     "select_backend",
     "silu_and_mul",
     "slots_of",
@@ -121,6 +122,7 @@ uniform = _dispatched(reference.uniform)
 row_params = _dispatched(reference.row_params)
 sample_rows = _dispatched(reference.sample_rows)
 walk_tree = _dispatched(reference.walk_tree)
+sample_tree = _dispatched(reference.sample_tree)
 accept_chain = _dispatched(reference.accept_chain)
 expand_topk = _dispatched(reference.expand_topk)
 drafter_feedback = _dispatched(reference.drafter_feedback)

@@ -8,8 +8,8 @@ memory from the system costs more than the arithmetic on it. Softmax is used as 
 
 import math
 import threading
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -169,16 +169,20 @@ def _top_k_cut(scores: Tensor, top_k: Tensor) -> Tensor:
 
 def _top_p_cut(scores: Tensor, p: Tensor, top_p: Tensor) -> Tensor:
     """Lowest score [R] in the nucleus of `p`, −inf if the filter is off."""
-    cut = torch.full_like(scores[:, 0], -torch.inf)
-    for row, needed in enumerate(top_p.tolist()):
-        if needed < 1:
-            mass = p[row].numpy()
-            # Tokens below (1 − top_p)/V have less than 1 − top_p together: drop them. The ½ allows for rounding.
-            ordered = np.sort(scores[row].numpy()[mass >= 0.5 * (1 - needed) / len(mass)])[::-1]
-            if len(ordered):  # empty only if the row is not a distribution
-                reached = np.cumsum(np.exp(ordered - ordered[0]), dtype=np.float64) * mass.max()
-                cut[row] = float(ordered[min(np.searchsorted(reached, needed), len(ordered) - 1)])
-    return cut
+    table = zip(scores.numpy(), p.numpy(), top_p.tolist(), strict=True)
+    cut = [_nucleus_cut(row, mass, needed) if needed < 1 else -math.inf for row, mass, needed in table]
+    return torch.tensor(cut, dtype=scores.dtype)
+
+
+def _nucleus_cut(scores: np.ndarray, weight: np.ndarray, top_p: float) -> float:
+    """Lowest score of the nucleus in one row, where `weight` is exp(scores) times any factor."""
+    total = weight.sum()
+    # Tokens below (1 − top_p)/V have less than 1 − top_p together: drop them. The ½ allows for rounding.
+    ordered = np.sort(scores[weight >= 0.5 * (1 - top_p) * total / len(weight)])[::-1]
+    if not len(ordered):  # the row is not a distribution
+        return -math.inf
+    reached = np.cumsum(np.exp(ordered - ordered[0]), dtype=np.float64) * weight.max()
+    return float(ordered[min(np.searchsorted(reached, top_p * total), len(ordered) - 1)])
 
 
 def sample_rows(rows: Rows, u: Tensor) -> Tensor:
@@ -197,19 +201,73 @@ def sample_rows(rows: Rows, u: Tensor) -> Tensor:
 
 
 def walk_tree(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _walk([row.__getitem__ for row in drawn.tolist()], tokens, parents)
+
+
+def sample_tree(
+    logits: Tensor, filters: tuple[Tensor, Tensor, Tensor], u: Tensor, tokens: Tensor, parents: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Like the reference, but samples only from the rows on the accepted path, one after the other."""
+    table = zip(logits.detach(), u.tolist(), *(field.tolist() for field in filters), strict=True)
+    return _walk([partial(_sample_node, *fields) for fields in table], tokens, parents)
+
+
+def _walk(choices: Sequence[Callable[[int], int]], tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The match rule. `choices` map the row of a node (0 = the root) to the target's token, for every sequence."""
     n = tokens.shape[1]
     paths, counts, bonus = [], [], []
-    for choice, token, parent in zip(drawn.tolist(), tokens.tolist(), parents.tolist(), strict=True):
+    for choose, token, parent in zip(choices, tokens.tolist(), parents.tolist(), strict=True):
         children = {(parent[i], token[i]): i for i in reversed(range(n))}  # of equal siblings the lowest index stays
         path: list[int] = []
-        node = -1
-        while (child := children.get((node, choice[node + 1]))) is not None:
-            path.append(node := child)
+        chosen = choose(0)
+        while (child := children.get((path[-1] if path else -1, chosen))) is not None:
+            path.append(child)
+            chosen = choose(child + 1)
         paths.append(path + [-1] * (n - len(path)))
         counts.append(len(path))
-        bonus.append(choice[node + 1])
+        bonus.append(chosen)
     path_table = torch.tensor(paths, dtype=torch.int64).view(tokens.shape)
     return path_table, torch.tensor(counts, dtype=torch.int64), torch.tensor(bonus, dtype=torch.int64)
+
+
+def _sample_node(logits: Tensor, u: list[float], temperature: float, top_k: int, top_p: float, row: int) -> int:
+    """Sample a token from one row of `logits` [n+1, V] at its uniform in `u`.
+
+    NumPy has less overhead per operation than PyTorch, and the arithmetic on one row is small.
+    """
+    x = to_working_precision(logits[row]).numpy()
+    best = int(x.argmax())  # if the row has NaN: the first NaN
+    if np.isnan(x[best]):
+        x = np.where(np.isnan(x), -np.inf, x)
+        best = int(x.argmax())
+    if temperature < GREEDY_BELOW or not np.isfinite(x[best]):
+        return best
+    vocabulary, width = len(x), min(len(x), BLOCK)
+    blocks = -(-vocabulary // width)
+    padded, scores = (part.numpy() for part in _scratch.buffers(2, 1, blocks * width, torch.from_numpy(x).dtype))
+    weight, scores = padded[0, :vocabulary], scores[0, :vocabulary]
+    np.subtract(x, x[best], out=scores)
+    scores *= 1.0 / temperature
+    np.exp(scores, out=weight)
+    padded[0, vocabulary:] = 0.0
+    if top_k:
+        kept = min(top_k, vocabulary)
+        weight[scores < np.partition(scores, vocabulary - kept)[vocabulary - kept]] = 0.0
+    if top_p < 1:
+        weight[scores < _nucleus_cut(scores, weight, top_p)] = 0.0
+    table = padded.reshape(blocks, width)
+    sums = table.sum(1)
+    block, rest = _search(sums, u[row] * float(sums.sum()))
+    return block * width + _search(table[block], rest)[0]
+
+
+def _search(weight: np.ndarray, threshold: float) -> tuple[int, float]:
+    """First index at which the cumulative weight exceeds `threshold`, and the threshold minus the sum before it. The
+    index is at most the last one with weight."""
+    cumulative = weight.cumsum(dtype=np.float64)
+    beyond, last = cumulative.searchsorted(threshold, side="right"), cumulative.searchsorted(cumulative[-1])
+    index = int(min(beyond, last))
+    return index, threshold - float(cumulative[index - 1] if index else 0.0)
 
 
 def accept_chain(

@@ -180,6 +180,20 @@ def walk_tree(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, T
 RULES = ("token", "block")
 
 
+def sample_tree(
+    logits: Tensor, filters: tuple[Tensor, Tensor, Tensor], u: Tensor, tokens: Tensor, parents: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The match rule (`walk_tree`) with the tokens sampled from `logits` [B, n+1, V] at the uniforms `u` [B, n+1].
+
+    `filters` are temperature, top-k and top-p [B], as in `row_params`. Only the rows on the accepted path decide, so a
+    backend may leave out all others.
+    """
+    batch, nodes, vocabulary = logits.shape
+    of_rows = (field.repeat_interleave(nodes) for field in filters)
+    rows = row_params(logits.reshape(batch * nodes, vocabulary), *of_rows)
+    return walk_tree(sample_rows(rows, u.reshape(-1)).view(batch, nodes), tokens, parents)
+
+
 def accept_chain(
     p: Rows, q: Rows, tokens: Tensor, count: Tensor, u_accept: Tensor, u_next: Tensor, rule: str = "token"
 ) -> tuple[Tensor, Tensor]:

@@ -175,7 +175,8 @@ def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
     temperature = torch.tensor([1.0, 0.7, 1.0, 0.8, 1.0, 0.0], device=device)
     top_k = torch.tensor([0, 50, 0, 0, 7, 0], device=device)
     top_p = torch.tensor([1.0, 1.0, 0.9, 1.0, 0.8, 1.0], device=device)
-    p = reference.row_params(logits, temperature, top_k, top_p)
+    filters = temperature, top_k, top_p
+    p = reference.row_params(logits, *filters)
     batch = ROWS // (DRAFTED + 1)
     q = p.take(torch.tensor([0, 1, 3, 4], device=device))
     tokens = reference.sample_rows(q, uniforms[:4]).view(batch, DRAFTED)
@@ -187,9 +188,13 @@ def _questions(device: torch.device) -> list[tuple[str, tuple[Any, ...]]]:
     return [
         ("uniform", (seeds, torch.arange(2 * DRAFTED, device=device).view(2, DRAFTED), 1)),
         ("argmax", (logits,)),
-        ("row_params", (logits, temperature, top_k, top_p)),
+        ("row_params", (logits, *filters)),
         ("sample_rows", (p, uniforms)),
         ("walk_tree", (drawn, tokens, parents)),
+        (
+            "sample_tree",
+            (logits.view(*grid.shape, -1), tuple(f[:: DRAFTED + 1] for f in filters), grid, tokens, parents),
+        ),
         ("accept_chain", (p, q, tokens, count, grid[:, :DRAFTED].contiguous(), grid)),
         ("expand_topk", (scores, 4)),
         ("distill_rows", (scores, scores.flip(0).softmax(-1), uniforms, "soft_ce")),

@@ -84,6 +84,7 @@ rows = triton_backend.row_params(x, ones, zeros, ones)
 triton_backend.sample_rows(rows, ones)
 triton_backend.expand_topk(x, 4)
 triton_backend.walk_tree(zeros[None], tree, tree)
+triton_backend.sample_tree(x[None], (ones[:1], zeros[:1], ones[:1]), ones[None], tree, tree)
 for rule in reference.RULES:
     drafted = rows._replace(logits=x[:count], **{name: getattr(rows, name)[:count] for name in rows._fields[1:]})
     chain = rows, drafted, tree, torch.tensor([count]), ones[None, :count], ones[None]

@@ -12,7 +12,7 @@ from specctl.kernels import cpu, reference
 
 FUNCTIONS = [
     *("accept_chain", "add_rms_norm", "argmax", "attention", "distill_rows", "expand_topk"),
-    *("drafter_feedback", "rope_and_cache", "row_params", "sample_rows", "silu_and_mul"),
+    *("drafter_feedback", "rope_and_cache", "row_params", "sample_rows", "sample_tree", "silu_and_mul"),
     *("uniform", "walk_tree"),
 ]
 

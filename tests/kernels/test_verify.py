@@ -24,6 +24,31 @@ def test_walk_tree(backend, drawn, tokens, parents, path, bonus):
     assert [field.tolist() for field in walked] == [[path], [accepted], [bonus]]
 
 
+@pytest.mark.parametrize("vocabulary", [7, 256, 600])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 5, 1.0), (1.3, 0, 0.6), (0.8, 6, 0.9), (0.0, 0, 1.0)]
+)
+def test_sample_tree(backend, vocabulary, temperature, top_k, top_p):
+    """Equals sampling from all rows and then walking the tree."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    batch, n = 40, 4
+    logits = 2 * torch.randn(batch, n + 1, vocabulary, generator=generator, dtype=torch.float64)
+    logits[0, 0, 1], logits[1] = torch.nan, -torch.inf
+    logits[1, :, 3] = 0.0
+    u = torch.rand(batch, n + 1, generator=generator, dtype=torch.float64)
+    fill = torch.ones(batch, dtype=torch.float64)
+    filters = fill * temperature, (fill * top_k).long(), fill * top_p
+    rows = reference.row_params(logits.flatten(0, 1), *(field.repeat_interleave(n + 1) for field in filters))
+    drawn = reference.sample_rows(rows, u.flatten()).view(batch, n + 1)
+    tokens = torch.stack((drawn[:, 0], (drawn[:, 0] + 1) % vocabulary, drawn[:, 1], drawn[:, 3]), 1)
+    tokens[2] = -5  # nothing is accepted
+    parents = torch.tensor([[-1, -1, 0, 2]]).repeat(batch, 1)
+    expected = reference.walk_tree(drawn, tokens, parents)
+    assert expected[1].max() == 3
+    for ours, spec in zip(backend.sample_tree(logits, filters, u, tokens, parents), expected, strict=True):
+        assert torch.equal(ours, spec)
+
+
 def rows_of(backend, probabilities, temperature=1.0):
     x = torch.tensor(probabilities, dtype=torch.float64).log()
     fill = torch.ones(len(x), dtype=torch.float64)

@@ -468,15 +468,18 @@ def test_waking_up_in_a_batch_with_finished_rows(target, long, name, monkeypatch
 
 def broken_walk(drawn, tokens, parents):
     """Accepts the first draft token whatever the target drew."""
-    path, count, bonus = kernels.reference.walk_tree(drawn, tokens, parents)
+    path, count, bonus = true_walk(drawn, tokens, parents)
     first = parents[:, 0] == -1
     path[:, 0] = torch.where(first, 0, path[:, 0])
     return path, torch.where(first, count.clamp(min=1), count), bonus
 
+true_walk = kernels.reference.walk_tree
+
+
 
 def broken_bonus(drawn, tokens, parents):
     """Takes the bonus token from the root instead of the last node."""
-    path, count, _ = kernels.reference.walk_tree(drawn, tokens, parents)
+    path, count, _ = true_walk(drawn, tokens, parents)
     return path, count, drawn[:, 0]
 
 
@@ -492,6 +495,8 @@ def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
     assert whole(found) != texts
 
 
+    monkeypatch.setattr(kernels.reference, "walk_tree", walk)  # for `sample_tree` of the reference
+    monkeypatch.setattr(kernels, "sample_tree", kernels.reference.sample_tree)
 def test_negative_control_stale_positions(target, prompts, plain, monkeypatch):
     """Noise of another position: the text stays lawful but is no longer that of plain decoding."""
     texts = whole(plain(HOT))

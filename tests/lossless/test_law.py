@@ -34,8 +34,12 @@ class Model:
     top_p: float = 1.0
 
     def rows(self, backend, logits):
-        fill = torch.ones(len(logits), dtype=F64)
-        return backend.row_params(logits, fill * self.temperature, (fill * self.top_k).long(), fill * self.top_p)
+        return backend.row_params(logits, *self.filters(len(logits)))
+
+    def filters(self, count):
+        """Temperature, top-k and top-p of `count` rows or sequences."""
+        fill = torch.ones(count, dtype=F64)
+        return fill * self.temperature, (fill * self.top_k).long(), fill * self.top_p
 
     def probabilities(self, length):
         """p(next | prefix of `length`), [V]·(length + 1), by sorting and summing in Python."""
@@ -323,10 +327,8 @@ def match_verdict(backend, target, tokens, parents, u):
     logits = torch.stack([target.by_length[min(len(prefix), 2)][tuple(prefix[:2])] for prefix in prefixes])
     depth = torch.tensor([min(len(prefix), 2) for prefix in prefixes])
     n = len(u)
-    rows = target.rows(backend, logits.repeat(n, 1))
-    drawn = backend.sample_rows(rows, u[:, depth].reshape(-1)).view(n, -1)
     tree = [torch.tensor(row, dtype=torch.int64).expand(n, -1) for row in (tokens, parents)]
-    path, accepted, bonus = backend.walk_tree(drawn, *tree)
+    path, accepted, bonus = backend.sample_tree(logits.expand(n, -1, -1), target.filters(n), u[:, depth], *tree)
     committed = torch.full((n, 4), -1)
     if tokens:
         committed[:, : path.shape[1]] = torch.where(path >= 0, tree[0].gather(1, path.clamp(min=0)), -1)[:, :4]

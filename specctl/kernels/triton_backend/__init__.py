@@ -25,6 +25,7 @@ __all__ = [
     "rope_and_cache",
     "row_params",
     "sample_rows",
+    "sample_tree",
     "silu_and_mul",
     "span_attention",
     "span_attention_backward",
@@ -57,6 +58,7 @@ uniform = _on_its_device(rows.uniform)
 row_params = _on_its_device(rows.row_params)
 sample_rows = _on_its_device(rows.sample_rows)
 walk_tree = _on_its_device(verify.walk_tree)
+sample_tree = _on_its_device(verify.sample_tree)
 accept_chain = _on_its_device(verify.accept_chain)
 expand_topk = _on_its_device(expand.expand_topk)
 distill_rows = _on_its_device(distill.distill_rows)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..reference import check_rule
 from ..rows import BLOCK, Rows
+from . import rows
 from .device import BLOCKS, load_logits, pointers, precision, probability, search
 
 
@@ -34,11 +35,22 @@ def _walk_kernel(drawn, tokens, parents, path, accepted, bonus, n, LANES: tl.con
 
 def walk_tree(drawn: Tensor, tokens: Tensor, parents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch, n = tokens.shape
+    if not n:
+        return tokens, torch.zeros_like(drawn[:, 0]), drawn[:, 0]
     path = torch.empty(batch, n, dtype=torch.int64, device=tokens.device)
     accepted, bonus = (drawn.new_empty(batch) for _ in range(2))
     table = (field.contiguous() for field in (drawn, tokens, parents))
-    _walk_kernel[(batch,)](*table, path, accepted, bonus, n, triton.next_power_of_2(max(n, 1)), num_warps=1)
+    _walk_kernel[(batch,)](*table, path, accepted, bonus, n, triton.next_power_of_2(n), num_warps=1)
     return path, accepted, bonus
+
+
+def sample_tree(
+    logits: Tensor, filters: tuple[Tensor, Tensor, Tensor], u: Tensor, tokens: Tensor, parents: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, nodes, vocabulary = logits.shape
+    of_rows = (field.repeat_interleave(nodes) for field in filters)
+    distributions = rows.row_params(logits.reshape(batch * nodes, vocabulary), *of_rows)
+    return walk_tree(rows.sample_rows(distributions, u.reshape(-1)).view(batch, nodes), tokens, parents)
 
 
 @triton.jit
