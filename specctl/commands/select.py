@@ -76,7 +76,7 @@ def load_stream(
     if drafters is None:
         drafters = load_pool(recipe, target, paths, companion)
         if isinstance(recipe, SelectRecipe) and companion and companion.text and recipe.companion_arm:
-            drafters.setdefault(recipe.companion_arm, companion.text)
+            drafters.setdefault(recipe.companion_arm, companion.text_drafter(recipe.companion_arm))
     place_of = {name: path for path, name in named(paths).items()}
     places = {name: place_of[name] for name in drafters if name in place_of}  # in the order of the arms
     kinds = trained_on(places, target, drafters)

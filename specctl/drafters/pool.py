@@ -18,6 +18,7 @@ from specctl.drafters.hybrid.costs import Costs, costs_of
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import GateStatistics
 from specctl.drafters.hybrid.rescored import IndependentHeads, Rescored
+from specctl.drafters.hybrid.weighed import WeighedText
 from specctl.drafters.lora import AdaptableDrafter, Adapter, LoraConfig
 from specctl.drafters.names import HYBRIDS, RESCORED, SAMPLED, name_of, parts_of
 from specctl.drafters.text.suffix import Suffix
@@ -45,15 +46,23 @@ def load_drafter(
             target.
         UsageError: the two drafters cannot form a hybrid.
     """
+    if len(parts := parts_of(path_or_name)) == 1:
+        return weighed(load_single(path_or_name, target, drafting, bases), target, drafting)
+    if drafting.proposal == "sampled":
+        raise UsageError(f"{path_or_name}: {SAMPLED[0]}", SAMPLED[1])
+    head, text = (load_single(part, target, drafting, bases) for part in parts)
+    if drafting.rescore:
+        return rescored(path_or_name, head, text)
+    return hybrid(path_or_name, head, text, hybrid_costs(path_or_name, head, target))
+
+
+def load_single(
+    path_or_name: str, target: Target, drafting: DraftingRecipe, bases: dict[str, Drafter] | None = None
+) -> Drafter:
+    """Load a drafter that is no hybrid, as a part of one: a text drafter does not weigh its nodes. For the arguments
+    and errors see `load_drafter`."""
     if path_or_name in WEIGHTLESS_DRAFTERS:
         return cast(Drafter, pkgutil.resolve_name(WEIGHTLESS_DRAFTERS[path_or_name])(drafting))
-    if len(parts := parts_of(path_or_name)) > 1:
-        if drafting.proposal == "sampled":
-            raise UsageError(f"{path_or_name}: {SAMPLED[0]}", SAMPLED[1])
-        head, text = (load_drafter(part, target, drafting, bases) for part in parts)
-        if drafting.rescore:
-            return rescored(path_or_name, head, text)
-        return hybrid(path_or_name, head, text, hybrid_costs(path_or_name, head, target))
     found = read_drafter(path_or_name, target)
     bases = {} if bases is None else bases
     if drafting.proposal == "sampled" and found.config["family"] != LM:
@@ -67,6 +76,15 @@ def load_drafter(
         return drafter
     assert isinstance(drafter, AdaptableDrafter)
     return drafter.adapted(load_adapter(found, base))
+
+
+def weighed(drafter: Drafter, target: Target, drafting: DraftingRecipe) -> Drafter:
+    """Let a text drafter draft as many nodes as pay off. This is for a CPU, and for recipes that do not set the size of
+    its drafts. Any other drafter comes back unchanged."""
+    sized = (drafting.depth, drafting.nodes, drafting.children) != (None, None, None)
+    if sized or target.device.type != "cpu" or not isinstance(drafter, TextDrafter):
+        return drafter
+    return WeighedText(drafter, costs_of(target, None, "no head"))
 
 
 def hybrid(name: str, head: Drafter, text: Drafter, costs: Costs, past: GateStatistics | None = None) -> Hybrid:

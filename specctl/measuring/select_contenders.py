@@ -236,7 +236,7 @@ class SelectContenders:
         if "fixed" in recipe.baselines:
             contenders |= {arm.name: arm.copy() for arm in self.arms}
         if "beside" in recipe.baselines and self.companion.name and self.companion.text:
-            contenders[self.companion.name] = Arm(self.companion.name, self.companion.text)
+            contenders[self.companion.name] = Arm(self.companion.name, self.companion.text_drafter(self.companion.name))
         if DRAFT_ALL in recipe.baselines:
             contenders[DRAFT_ALL] = DraftAll([Arm(name, drafter) for name, drafter in self.drafters.items()])
         rivals = {name: path for path, name in named(recipe.rivals).items()}

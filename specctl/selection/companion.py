@@ -29,14 +29,19 @@ class Companion:
     def __init__(self, name: str | None, target: Target, drafting: DraftingRecipe, store: GrowingDatastore):
         """`name`: name of the text drafter; if None, heads draft alone."""
         self.name, self.target, self.drafting, self.store = name, target, drafting, store
-        self.text = None if name is None else self.text_drafter(name)
+        self.text = None if name is None else self._load(name)
         self._costs: dict[str, Costs] = {}  # of hybrids, by the names of both drafters
 
     def text_drafter(self, name: str) -> Drafter:
-        """An untrained drafter: `retrieval` over this store, or one that reads only the present text."""
+        """An untrained drafter that drafts alone: `retrieval` over this store, or one that reads only the present
+        text."""
+        text = self.text if self.text is not None and name == self.name else self._load(name)
+        return pool.weighed(text, self.target, self.drafting)
+
+    def _load(self, name: str) -> Drafter:
         if name == STREAM_RETRIEVAL:
             return retrieval.FAMILY.make_drafter(self.store, self.target, self.drafting)
-        return pool.load_drafter(name, self.target, self.drafting)
+        return pool.load_single(name, self.target, self.drafting)
 
     def with_text_drafter(self, directory: str, drafter: Drafter) -> Drafter:
         """Join the drafter of `directory` with the text drafter. A drafter that is no head comes back unchanged."""

@@ -15,7 +15,7 @@ from specctl.drafters import names, pool
 from specctl.drafters.hybrid import costs
 from specctl.drafters.hybrid.candidates import Calibration, Candidates
 from specctl.drafters.hybrid.costs import ROWS, Costs
-from specctl.drafters.hybrid.drafter import Hybrid, Size, best_size
+from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.gate import (
     GAIN,
     HEAD,
@@ -32,6 +32,7 @@ from specctl.drafters.hybrid.gate import (
     GateStatistics,
     Pending,
 )
+from specctl.drafters.hybrid.weighed import Size, TextProposal, best_size
 from specctl.drafters.text.lookup import Lookup
 from specctl.drafters.tree import ProposedTree
 from specctl.errors import CheckpointError, UsageError
@@ -290,9 +291,10 @@ class TestHybrid:
         assert together.asked <= alone.asked + 2 < max(one.target_passes for one in texts)
         state = SimpleNamespace(live=[0, 1, 2], batch=3, rows=[SimpleNamespace(draft_room=9)] * 3)
         hybrid, alone = Hybrid(Claims(), Lookup(), DEAR, GateStatistics()), Size([], 0, 3.0, 3.0)
+        gates = [Gate(past=hybrid.past) for _ in range(3)]
         hybrid.past.unasked = [99, 0, 0, 0, 0]
-        assert not hybrid._asks(state, [Gate(past=hybrid.past) for _ in range(3)], [0, 1, 1], alone, DEAR)
-        assert hybrid._asks(state, [Gate(past=hybrid.past) for _ in range(3)], [0, 0, 1], alone, DEAR)
+        assert not hybrid._asks(state, TextProposal(gates, [], DEAR, alone, [0, 1, 1]))
+        assert hybrid._asks(state, TextProposal(gates, [], DEAR, alone, [0, 0, 1]))
         assert hybrid.past.unasked[0] == 0, "asked again only after a wait, whatever becomes of the round"
 
     def test_nodes_are_verified_while_the_round_yields_more_per_cost(self):

@@ -21,6 +21,7 @@ from specctl.drafters.eagle3.head import Eagle3Config, Eagle3Head
 from specctl.drafters.hybrid.costs import ROWS, Costs
 from specctl.drafters.hybrid.drafter import Hybrid
 from specctl.drafters.hybrid.rescored import Rescored
+from specctl.drafters.hybrid.weighed import WeighedText
 from specctl.drafters.lm.drafter import LMDrafter
 from specctl.drafters.lm.model import AcceptanceHead
 from specctl.drafters.lm.shape import ChainShape
@@ -101,6 +102,9 @@ def random_block(target, parts=None, **drafting):
     )
 
 
+CHEAP = Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001)
+
+
 @pytest.fixture(scope="module")
 def plain(target, prompts):
     """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
@@ -120,6 +124,9 @@ DRAFTERS = {
     "suffix": lambda target, texts: Suffix(),
     "lookahead": lambda target, texts: LookaheadDrafter(),
     "retrieval": lambda target, texts: Suffix(corpus=Datastore.of(misprinted(text) for text in texts)),
+    "weighed retrieval": lambda target, texts: WeighedText(
+        Suffix(corpus=Datastore.of(misprinted(text) for text in texts)), CHEAP
+    ),
     "lm": lambda target, texts: LMDrafter(own_weights(target, 0.1), target, ChainShape(4, 0.1, False)),
     "lm itself": lambda target, texts: LMDrafter(own_weights(target), target, ChainShape(5, 0.0, False)),
     "eagle": lambda target, texts: random_eagle(target, TreeShape(4, 2, 8, 2, 0.0)),
@@ -173,7 +180,7 @@ def unsure(target, noise):
 
 def hybrid(head, text):
     """A hybrid whose head costs next to nothing, so that it is asked, and whose rows are worth verifying."""
-    return Hybrid(head, text, Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001))
+    return Hybrid(head, text, CHEAP)
 
 
 def misprinted(text):
@@ -466,15 +473,15 @@ def test_waking_up_in_a_batch_with_finished_rows(target, long, name, monkeypatch
     assert sizes[78] == 5
 
 
+true_walk = kernels.reference.walk_tree
+
+
 def broken_walk(drawn, tokens, parents):
     """Accepts the first draft token whatever the target drew."""
     path, count, bonus = true_walk(drawn, tokens, parents)
     first = parents[:, 0] == -1
     path[:, 0] = torch.where(first, 0, path[:, 0])
     return path, torch.where(first, count.clamp(min=1), count), bonus
-
-true_walk = kernels.reference.walk_tree
-
 
 
 def broken_bonus(drawn, tokens, parents):
@@ -488,6 +495,8 @@ def broken_bonus(drawn, tokens, parents):
 def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
     """The comparison above must see a rule that is not lossless."""
     monkeypatch.setattr(kernels, "walk_tree", walk)
+    monkeypatch.setattr(kernels.reference, "walk_tree", walk)  # for `sample_tree` of the reference
+    monkeypatch.setattr(kernels, "sample_tree", kernels.reference.sample_tree)
     texts = whole(plain(sampling))
     found = decode(
         target, prompts, sampling=sampling, max_new_tokens=NEW, seeds=SEEDS, drafter=ragged(texts, 0, target.vocab_size)
@@ -495,8 +504,6 @@ def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
     assert whole(found) != texts
 
 
-    monkeypatch.setattr(kernels.reference, "walk_tree", walk)  # for `sample_tree` of the reference
-    monkeypatch.setattr(kernels, "sample_tree", kernels.reference.sample_tree)
 def test_negative_control_stale_positions(target, prompts, plain, monkeypatch):
     """Noise of another position: the text stays lawful but is no longer that of plain decoding."""
     texts = whole(plain(HOT))

@@ -1,4 +1,4 @@
-"""Measure the costs of a round on this machine: the target's rows, and a head's passes before them.
+"""Measure the costs of a round on this machine: the target's rows, and the passes of a head before them.
 
 The costs decide how deep a draft pays off. They are measured once per machine, target and head, and cached. So equal
 runs draft equally, and no measurement runs inside timed code.
@@ -108,8 +108,8 @@ class Costs:
 SINGLE = [field.name for field in fields(Costs) if field.name != "rounds"]
 
 
-def costs_of(target: Target, head: CandidateDrafter, name: str) -> Costs:
-    """Return the costs of rounds with a head, from the cache file or measured now.
+def costs_of(target: Target, head: CandidateDrafter | None, name: str) -> Costs:
+    """Return the costs of rounds, from the cache file or measured now; without a head, its levels cost nothing.
 
     `name` identifies the head's family and architecture.
     """
@@ -142,10 +142,10 @@ def costs_of(target: Target, head: CandidateDrafter, name: str) -> Costs:
         told = f"saved in {path}"
     except OSError as error:
         told = f"measured again next time, because {path} cannot be written: {error.strerror}"
+    levels = f", drafting one level {costs.first:.2f}, each further level {costs.level:.2f}" if head else ""
     progress.log(
         f"measured once, relative to a round of one row: 8 rows {costs.round(8):.2f}, 16 rows {costs.round(16):.2f}, "
-        f"{TEXTS} sequences {costs.round(1, TEXTS):.2f}, drafting one level {costs.first:.2f}, each further level "
-        f"{costs.level:.2f} ({told})"
+        f"{TEXTS} sequences {costs.round(1, TEXTS):.2f}{levels} ({told})"
     )
     return costs
 
@@ -192,7 +192,7 @@ def _validated(found: Any) -> Costs:
 
 
 @torch.inference_mode()
-def measure(target: Target, head: CandidateDrafter) -> Costs:
+def measure(target: Target, head: CandidateDrafter | None) -> Costs:
     """Time rounds of all sizes and the head's levels, each relative to a round of one row; returns medians."""
     ratios: dict[str, list[float]] = {}
     near, far = (min(length, target.context_length // part) for length, part in ((CONTEXT, 4), (FAR, 2)))
@@ -212,6 +212,8 @@ def measure(target: Target, head: CandidateDrafter) -> Costs:
                 for rows in sizes:
                     draft = DraftTree.from_chains([[0] * (rows - 1)] * count, target.device)
                     taken[f"{rows} rows{name}"] = _seconds(target, partial(verify, target, state, draft))
+                if head is None:
+                    continue
                 for levels in (1, LEVELS) if length == near else ():
                     _commit_a_round(target, state)
                     grow = partial(head.propose_candidates, state, levels, lambda joint: True)
@@ -224,8 +226,10 @@ def measure(target: Target, head: CandidateDrafter) -> Costs:
 def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -> Costs:
     """Compute the costs from relative times such as `8 rows` or `1 levels`.
 
-    Texts have `near` tokens, or `far` tokens for the names that say so. More rows are never cheaper than fewer.
+    Texts have `near` tokens, or `far` tokens for the names that say so. More rows are never cheaper than fewer. Without
+    times of levels, these cost nothing.
     """
+    ratios = {f"{levels} levels{batch}": 0.0 for levels in (1, LEVELS) for batch in ("", f" of {TEXTS}")} | ratios
     rounds = [ratios[f"{rows} rows"] for rows in ROWS]
     first, levels = ratios["1 levels"], ratios[f"{LEVELS} levels"]
     level = max(levels - first, 0.0) / (LEVELS - 1)
@@ -250,17 +254,18 @@ def from_ratios(ratios: dict[str, float], near: int = CONTEXT, far: int = FAR) -
     )
 
 
-def _texts(target: Target, head: CandidateDrafter, count: int, length: int) -> DecodeState:
+def _texts(target: Target, head: CandidateDrafter | None, count: int, length: int) -> DecodeState:
     """Build texts of `length` random tokens, read by the target and the head, with room for the timed rounds."""
     generator = torch.Generator().manual_seed(0)
-    engine = Engine(target, Fixed(PLAIN, head.taps), EngineOptions(on_host=True))
+    engine = Engine(target, Fixed(PLAIN, head.taps if head else ()), EngineOptions(on_host=True))
     for _ in range(count):
         prompt = torch.randint(target.vocab_size, (length,), generator=generator)
         engine.add(Request(prompt.tolist(), GREEDY, ROOM))
     for text in engine.waiting.values():
         text.eos_ids = frozenset()  # no token ends a text
     engine.step()
-    head.propose_candidates(engine.state, 1, lambda joint: False)
+    if head:
+        head.propose_candidates(engine.state, 1, lambda joint: False)
     return engine.state
 
 

@@ -16,6 +16,7 @@ from specctl.drafters.text.text_tree import TextIndex, TextPosition, TextTreeSha
 from specctl.drafters.tree import ProposedTree
 from specctl.recipe import DraftingRecipe
 
+# Drafts of one size, where nothing weighs the nodes.
 # Speedup over plain decoding of the built-in target on a CPU (sql, code, summarization; 20 prompts each; one thread of
 # a busy machine, on which equal drafts differ by up to 20 %):
 #   chain of 7     text 1.55 2.16 1.18   with a store of 400 responses 2.30 2.99 1.68   (lookup 1.54 1.80 1.20)
@@ -26,9 +27,7 @@ from specctl.recipe import DraftingRecipe
 # a plain step of an 8B model.
 NODES = {"cpu": 7, "cuda": 30}
 DEPTH, CHILDREN = 16, 5
-MIN_PROBABILITY = (
-    0.02  # minimal joint probability of a node in a hybrid: a less probable node yields less than its row costs
-)
+MIN_PROBABILITY = 0.02  # minimal joint probability of a node that may pay off (`hybrid.weighed`)
 
 
 class Suffix(BaseDrafter):
