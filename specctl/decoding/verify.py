@@ -48,13 +48,7 @@ def verify(target: Target, state: DecodeState, draft: DraftTree) -> Verdict:
 def nonfinite_rows(target: Target, logits: Tensor) -> dict[int, Exception]:
     """Find the sequences with NaN or infinite logits in their row of `logits` [B, V], from which a token was drawn.
     Returns a CheckpointError for each."""
-    return {b: not_finite(target) for b, fine in enumerate(finite_rows(logits).tolist()) if not fine}
-
-
-def finite_rows(logits: Tensor) -> Tensor:
-    """[B] whether a row of `logits` [B, V] is a distribution. The maximum propagates NaN; −inf only excludes a
-    token."""
-    return logits.float().amax(-1).isfinite()
+    return {b: not_finite(target) for b, fine in enumerate(kernels.finite_rows(logits).tolist()) if not fine}
 
 
 def not_finite(target: Target) -> CheckpointError:

@@ -37,6 +37,7 @@ __all__ = [
     "distill_rows",
     "drafter_feedback",
     "expand_topk",
+    "finite_rows",
     "gather_pages",
     "nan_count",
     "probabilities",
@@ -125,5 +126,6 @@ walk_tree = _dispatched(reference.walk_tree)
 sample_tree = _dispatched(reference.sample_tree)
 accept_chain = _dispatched(reference.accept_chain)
 expand_topk = _dispatched(reference.expand_topk)
+finite_rows = _dispatched(reference.finite_rows)
 drafter_feedback = _dispatched(reference.drafter_feedback)
 distill_rows = _dispatched(reference.distill_rows)

@@ -1,9 +1,10 @@
 """Kernels for tensors on a CPU. `reference` documents the functions; here they skip unneeded work.
 
 On a CPU, host synchronization is free. So filters that are off cost no time, small integer work is done in Python, and
-NumPy replaces PyTorch for operations in which it is several times faster (argmax, sorting). Code that passes over
-rows several times takes a few rows at a time. Its buffers stay in the CPU cache and outlive the call: at V = 32k, fresh
-memory from the system costs more than the arithmetic on it. Softmax is used as PyTorch's fastest exponential.
+NumPy replaces PyTorch for operations in which it is several times faster (argmax, sorting). The library of the C++ step
+chooses tokens from bf16 logits. Code that passes over rows several times takes a few rows at a time. Its buffers stay
+in the CPU cache and outlive the call: at V = 32k, fresh memory from the system costs more than the arithmetic on it.
+Softmax is used as PyTorch's fastest exponential.
 """
 
 import math
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import reference
+from . import native, reference
 from .objectives import TINY
 from .reference import DrafterFeedback
 from .rows import (
@@ -153,11 +154,18 @@ def _sum_blocks(weight: Tensor, out: Tensor) -> None:
 
 
 def argmax(logits: Tensor) -> Tensor:
+    if (found := native.argmax(logits)) is not None:
+        return found
     scores = to_working_precision(logits.detach()).numpy()
     best = scores.argmax(-1)
     if np.isnan(np.take_along_axis(scores, best[..., None], -1)).any():  # NumPy takes a NaN for the maximum
         best = np.where(np.isnan(scores), -np.inf, scores).argmax(-1)
     return torch.from_numpy(np.asarray(best))
+
+
+def finite_rows(logits: Tensor) -> Tensor:
+    found = native.finite(logits)
+    return reference.finite_rows(logits) if found is None else found
 
 
 def _top_k_cut(scores: Tensor, top_k: Tensor) -> Tensor:
@@ -235,6 +243,9 @@ def _sample_node(logits: Tensor, u: list[float], temperature: float, top_k: int,
 
     NumPy has less overhead per operation than PyTorch, and the arithmetic on one row is small.
     """
+    filtered = top_k > 0 or top_p < 1 or temperature < GREEDY_BELOW
+    if not filtered and (found := native.sample(logits[row], temperature, u[row])) is not None:
+        return found
     x = to_working_precision(logits[row]).numpy()
     best = int(x.argmax())  # if the row has NaN: the first NaN
     if np.isnan(x[best]):

@@ -108,6 +108,11 @@ def philox(counter: tuple[Tensor, ...], key: tuple[Tensor, Tensor]) -> tuple[Ten
     return c0, c1, c2, c3
 
 
+def finite_rows(logits: Tensor) -> Tensor:
+    """Whether rows of `logits` [B, V] are distributions, [B]: no NaN, and a finite maximum. −inf excludes a token."""
+    return logits.float().amax(-1).isfinite()
+
+
 def row_params(logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor) -> Rows:
     """Rows of `logits` [R, V] under `temperature` [R], `top_k` [R] int64 (0 = off) and `top_p` [R] (1 = off).
 

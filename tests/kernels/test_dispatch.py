@@ -11,7 +11,7 @@ from specctl import kernels
 from specctl.kernels import cpu, reference
 
 FUNCTIONS = [
-    *("accept_chain", "add_rms_norm", "argmax", "attention", "distill_rows", "expand_topk"),
+    *("accept_chain", "add_rms_norm", "argmax", "attention", "distill_rows", "expand_topk", "finite_rows"),
     *("drafter_feedback", "rope_and_cache", "row_params", "sample_rows", "sample_tree", "silu_and_mul"),
     *("uniform", "walk_tree"),
 ]

@@ -15,7 +15,7 @@ from specctl.decoding.plan import plan_rows
 from specctl.decoding.sampling import GREEDY, Sampling
 from specctl.decoding.target import load_target
 from specctl.drafters.text.lookup import Lookup
-from specctl.kernels import native
+from specctl.kernels import native, reference
 from tests.conftest import SIZES, write_tiny
 from tests.toys.decoding import decode
 
@@ -107,6 +107,40 @@ def test_texts_in_bf16_are_those_of_plain_decoding(instructions, sampling):
     drafted = decode(target, prompts, drafter=Lookup(), **options)
     assert [one.output_ids for one in drafted] == plain
     assert sum(len(one.output_ids) - one.target_passes for one in drafted) > 0
+
+
+@needed
+@pytest.mark.parametrize("vocabulary", [5, 256, 300, 4096])
+def test_tokens_of_bf16_logits(instructions, monkeypatch, vocabulary):
+    """Equal the reference's: maxima, rows that are no distribution, and samples away from the bounds of a token."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    monkeypatch.setattr(native, "_loaded", [native.library()])
+    logits = (3 * torch.randn(64, vocabulary, generator=generator)).bfloat16()
+    logits[1], logits[2, -1], logits[3, :2], logits[4, 0] = -torch.inf, torch.nan, -torch.inf, torch.inf
+    logits[5, [1, 3]] = 40.0  # ties
+    assert torch.equal(native.argmax(logits), reference.argmax(logits))
+    assert native.finite(logits).tolist() == reference.finite_rows(logits).tolist()
+    assert native.finite(logits).tolist() == [row not in (1, 2, 4) for row in range(64)]
+    fill = torch.ones(64)
+    for temperature in (0.7, 1.0):
+        rows = reference.row_params(logits, fill * temperature, fill.long() * 0, fill)
+        for u in torch.rand(9, generator=generator).tolist():
+            near = [reference.sample_rows(rows, fill * min(max(u + step, 0.0), 1.0)) for step in (-1e-5, 0.0, 1e-5)]
+            for row in range(64):
+                found, expected = native.sample(logits[row], temperature, u), {int(one[row]) for one in near}
+                assert found is None if row in (1, 4) else found in expected
+    assert native.argmax(logits.float()) is native.sample(logits[0].float(), 1.0, 0.5) is None
+
+
+@needed
+def test_samples_have_the_probabilities_of_the_tokens(instructions, monkeypatch):
+    """Uniforms on a grid: each token has its share of them."""
+    monkeypatch.setattr(native, "_loaded", [native.library()])
+    logits = torch.randn(600, generator=torch.Generator().manual_seed(0)).bfloat16()
+    grid = [(i + 0.5) / 20000 for i in range(20000)]
+    drawn = torch.tensor([native.sample(logits, 0.8, u) for u in grid])
+    shares = torch.bincount(drawn, minlength=600) / len(grid)
+    assert (shares - (logits.float() / 0.8).softmax(-1)).abs().max() <= 1.01 / len(grid)
 
 
 @needed

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specctl import kernels
 from specctl.decoding.catch_up import RECOMPUTE
 from specctl.decoding.device import graphs
 from specctl.decoding.device.device_batch import DeviceBatch, TargetOutput, ancestors, parse_record, widest_ends
@@ -27,7 +28,7 @@ from specctl.decoding.protocols import DeviceDraft, OnDevice, Proposer
 from specctl.decoding.records import PADDING, Counts, DraftTree, RoundResult
 from specctl.decoding.state import DecodeState
 from specctl.decoding.target import Target
-from specctl.decoding.verify import finite_rows, judge, last_rows, not_finite
+from specctl.decoding.verify import judge, last_rows, not_finite
 
 Report = Callable[[DecodeState, RoundResult], None]
 
@@ -269,9 +270,8 @@ class DeviceRounds:
         draft = self.draft.propose(sequences, span)
         output, positions, draft_depths = self.step(draft, span)
         path, accepted, bonus = judge(sequences.draws, draft, output.logits, positions + 1)
-        sequences.commit(
-            draft, path, accepted, bonus, output, draft_depths, finite_rows(last_rows(output.logits, path, accepted))
-        )
+        finite = kernels.finite_rows(last_rows(output.logits, path, accepted))
+        sequences.commit(draft, path, accepted, bonus, output, draft_depths, finite)
         self.draft.advance(sequences, before, span)
 
     def step(self, draft: DraftTree, span: int) -> tuple[TargetOutput, Tensor, Tensor | None]:

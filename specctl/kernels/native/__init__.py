@@ -134,12 +134,47 @@ def library_for(kind: str) -> ctypes.CDLL | None:
     found.specctl_product.argtypes = [*product, number]
     found.specctl_candidates.argtypes = [*product, number, pointer, pointer, number]
     found.specctl_forward.argtypes = [ctypes.POINTER(StepModel), ctypes.POINTER(StepCall)]
-    for name in ("pack", "pack_int8", "product", "candidates", "forward"):
+    found.specctl_argmax.argtypes = found.specctl_finite.argtypes = [pointer, number, number, pointer]
+    found.specctl_sample.argtypes = [pointer, number, ctypes.c_float, ctypes.c_double]
+    found.specctl_sample.restype = number
+    for name in ("pack", "pack_int8", "product", "candidates", "forward", "argmax", "finite"):
         getattr(found, f"specctl_{name}").restype = None
     if not _agrees(found):
         warnings.warn("the CPU step runs on PyTorch: the compiled matrix products differ from PyTorch's", stacklevel=2)
         return None
+    _loaded.append(found)
     return found
+
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def argmax(logits: Tensor) -> Tensor | None:
+    """The first place of the maximum of logits [..., V]; NaN counts as −inf. None if they are not bf16, or if no step
+    of this process has loaded the library."""
+    return _of_rows("argmax", logits, torch.int64)
+
+
+def finite(logits: Tensor) -> Tensor | None:
+    """Whether logits [..., V] have no NaN and a finite maximum. None in the cases of `argmax`."""
+    return _of_rows("finite", logits, torch.bool)
+
+
+def _of_rows(name: str, logits: Tensor, dtype: torch.dtype) -> Tensor | None:
+    if not _loaded or logits.dtype != torch.bfloat16:
+        return None
+    logits, out = logits.contiguous(), torch.empty(logits.shape[:-1], dtype=dtype)
+    getattr(_loaded[-1], f"specctl_{name}")(logits.data_ptr(), out.numel(), logits.shape[-1], out.data_ptr())
+    return out
+
+
+def sample(logits: Tensor, temperature: float, u: float) -> int | None:
+    """Sample from softmax(logits / temperature), for logits [V], at the uniform `u`. None in the cases of `argmax`, and
+    if the logits are no distribution."""
+    if not _loaded or logits.dtype != torch.bfloat16:
+        return None
+    found = _loaded[-1].specctl_sample(logits.contiguous().data_ptr(), len(logits), 1 / temperature, u)
+    return None if found < 0 else found
 
 
 def version() -> str:

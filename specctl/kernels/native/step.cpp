@@ -417,6 +417,70 @@ void largest(const float* logits, int64_t size, int64_t count, float* gains, int
   for (int64_t j = 0; j < count; j++) gains[j] -= lse;
 }
 
+// Logits [at, at + LANES) of a row. Lanes beyond its end are −inf.
+Vec logits_at(const bf16* row, int64_t at, int64_t size) {
+  if (size - at >= LANES) return widen(row + at);
+  bf16 part[LANES];
+  std::fill(std::copy(row + at, row + size, part), part + LANES, bf16(0xff80));
+  return widen(part);
+}
+
+// The largest logit of a row, without NaN.
+float largest_of(const bf16* row, int64_t size) {
+  Vec best = broadcast(-__builtin_inff());
+  for (int64_t at = 0; at < size; at += LANES) best = most(logits_at(row, at, size), best);  // `best` where one is NaN
+  return reduce_max(best);
+}
+
+// The first place of a row's largest logit.
+int64_t argmax(const bf16* row, int64_t size) {
+  const float best = largest_of(row, size);
+  const Vec below = broadcast(__builtin_nextafterf(best, -__builtin_inff()));
+  for (int64_t at = 0; at < size; at += LANES)
+    if (const uint32_t found = above(logits_at(row, at, size), below)) return at + __builtin_ctz(found);
+  return 0;  // all are −inf or NaN
+}
+
+// The first place at which the cumulative weight exceeds `threshold`, at most the last place with weight. Subtracts the
+// sum before it from `threshold`.
+int64_t inverse_cdf(const float* weight, int64_t size, double& threshold) {
+  double sum = 0, before = 0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < size; i++) {
+    if (weight[i] > 0) last = i, before = sum;
+    sum += weight[i];
+    if (sum > threshold) break;
+  }
+  threshold -= before;
+  return last;
+}
+
+// Samples from softmax(logits · inv_temp) at the uniform u: first a block of the vocabulary, then a token in it. −1 if the
+// largest logit is not finite. NaN has no weight.
+int64_t sample(const bf16* row, int64_t size, float inv_temp, double u) {
+  constexpr int64_t BLOCK = 256;
+  static thread_local std::vector<float> sums;
+  sums.resize((size + BLOCK - 1) / BLOCK);
+  const float best = largest_of(row, size);
+  if (!__builtin_isfinite(best)) return -1;
+  const auto weight = [&](int64_t at) {
+    return exponential((logits_at(row, at, size) - broadcast(best)) * broadcast(inv_temp));
+  };
+  double total = 0;
+  for (size_t block = 0; block < sums.size(); block++) {
+    Vec sum = broadcast(0.f);
+    for (int64_t at = block * BLOCK, end = std::min<int64_t>(at + BLOCK, size); at < end; at += LANES)
+      sum = sum + weight(at);
+    total += sums[block] = reduce_add(sum);
+  }
+  double threshold = u * total;
+  const int64_t first = BLOCK * inverse_cdf(sums.data(), sums.size(), threshold);
+  float weights[BLOCK] = {};
+  for (int64_t at = first, end = std::min<int64_t>(first + BLOCK, size); at < end; at += LANES)
+    store(weights + at - first, weight(at));
+  return first + inverse_cdf(weights, BLOCK, threshold);
+}
+
 void candidates(const Weights& w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
                 int64_t count, float* gains, int64_t* index, int64_t threads) {
 #pragma omp parallel num_threads(threads)
@@ -604,6 +668,25 @@ void specctl_product(const Weights* w, const bf16* x, int64_t rows, int64_t outp
 void specctl_candidates(const Weights* w, const bf16* x, int64_t rows, int64_t outputs, int64_t inputs, float* logits,
                         int64_t count, float* gains, int64_t* index, int64_t threads) {
   candidates(*w, x, rows, outputs, inputs, logits, count, gains, index, threads);
+}
+
+// The first place of the largest of each row of logits [rows, size].
+void specctl_argmax(const bf16* logits, int64_t rows, int64_t size, int64_t* index) {
+  for (int64_t n = 0; n < rows; n++) index[n] = argmax(logits + n * size, size);
+}
+
+// Of each row of logits [rows, size], 1 if it is a distribution: no NaN, and a finite maximum. Otherwise 0.
+void specctl_finite(const bf16* logits, int64_t rows, int64_t size, uint8_t* out) {
+  for (int64_t n = 0; n < rows; n++) {
+    const bf16* row = logits + n * size;
+    bool nan = false;
+    for (int64_t i = 0; i < size; i++) nan |= (row[i] & 0x7fff) > 0x7f80;
+    out[n] = !nan && __builtin_isfinite(largest_of(row, size));
+  }
+}
+
+int64_t specctl_sample(const bf16* logits, int64_t size, float inv_temp, double u) {
+  return sample(logits, size, inv_temp, u);
 }
 
 void specctl_forward(const Model* model, const Call* call) { forward(*model, *call); }

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from .. import reference
 from . import attention as attending
 from . import distill, expand, layers, rows, spans, verify
 from . import drafter_feedback as feedback
@@ -22,6 +23,7 @@ __all__ = [
     "distill_rows",
     "drafter_feedback",
     "expand_topk",
+    "finite_rows",
     "rope_and_cache",
     "row_params",
     "sample_rows",
@@ -61,5 +63,6 @@ walk_tree = _on_its_device(verify.walk_tree)
 sample_tree = _on_its_device(verify.sample_tree)
 accept_chain = _on_its_device(verify.accept_chain)
 expand_topk = _on_its_device(expand.expand_topk)
+finite_rows = reference.finite_rows  # one reduction
 distill_rows = _on_its_device(distill.distill_rows)
 drafter_feedback = _on_its_device(feedback.drafter_feedback)
