@@ -1,4 +1,4 @@
-"""Recorded tables made up from a seed: what a file does not look into."""
+"""Made-up rows of a recorded table, drawn from a seed, for tests that do not depend on the values."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ ARMS, DEPTH = ["sql", "lookup", "suffix"], 4
 
 @pytest.fixture
 def made_up():
-    """`made_up(place)`: the recorded answer to the query at a place in a stream."""
+    """`made_up(place)`: the recorded answer to the query at position `place` of a stream."""
 
     def row(place):
         draw = np.random.default_rng(place)
@@ -37,5 +37,5 @@ def made_up():
 
 @pytest.fixture(scope="session")
 def target(shallow):
-    """A third of the layers: these tests compare what they compute, on whatever texts."""
+    """A third of the layers: the tests of this folder compare two computations on arbitrary texts."""
     return shallow

@@ -1,4 +1,4 @@
-"""Synthetic tables: specialists whose acceptance is known, so that the best arm of every query is, too."""
+"""Synthetic tables of specialist drafters with known acceptance rates, so that the best arm of every query is known."""
 
 import numpy as np
 
@@ -7,7 +7,7 @@ from specctl.selection.game.losses import INNER, along_drafts, beyond_the_end
 
 
 def trace_of(gamma, seed=0, query="q", domain="d"):
-    """A trace whose hits are drawn from gamma [N, T, K], and whose drafts are accepted up to the first miss."""
+    """A trace with hits drawn from gamma [N, T, K] and drafts accepted up to the first miss."""
     hit = (np.random.default_rng(seed).random(gamma.shape) < gamma).astype(np.uint8) * INNER
     accepted = (along_drafts(beyond_the_end(hit)) > 0).cumprod(axis=2).sum(axis=2)
     return Trace(
@@ -23,7 +23,7 @@ def trace_of(gamma, seed=0, query="q", domain="d"):
 
 
 def specialists(queries, tokens, seed, N=7, K=8, good=0.9, bad=0.6, run=1):
-    """Queries of N domains, each for `run` queries; arm i accepts with `good` in domain i, with `bad` elsewhere."""
+    """Queries of N domains, `run` in a row per domain; arm i accepts with rate `good` in domain i, `bad` elsewhere."""
     generator = np.random.default_rng(seed)
     traces = []
     domain = 0
@@ -32,7 +32,7 @@ def specialists(queries, tokens, seed, N=7, K=8, good=0.9, bad=0.6, run=1):
             domain = int(generator.integers(N))
         rate = np.full(N, bad)
         rate[domain] = good
-        easy = generator.normal(0, 0.15, (1, tokens, 1))  # tokens that are easy are easy for all
+        easy = generator.normal(0, 0.15, (1, tokens, 1))  # an easy token is easy for all arms
         own = generator.normal(0, 0.1, (N, tokens, 1))
         gamma = np.clip(rate[:, None, None] + easy + own - 0.01 * np.arange(K), 0, 1)
         traces.append(trace_of(gamma, int(generator.integers(2**31)), f"q{index}", f"d{domain}"))

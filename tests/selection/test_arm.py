@@ -1,4 +1,4 @@
-"""Drafters made of drafters."""
+"""`Arm` guards one drafter; `PerSequence` and `DraftAll` combine several drafters."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ class Failing(NoDraft):
         self.forgotten += 1
 
 
-def test_a_failing_drafter_costs_rounds_not_the_text(target, prompts, capsys):
+def test_a_failing_drafter_does_not_change_the_text(target, prompts, capsys):
     plain = decode(target, prompts[:1], sampling=GREEDY, max_new_tokens=6, seeds=[0])
     broken = Failing(RuntimeError("no such row"))
     guarded = Arm("broken", broken)
@@ -37,8 +37,8 @@ def test_a_failing_drafter_costs_rounds_not_the_text(target, prompts, capsys):
     assert capsys.readouterr().err.count("no such row") == 1
 
 
-def test_a_signal_is_no_failure(target, prompts):
-    """SIGTERM raises inside whatever runs: to swallow it would make the job unstoppable."""
+def test_a_signal_is_not_caught_as_a_drafter_failure(target, prompts):
+    """SIGTERM raises inside the running code; if the guard caught it, the job could not be stopped."""
     with pytest.raises(Interrupted):
         decode(
             target,
@@ -50,7 +50,7 @@ def test_a_signal_is_no_failure(target, prompts):
         )
 
 
-def test_a_guard_limits_the_nodes(target, prompts):
+def test_an_arm_limits_the_nodes_of_a_draft(target, prompts):
     found = decode(
         target,
         prompts[:1],
@@ -63,8 +63,9 @@ def test_a_guard_limits_the_nodes(target, prompts):
     assert found[0].drafted <= 2 * found[0].target_passes
 
 
-def test_every_sequence_has_its_own_drafter(target, prompts):
-    """Rows mixed up in the merge would give a sequence another one's (wrong) draft: more passes than alone."""
+def test_sequences_of_a_batch_can_have_different_drafters(target, prompts):
+    """If the merge mixed up rows, a sequence would get the wrong draft and need more passes than when it is decoded
+    alone."""
     options = dict(sampling=GREEDY, max_new_tokens=16)
     plain = [decode(target, [p], seeds=[0], **options)[0] for p in prompts]
     texts = [one.prompt_ids + one.output_ids for one in plain]
@@ -90,7 +91,7 @@ class Played(Controller):
         pass
 
 
-def test_union_keeps_every_path_once():
+def test_a_union_of_drafts_has_every_path_once():
     a = ([5, 6, 7], [-1, 0, 1])
     b = ([5, 8, 6], [-1, 0, 0])
     tokens, parents = union([a, b, ([], [])], 10)
@@ -105,18 +106,18 @@ def test_union_keeps_every_path_once():
     assert all(parent < node for node, parent in enumerate(parents))
 
 
-def test_a_union_too_large_loses_its_leaves():
-    """Cutting in the order of the drafters would drop a later drafter whole."""
+def test_a_union_over_budget_drops_the_deepest_nodes():
+    """Cutting in the order of the drafters could drop the whole draft of a later drafter."""
     chain = ([1, 2, 3, 4], [-1, 0, 1, 2])
     tokens, parents = union([chain, ([9, 8], [-1, 0])], 4)
     assert sorted(tokens) == [1, 2, 8, 9] and parents.count(-1) == 2
 
 
-def test_padding_is_no_node():
+def test_a_union_ignores_padding():
     assert union([([4, 0], [-1, -2])], 8) == ([4], [-1])
 
 
-def test_together_accepts_what_any_would(target, prompts):
+def test_draft_all_accepts_as_much_as_its_best_drafter(target, prompts):
     options = dict(sampling=GREEDY, max_new_tokens=16, seeds=[0])
     plain = decode(target, prompts[:1], **options)[0]
     good = perfect([plain.prompt_ids + plain.output_ids], 3)
@@ -127,7 +128,7 @@ def test_together_accepts_what_any_would(target, prompts):
     assert both.output_ids == one.output_ids and both.target_passes == one.target_passes
 
 
-def test_an_empty_choice_is_an_empty_draft(target):
+def test_drafters_that_do_not_draft_make_an_empty_batch_draft(target):
     class State:
         batch, device = 2, torch.device("cpu")
 

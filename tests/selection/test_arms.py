@@ -1,4 +1,4 @@
-"""The pool: who is in it, who is left out, and what of a member can be chosen."""
+"""Loading a pool of drafters: its members, the members that are left out, and the arms made from the pool."""
 
 import pytest
 
@@ -15,9 +15,9 @@ from tests.drafters.test_pool import write
 from tests.measuring.streams import write_head
 
 
-def test_a_small_pool_is_joined_by_those_that_need_no_training(tmp_path, monkeypatch, capsys, target):
-    """The command's documented line names the default pool, which a fresh install has not got. It is said once, by
-    who loads them: the command line and the library both ask who is in the pool."""
+def test_lookup_and_suffix_join_a_small_pool(tmp_path, monkeypatch, capsys, target):
+    """A fresh install lacks the default pool. Only `load_pool` says so: the command line and the library both call
+    `pool_paths`, which stays silent."""
     monkeypatch.chdir(tmp_path)
     for recipe in (SelectRecipe(), SelectRecipe(pool="./drafters")):
         assert pool_paths(recipe) == ["lookup", "suffix"]
@@ -31,20 +31,20 @@ def test_a_small_pool_is_joined_by_those_that_need_no_training(tmp_path, monkeyp
     assert pool_paths(SelectRecipe(drafters=["suffix", "lookup"])) == ["suffix", "lookup"]
 
 
-def test_an_empty_pool_that_was_named_is_an_error(tmp_path):
+def test_a_named_pool_without_drafters_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no drafters in"):
         pool_paths(SelectRecipe(pool=tmp_path))
 
 
 @pytest.mark.parametrize("again", ["pool/a", "./pool/a", "pool/../pool/a"])
-def test_a_member_twice(tmp_path, target, again, monkeypatch):
+def test_a_drafter_listed_twice_is_refused(tmp_path, target, again, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "pool" / "a", target)
     with pytest.raises(UsageError, match="in the pool twice"):
         pool_paths(SelectRecipe(pool="pool", drafters=[again]))
 
 
-def test_a_damaged_member_is_left_out_or_refused(tmp_path, target, capsys):
+def test_a_damaged_drafter_is_left_out_or_with_strict_refused(tmp_path, target, capsys):
     good, bad = (write(tmp_path / name, target) for name in ("good", "bad"))
     (bad / "model.safetensors").write_bytes(b"nothing")
     recipe = SelectRecipe(pool=tmp_path)
@@ -55,7 +55,7 @@ def test_a_damaged_member_is_left_out_or_refused(tmp_path, target, capsys):
         load_pool(recipe.model_copy(update={"strict": True}), target, pool_paths(recipe))
 
 
-def test_a_pool_of_another_target_is_no_pool(tmp_path, target):
+def test_a_pool_made_for_another_target_is_refused(tmp_path, target):
     other = {**target.identity, "vocab_hash": "0" * 16}
     for name in ("a", "b"):
         write(tmp_path / name, target, target=other)
@@ -63,14 +63,14 @@ def test_a_pool_of_another_target_is_no_pool(tmp_path, target):
         load_pool(SelectRecipe(pool=tmp_path), target, pool_paths(SelectRecipe(pool=tmp_path)))
 
 
-def test_members_of_one_name_are_told_apart(tmp_path, target):
+def test_drafters_with_the_same_folder_name_are_named_by_path(tmp_path, target):
     for folder in ("x", "y"):
         write(tmp_path / folder / "head", target)
     recipe = SelectRecipe(pool=tmp_path)
     assert list(load_pool(recipe, target, pool_paths(recipe))) == [str(tmp_path / n / "head") for n in ("x", "y")]
 
 
-def test_arms_by_name(target):
+def test_arms_names_select_drafters_of_the_pool(target):
     recipe = SelectRecipe(drafters=["lookup", "suffix"], arms={"names": ["suffix"]})
     assert list(load_pool(recipe, target, recipe.drafters)) == ["suffix"]
     with pytest.raises(UsageError, match="the pool has no gold"):
@@ -83,7 +83,7 @@ def head(target):
     return Eagle3Drafter(made, target, TreeShape(5, 1, 5, 1, 0.0))
 
 
-def test_arms_of_sizes_and_shapes(target):
+def test_draft_nodes_and_shapes_make_one_arm_each(target):
     drafter = head(target)
     recipe = SelectRecipe(arms={"draft_nodes": [0, 3], "shapes": [{"width": 2, "nodes": 6}]})
     arms = make_arms(recipe, target, {"a": drafter}, {})
@@ -91,23 +91,24 @@ def test_arms_of_sizes_and_shapes(target):
     assert isinstance(arms[0].drafter, NoDraft) and arms[1].nodes == 3
     shaped = arms[2].drafter
     assert shaped.shape == TreeShape(5, 2, 6, 1, 0.0) and drafter.shape == TreeShape(5, 1, 5, 1, 0.0)
-    assert shaped.key is drafter.key  # one memory: switching shapes costs no prefill
+    assert shaped.key is drafter.key  # shared memory: switching shapes needs no prefill
     with pytest.raises(UsageError, match="fixed draft shape"):
         make_arms(recipe, target, {"lookup": Lookup()}, {})
 
 
-def test_how_far_a_drafter_reaches(target):
+def test_longest_draft_of_each_kind_of_drafter(target):
     assert longest_draft(head(target)) == 5
     assert longest_draft(Lookup(3)) == 3 and longest_draft(Lookup()) == max(DEPTH.values())
     assert longest_draft(NoDraft()) == 0
 
 
-def test_a_shape_is_a_recipe_of_drafting():
+def test_arm_shapes_are_drafting_recipes():
     assert DraftingRecipe(width=2) == SelectRecipe(arms={"shapes": [{"width": 2}]}).arms.shapes[0]
 
 
-def test_serve_chooses_among_the_named_drafters_alone(tmp_path, target, monkeypatch):
-    """Every drafter in ./drafters joined them, and a head named from there was "in the pool twice"."""
+def test_serve_uses_only_the_named_drafters(tmp_path, target, monkeypatch):
+    """Every drafter in ./drafters used to join the named ones, so that a named head in that folder was "in the pool
+    twice"."""
     monkeypatch.chdir(tmp_path)
     write_head(tmp_path / "drafters/head", target, "eagle3")
     assert pool_paths(ServeRecipe(drafters=["drafters/head", "lookup"])) == ["drafters/head", "lookup"]

@@ -1,4 +1,4 @@
-"""Bandits: worked examples of every rule, and what sets each apart."""
+"""Worked examples of every bandit policy, and the behavior that distinguishes each."""
 
 from math import exp, log, sqrt
 
@@ -36,8 +36,9 @@ def test_ucbspec_plays_every_arm_once_then_the_largest_index():
     assert policy.choose() == 2, "means 2, 2.5, 3; the radius of arm 1 has shrunk"
 
 
-def test_the_radius_scale_is_the_only_difference_of_the_practical_ucbspec():
-    """The literal radius plays round-robin for long, a tenth of it stays with the better arm."""
+def test_a_smaller_radius_scale_makes_ucbspec_commit_sooner():
+    """With the paper's radius it plays nearly round-robin for 40 rounds; with a tenth of that radius it prefers the
+    better arm."""
     pulls = {}
     for scale in (1.0, 0.1):
         policy = bandit("ucbspec", radius_scale=scale)
@@ -49,7 +50,7 @@ def test_the_radius_scale_is_the_only_difference_of_the_practical_ucbspec():
 
 
 def test_metasd_ucb_by_hand():
-    """β √(2 ln t / n): at ln t = 2, n = 4 it is β."""
+    """The radius β √(2 ln t / n) equals β for ln t = 2 and n = 4."""
     assert ucb_radius(4, exp(2), 0.01) == pytest.approx(0.01) == 2 * ucb_radius(16, exp(2), 0.01)
     policy = bandit("metasd-ucb", beta=1.0)
     policy.reward(0, 0.6)
@@ -57,11 +58,11 @@ def test_metasd_ucb_by_hand():
     policy.reward(0, 0.6)  # n = (2, 1), t = 3 rounds played: √(ln 3) = 1.05 against √(2 ln 3) = 1.48
     assert policy.choose() == 1
     assert policy.radius() == pytest.approx([sqrt(log(3)), sqrt(2 * log(3))])
-    assert bandit("metasd-ucb").weights() == pytest.approx([1, 0]), "arms not yet pulled come in order"
+    assert bandit("metasd-ucb").weights() == pytest.approx([1, 0]), "unplayed arms are played in order"
 
 
 def test_exp3spec_by_hand():
-    """K = 4, Y = 3: loss ½, over p = ½ it is 1; then η₂ = √(ln 2 / 4)."""
+    """K = 4, Y = 3: the loss is ½, divided by p = ½ it is 1; then η₂ = √(ln 2 / 4)."""
     policy = bandit("exp3spec")
     policy.reward(0, 3.0)
     assert [*policy.Z] == pytest.approx([1.0, 0.0])
@@ -69,7 +70,7 @@ def test_exp3spec_by_hand():
 
 
 def test_metasd_exp3_by_hand():
-    """Reward 0.8 over p = ½ is 1.6; w₁ = exp(0.4 · 1.6 / 2); p₁ = 0.6 w₁/(1 + w₁) + 0.2."""
+    """Reward 0.8 divided by p = ½ is 1.6; w₁ = exp(0.4 · 1.6 / 2); p₁ = 0.6 w₁/(1 + w₁) + 0.2."""
     policy = bandit("metasd-exp3")
     policy.reward(1, 0.8)
     w = exp(0.32)
@@ -80,7 +81,7 @@ def test_metasd_exp3_by_hand():
 
 
 def test_importance_weighting_is_unbiased():
-    """Enumerated over the arm that is drawn: Σ p_I Ẑ(I) is the vector of all arms' values."""
+    """The expectation over the drawn arm, Σ p_I Ẑ(I), is the vector of the values of all arms."""
     p, values = [0.5, 0.3, 0.2], [0.9, 0.1, 0.4]
     mean = sum(p[arm] * np.array(importance_weighted(arm, values[arm], p)) for arm in range(3))
     assert mean == pytest.approx(values)
@@ -99,7 +100,7 @@ MEANS = [0.3, 0.9, 0.1, 0.5, 0.7]
 
 
 def test_sequential_halving_keeps_the_better_half():
-    """Five arms: 5 → 3 → 2 → 1, the best is left."""
+    """Five arms: 5 → 3 → 2 → 1; the best one remains."""
     played = rounds_of(bandit("metasd-sh", N=5), MEANS, 13)
     assert played == [0, 1, 2, 3, 4, 1, 3, 4, 1, 4, 1, 1, 1]
     assert rounds_of(bandit("metasd-sh", N=5, period=2), MEANS, 10) == [0, 1, 2, 3, 4] * 2
@@ -107,13 +108,13 @@ def test_sequential_halving_keeps_the_better_half():
 
 def test_literal_halving_keeps_the_worse_half_and_two_arms():
     played = rounds_of(bandit("metasd-sh", N=5, literal=True), MEANS, 12)
-    assert played == [0, 1, 2, 3, 4, 0, 2, 3, 0, 2, 0, 2], "the two worst take turns for ever"
+    assert played == [0, 1, 2, 3, 4, 0, 2, 3, 0, 2, 0, 2], "the two worst arms alternate forever"
     assert [halvings(N, literal=False) for N in (1, 2, 5, 7, 8)] == [0, 1, 3, 3, 3]
     assert [halvings(N, literal=True) for N in (1, 2, 5, 7, 8)] == [0, 1, 2, 2, 3]
 
 
-def test_literal_halving_goes_by_the_pulls_since_the_last_halving():
-    """Ours by all pulls of an arm: those of one stage are few."""
+def test_literal_halving_uses_only_the_pulls_since_the_last_halving():
+    """Our default uses all pulls of an arm, because one stage has few."""
     alive = {}
     for literal in (True, False):
         policy = bandit("metasd-sh", N=5, literal=literal)
@@ -123,25 +124,26 @@ def test_literal_halving_goes_by_the_pulls_since_the_last_halving():
     assert alive == {True: [2, 3], False: [1, 4]}
 
 
-def test_algorithms_have_the_numbers_of_the_paper():
-    """They were swapped, which sent readers to the other algorithm."""
+def test_docstrings_cite_the_right_algorithms_of_the_paper():
+    """The two numbers were once swapped."""
     assert "MetaSD, Algorithm 5" in SequentialHalving.__doc__ and "MetaSD, Algorithm 4" in ExploreThenCommit.__doc__
 
 
-def test_survivors_prefer_the_lower_id_among_equals():
+def test_survivors_break_ties_by_the_lower_arm():
     assert survivors([0, 2, 3], [0.5, 9, 0.5, 0.5], literal=False) == [0, 2]
 
 
 def test_petc_explores_for_its_budget_then_commits():
-    """N = 4, B = 100, c = 2N = 8: B0 = 36.8, two halvings: 4 pulls of each of 4 arms, 9 of each of 2, then the best."""
+    """N = 4, B = 100, c = 2N = 8: B0 = 36.8 and two halvings. Each of 4 arms gets 4 pulls, each of 2 arms gets 9, then
+    the best arm plays."""
     played = rounds_of(bandit("metasd-petc", N=4, horizon=100, petc_c=None), [0.1, 0.2, 0.9, 0.5], 60)
     assert [played[:16].count(arm) for arm in range(4)] == [4] * 4
     assert [played[16:34].count(arm) for arm in range(4)] == [0, 0, 9, 9]
     assert set(played[34:]) == {2}
     short = rounds_of(bandit("metasd-petc", N=4, horizon=2, petc_c=0.1), [0.1, 0.2, 0.9, 0.5], 8)
-    assert short == [0, 1, 2, 3, 2, 3, 2, 2], "at least one pull an arm"
+    assert short == [0, 1, 2, 3, 2, 3, 2, 2], "at least one pull per arm"
     seven = rounds_of(bandit("metasd-petc", N=7), [0.1, 0.2, 0.9, 0.5, 0.3, 0.4, 0.6], 40)
-    assert set(seven[13:]) == {2}, "by default 7 + 4 + 2 rounds: within a query there is time to commit"
+    assert set(seven[13:]) == {2}, "the default explores for 7 + 4 + 2 rounds, so it can commit within a query"
 
 
 def test_discounted_counts_by_hand():
@@ -156,25 +158,25 @@ def test_discounted_counts_by_hand():
     )
 
 
-def test_a_window_forgets_and_pulls_what_left_it():
+def test_swucb_pulls_an_arm_again_after_it_left_the_window():
     policy = bandit("metasd-swucb", window=3)
     assert rounds_of(policy, [0.9, 0.1], 10) == [0, 1, 0, 0, 0, 1, 0, 0, 0, 1], "arm 1 left after 3 rounds"
     assert sum(policy.n) == 3 == len(policy.past)
-    assert policy.radius() == pytest.approx(0.01 * np.sqrt(2 * log(10) / np.array(policy.n))), "t is of all rounds"
+    assert policy.radius() == pytest.approx(0.01 * np.sqrt(2 * log(10) / np.array(policy.n))), "t counts all rounds"
 
 
 @pytest.mark.parametrize(("name", "adapts"), [("metasd-ucb", False), ("metasd-ducb", True), ("metasd-swucb", True)])
-def test_only_the_forgetful_notice_a_switch(name, adapts):
-    """Arm 0 is best for 300 rounds, then worst: its long memory holds plain UCB for 300 more."""
+def test_only_discounted_and_windowed_ucb_adapt_to_a_switch(name, adapts):
+    """Arm 0 is best for 300 rounds, then worst. Plain UCB keeps playing it for 300 more rounds."""
     policy = bandit(name)
     rounds_of(policy, [0.9, 0.5], 300)
     played = rounds_of(policy, [0.1, 0.5], 200)
     assert (played[100:].count(1) > 80) == adapts
 
 
-def test_fixed_plays_its_arm_and_random_all():
+def test_fixed_plays_one_arm_and_random_plays_all_equally():
     assert set(rounds_of(bandit("fixed", N=3, arm=2), [0.0] * 3, 20)) == {2}
     counts = np.bincount(rounds_of(bandit("random", N=3), [0.0] * 3, 3000), minlength=3)
-    assert np.abs(counts - 1000).max() < 130, "5 σ: false alarm below 1e-5"
+    assert np.abs(counts - 1000).max() < 130, "a bound of 5 σ: fails by chance with probability below 1e-5"
     with pytest.raises(UsageError, match="arm 3 does not exist"):
         bandit("fixed", N=3, arm=3)

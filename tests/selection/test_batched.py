@@ -1,4 +1,4 @@
-"""One arm for all texts of a batch: the controller, its games by load, and who can play them."""
+"""`choice=batch`: one arm for all sequences of a batch, with one game per batch size."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from tests.toys.decoding import decode
 NEW = 24
 
 
-def test_loads_are_powers_of_two():
+def test_batch_sizes_are_grouped_by_powers_of_two():
     assert [load_bucket(texts) for texts in (1, 2, 3, 4, 5, 8, 9, 50)] == [1, 2, 4, 4, 8, 8, 16, 64]
 
 
@@ -46,8 +46,8 @@ def played(target, controller, prompts, seed=0):
     )
 
 
-def test_every_load_has_a_game_and_every_round_one_arm(target, prompts):
-    """Of the nodes that it was made for, which a batch does not cut; the text is that of plain decoding."""
+def test_every_batch_size_has_a_game_and_every_round_one_arm(target, prompts):
+    """Each arm drafts its own number of nodes at every batch size, and the text equals plain decoding's."""
     log = []
     arms = [Arm(f"×{nodes}", Lookup(8), nodes, weighs_rows=True) for nodes in (1, 6)]
     controller = built(arms, "random", log)
@@ -59,12 +59,12 @@ def test_every_load_has_a_game_and_every_round_one_arm(target, prompts):
     assert loads == set(controller.games) >= {1, 8} and sum(controller.tally.pulls.values()) == len(log)
     assert sum(line.committed for line in log) == sum(one.decoded_tokens for one in found)
     assert max(line.drafted for line in log if line.arm == "×1") == 1
-    assert max(line.drafted for line in log if line.query == "5 texts") > 3, "a batch of five shares 24 rows"
+    assert max(line.drafted for line in log if line.query == "5 texts") > 3, "five texts may exceed 24 rows"
     assert controller.failures == 0 and controller.tally.switches > 0
 
 
-def test_an_outcome_is_that_of_a_text(target, prompts, monkeypatch):
-    """Tokens of all texts and seconds of all texts: the reward is tokens a second against a plain step of a text."""
+def test_rewards_of_a_batch_are_per_sequence(target, prompts, monkeypatch):
+    """The reward is the batch's tokens per second relative to a plain step of the batch: the reward of one sequence."""
     clock = iter(range(10**6))
     monkeypatch.setattr(host_runner, "work_clock", lambda device: lambda: next(clock) / 100)  # a round takes 10 ms
     log = []
@@ -76,8 +76,8 @@ def test_an_outcome_is_that_of_a_text(target, prompts, monkeypatch):
     assert [line.learnt for line in both] == pytest.approx([1 + K * min(2 / (K + 1), 1.0)] * len(both))
 
 
-def test_what_is_fast_at_a_load_is_played_there(target, prompts, monkeypatch):
-    """Drafts that are dear where there are many texts and pay where there is one; by loads each is found out."""
+def test_the_fastest_arm_is_learned_per_batch_size(target, prompts, monkeypatch):
+    """`long` is slow for a batch and fast for one sequence; `short` is the reverse."""
     now = [0.0]
     monkeypatch.setattr(host_runner, "work_clock", lambda device: lambda: now[0])
 
@@ -101,7 +101,7 @@ def test_what_is_fast_at_a_load_is_played_there(target, prompts, monkeypatch):
         assert rounds[len(rounds) // 2 :].count(best) > 0.8 * (len(rounds) / 2), (texts, rounds)
 
 
-def test_the_same_prompts_once_more_are_played_anew(target, prompts):
+def test_a_new_seed_starts_new_games(target, prompts):
     controller = built([Arm("a", Lookup(3)), Arm("b", Lookup(2))], "ucbspec", [])
     played(target, controller, prompts[:2])
     before = controller.games[2]
@@ -111,7 +111,7 @@ def test_the_same_prompts_once_more_are_played_anew(target, prompts):
     assert controller.games[2] is not before
 
 
-def test_a_drafter_that_fails_costs_speed(target, prompts, capsys):
+def test_rounds_of_a_failing_drafter_are_plain_decoding(target, prompts, capsys):
     class Broken(Lookup):
         def propose(self, state, budget):
             raise RuntimeError("no")
@@ -127,7 +127,7 @@ def test_a_drafter_that_fails_costs_speed(target, prompts, capsys):
 @pytest.mark.parametrize(
     ("name", "told"), [("cgp-ucb", "reads prompts"), ("hedgespec", "scores"), ("router", "reads"), ("metasd-ucb", "bd")]
 )
-def test_who_looks_at_texts_is_refused(name, told):
+def test_policies_that_need_a_single_text_are_refused(name, told):
     with pytest.raises(UsageError, match=told):
         check_batch(["ucbspec", name], GameRecipe())
     check_batch(["ucbspec", "exp3spec", "random", "fixed"], GameRecipe())

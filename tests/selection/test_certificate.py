@@ -1,4 +1,4 @@
-"""Coverage of certificates at all times at once, on streams that are made to break them."""
+"""The certificate's bounds hold at all times at once, on streams made to break them."""
 
 from math import inf, nan
 
@@ -8,7 +8,7 @@ import pytest
 from specctl.selection.certificate import LEVEL, MOST, Certificate, certified, of_stream
 
 STREAMS, TEXTS = 200, 240
-ALLOWED = round(STREAMS * (1 - LEVEL))  # of 600 such streams, 0 to 2.8 % fail
+ALLOWED = round(STREAMS * (1 - LEVEL))  # over 600 such streams 0 to 2.8 % failed
 
 
 def tailed(draw, mean, spread=4.0):
@@ -17,7 +17,7 @@ def tailed(draw, mean, spread=4.0):
 
 
 def rare(draw, mean):
-    """Nearly 0, or the most that is possible: the largest variance of any law with this mean."""
+    """Nearly always 0, otherwise the maximum: the largest variance of any distribution with this mean."""
     return MOST * float(draw.random() < mean / MOST)
 
 
@@ -34,12 +34,12 @@ def alternating(at, bound):
 
 
 def adversary(at, bound):
-    """Raises the mean as soon as the bound says that the mean is low."""
+    """Raise the mean as soon as the bound says that the mean is low."""
     return 1.6 if bound is not None and bound > 1.2 else 0.35
 
 
 def turning(at, bound):
-    """Good until the bound is tight, then as bad as it gets."""
+    """Good until the bound is tight, then nearly the worst."""
     return 0.2 if at < TEXTS // 2 else 1.9
 
 
@@ -47,7 +47,7 @@ MEANS = [steady, trending, alternating, adversary, turning]
 
 
 def broken(means, law, seed, alpha=1 - LEVEL, texts=TEXTS):
-    """Whether the bound is below the running mean of the expectations after any text, the worst time to stop at."""
+    """Whether the certificate ever, after any text, refutes the true running mean."""
     draw, made, total = np.random.default_rng(seed), Certificate(alpha=alpha), 0.0
     for at in range(texts):
         total += (mean := means(at, made.at_least if means is adversary else None))
@@ -59,13 +59,14 @@ def broken(means, law, seed, alpha=1 - LEVEL, texts=TEXTS):
 
 @pytest.mark.parametrize("means", MEANS)
 def test_bounds_hold_at_all_times_at_once(means):
-    """A bound for one time, or for texts that are alike, fails on more streams than it promises."""
+    """A bound for a single time, or one that assumes identically distributed texts, fails on more streams than it
+    promises."""
     texts = 40 if means is adversary else TEXTS  # it reads the bound after every text
     assert sum(broken(means, rare, seed, texts=texts) for seed in range(STREAMS)) <= ALLOWED
 
 
 def test_an_interval_for_one_time_fails_when_it_is_read_after_every_text():
-    """The control of the test above: the same streams, and the bound of a normal mean at 95 %."""
+    """Negative control of the test above: the 95 % bound of a normal mean on such streams."""
     failed = 0
     for seed in range(STREAMS):
         draw = np.random.default_rng(seed)
@@ -77,8 +78,8 @@ def test_an_interval_for_one_time_fails_when_it_is_read_after_every_text():
     assert failed > 3 * ALLOWED
 
 
-def test_the_bound_is_the_least_mean_that_is_refuted():
-    """A bisection with swapped ends returns a bound that is not the capital's."""
+def test_the_bound_is_the_smallest_refuted_mean():
+    """A bisection with swapped ends would return another bound."""
     draw = np.random.default_rng(1)
     made = of_stream(tailed(draw, 0.5) for _ in range(60))
     upper = 1 / made.at_least
@@ -86,7 +87,7 @@ def test_the_bound_is_the_least_mean_that_is_refuted():
 
 
 def test_bounds_approach_the_speed():
-    """A bound that always holds could hold because it says nothing."""
+    """A bound that always holds could hold because it is uselessly low."""
     draw = np.random.default_rng(2)
     values = [tailed(draw, 0.5, 40) for _ in range(2000)]
     bounds = [of_stream(values[:n]).at_least for n in (32, 64, 256, 2000)]
@@ -95,12 +96,12 @@ def test_bounds_approach_the_speed():
 
 
 def test_few_texts_certify_nothing():
-    """A bound after two texts would be a promise out of nothing."""
+    """Two texts are too few for any promise."""
     assert of_stream([]).at_least is None and of_stream([0.1, 0.1]).at_least is None
 
 
 def test_impossible_times_count_as_the_worst():
-    """A clock that went backwards, or a division by 0, must not improve a bound."""
+    """A clock that runs backwards, or a division by 0, must not improve a bound."""
     made = of_stream([nan, inf, 7.0, 2.0, 0.5])
     assert made.clipped == 3
     slow = of_stream([MOST, MOST, MOST, MOST, 0.5])
@@ -108,7 +109,7 @@ def test_impossible_times_count_as_the_worst():
 
 
 def test_the_bound_over_the_best_arm_holds_for_every_arm():
-    """The best arm is known after the stream only: a bound over one arm, chosen then, would be too high."""
+    """The best arm is known only after the stream. A bound over the arm chosen then would be too high."""
     draw = np.random.default_rng(3)
     own = np.array([tailed(draw, 0.5, 90) for _ in range(400)])
     arms = [own / tailed(draw, mean, 1e4) for mean in (1.0, 0.5, 0.8)]
@@ -120,7 +121,7 @@ def test_the_bound_over_the_best_arm_holds_for_every_arm():
     assert certified(own[:2], [own[:2]]) == (None, None, 0)
 
 
-def test_coverage_is_not_bought_by_one_law_alone():
-    """Times near their mean, and times with a tail, on a stream that rises."""
+def test_bounds_hold_for_other_distributions():
+    """Times with a tail, and constant times, on a stream with a rising mean."""
     for law in (tailed, lambda draw, mean: mean):
         assert sum(broken(trending, law, seed, texts=120) for seed in range(60)) <= 3

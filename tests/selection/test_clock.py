@@ -1,4 +1,4 @@
-"""Seconds of arms: means that forget, and a guess for who has not played."""
+"""Seconds per arm: exponentially weighted means, and an estimate for arms without measurements."""
 
 from statistics import fmean
 
@@ -8,7 +8,7 @@ import pytest
 from specctl.selection.game.clock import LONGEST, MEMORY, TEXT, ArmClock, TextRate
 
 
-def test_who_has_not_played_is_as_cheap_as_the_cheapest():
+def test_an_unplayed_arm_is_assumed_as_cheap_as_the_cheapest():
     clock = ArmClock.of(3)
     assert clock.costs() == [1.0] * 3
     for seconds in (2.0, 3.0):
@@ -17,8 +17,9 @@ def test_who_has_not_played_is_as_cheap_as_the_cheapest():
     assert clock.costs() == [2.5, 2.5, 5.0]
 
 
-def test_a_round_that_was_held_up_counts_no_more_than_twice_the_usual():
-    """Other processes, page faults, a collection of garbage: one such round outweighed the tokens of ten."""
+def test_a_delayed_round_counts_at_most_twice_the_usual_time():
+    """Other processes, page faults or garbage collection can delay a round. Uncut, one such round outweighed the tokens
+    of ten."""
     clock = ArmClock.of(1)
     for _ in range(8):
         assert clock.record(0, 1.0, 3.0) == 1.0
@@ -27,8 +28,9 @@ def test_a_round_that_was_held_up_counts_no_more_than_twice_the_usual():
 
 
 @pytest.mark.parametrize("held_up", [0, 1, 2, 30])
-def test_a_hiccup_does_not_ruin_an_arm(held_up):
-    """100 times the usual, in any round, the very first included: the second round already tells."""
+def test_one_very_slow_round_does_not_ruin_an_arm(held_up):
+    """A round of 100 times the usual time, at any position. If it is the first one, the second round already corrects
+    the mean."""
     clock = ArmClock.of(1)
     for number in range(40):
         clock.record(0, 100.0 if number == held_up else 1.0, 3.0)
@@ -38,9 +40,10 @@ def test_a_hiccup_does_not_ruin_an_arm(held_up):
 
 
 @pytest.mark.parametrize(("share", "times"), [(0.2, 4.0), (0.1, 6.0), (0.5, 2.0), (0.0, 1.0)])
-def test_rounds_that_are_dear_now_and_then_count(share, times):
-    """Cut at twice the mean, an arm with 20 % of rounds 4 times as long looked 17 % too cheap, with 10 % of 6 times
-    25 %. Means over 40 arms' clocks of 300 rounds: the standard error is 1 % at most."""
+def test_regularly_slow_rounds_count_in_full(share, times):
+    """With times cut at twice the mean, an arm with 20 % of its rounds 4 times as long looked 17 % too cheap, and one
+    with 10 % of its rounds 6 times as long 25 %. Means over the clocks of 40 arms and 300 rounds; the standard error is
+    at most 1 %."""
     draw = np.random.default_rng(0)
     clock = ArmClock.of(40)
     means = []
@@ -52,8 +55,8 @@ def test_rounds_that_are_dear_now_and_then_count(share, times):
     assert fmean(means) == pytest.approx(1 + share * (times - 1), rel=0.03)
 
 
-def test_a_text_has_a_rate_of_its_own():
-    """By its rounds, drawn towards the stream's."""
+def test_the_rate_of_a_text_is_shrunk_to_the_rate_of_the_stream():
+    """The weight of the text's own rate grows with its rounds."""
     text = TextRate()
     assert text.rate(2.0) == 2.0
     for _ in range(TEXT):
@@ -64,7 +67,7 @@ def test_a_text_has_a_rate_of_its_own():
 
 
 def test_a_machine_that_becomes_slower_is_noticed():
-    """Cut at twice the usual, a mean follows all the same."""
+    """The mean follows although each time is cut at twice the usual."""
     clock = ArmClock.of(1)
     for seconds in [1.0] * MEMORY + [8.0] * 20 * MEMORY:
         clock.record(0, seconds)

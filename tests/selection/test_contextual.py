@@ -1,4 +1,4 @@
-"""CGP-UCB: rewards are expected by likeness of prompts, with as much confidence as the rounds bear."""
+"""CGP-UCB: rewards are predicted from similar prompts, with a confidence that matches the number of rounds."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ N, KINDS = 3, np.random.default_rng(7).normal(size=(3, 16))
 
 
 def prompts(seed, count):
-    """(features, kind) of prompts of three kinds; arm i is best at those of kind i."""
+    """(features, kind) of prompts of three kinds; arm i is best for kind i."""
     generator = np.random.default_rng(seed)
     for _ in range(count):
         kind = int(generator.integers(N))
@@ -32,7 +32,7 @@ def prompts(seed, count):
 
 
 def stream(seed, count, rounds=20, remembers=True, trained_on=()):
-    """Play texts; returns the share of rounds with the right arm of each text, and the memory."""
+    """Play texts. Return each text's share of rounds with the right arm, and the memory."""
     generator = np.random.default_rng(seed)
     policy, memory, shares = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), PromptMemory(N, trained_on=trained_on), []
     for x, kind in prompts(seed, count):
@@ -50,23 +50,23 @@ def stream(seed, count, rounds=20, remembers=True, trained_on=()):
     return shares, memory
 
 
-def test_it_learns_which_arm_prompts_alike_want():
+def test_it_learns_the_best_arm_of_similar_prompts():
     shares, alone = (np.mean([stream(seed, 80, remembers=each)[0][40:] for seed in range(3)]) for each in (True, False))
     assert shares > 0.85 and shares > alone + 0.2
 
 
-def test_a_new_kind_of_prompt_is_explored_and_learnt():
+def test_beliefs_about_a_new_kind_of_prompt_are_uncertain():
     _, memory = stream(0, 40)
     strange = -3 * KINDS.sum(0)
     known = memory.belief(next(prompts(1, 1))[0])
     belief = memory.belief(strange)
-    apart = 1 - prompt_memory.SHARE_EVERYWHERE  # of the variance: what an arm is worth at all prompts is known by now
+    apart = 1 - prompt_memory.SHARE_EVERYWHERE  # the share of the variance that is not common to all prompts
     assert min(belief.v) > max(known.v) and min(belief.v) > 0.9 * apart
     assert max(belief.m) - min(belief.m) < 0.5 * (max(known.m) - min(known.m))
 
 
-def test_where_one_arm_is_always_best_it_is_played():
-    """Choosing costs little: of 60 texts the first ones, and a round here and there."""
+def test_one_arm_that_is_always_best_is_played_nearly_always():
+    """Exploration is limited to the first of 60 texts and to single later rounds."""
     generator, memory = np.random.default_rng(0), PromptMemory(N)
     policy, wrong = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), []
     for x, _ in prompts(0, 60):
@@ -81,7 +81,8 @@ def test_where_one_arm_is_always_best_it_is_played():
 
 
 def played(worth, texts, seed, arms=8, rounds=20):
-    """[texts] share of a text's rounds with the best arm; arms are worth `worth(text)` [arms] at all prompts."""
+    """[texts] share of each text's rounds with the best arm; the mean rewards `worth(text)` [arms] do not depend on the
+    prompt."""
     generator, memory = np.random.default_rng(seed), PromptMemory(arms)
     policy, shares = ContextualUcb(Arms(arms, 12, 0), PolicyRecipe()), []
     for text, (x, _) in enumerate(prompts(seed, texts)):
@@ -98,8 +99,8 @@ def played(worth, texts, seed, arms=8, rounds=20):
     return shares
 
 
-def test_an_arm_that_loses_everywhere_is_expected_to_lose_elsewhere():
-    """So that not every kind of prompt has to teach it anew."""
+def test_an_arms_overall_reward_carries_over_to_new_kinds_of_prompts():
+    """So that each new kind of prompt need not learn it again."""
     memory, texts = PromptMemory(2), [x for x, _ in prompts(0, 60)]
     for x in texts:
         memory.learn(x, memory.belief(x), [ArmRounds(9, 4.5, 2.3), ArmRounds(9, 3.6, 1.5)])
@@ -108,16 +109,17 @@ def test_an_arm_that_loses_everywhere_is_expected_to_lose_elsewhere():
     assert 0.3 < (strange.m[0] - strange.m[1]) / (known.m[0] - known.m[1]) < 0.9
 
 
-def test_an_arm_that_was_left_alone_comes_back_when_the_traffic_shifts():
-    """The arm that was best becomes the worst of all."""
+def test_an_unplayed_arm_is_played_again_after_a_shift():
+    """The best arm becomes the worst, and the second best the best."""
     before, after = [0.35] * 6 + [0.4, 0.5], [0.35] * 6 + [0.47, 0.25]
     shares = [played(lambda text: before if text < 40 else after, 100, seed) for seed in range(3)]
     assert np.mean([each[30:40] for each in shares]) > 0.85
     assert np.mean([each[70:] for each in shares]) > 0.6
 
 
-def test_hard_texts_are_not_the_arms_fault():
-    """With d the arm that meets a hard text keeps its lead; without, it loses it."""
+def test_a_hard_text_does_not_demote_the_arm_that_plays_it():
+    """With the text's difficulty d in the model, the arm that meets a hard text keeps its lead; without d it loses the
+    lead."""
     belief = Belief(m=[0.5, 0.4, 0.4], v=[0.1] * 3, noise=0.01, signal=0.01, shared=0.01)
     n, r = [10, 0, 0], [0.3, 0.0, 0.0]
     assert np.argmax(indices(belief, n, r, 0.0)) == 0
@@ -125,8 +127,8 @@ def test_hard_texts_are_not_the_arms_fault():
     assert np.argmax(indices(blind, n, [0.0, 0.0, 0.0], 0.0)) != 0
 
 
-def test_index_is_the_joint_posterior():
-    """Mean and variance of f + μ given the rounds and E[d], against conditioning on the joint Gaussian."""
+def test_the_index_is_the_joint_gaussian_posterior():
+    """Mean and variance of f + μ, given the rounds and E[d], equal the result of conditioning the joint Gaussian."""
     belief = Belief(m=[0.5, 0.3, 0.4], v=[0.2, 0.9, 0.5], noise=0.02, signal=0.03, shared=0.05)
     n, r = [4, 1, 0], [0.7, 0.2, 0.0]
     played = [0, 1]
@@ -142,11 +144,11 @@ def test_index_is_the_joint_posterior():
         mean = belief.m[arm] + cross @ np.linalg.solve(S, off)
         assert indices(belief, n, r, 0.0)[arm] == pytest.approx(mean)
     beyond = indices(belief, n, r, 2.0)[2] - indices(belief, n, r, 0.0)[2]
-    assert beyond == pytest.approx(2 * math.sqrt(0.5 * 0.03)), "an arm that has not played is as uncertain as before"
+    assert beyond == pytest.approx(2 * math.sqrt(0.5 * 0.03)), "an unplayed arm keeps its prior uncertainty"
 
 
-def test_regression_is_that_of_a_gaussian_process():
-    """Of two arms at once, the second of which has seen less."""
+def test_regression_equals_gaussian_process_regression():
+    """For two arms at once; the second has fewer observations."""
     generator = np.random.default_rng(3)
     x, y = generator.normal(size=(2, 12, 4)), generator.normal(size=(2, 12))
     noise, at = generator.uniform(0.1, 0.5, (2, 12)), generator.normal(size=4)
@@ -162,18 +164,18 @@ def test_regression_is_that_of_a_gaussian_process():
         assert float(variances[arm]) == pytest.approx(1 - cross @ np.linalg.inv(K) @ cross, abs=1e-6)
 
 
-def test_before_anything_is_known_every_arm_plays_once():
+def test_without_a_belief_every_arm_plays_once_per_text():
     policy = ContextualUcb(Arms(N, 4, 0), PolicyRecipe())
     for arm, reward in enumerate((0.2, 0.5, 0.3)):
         assert policy.choose() == arm
         policy.reward(arm, reward)
     assert policy.choose() == 1 and policy.weights() == [0, 1, 0]
     policy.begin_text(None)
-    assert policy.choose() == 0, "another text"
+    assert policy.choose() == 0, "a new text begins again"
 
 
-def test_pools_that_read_no_states_tell_arms_apart_all_the_same():
-    """All prompts are alike then: the arms' own means remain."""
+def test_without_prompt_features_arms_are_told_apart_by_their_means():
+    """All prompts then have the same features."""
     memory = PromptMemory(2)
     for _ in range(6):
         memory.learn(np.zeros(1), None, [ArmRounds(5, 1.0, 0.25), ArmRounds(5, 2.5, 1.3)])
@@ -189,7 +191,7 @@ def test_memory_is_bounded_and_forgets():
 
 
 @pytest.mark.parametrize("reward", [0.0, 0.4, 1.0])
-def test_rewards_without_spread_break_nothing(reward):
+def test_rewards_without_variance_give_finite_indices(reward):
     memory, policy = PromptMemory(N), ContextualUcb(Arms(N, 4, 0), PolicyRecipe())
     for x, _ in prompts(0, 12):
         belief = memory.belief(x)
@@ -200,8 +202,8 @@ def test_rewards_without_spread_break_nothing(reward):
     assert np.isfinite(indices(memory.belief(x), policy.n, [reward] * N, 1.0)).all()
 
 
-def test_one_prompt_again_and_again():
-    """Equal prompts whose rewards do not vary within a text, and do from text to text."""
+def test_a_repeated_prompt_gives_a_finite_belief():
+    """Rewards are constant within a text and vary between texts."""
     memory = PromptMemory(2)
     for text in range(80):
         reward = 0.3 + 0.4 * (text % 2)
@@ -212,8 +214,8 @@ def test_one_prompt_again_and_again():
     assert np.isfinite([*belief.m, *belief.v]).all() and belief.v[0] < belief.v[1]
 
 
-def test_what_beliefs_share_is_made_anew_behind_every_text():
-    """A belief out of what was known before the last text would learn nothing from it."""
+def test_the_fit_is_renewed_after_every_text():
+    """A cached fit from before the last text would ignore that text."""
     generator = np.random.default_rng(5)
     asked, other = PromptMemory(2), PromptMemory(2)
     for number in range(12):
@@ -229,28 +231,28 @@ def test_what_beliefs_share_is_made_anew_behind_every_text():
 
 
 def kinds(*of):
-    """What an arm was trained on."""
+    """The prompt clusters of a training set with these kinds."""
     return PromptClusters.of([(3 + KINDS[kind], 1.0) for kind in of])
 
 
-def test_what_arms_were_trained_on_is_known_before_anything_was_seen():
+def test_training_clusters_predict_the_best_arm_of_the_first_texts():
     own = [kinds(0), kinds(1), kinds(2)]
     aware, unaware = (np.mean([stream(seed, 6, trained_on=each)[0] for seed in range(6)]) for each in (own, ()))
     assert aware > 0.85 and aware > unaware + 0.1
     policy, memory = ContextualUcb(Arms(N, 4, 0), PolicyRecipe()), PromptMemory(N, trained_on=[kinds(2), kinds(0, 1)])
     for x, kind in prompts(1, 5):
         policy.begin_text(memory.belief(x))
-        assert policy.choose() == (0 if kind == 2 else 1), "an arm of two kinds"
+        assert policy.choose() == (0 if kind == 2 else 1), "arm 1 was trained on kinds 0 and 1"
 
 
-def test_rewards_correct_what_training_let_expect():
-    """Arms that were trained on something else than they are good at."""
+def test_rewards_override_wrong_predictions_from_training_clusters():
+    """No arm is best for the kind of prompts in its training data."""
     shares, _ = stream(0, 80, trained_on=[kinds(1), kinds(2), kinds(0)])
     assert np.mean(shares[:3]) < 0.3 and np.mean(shares[60:]) > 0.7
 
 
-def test_an_arm_of_which_nothing_is_known_is_tried():
-    """Of two arms it is the best everywhere; the third is not."""
+def test_an_arm_without_training_clusters_is_tried():
+    """It is the best arm for all prompts; the other two are not."""
     memory = PromptMemory(3, trained_on=[kinds(0), kinds(1), kinds()])
     policy = ContextualUcb(Arms(3, 4, 0), PolicyRecipe())
     played = []
@@ -264,8 +266,8 @@ def test_an_arm_of_which_nothing_is_known_is_tried():
     assert played[-200:].count(2) > 190
 
 
-def test_arms_that_were_trained_on_the_same_are_expected_to_be_alike():
-    """Means of other prompts of one kind differ by chance, and that tells nothing."""
+def test_arms_trained_on_the_same_kind_get_nearly_equal_beliefs():
+    """The mean features of two samples of one kind differ by chance, which must not count as a preference."""
     generator = np.random.default_rng(0)
     alike = [PromptClusters.of([(3 + KINDS[0] + generator.normal(size=16) / 8, 4.0)]) for _ in range(2)]
     belief = PromptMemory(2, trained_on=alike).belief(3 + KINDS[0] + generator.normal(size=16))
@@ -273,13 +275,13 @@ def test_arms_that_were_trained_on_the_same_are_expected_to_be_alike():
     assert abs(belief.m[0] - belief.m[1]) < 0.1 * (apart.m[0] - apart.m[1])
 
 
-def test_what_arms_are_known_for():
+def test_training_advantage_by_hand():
     p = torch.tensor([[0.9, 0.1, 0.0], [0.0, 0.0, 0.0], [0.0, 0.2, 0.8]])
     phi = training_advantage(p, [0, 0, 2], torch.tensor([1.0, 1.0, 0.5]).double(), 3)
     assert phi.tolist() == [pytest.approx(row, abs=1e-6) for row in ([0.8, 0, -0.5], [-1, 0, -0.5], [-0.6, 0, 0.3])]
 
 
-def test_the_trend_is_that_of_the_normal_equations():
+def test_the_trend_solves_the_normal_equations():
     generator = torch.Generator().manual_seed(0)
     phi, y = (torch.randn(9, generator=generator).double() for _ in range(2))
     variance = torch.rand(9, generator=generator).double() + 0.1
@@ -290,14 +292,16 @@ def test_the_trend_is_that_of_the_normal_equations():
     assert (found.mean, found.slope) == pytest.approx(best.tolist())
     assert found.doubt == pytest.approx(float(torch.linalg.inv(precision)[1, 1]))
     assert trend(phi[:0], y[:0], variance[:0], 0.3, 0.2) == (0.0, 0.3, 0.2)
-    assert trend(torch.ones(9).double(), y, variance, 0.3, 0.2).slope == pytest.approx(0.3), "one arm tells no slope"
+    assert trend(torch.ones(9).double(), y, variance, 0.3, 0.2).slope == pytest.approx(0.3), (
+        "equal φ leave the prior slope"
+    )
 
 
-def test_rewards_are_looked_at_as_if_they_had_been_earned_at_todays_rate():
-    """What the time of a round is worth changes along a stream: rewards of early texts, when all were slow, are no
-    better for that."""
+def test_old_rewards_are_converted_to_the_current_rate():
+    """The value of a round's seconds changes along a stream. Rewards of early texts, when the stream was slow, must not
+    look better for that reason."""
     memory, x = PromptMemory(2), np.ones(4)
-    for text in range(40):  # an arm that is never worth less, the other by the end of a stream that became faster
+    for text in range(40):  # the good arm plays only in the second half, when the stream is faster
         lost = 0.01 * text
         good, bad = (ArmRounds(8, 8 * mean, 8 * mean**2 + 0.01) for mean in (0.7 - lost, 0.6 - lost))
         none = ArmRounds(0, 0.0, 0.0)
@@ -306,7 +310,7 @@ def test_rewards_are_looked_at_as_if_they_had_been_earned_at_todays_rate():
     assert belief.m[0] == pytest.approx(0.7 - lost, abs=0.02) and belief.m[1] == pytest.approx(0.6 - lost, abs=0.02)
 
 
-def test_forgetting_keeps_what_arms_were_trained_on():
+def test_forgetting_keeps_the_training_clusters():
     memory = PromptMemory(N, trained_on=[kinds(0), kinds(1), kinds(2)])
     first = memory.belief(3 + KINDS[1])
     memory.learn(3 + KINDS[1], None, [ArmRounds(5, 1.0, 0.25)] * N)
@@ -314,8 +318,9 @@ def test_forgetting_keeps_what_arms_were_trained_on():
     assert memory.belief(3 + KINDS[1]) == first and first.m[1] > max(first.m[0], first.m[2])
 
 
-def test_a_text_is_played_for_its_own_rate():
-    """Held against the stream's 2 tokens a second, 6 tokens in 1.9 s beat 3.6 in 1.05 s; in a text they are slower."""
+def test_rewards_use_the_rate_of_the_text():
+    """At the stream's rate of 2 tokens/s, 6 tokens in 1.9 s beat 3.6 in 1.05 s. At the higher rate of this text they
+    lose."""
     arms = Arms(2, 8, 0)
     clock = ArmClock.of(2)
     for _ in range(200):
@@ -337,8 +342,8 @@ def test_a_text_is_played_for_its_own_rate():
     assert chosen[0] == 0 and chosen[-20:].count(1) >= 15
 
 
-def test_a_text_that_turns_is_followed():
-    """After 40 rounds the best arm becomes the worst. A mean of all rounds would still prefer that arm."""
+def test_a_change_within_a_text_is_followed():
+    """After 40 rounds the best arm becomes the worst. A mean over all rounds would still prefer it."""
     belief = Belief([0.5, 0.45, 0.4], [0.2] * 3, noise=0.01, signal=0.01, shared=0.005)
 
     def late(steady, monkey, turns):
@@ -356,8 +361,8 @@ def test_a_text_that_turns_is_followed():
         assert late(20.0, monkey, turns=False) > 0.9
 
 
-def test_the_memory_gets_all_rounds_of_a_text():
-    """Means that have faded are for the text's own choices; a memory of these would forget the prompt's first half."""
+def test_the_memory_weighs_all_rounds_of_a_text_equally():
+    """Discounted means are for choices within the text. A memory of these would ignore the first half of the text."""
     policy, rewards = ContextualUcb(Arms(2, 4, 0), PolicyRecipe()), [0.9] * 10 + [0.1] * 10
     for reward in rewards:
         policy.reward(1, reward)

@@ -1,4 +1,4 @@
-"""The controller: games, scores and texts come together."""
+"""The `Selector` with real drafters: games, scores and sequences together."""
 
 import numpy as np
 import pytest
@@ -85,8 +85,9 @@ def test_hedge_finds_the_good_drafter(target, pool, prompts):
     assert sum(line.accepted for line in log) == sum(one.accepted for one in found)
 
 
-def test_scores_come_when_the_game_asks(target, pool, prompts):
-    """Warm-up rounds are scored at once, then every third; without `ends` the last tokens are nobody's."""
+def test_scoring_follows_the_schedule_of_the_game(target, pool, prompts):
+    """Warm-up rounds are scored at once, then every third round. Without `ends` the last tokens of a text stay
+    unscored."""
     log = []
     controller = selector(target, pool, "hedgespec", log=log)
     played(target, controller, prompts[1:2], ["a"])
@@ -97,15 +98,16 @@ def test_scores_come_when_the_game_asks(target, pool, prompts):
         assert scored[4] == sum(line.committed for line in log[2:5])
 
 
-def test_a_game_that_goes_on_hears_of_every_token(target, pool, prompts):
+def test_with_ends_every_token_is_scored(target, pool, prompts):
     log = []
     controller = selector(target, pool, "hedgespec", ends=True, log=log)
     found = [played(target, controller, [prompt], ["session"])[0] for prompt in prompts]
     assert controller.tally.scored == sum(one.decoded_tokens for one in found) == sum(line.scored for line in log)
 
 
-def test_the_round_that_ends_a_text_is_one_of_the_schedule(target, pool, prompts):
-    """As in a replay: a scoring that was due with it would else come again in the first round of the next text."""
+def test_the_last_round_of_a_text_counts_in_the_schedule(target, pool, prompts):
+    """A replay counts it, too. Otherwise a scoring that was due in that round would be repeated in the first round of
+    the next text."""
     log = []
     game = GAME.model_copy(update={"warmup_rounds": 1, "drift": None})
     controller = selector(target, pool, "hedgespec", game, ends=True, log=log)
@@ -116,11 +118,13 @@ def test_the_round_that_ends_a_text_is_one_of_the_schedule(target, pool, prompts
         schedule.rounds += 1
         due.append(schedule.due())
     ends = [following.round == 1 for following in log[1:]] + [True]
-    assert any(end and asked for end, asked in zip(ends[:-1], due, strict=False)), "else this shows nothing"
+    assert any(end and asked for end, asked in zip(ends[:-1], due, strict=False)), (
+        "the test needs a scoring due in a last round"
+    )
     assert [line.scored > 0 for line in log] == [end or asked for end, asked in zip(ends, due, strict=True)]
 
 
-def test_what_was_learnt_is_forgotten_with_the_key(target, pool, prompts):
+def test_a_new_key_starts_a_new_game(target, pool, prompts):
     log = []
     controller = selector(target, pool, "hedgespec", log=log)
     played(target, controller, prompts[:1], ["one"])
@@ -131,8 +135,8 @@ def test_what_was_learnt_is_forgotten_with_the_key(target, pool, prompts):
     assert [line.arm for line in log] == [line.arm for line in first]
 
 
-def test_a_batch_is_several_games(target, pool, prompts):
-    """Rewards of one sequence credited to another's arm would show in the pulls."""
+def test_each_sequence_of_a_batch_has_its_own_game(target, pool, prompts):
+    """If rewards were credited to the arm of another sequence, the logged rounds would not add up."""
     log = []
     controller = selector(target, pool, "random", log=log)
     found = played(target, controller, prompts, ["a", "b", "c"])
@@ -145,8 +149,8 @@ def test_a_batch_is_several_games(target, pool, prompts):
     assert [one.output_ids for one in found] == [one.output_ids for one in plain]
 
 
-def test_a_text_is_compared_with_plain_decoding_by_timed_plain_rounds(target, pool, prompts):
-    """Without a timed plain round there is nothing to compare with; a ratio to a guess would certify nothing."""
+def test_speedups_are_reported_only_with_a_timed_plain_round(target, pool, prompts):
+    """A ratio to an estimated plain step would certify nothing."""
     told = []
     controller = selector(target, pool, "random")
     controller.on_text = told.append
@@ -162,13 +166,13 @@ def test_a_text_is_compared_with_plain_decoding_by_timed_plain_rounds(target, po
     assert controller.relative_seconds(text) == 3.0
 
 
-def test_two_texts_of_one_game_are_refused(target, pool, prompts):
+def test_two_concurrent_texts_of_one_game_are_refused(target, pool, prompts):
     with pytest.raises(ValueError, match="one after the other"):
         played(target, selector(target, pool, "random"), prompts[:2], ["k", "k"])
 
 
-def test_bd_is_the_played_arms_own(target, pool, prompts):
-    """The drafter that is the target itself has overlap 1 wherever it drafted, however long its drafts are."""
+def test_block_divergence_is_computed_for_the_played_arm(target, pool, prompts):
+    """The drafter with the target's own weights has overlap 1 at every drafted position, at any draft length."""
     log = []
     controller = selector(target, pool, "metasd-ucb", log=log)
     played(target, controller, prompts[1:2], ["a"])
@@ -177,7 +181,7 @@ def test_bd_is_the_played_arms_own(target, pool, prompts):
 
 
 def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
-    """A drafter whose scores are not finite is worth nothing; the others are still told apart."""
+    """A drafter without finite scores gets the largest loss; the others are still told apart."""
     log = []
     controller = selector(target, {**pool, "broken": Lookup(DEPTH)}, "hedgespec", log=log, ends=True)
     scoring = controller.scorer.score
@@ -196,9 +200,9 @@ def test_unusable_scores_do_not_stop_learning(target, pool, prompts):
 
 
 @pytest.mark.parametrize("texts", [1, 12])
-def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
-    """One drafter, whole and cut to a node by its arm: scores alone are the same. Twelve texts of a batch share rows
-    of a CPU, which leaves a node to either. K is that of arms that can reach it."""
+def test_losses_count_only_the_nodes_an_arm_may_draft(target, pool, prompts, texts):
+    """Two arms of one drafter have equal scores, but one of them may draft a single node. Twelve sequences share the
+    rows of a CPU, which leaves one node to either arm. K is the longest draft of any arm."""
     log = []
     arms = [Arm("one", pool["good"], 1), Arm("whole", pool["good"])]
     options = dict(step=lambda: 1.0, seed=0, within_query=True, on_round=log.append)
@@ -217,7 +221,7 @@ def test_what_is_cut_off_a_draft_is_worth_nothing(target, pool, prompts, texts):
     assert (controller.new_game(label).rules.depth, cut.new_game(label).rules.depth) == (DEPTH, 1)
 
 
-def test_hybrids_are_not_known_for_what_their_heads_were_trained_on(target, pool):
+def test_hybrids_do_not_use_the_training_clusters_of_their_heads(target, pool):
     told = PromptClusters.of([(np.ones(4), 0.1)])
     alone = Arm("head", pool["good"], trained_on=told), Arm("lookup", pool["lookup"])
     beside = Arm("head", Suffix(), scored=pool["good"], trained_on=told), alone[1]
@@ -232,8 +236,8 @@ class Unscorable(Lookup):
         raise RuntimeError("no such row")
 
 
-def test_a_drafter_that_raises_when_it_is_scored_is_silent(target, pool, prompts, capsys):
-    """It drafts, but nobody can say how well: the run goes on, and learns about the others."""
+def test_a_drafter_that_cannot_be_scored_gets_no_weight(target, pool, prompts, capsys):
+    """It drafts, but its quality is unknown. The run continues and learns about the other drafters."""
     log = []
     controller = selector(target, {**pool, "broken": Unscorable(DEPTH)}, "hedgespec", log=log, ends=True)
     found = [played(target, controller, [prompt], ["same"])[0] for prompt in prompts]
@@ -246,7 +250,7 @@ def test_a_drafter_that_raises_when_it_is_scored_is_silent(target, pool, prompts
     assert controller.failures == 0
 
 
-def test_taps_are_the_union():
+def test_taps_are_the_sorted_union_of_all_drafters():
     class Tapped(Lookup):
         def __init__(self, taps):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Arms of shorter drafts: which numbers remain, and what they cost. `test_recorder` tells that they are those of live
+"""Tables of shorter drafts: the numbers that remain, and the costs. `test_recorder` compares them with live
 decoding."""
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ def table(made_up):
     return Table(ARMS, DEPTH, [made_up(place).trace for place in range(5)], draft_s, step_s)
 
 
-def test_all_lengths_of_all_arms(table):
+def test_every_arm_is_shortened_to_every_length(table):
     found = shortened(table, [3, 0, 1])
     assert found.arms == [PLAIN, "sql:1", "sql:3", "lookup:1", "lookup:3", "suffix:1", "suffix:3"]
     for cut, whole in zip(found.traces, table.traces, strict=True):
@@ -34,13 +34,14 @@ def test_all_lengths_of_all_arms(table):
 
 
 @pytest.mark.parametrize(("lengths", "K"), [([0, 1], 1), ([1, 3], 2), ([0], 1)])
-def test_k_is_that_of_the_longest_draft_that_is_left(table, lengths, K):
-    """Rewards are shares of it, live of the arms that play: none of these reaches further than two tokens."""
+def test_k_becomes_the_longest_remaining_draft(table, lengths, K):
+    """Rewards are fractions of K, and live decoding takes K from the arms that play. No arm of this table drafts more
+    than two tokens."""
     found = shortened(replace(table, reach=np.array([2, 1, 2])), lengths)
     assert found.depth == K and {trace.gamma.shape[2] for trace in found.traces} == {K}
 
 
-def test_the_whole_length_changes_nothing_but_the_name(table):
+def test_shortening_to_the_full_depth_changes_only_the_names(table):
     found = shortened(table, [DEPTH])
     assert found.arms == [f"{name}:{DEPTH}" for name in ARMS]
     assert np.allclose(found.draft_s, table.draft_s) and np.allclose(found.step_s, table.step_s)
@@ -48,8 +49,8 @@ def test_the_whole_length_changes_nothing_but_the_name(table):
         assert all(np.array_equal(x, y) for x, y in zip(vars(cut).values(), vars(whole).values(), strict=True))
 
 
-def test_costs_go_with_the_mean_depth(table):
-    """Between those of plain decoding and of the whole draft; an arm that never drafts costs what it does."""
+def test_costs_are_interpolated_by_the_mean_depth(table):
+    """Between the costs of plain decoding and of the whole draft. An arm that never drafts keeps finite costs."""
     found = shortened(table, [0, 2])
     drafted = np.concatenate([trace.drafted[0] for trace in table.traces])
     share = drafted.clip(max=2).sum() / drafted.sum()
@@ -62,13 +63,13 @@ def test_costs_go_with_the_mean_depth(table):
 
 
 @pytest.mark.parametrize("length", [-1, DEPTH + 1])
-def test_lengths_that_are_none(table, length):
+def test_lengths_outside_the_table_are_refused(table, length):
     with pytest.raises(UsageError, match="depth 4"):
         shortened(table, [1, length])
 
 
-def test_plain_decoding_joins_a_table(table):
-    """Its rounds draft nothing, take a step, and neither read nor score."""
+def test_with_plain_adds_an_arm_that_costs_one_step(table):
+    """Its rounds draft nothing, and it neither reads nor scores."""
     known = Overheads(np.ones((3, 2)), np.ones((3, 2, 2)), np.array([4, 3, 4]))
     whole = replace(table, overheads=known, reach=known.reach)
     found = with_plain(whole)

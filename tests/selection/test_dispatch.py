@@ -1,4 +1,4 @@
-"""Requests among servers: who gets which text, what is learnt of an answer, and what no policy may do to a server."""
+"""`Dispatcher`: the server for each prompt, learning from its answer, and the limits that protect servers."""
 
 import random
 import statistics
@@ -27,7 +27,7 @@ IDLE = dict.fromkeys(URLS, 0)
 
 
 def counts(mat, tokens=60, drafts=True):
-    """Of a text whose passes accept about `mat` − 1 tokens each."""
+    """The counts of a text with about `mat` − 1 accepted tokens per pass."""
     passes = round(tokens / mat)
     accepted = tokens - passes
     return TextCounts(tokens, DraftCounters(passes, 3 * passes, accepted, [accepted]) if drafts else None)
@@ -39,14 +39,14 @@ def chat(prompt):
 
 @pytest.fixture(scope="module")
 def stream():
-    """[(domain, prompt)] of two domains in turn, as chance has it."""
+    """[(domain, prompt)], the two domains in random order."""
     draw = random.Random(0)
     prompts = {domain: list(data_prep.get(domain).generate(120, seed=0)) for domain in DOMAINS}
     return [(domain, prompts[domain].pop()) for domain in (draw.choice(DOMAINS) for _ in range(160))]
 
 
 def play(name, stream, best=3.0, other=1.6):
-    """The share of texts, of the last two thirds, that went to the server of their domain."""
+    """The share of the last two thirds of the texts that went to the server of their domain."""
     one = Dispatcher(URLS, name, PolicyRecipe(), 0)
     noise, hits = random.Random(1), []
     for domain, prompt in stream:
@@ -57,25 +57,26 @@ def play(name, stream, best=3.0, other=1.6):
     return statistics.fmean(hits[len(hits) // 3 :])
 
 
-def test_every_prompt_finds_the_server_of_its_domain(stream):
-    """A policy that ignores the prompt, or reads it wrongly, has half of them: three standard deviations below 0.65."""
+def test_cgp_ucb_sends_prompts_to_the_server_of_their_domain(stream):
+    """A policy that ignores the prompt, or reads it wrongly, gets half of them right: three standard deviations below
+    0.65."""
     assert play("cgp-ucb", stream) > 0.85
     assert play("random", stream) < 0.65  # negative control
 
 
-def test_one_server_that_is_better_at_everything_is_found_without_prompts(stream):
+def test_bandits_find_a_server_that_is_always_better(stream):
     for name in ("metasd-ucb", "metasd-ducb", "metasd-swucb", "cgp-ucb"):
         always = [("sql", prompt) for _, prompt in stream]
         assert play(name, always) > 0.8, name
 
 
-def test_no_prompt_is_read_whole():
-    """A choice is made while nothing else is: one that reads a megabyte holds up all streams."""
+def test_only_the_ends_of_a_long_prompt_are_read():
+    """The choice blocks the event loop: reading a megabyte would delay all streams."""
     assert len(words_of({"prompt": "word " * 10**6})) <= dispatch.HEAD + dispatch.TAIL
     assert len(words_of({"prompt": [1] * 10**6})) <= dispatch.HEAD + dispatch.TAIL
 
 
-def test_a_server_that_is_full_is_passed_over_and_the_least_busy_one_never_is(stream):
+def test_an_overloaded_server_is_passed_over(stream):
     one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0)
     for _ in range(40):
         choice = one.choose(chat("How many?"), IDLE)
@@ -90,23 +91,24 @@ def test_a_server_that_is_full_is_passed_over_and_the_least_busy_one_never_is(st
     )
 
 
-def test_equals_share_by_how_busy_they_are():
+def test_equally_good_servers_are_ordered_by_load():
     one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0)
     assert one.choose(chat("Hi"), {URLS[0]: 1, URLS[1]: 0}).order == URLS[::-1]
     fixed = Dispatcher([*URLS, "http://c"], "fixed", PolicyRecipe(arm=2), 0)
     assert fixed.choose({}, {URLS[0]: 2, URLS[1]: 1, "http://c": 3}).order == ["http://c", *URLS[::-1]]
 
 
-def test_passes_are_counted_with_those_that_had_no_draft():
-    """A text drafter is silent where it knows nothing; by its drafts alone it would look like the best of all."""
+def test_passes_without_a_draft_are_counted():
+    """A text drafter often proposes nothing. Judged by its drafts alone it would look better than every other
+    drafter."""
     shown = pass_statistics(TextCounts(10, DraftCounters(rounds=2, drafted=6, accepted=4, accepted_at=[2, 1, 1])))
-    # Two drafts, of which 3 and 1 tokens are accepted, and four passes of one token.
+    # Two drafts with 3 and 1 accepted tokens, and four passes that commit one token each.
     assert (shown.rounds, shown.total, shown.squares) == (6, 10.0, 16 + 4 + 4)
     assert pass_statistics(TextCounts(5, DraftCounters())) == (5, 5.0, 5.0)
     assert pass_statistics(TextCounts(2, DraftCounters(1, 3, 3, [1, 1, 1]))).rounds == 1
 
 
-def test_a_server_that_says_nothing_counts_as_plain_and_is_named_once(capsys):
+def test_a_server_without_counters_counts_as_plain_decoding(capsys):
     one = Dispatcher(URLS, "cgp-ucb", PolicyRecipe(), 0)
     for _ in range(3):
         one.learn(one.choose(chat("Hi"), IDLE), URLS[0], counts(3, drafts=False))
@@ -131,7 +133,7 @@ def test_a_server_that_says_nothing_counts_as_plain_and_is_named_once(capsys):
         ({}, []),
     ],
 )
-def test_prompts_are_read_wherever_they_are(body, words):
+def test_prompts_are_read_from_every_request_format(body, words):
     assert words_of(body) == words
     assert features_of(body).shape == (dispatch.FEATURES,)
 
@@ -143,14 +145,14 @@ def test_the_end_of_a_long_prompt_is_read():
     assert (features_of({"prompt": [*ids, 2]}) != features_of({"prompt": [*ids, 3]})).any()
 
 
-def test_the_spread_of_a_text_without_places_is_that_of_a_geometric_number():
-    """llama.cpp reports sums only: without an estimate the squares were smaller than the mean allows."""
+def test_without_counts_per_position_the_variance_is_geometric():
+    """llama.cpp reports sums only. Without this estimate the sum of squares was smaller than the mean allows."""
     shown = pass_statistics(TextCounts(60, DraftCounters(20, 60, 40)))
     assert shown[:2] == (20, 60.0) and shown.squares == 20 + 2 * 40 + 40 + 2 * 40**2 / 20
     assert shown.squares >= 60**2 / 20, "the mean of the squares is at least the square of the mean"
 
 
-def test_policies_that_cannot_choose_a_server_are_refused_by_name():
+def test_policies_that_cannot_choose_a_server_are_refused():
     for name in set(registry.NAMES) - {*dispatch.POLICIES} | {"router"}:
         with pytest.raises(UsageError, match=f"{name} cannot choose"):
             dispatch.check(name)

@@ -1,4 +1,4 @@
-"""Overlaps along drafts: against laws computed from texts that end in them."""
+"""Overlaps along drafts, compared with distributions computed from texts that contain the draft."""
 
 import numpy as np
 import pytest
@@ -38,8 +38,8 @@ def drafters(target):
 
 @torch.inference_mode()
 def expected(target, drafter, ids, chain):
-    """1 − TV at every position of `chain`, from the text that ends in it: p̄ of a prefill, q̄ of the drafter's scores of
-    drafts that begin where the chain does."""
+    """1 − TV at every position of `chain`: p̄ from a prefill of text and chain, q̄ from the drafter's scores of drafts
+    that begin at the chain."""
     whole, n = ids + chain, len(ids)
     p = law(target, [*whole, 0], Sampling(1.0, 0, 1.0))[n - 1 : -1]
     score = drafter.score(standing(target, [*whole, 0], drafter.taps, GREEDY), [range(n, len(whole))], len(chain))[0]
@@ -54,13 +54,13 @@ def expected(target, drafter, ids, chain):
 
 @pytest.fixture(scope="module")
 def text(prompts):
-    return prompts[1] + prompts[1][-30:]  # that repeats itself
+    return prompts[1] + prompts[1][-30:]  # repeats itself, so that text drafters draft
 
 
 @torch.inference_mode()
-def test_overlap_is_of_every_drafted_position(target, drafters, text):
-    """Rejected ones included, each behind what was drafted before it. Catches rows of other nodes or depths, ids of the
-    draft vocabulary taken for the target's, and an end at the first rejection."""
+def test_overlap_covers_every_drafted_position(target, drafters, text):
+    """Rejected positions included, each conditioned on the draft before it. Catches rows of other nodes or depths,
+    draft vocabulary ids mistaken for the target's, and an end at the first rejection."""
     missed = 0
     for name, drafter in drafters.items():
         state = standing(target, text, drafter.taps, GREEDY)
@@ -76,8 +76,8 @@ def test_overlap_is_of_every_drafted_position(target, drafters, text):
 
 
 @torch.inference_mode()
-def test_overlaps_of_drafts_that_nobody_verifies(target, drafters, text, monkeypatch):
-    """All at once, in two steps, or in one for each: the chains of others change nothing."""
+def test_unplayed_and_verified_drafts_have_equal_overlaps(target, drafters, text, monkeypatch):
+    """In one pass, in two, or in one per draft: the chains do not influence each other."""
     taps = tuple(sorted({tap for drafter in drafters.values() for tap in drafter.taps}))
     state = standing(target, text, taps, GREEDY)
     drafts = [drafter.propose(state, 20) for drafter in drafters.values()]
@@ -89,8 +89,9 @@ def test_overlaps_of_drafts_that_nobody_verifies(target, drafters, text, monkeyp
 
 
 @torch.inference_mode()
-def test_each_sequence_of_a_batch_has_its_own_rows(target, drafters, prompts):
-    """Of another place in the batch, another text's: a tree of some width keeps the rows of all sequences together."""
+def test_overlap_in_a_batch_equals_overlap_alone(target, drafters, prompts):
+    """Wrong rows would be of another sequence: the rows of a tree of several chains are stored together for all
+    sequences."""
     from specctl.decoding.records import Request
     from specctl.decoding.state import DecodeState
 
@@ -112,8 +113,8 @@ def test_each_sequence_of_a_batch_has_its_own_rows(target, drafters, prompts):
             np.testing.assert_allclose(overlap(draft, b, logits[b]), alone[b], atol=3e-4, err_msg=name)
 
 
-def test_a_row_that_is_none():
-    """NaN, which a game counts and takes for worthless."""
+def test_overlap_of_nan_logits_is_nan():
+    """A game counts NaN and gives it the largest loss."""
     draft = DraftTree.from_chains([[1, 2]], torch.device("cpu"))
     assert np.isnan(overlap(draft, 0, torch.full((3, 4), float("nan")))).all()
     assert first_chain([-1, -1, 0, 0, 2, -2]) == [0, 2, 4] and first_chain([]) == []

@@ -1,4 +1,4 @@
-"""The test for a change: what it notices, how soon, and how rarely without one."""
+"""The change detector: which changes it detects, how soon, and how rarely it raises a false alarm."""
 
 import numpy as np
 import pytest
@@ -23,8 +23,9 @@ def rounds_until(drift, arm, accepted, limit=10_000):
     return None
 
 
-def test_an_arm_that_gets_worse_is_noticed_within_a_few_rounds():
-    """Mean 3 to 0.6, two σ. `since` dates the change: a bad run before it is taken for its beginning now and then."""
+def test_a_drop_of_two_sigma_is_detected_within_twelve_rounds():
+    """The mean falls from 3 to 0.6. `since` dates the change; sometimes a bad run just before it is dated as its
+    beginning."""
     generator = np.random.default_rng(0)
     late = []
     for _ in range(50):
@@ -37,15 +38,15 @@ def test_an_arm_that_gets_worse_is_noticed_within_a_few_rounds():
 
 
 def test_without_a_change_alarms_are_rare():
-    """h = 4, k = ½: 336 rounds on average where z is normal and its law is known (Montgomery's tables); estimated means
-    and the tails of counts cost some. The mean of 200 runs, here 190, has a standard error of 15."""
+    """h = 4, k = ½: 336 rounds on average for standard normal z (Montgomery's tables). Estimated means and the skew of
+    counts shorten this. The mean of 200 runs, here 190, has a standard error of 15."""
     generator = np.random.default_rng(1)
     lengths = [rounds_until(Drift(1, 4.0), 0, generator.binomial(6, 0.5, 1000).tolist()) or 1000 for _ in range(200)]
     assert np.mean(lengths) > 100
 
 
-def test_suspects_do_not_move_the_mean_until_they_are_trusted():
-    """A mean that follows the change would hide one of a single standard deviation for good."""
+def test_suspicious_rounds_do_not_move_the_mean():
+    """A mean that follows the change would hide a change of one standard deviation forever."""
     drift = Drift(1, 100.0)
     rounds_until(drift, 0, [2, 4] * 10)
     for count in range(1, 31):
@@ -55,11 +56,11 @@ def test_suspects_do_not_move_the_mean_until_they_are_trusted():
     rounds_until(drift, 0, [9] * 10)
     assert drift.S == drift.since == 0
     rounds_until(drift, 0, [3] * 5)
-    assert drift.S == 0, "what had been suspected is part of the mean now"
+    assert drift.S == 0, "the suspicion is over, and its rounds are part of the mean"
 
 
-def test_an_arm_that_takes_over_from_a_suspect_is_tested_like_any_other():
-    """Its first rounds are its promise, whatever was suspected of the arm before it."""
+def test_a_suspicion_does_not_carry_over_to_another_arm():
+    """The first rounds of the new arm set its own mean."""
     drift = Drift(2, 9.0)
     rounds_until(drift, 0, [3, 4] * 10)
     drift.record(0, 1, vectors=1)
@@ -68,21 +69,21 @@ def test_an_arm_that_takes_over_from_a_suspect_is_tested_like_any_other():
     assert rounds_until(drift, 1, [0] * 3) is not None
 
 
-def test_better_is_no_alarm_and_neither_is_another_arm():
+def test_improvement_and_a_new_arm_raise_no_alarm():
     drift = Drift(2, 4.0)
     assert rounds_until(drift, 0, [1] * 30 + [5] * 30) is None and drift.S == 0
-    assert rounds_until(drift, 1, [0] * LEAST) is None, "it has promised nothing yet"
+    assert rounds_until(drift, 1, [0] * LEAST) is None, "the arm has no mean yet"
     assert rounds_until(drift, 0, [0] * 30) is not None
 
 
-def test_an_arm_that_never_varies_has_a_floor():
+def test_the_deviation_of_a_constant_arm_has_a_floor():
     drift = Drift(1, 4.0)
     rounds_until(drift, 0, [3] * 20)
     assert not drift.record(0, 2, vectors=3)
     assert pytest.approx(1 / FLOOR - 0.5) == drift.S and drift.since == 3
 
 
-def test_the_end_of_a_text_says_nothing_but_counts():
+def test_the_last_round_of_a_text_only_counts_its_vectors():
     drift = Drift(1, 9.0)
     rounds_until(drift, 0, [3, 4] * 10)
     drift.record(0, 1, vectors=2)

@@ -1,4 +1,4 @@
-"""Feedback on every drafter against what its own drafts, token by token, would have met."""
+"""Scores of every drafter, compared with the drafts that it would really make at each token."""
 
 import numpy as np
 import pytest
@@ -55,7 +55,7 @@ def trained(target, name, drafting, **options):
 
 @pytest.fixture(scope="module")
 def drafters(target, prompts):
-    """Of every family one or two, whose drafts keep what their shapes allow: nothing is pruned or given up."""
+    """One or two drafters per family; their shapes prune nothing."""
     chain = DraftingRecipe(stop_below=0.0, children=1, nodes=4, width=1, depth=4)
     own = own_weights(target, 0.3)
     texts = decode(target, prompts, sampling=GREEDY, max_new_tokens=12, seeds=[0] * 3)
@@ -78,14 +78,14 @@ def drafters(target, prompts):
 
 @pytest.fixture(scope="module", params=[GREEDY, WARM], ids=["greedy", "sampled"])
 def text(request, target, prompts):
-    """A text that repeats itself, so that drafters without weights have something to say."""
+    """A repetitive text, so that drafters without weights have drafts."""
     prompt = prompts[1] + prompts[1][-30:]
     found = decode(target, [prompt], sampling=request.param, max_new_tokens=11, seeds=[SEED])[0]
     return request.param, prompt, found.output_ids
 
 
 def standing(target, ids, taps, sampling):
-    """A state in which `ids` are committed."""
+    """A decoding state with `ids` committed."""
     state = DecodeState(target, taps=taps, spare=63)
     state.assign_slots([state.sequence(Request(ids[:-1], sampling, 41, SEED))])
     _, _, tapped = target.prefill([ids[:-1]], state.cache, taps)
@@ -95,7 +95,7 @@ def standing(target, ids, taps, sampling):
 
 @torch.inference_mode()
 def drafts(target, drafter, ids, first, sampling):
-    """The tree behind `ids[:n]` for every n ≥ first, as {path of tokens: children}."""
+    """For every n ≥ first the tree drafted after `ids[:n]`, as {path of tokens: children}."""
     found = {}
     for n in range(first, len(ids)):
         state = standing(target, ids[:n], drafter.taps, sampling)
@@ -121,9 +121,9 @@ def law(target, ids, sampling):
     return kernels.probabilities(rows)
 
 
-def test_gamma_and_hit_are_those_of_the_drafts(target, drafters, text):
-    """At every position and depth that a draft reaches along the committed text. Catches an off-by-one of depths or
-    positions, ids of the draft vocabulary taken for the target's, and a filter that is forgotten."""
+def test_gamma_and_hit_describe_the_drafters_real_drafts(target, drafters, text):
+    """At every position and depth that a draft reaches along the committed text. Catches an off-by-one in depths or
+    positions, draft vocabulary ids mistaken for the target's, and a missing sampling filter."""
     sampling, prompt, output = text
     ids = prompt + output
     names = list(drafters)
@@ -147,16 +147,16 @@ def test_gamma_and_hit_are_those_of_the_drafts(target, drafters, text):
                 assert found.gamma[n, at, k] == pytest.approx(float(gamma), abs=2e-4), (name, start, k)
                 compared[name] += 1
                 hits[name] += hit
-                if not hit or name in ("suffix", "retrieval"):  # deeper, their places were found at the root
+                if not hit or name in ("suffix", "retrieval"):  # they match only at the root
                     break
     assert min(compared.values()) >= len(output) - 1
     assert sum(hits.values()) > 20 and max(compared.values()) > len(output)
 
 
 @pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.slow), WARM], ids=["greedy", "sampled"])
-def test_realised_lengths_are_those_of_the_drafts(target, drafters, prompts, sampling):
-    """At every start, to the token: of chains, of chains with runners-up as leaves, and of static trees of few nodes.
-    With hits that do not know leaves, lengths of drafts were too large by what would have stood behind a runner-up."""
+def test_realised_lengths_equal_the_accepted_lengths_of_real_drafts(target, drafters, prompts, sampling):
+    """At every start, for chains, chains with runners-up as leaves, and static trees of few nodes. Hits that do not
+    mark leaves made drafts too long: they counted tokens after a runner-up."""
     heads = {name: drafters[name] for name in ("eagle3", "hydra", "medusa", "lookup")}
     heads["leaves"] = eagle3.Eagle3Drafter(head(target, 1, 3000), target, TreeShape(4, 1, 60, 15, 0.0))
     few = DraftingRecipe(stop_below=0.0, keep_above=0.0, children=3, nodes=6, width=1, depth=3)
@@ -177,8 +177,8 @@ def test_realised_lengths_are_those_of_the_drafts(target, drafters, prompts, sam
     assert leaves > 0
 
 
-def test_there_is_no_draft_before_the_first_round(target, drafters, text):
-    """Depth k at token t needs a draft that began when t − k + 1 tokens stood; and none is deeper than its shape."""
+def test_scores_are_zero_where_no_draft_could_reach(target, drafters, text):
+    """Depth k at token t needs a draft that began t − k + 1 tokens in, and no draft is deeper than its shape."""
     sampling, prompt, output = text
     names = list(drafters)
     found = table(target, list(drafters.values()), prompt, output, DEPTH, sampling, seed=SEED)
@@ -189,8 +189,8 @@ def test_there_is_no_draft_before_the_first_round(target, drafters, text):
     assert (found.gamma[names.index("lm"), 3:, 3] > 0).any()
 
 
-def test_accepted_length_is_the_run_of_hits(target, drafters, text):
-    """For a drafter whose draft is a chain: what a round commits is what the hits along its diagonal say."""
+def test_the_accepted_length_of_a_chain_is_its_run_of_hits(target, drafters, text):
+    """The accepted tokens of each round equal the hits along the diagonal that begins at that round."""
     sampling, prompt, output = text
     lengths = []
 
@@ -211,7 +211,7 @@ def test_accepted_length_is_the_run_of_hits(target, drafters, text):
 
 
 class Watch(Controller):
-    """Plays one drafter and scores the others: `per_round` tokens of every text, and what is left at the end."""
+    """Play one drafter and score all: up to `per_round` tokens per text every second round, and the rest at its end."""
 
     def __init__(self, drafter, scorer, per_round):
         self.drafter, self.scorer, self.per_round = drafter, scorer, per_round
@@ -236,7 +236,7 @@ class Watch(Controller):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "sampled"])
-def test_a_live_batch_is_scored_as_whole_texts_are(target, prompts, drafters, sampling):
+def test_scores_of_a_live_batch_equal_scores_of_whole_texts(target, prompts, drafters, sampling):
     """Rounds of any length, texts that end early, slots that are filled again and dropped: every decoded token of every
     text is scored once, in order, against its own rows."""
     seeds, limits = [SEED, 1, 2, 5, 9], [16, 2, 11, 7, 1]
@@ -258,8 +258,8 @@ def test_a_live_batch_is_scored_as_whole_texts_are(target, prompts, drafters, sa
             np.testing.assert_allclose(joined, getattr(whole, field), atol=5e-4)
 
 
-def test_a_short_prompt(target, drafters):
-    """Drafts that would begin before the text are not asked of anybody."""
+def test_a_prompt_of_one_token_is_scored(target, drafters):
+    """Drafts that would begin before the text are left out."""
     some = list(drafters.values())
     output = decode(target, [[5]], sampling=GREEDY, max_new_tokens=7, seeds=[0])[0].output_ids
     deep = table(target, some, [5], output, 9, GREEDY)
@@ -268,8 +268,7 @@ def test_a_short_prompt(target, drafters):
     assert np.isfinite(deep.gamma).all()
 
 
-def test_a_broken_drafter_spoils_nothing_else(target, drafters, prompts):
-    """NaN of one drafter's rows are its own."""
+def test_nan_of_one_drafter_stays_in_its_own_scores(target, drafters, prompts):
     made = head(target, 1, 3000)
     made.lm_head.weight.data[7] = float("nan")
     broken = eagle3.Eagle3Drafter(made, target, TreeShape(4, 1, 4, 1, 0.0))
@@ -280,7 +279,7 @@ def test_a_broken_drafter_spoils_nothing_else(target, drafters, prompts):
     np.testing.assert_allclose(found.gamma[[0, 2]], alone.gamma, atol=1e-5)
 
 
-def test_nothing_to_score(target, drafters, prompts):
-    """A text of one token has no decoded ones."""
+def test_a_text_of_one_token_has_no_scores(target, drafters, prompts):
+    """Its only token comes from the prefill."""
     found = table(target, [drafters["eagle3"]], prompts[0], [9], DEPTH, GREEDY)
     assert found.gamma.shape == found.hit.shape == (1, 0, DEPTH)

@@ -1,4 +1,4 @@
-"""The game: which rewards and losses reach the policy, in which order, when, and that none is lost."""
+"""`Game`: which rewards and losses reach the policy, in which order and when, and that none is lost."""
 
 from dataclasses import replace
 from math import nan
@@ -21,7 +21,7 @@ PLAIN = {"hybrid_rounds": 0, "warmup_rounds": 0, "batch_rounds": 1, "tokens_per_
 
 
 class Spy:
-    """Keeps what it is told, and plays the arms in turn."""
+    """Records rewards and losses, and plays the arms in turn."""
 
     def __init__(self, learns, scale="unit"):
         self.learns, self.scale = learns, scale
@@ -60,7 +60,7 @@ def trace(seed=0, tokens=T):
 
 
 def walk(game, trace, rounds):
-    """Rounds that commit so many tokens each; the last one ends the text."""
+    """Play rounds that commit the given numbers of tokens; the last round ends the text."""
     at = scored = 0
     for index, committed in enumerate(rounds):
         arm = game.choose()
@@ -77,8 +77,8 @@ def walk(game, trace, rounds):
 
 @pytest.mark.parametrize("estimator", ["product", "realised"])
 @pytest.mark.parametrize("rounds", [[1] * T, [5] * 6, [3, 1, 5, 2, 4, 5, 1, 1, 5, 3], [T]])
-def test_vectors_arrive_in_order_however_the_text_is_cut_into_rounds(estimator, rounds):
-    """Each once, with the window across the rounds' borders, and with nothing accepted beyond the end."""
+def test_losses_do_not_depend_on_how_a_text_is_cut_into_rounds(estimator, rounds):
+    """Each vector arrives once and in order. Windows reach across rounds, and nothing is accepted beyond the end."""
     game, spy = spied(estimator=estimator, **PLAIN)
     text = trace()
     walk(game, text, rounds)
@@ -86,8 +86,8 @@ def test_vectors_arrive_in_order_however_the_text_is_cut_into_rounds(estimator, 
     assert np.array(spy.told) == pytest.approx(token_losses(text, game.rules))
 
 
-def test_the_next_text_of_a_game_starts_from_its_own_tokens():
-    """Zeros beyond the end of a text, or its last tokens, would leak into the windows of the next."""
+def test_losses_of_a_text_do_not_depend_on_the_text_before_it():
+    """Zeros beyond the end of a text, or its last tokens, could leak into the windows of the next one."""
     game, spy = spied(**PLAIN)
     texts = [trace(seed) for seed in (0, 1)]
     for text in texts:
@@ -96,7 +96,7 @@ def test_the_next_text_of_a_game_starts_from_its_own_tokens():
     assert np.array(spy.told) == pytest.approx(np.concatenate([token_losses(text, game.rules) for text in texts]))
 
 
-def test_a_vector_waits_for_the_tokens_of_its_draft_and_no_longer():
+def test_a_loss_arrives_when_the_last_token_of_its_draft_is_scored():
     game, spy = spied(**PLAIN)
     text = trace()
     counts = []
@@ -108,8 +108,8 @@ def test_a_vector_waits_for_the_tokens_of_its_draft_and_no_longer():
     assert counts == [0, 0, 0, 1, 2, 3, 4, 5], "token 0 is known with token K - 1"
 
 
-def test_a_vector_is_complete_when_all_arms_have_missed():
-    """Not sooner, though an arm alone has; and what is told is what it would have been later."""
+def test_a_realised_loss_arrives_when_all_arms_have_missed():
+    """It does not arrive when only one arm has missed, and it equals the loss that would have arrived later."""
     game, spy = spied(**PLAIN, estimator="realised", settled=0.01)
     hit = np.full((N, 4, K), INNER)
     hit[0, 0], hit[1:, 1] = 0, 0  # arm 0 misses token 0, the others go on until token 1
@@ -120,12 +120,12 @@ def test_a_vector_is_complete_when_all_arms_have_missed():
         game.round_finished(0, Outcome(1, 0))
         game.scored(text.gamma[:, t : t + 1], text.hit[:, t : t + 1])
         counts.append(len(spy.told))
-    assert counts == [0, 1, 1], "of token 1 arm 0 has not missed, and token 2 is all arms'"
+    assert counts == [0, 1, 1], "arm 0 has not missed in the draft from token 1"
     assert np.array(spy.told[0]) == pytest.approx(1 - np.array([1, *[2] * (N - 1)]) / (K + 1))
 
 
 @pytest.mark.parametrize("estimator", ["product", "realised"])
-def test_vectors_that_come_sooner_are_nearly_those_that_wait(estimator):
+def test_early_losses_are_close_to_the_complete_ones(estimator):
     game, spy = spied(**PLAIN, estimator=estimator, settled=0.05)
     text, waits = trace(tokens=200), []
     for t in range(200):
@@ -140,7 +140,7 @@ def test_vectors_that_come_sooner_are_nearly_those_that_wait(estimator):
     assert np.all(late >= -1e-9) and late.max() <= (0.05 if estimator == "product" else 1e-9)
 
 
-def test_hybrid_vectors_come_at_once_then_the_others_wait():
+def test_losses_of_the_hybrid_rounds_have_no_delay():
     game, spy = spied(**PLAIN | {"hybrid_rounds": 3})
     text = trace()
     walk(game, text, [2])
@@ -151,18 +151,18 @@ def test_hybrid_vectors_come_at_once_then_the_others_wait():
     game.scored(text.gamma[:, 2:7], text.hit[:, 2:7])
     wanted = token_losses(text, game.rules)
     assert np.array(spy.told[2:]) == pytest.approx(np.array([1 - text.gamma[:, 2, 0], wanted[3]])), (
-        "3 hybrid, 3..6 known"
+        "the third hybrid loss, then the first complete one"
     )
 
 
-def test_the_loss_of_acceptance_has_no_delay():
+def test_acceptance_losses_have_no_delay():
     game, spy = spied(**PLAIN, loss="acceptance")
     text = trace()
     walk(game, text, [5, 2])
     assert np.array(spy.told) == pytest.approx(1 - text.gamma[:, :7, 0].T)
 
 
-def test_scoring_is_due_every_round_of_the_warm_up_then_once_a_batch():
+def test_scoring_is_due_in_warm_up_rounds_and_then_once_per_batch():
     game, _ = spied(hybrid_rounds=0, warmup_rounds=2, batch_rounds=3)
     text = trace()
     asked = []
@@ -178,20 +178,21 @@ def test_scoring_is_due_every_round_of_the_warm_up_then_once_a_batch():
     assert spied("reward")[0].due() == 0, "bandits need no scores"
 
 
-def test_updates_are_means_of_vectors_and_none_is_dropped():
-    """After the warm-up of two rounds: groups of four, whatever the batches are, and the rest when the text ends."""
+def test_updates_are_means_of_losses_and_none_is_dropped():
+    """After two warm-up rounds the losses are grouped by four, independently of the scoring batches; the rest comes
+    when the text ends."""
     game, spy = spied(hybrid_rounds=0, warmup_rounds=2, batch_rounds=1, tokens_per_update=4)
     text = trace()
     walk(game, text, [3] * 10)
     game.ended()
     wanted = token_losses(text, game.rules)
-    alone, rest = wanted[:3], wanted[3:]  # two rounds: six tokens, of which K − 1 wait
+    alone, rest = wanted[:3], wanted[3:]  # two rounds: six tokens, minus the K − 1 tokens that wait
     groups = [rest[i : i + 4].mean(axis=0) for i in range(0, len(rest), 4)]
     assert np.array(spy.told) == pytest.approx(np.array([*alone, *groups]))
     assert np.concatenate([part for entry in game.log for part in entry.losses]) == pytest.approx(wanted)
 
 
-def test_the_log_counts_regret_against_the_best_arm_so_far():
+def test_logged_regret_is_against_the_best_arm_so_far():
     game, _ = spied(**PLAIN)
     text = trace()
     rounds = [3, 5, 2, 5, 5, 5, 5]
@@ -202,12 +203,13 @@ def test_the_log_counts_regret_against_the_best_arm_so_far():
     own = losses[np.arange(T), owners].sum()
     assert game.log[-1].regret == pytest.approx(own - losses.sum(axis=0).min())
     game.choose()
-    assert game.log[-1].regret == game.log[-2].regret != 0, "until the next scores come"
+    assert game.log[-1].regret == game.log[-2].regret != 0, "unchanged until the next scoring"
     assert game.log[0].regret == 0 and all(entry.decide_us > 0 for entry in game.log)
 
 
-def test_chunks_give_one_vector_a_round_that_sees_no_further_than_it():
-    """Over its k tokens in place of K (HedgeSpec, B.3); at first, and always of the loss `acceptance`, their mean."""
+def test_chunks_give_one_loss_per_round_over_its_own_tokens():
+    """A round of k tokens uses k in place of K (HedgeSpec, B.3). In hybrid rounds, and for the loss `acceptance`, it is
+    the mean of its tokens."""
     text = trace()
     rounds = [2, 3, 1, 5, 4]
     starts = np.cumsum([0, *rounds])
@@ -226,17 +228,17 @@ def test_chunks_give_one_vector_a_round_that_sees_no_further_than_it():
     assert np.array(spy.told) == pytest.approx(np.array(means))
 
 
-def test_a_chunk_of_which_all_would_have_been_accepted_costs_nothing():
-    """Two tokens of K = 4: with K in the place of k the loss would be 0.4, as if three more had been rejected."""
+def test_a_fully_accepted_chunk_has_loss_zero():
+    """Two tokens with K = 4: with K in place of k the loss would be 0.4, as if more tokens had been rejected."""
     game, spy = spied(**PLAIN, unit="chunk")
     text = trace_of(np.ones((N, 4, K)))
     walk(game, text, [2, 2])
     assert np.array(spy.told) == pytest.approx(np.zeros((2, N)))
 
 
-def test_values_that_are_not_finite_cost_their_arm_that_vector():
-    """Token 10's γ at depth 2 is part of the draft from token 9 alone; token 20's at depth 1 of its own. Where all arms
-    are broken nothing was shown."""
+def test_a_score_that_is_not_finite_makes_the_loss_one():
+    """γ of token 10 at depth 2 belongs only to the draft from token 9; γ of token 20 at depth 1 to its own draft. If
+    all arms are broken at a token, its loss is dropped."""
     game, spy = spied(**PLAIN)
     text = trace()
     text.gamma[1, 10, 1] = nan
@@ -252,7 +254,7 @@ def test_values_that_are_not_finite_cost_their_arm_that_vector():
     assert token_losses(text, game.rules) == pytest.approx(wanted)
 
 
-def test_acceptance_that_is_rounded_past_one_costs_nothing():
+def test_acceptance_rounded_above_one_gives_loss_zero():
     game, spy = spied()
     text = trace()
     text.gamma[:] = np.nextafter(np.float32(1), np.float32(2))
@@ -266,19 +268,20 @@ def told(game, **round_of):
 
 
 def test_rewards_have_the_scale_of_the_policy():
-    """MetaSD's rewards are in [0, 1]; BanditSpec's are tokens in [1, K + 1], other rewards rescaled to that."""
+    """MetaSD's rewards are in [0, 1]; BanditSpec's are tokens in [1, K + 1], and other rewards are rescaled to that
+    range."""
     assert told(spied("reward", reward="tokens")[0]) == [(1, pytest.approx(0.5))]
     assert told(spied("reward", "tokens", reward="tokens")[0]) == [(1, pytest.approx(3))]
     assert told(spied("reward", "tokens", reward="be")[0], accepted=1) == [(1, pytest.approx(2))]
-    left_out = 2 * 1.0  # positions
+    left_out = 2 * 1.0  # each of the two positions left out counts as the first one
     assert told(spied("reward", reward="bd")[0], overlap=np.array([1.0, 0.5])) == [
         (1, pytest.approx((1.5 + left_out) / K))
     ]
 
 
-def test_throughput_has_one_unit():
-    """K + 1 tokens in the time of a plain step, whatever was seen before: arms that get faster do not all earn 1; and
-    nobody earns more."""
+def test_throughput_reward_is_relative_to_k_plus_one_tokens_per_plain_step():
+    """The unit does not depend on earlier rounds, so that arms that get faster do not all earn 1; the reward is capped
+    at 1."""
     game, spy = spied("reward", step=0.08, reward="throughput")
     for seconds in (0.4, 0.2, 0.1):
         told(game, committed=2, seconds=seconds)
@@ -287,22 +290,22 @@ def test_throughput_has_one_unit():
     assert told(fast, committed=5, seconds=0.5) == [(1, 1.0)]
 
 
-def test_what_is_not_finite_is_worth_nothing():
-    """An arm of which a bandit is never told anything would have to be tried first in every round."""
+def test_a_reward_that_is_not_finite_counts_as_zero():
+    """Without any reward the bandit would have to try this arm first in every round."""
     game, _ = spied("reward", reward="bd")
     assert told(game, overlap=np.array([nan])) == [(1, 0.0)] and game.dropped == 1
     game, _ = spied("reward", step=1.0, reward="throughput")
     assert told(game, seconds=0.0) == [(1, 0.0)] and game.dropped == 1
 
 
-def test_a_round_that_the_end_cut_is_not_shown_to_a_bandit():
+def test_a_round_cut_by_the_end_gives_no_reward():
     game, spy = spied("reward", reward="tokens")
     assert told(game, complete=False) == []
     assert told(game, overlap=np.array([nan])) == [(2, pytest.approx(0.5))], "the overlap is not part of this reward"
     assert len(game.log) == 2 and game.log[0].reward is None and spy.rounds == 2
 
 
-def test_what_a_reward_needs_must_be_given():
+def test_missing_inputs_raise():
     with pytest.raises(ValueError, match="overlap"):
         told(spied("reward", reward="bd")[0])
     with pytest.raises(ValueError, match="seconds"):
@@ -312,7 +315,7 @@ def test_what_a_reward_needs_must_be_given():
 
 
 def test_normalhedge_plays_without_hedgespecs_savings():
-    """The ablation would be the same row twice if both had the same rules."""
+    """With equal rules both rows of the ablation would be the same."""
     recipe = GameRecipe()
     own = rules_for("normalhedge", recipe, K)
     assert (own.depth, own.batch_rounds, own.warmup_rounds, own.drift) == (K, 1, 0, None)
@@ -320,8 +323,9 @@ def test_normalhedge_plays_without_hedgespecs_savings():
     assert (rules_for("metasd-ucb", recipe, K).reward, rules_for("ucbspec", recipe, K).reward) == ("bd", "tokens")
 
 
-def test_a_game_of_its_own_gives_way_to_what_was_set():
-    """What the recipe says otherwise than by default is obeyed; what it sets to the default is told."""
+def test_options_override_the_rules_of_a_policy():
+    """Values that differ from the default are used. Values equal to the default are not, and `overridden_options` says
+    so."""
     recipe = GameRecipe(warmup_rounds=7, tokens_per_update=3, depth=3, drift=5.0)
     rules = rules_for("normalhedge", recipe, K)
     assert (rules.warmup_rounds, rules.tokens_per_update, rules.depth, rules.drift) == (7, 3, 3, None)
@@ -330,8 +334,8 @@ def test_a_game_of_its_own_gives_way_to_what_was_set():
     assert overridden_options(["normalhedge"], GameRecipe()) == []
 
 
-def test_scorings_grow_apart():
-    """Rounds 1 and 2 of the warm-up, then after 2, 4 and 8 more: a constant distance would go on paying for nothing."""
+def test_intervals_between_scorings_grow():
+    """Rounds 1 and 2 of the warm-up, then after 2, 4 and 8 more rounds."""
     game, _ = spied(warmup_rounds=2, batch_rounds=2, batch_growth=2.0)
     asked = []
     for number in range(1, 20):
@@ -344,9 +348,9 @@ def test_scorings_grow_apart():
 
 
 @pytest.mark.parametrize("unknown", [[], [70, 90], [105]], ids=["all known", "old ones unknown", "a new one unknown"])
-def test_a_change_is_forgotten_up_to_where_it_began(unknown):
-    """Twenty rounds of four accepted tokens, then none: an alarm after a few. The learner forgets, and of the tokens
-    that no scoring has reached it is told of those since the change only; scoring starts again from short intervals."""
+def test_an_alarm_forgets_the_losses_from_before_the_change(unknown):
+    """Twenty rounds with four accepted tokens, then rounds with none: an alarm. The learner forgets everything. It gets
+    losses of unscored tokens only from the change on, and the scoring intervals start short again."""
     game, spy = spied(
         hybrid_rounds=0, warmup_rounds=1, batch_rounds=4, batch_growth=2.0, tokens_per_update=1, drift=4.0
     )
@@ -366,17 +370,17 @@ def test_a_change_is_forgotten_up_to_where_it_began(unknown):
     alarm = 20 + 1  # σ is its floor of half a token: one round is 8 σ
     assert asked == [1, 5, 13, alarm, alarm + 4, alarm + 12]
     forgot = next(n for n, one in enumerate(spy.told) if isinstance(one, str))
-    assert forgot == 13 * 5 - (K - 1), "tokens up to round 13, but for those that wait"
+    assert forgot == 13 * 5 - (K - 1), "tokens up to round 13, minus the K - 1 that wait"
     wanted = token_losses(text, game.rules)
     told = [t for t in range(100, scored - (K - 1)) if t not in unknown]
     assert np.array(spy.told[forgot + 1 :]) == pytest.approx(wanted[told]), "token 100 began round 21"
     counted = np.concatenate([part for entry in game.log for part in entry.losses])
-    assert len(counted) == scored - (K - 1) - len(unknown), "regret is counted over all"
+    assert len(counted) == scored - (K - 1) - len(unknown), "regret counts all tokens"
 
 
-def test_the_loss_of_throughput_is_by_measured_seconds():
-    """Rounds of arms 1, 2, 0 take 2, 4 and 1 seconds, plain steps one half; an arm that was not measured yet is assumed
-    to take as little as these, or it might never be tried."""
+def test_throughput_losses_use_measured_seconds():
+    """Rounds of arms 1, 2 and 0 take 2, 4 and 1 seconds, plain steps one half. An unmeasured arm is assumed to be as
+    cheap as the cheapest, or it might never be tried."""
     text = trace()
     wanted = token_losses(text, rules_for("hedgespec", GameRecipe(loss="length", depth=None), K))
     measured, spy = spied(**PLAIN, loss="throughput", step=0.5)
@@ -386,19 +390,18 @@ def test_the_loss_of_throughput_is_by_measured_seconds():
     first, second, relative = [1, 1 / 4, 1], [1, 1 / 4, 1 / 8], [1 / 2, 1 / 4, 1 / 8]
     rates = np.array([first] * 2 + [second] * 7 + [relative] * 12)  # K - 1 vectors wait for the next round's tokens
     again = [at for at, one in enumerate(spy.told) if isinstance(one, str)]
-    assert again == [2, 10], "what was told with a guess is told again when an arm was measured for the first time"
+    assert again == [2, 10], "losses are sent again when an arm is measured for the first time"
     fed = np.array([one for one in spy.told if not isinstance(one, str)])
     wanted_of = 1 - (1 - wanted[[0, 1, 0, 1, *range(2, 7), *range(7), *range(7, 12)]]) * rates
     assert fed == pytest.approx(wanted_of)
     rules = replace(
         rules_for("hedgespec", GameRecipe(depth=None, loss="throughput"), K), costs=(1.0, 2.0, 4.0), step=0.5
     )
-    assert token_losses(text, rules) == pytest.approx(1 - (1 - wanted) * relative), "a yardstick knows all costs"
+    assert token_losses(text, rules) == pytest.approx(1 - (1 - wanted) * relative), "hindsight knows all costs"
 
 
-def test_who_fails_is_worth_what_it_keeps():
-    """Scores promise what they like: arm 1 raises in its one round, arm 2 in one of its two. They cost 1, and half of
-    what is left to 1."""
+def test_failures_raise_the_loss_of_an_arm():
+    """Arm 1 raises in its only round and costs 1. Arm 2 raises in one of two rounds, which halves its gain."""
     game, spy = spied(**PLAIN)
     text = trace()
     for start, (arm, failed) in enumerate([(1, True), (2, False), (2, True), (0, False)]):
@@ -409,8 +412,8 @@ def test_who_fails_is_worth_what_it_keeps():
     assert np.array(spy.told[0]) == pytest.approx([wanted[0], 1, 1 - (1 - wanted[2]) / 2])
 
 
-def test_what_fails_is_scored_at_once_and_soon_not_trusted():
-    """Long after the warm-up: an arm that has drafted well for fifty rounds and then raises in all."""
+def test_a_failing_arm_is_scored_every_round_and_its_loss_rises():
+    """Long after the warm-up an arm that drafted well for fifty rounds starts to raise in every round."""
     game, _ = spied(warmup_rounds=1, batch_rounds=100, loss="acceptance", tokens_per_update=1)
     for number in range(1, 55):
         game.choose()
@@ -421,8 +424,8 @@ def test_what_fails_is_scored_at_once_and_soon_not_trusted():
     assert game.policy.told[-1] == pytest.approx([1 - (3 / 4) ** 4, 0, 0])
 
 
-def test_a_round_that_failed_earns_nothing():
-    """Plain decoding is fast where a drafter raises at once: with its speed as its reward it would be played on."""
+def test_a_failed_round_has_reward_zero():
+    """A drafter that raises at once leaves a fast plain round; rewarded for that speed it would be played again."""
     for reward in ("tokens", "be", "bd", "throughput"):
         game, _ = spied("reward", step=1.0, reward=reward)
         assert told(game, committed=1, accepted=0, failed=True, overlap=np.zeros(0), seconds=1.0) == [(1, 0.0)]

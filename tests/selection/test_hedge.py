@@ -1,4 +1,4 @@
-"""Full-information learners: worked examples, the normaliser's equation, and the regret bounds of their papers."""
+"""Full-information learners: worked examples, the normalizer's equation, and the regret bounds of their papers."""
 
 from math import e, exp, log, sqrt
 
@@ -31,7 +31,7 @@ def test_ftl_by_hand():
 
 
 def test_hedge_by_hand():
-    """The rate of the step to come, not of the last one: √(8 ln 2 / 2) = 1.665."""
+    """The learning rate belongs to the coming step, not to the last one: √(8 ln 2 / 2) = 1.665."""
     policy = learner("hedge")
     policy.losses([1.0, 0.0])
     assert policy.weights()[0] == pytest.approx(1 / (1 + exp(sqrt(4 * log(2)))))
@@ -41,19 +41,20 @@ def test_hedge_by_hand():
 
 
 def test_normalhedge_by_hand():
-    """One positive regret of two: (e^y + 1)/2 = e, and all weight on it. None: uniform."""
+    """One positive regret of two: (e^y + 1)/2 = e, and this arm gets all the weight. Without a positive regret:
+    uniform."""
     policy = learner("normalhedge")
     policy.losses([0.0, 1.0])  # R = (½, −½)
     assert policy.weights() == pytest.approx([1, 0])
     assert policy.y == pytest.approx(log(2 * e - 1))
-    policy.losses([1.0, 0.0])  # followed arm 0: R = (½, −½) + (0, 1)
+    policy.losses([1.0, 0.0])  # the mixture followed arm 0: R = (½, −½) + (0, 1)
     assert [*policy.R] == pytest.approx([0.5, 0.5])
     assert policy.weights() == pytest.approx([0.5, 0.5])
     assert normalhedge_weights([-1.0, 0.0], 1.0)[0] == pytest.approx([0.5, 0.5])
 
 
-def test_normalhedge_is_its_formula():
-    """p ∝ [R]₊/c exp([R]₊²/2c) with c of the equation, solved by bisection: catches a wrong scaling by max R."""
+def test_normalhedge_equals_its_formula():
+    """p ∝ [R]₊/c exp([R]₊²/2c), with c from a bisection of its equation. Catches a wrong scaling by max R."""
     R = np.array([2.0, 1.0, -0.5, 0.3])
     positive = np.maximum(R, 0)
     low, high = 1e-3, 1e3
@@ -79,7 +80,7 @@ def test_the_normalizer_solves_its_equation_from_any_start():
 
 @pytest.mark.parametrize("scale", [1e-200, 1e-9, 1.0, 1e9, 1e150])
 def test_normalhedge_does_not_depend_on_the_scale_of_regret(scale):
-    """exp(R²) overflows at R = 27, and R² underflows below 1e-162, unless it is scaled first."""
+    """Unscaled, exp(R²) overflows at R = 27, and R² underflows below 1e-162."""
     R = [1.0, 0.5, -3.0]
     assert normalhedge_weights([scale * r for r in R], 1.0)[0] == pytest.approx(normalhedge_weights(R, 1.0)[0])
 
@@ -99,7 +100,7 @@ def test_exponential_weights_do_not_overflow():
 
 
 def against_an_adversary(name, N, T):
-    """Regret of the mixture when every step punishes the arm of the largest weight, and Σ|r| of the best arm."""
+    """The mixture's regret if every step punishes the arm of the largest weight, and Σ|r| of the best arm."""
     policy = learner(name, N)
     own, cost, spread = 0.0, np.zeros(N), np.zeros(N)
     for _ in range(T):
@@ -126,10 +127,10 @@ def test_regret_stays_below_the_bounds_of_the_papers(N):
 
 
 def test_the_adversary_beats_ftl():
-    """Negative control: following the leader has linear regret, so that the bounds above say something."""
+    """Negative control: follow-the-leader has linear regret, so the bounds above are not vacuous."""
     regret, _ = against_an_adversary("ftl", 2, 1000)
     assert regret > 2 * sqrt(500 * log(2)) + sqrt(log(2) / 8)
 
 
-def test_the_rate_falls_with_time():
+def test_the_hedge_rate_falls_with_time():
     assert hedge_rate(4, 7) == pytest.approx(hedge_rate(1, 7) / 2)

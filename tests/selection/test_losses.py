@@ -1,4 +1,4 @@
-"""Expected lengths against enumeration, and what is known about their bias."""
+"""Expected lengths compared with enumeration, and the known bias of the estimators."""
 
 from itertools import product
 
@@ -20,7 +20,7 @@ from specctl.selection.game.losses import (
 
 
 def length_by_enumeration(gamma, t):
-    """E[committed] of a draft at token t: every pattern of acceptances, its probability, and its leading run."""
+    """E[committed] of a draft at token t: the sum over all patterns of acceptances of probability times leading run."""
     K = gamma.shape[1]
     mean = 0.0
     for pattern in product([0, 1], repeat=K):
@@ -34,7 +34,7 @@ def length_by_enumeration(gamma, t):
 
 @pytest.mark.parametrize(("N", "M", "K"), [(1, 1, 1), (2, 3, 1), (3, 4, 3), (2, 1, 4)])
 def test_expected_length_is_the_mean_over_all_acceptances(N, M, K):
-    """A mistaken diagonal (depth j of token t instead of t + j − 1) gives other numbers."""
+    """A wrong diagonal (depth j read at token t instead of t + j − 1) gives other numbers."""
     gamma = np.random.default_rng(N + M + K).random((N, M + K - 1, K))
     wanted = [[length_by_enumeration(gamma[i], t) for i in range(N)] for t in range(M)]
     assert expected_length(gamma) == pytest.approx(np.array(wanted))
@@ -53,7 +53,7 @@ def test_nothing_is_accepted_beyond_the_end():
 
 @pytest.mark.parametrize(("K", "wanted", "true"), [(2, 1.75, 2.0), (5, 2.5, 3.5), (8, 3.25, 5.0)])
 def test_the_product_is_biased_and_the_realised_form_is_not(K, wanted, true):
-    """start → a or b with ½ each, q = a; afterwards q is right after a and wrong after b."""
+    """The first token is a or b with ½ each; q = a. Afterwards q is right after a and wrong after b."""
     product_form, realised = [], []
     for first_is_a in (True, False):
         gamma = np.full((1, K, K), float(first_is_a))
@@ -65,7 +65,7 @@ def test_the_product_is_biased_and_the_realised_form_is_not(K, wanted, true):
     assert np.mean(realised) == pytest.approx(true)
 
 
-def test_a_gain_a_second():
+def test_losses_per_second_by_hand():
     """Arm 0 has twice the length of arm 1 and three times its cost: 3/3 against 1.5/1, of at most 4/1."""
     gamma = np.zeros((2, 3, 3))
     gamma[0, [0, 1], [0, 1]] = 1.0  # AL = 3
@@ -74,24 +74,24 @@ def test_a_gain_a_second():
     assert losses == pytest.approx(np.array([[1 - 3 / 4, 1 - 1.5 / 4]]))
     found = per_second(losses, (0.03, 0.01), step=0.01)
     assert found == pytest.approx(np.array([[1 - 1 / 4, 1 - 1.5 / 4]]))
-    assert per_second(losses, (0.02, 0.02), step=0.02) == pytest.approx(losses), "rounds as cheap as plain ones"
-    assert per_second(losses, (0.01, 0.01), step=0.02) == pytest.approx(losses), "no gain is larger than its tokens"
+    assert per_second(losses, (0.02, 0.02), step=0.02) == pytest.approx(losses), "rounds that cost a plain step"
+    assert per_second(losses, (0.01, 0.01), step=0.02) == pytest.approx(losses), "at least a plain step"
 
 
-def test_a_gain_that_is_kept_now_and_then():
+def test_losses_with_failures_by_hand():
     losses = np.array([[0.2, 0.2, 0.2, 0.2]])
     assert with_failures(losses, [1, 1, 0.5, 0]) == pytest.approx(np.array([[0.2, 0.2, 0.6, 1.0]]))
 
 
 @pytest.mark.parametrize("children", [1, 2, 3])
 def test_the_realised_length_of_a_tree_with_leaves_is_unbiased(children):
-    """Every text of three tokens over three, by its probability: a chain 0 → 1 → 2 whose runners-up are leaves. Granted
-    a depth behind a leaf, the mean would be larger than what such drafts commit."""
+    """Enumerates all texts of three tokens over three symbols: a chain 0 → 1 → 2 with runners-up as leaves. If leaves
+    counted as inner nodes, the mean would exceed the tokens that such drafts commit."""
     first, K = [0, 1, 2], 3
     kept = [(token + rank) % 3 for token in first for rank in range(children)]
     parents = [-1] * children + [0] * children + [children] * children
     tree = Drafted(kept, parents, K, 0.0)
-    law = np.random.default_rng(children).dirichlet(np.ones(3), (3, 4))  # of a token, by depth and by the one before
+    law = np.random.default_rng(children).dirichlet(np.ones(3), (3, 4))  # [depth, token before it, token]
     estimate = truth = longest = 0.0
     for text in product(range(3), repeat=K):
         before = [3, *text[:-1]]
@@ -103,4 +103,4 @@ def test_the_realised_length_of_a_tree_with_leaves_is_unbiased(children):
         longest += chance * realised_length(np.where(hit, INNER, 0))[0, 0]
         truth += chance * (1 + tree.accepted(text))
     assert estimate == pytest.approx(truth)
-    assert (longest > truth + 0.05) == (children > 1), "as if siblings had children, too"
+    assert (longest > truth + 0.05) == (children > 1), "the length if leaves had children"

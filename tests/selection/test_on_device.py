@@ -1,7 +1,5 @@
-"""Rounds on the device where somebody chooses: the texts are the host's, and every round is heard of once, if late.
-
-Nothing here needs a GPU: as in tests/decoding/test_device_round.py, which the drafters are of.
-"""
+"""Device rounds under a selector: the texts equal the host's, and every round is observed once, possibly late. Runs
+without a GPU, with the drafters of tests/decoding/test_device_round.py."""
 
 import itertools
 from collections import Counter
@@ -49,7 +47,7 @@ BANDITS = ["cgp-ucb", "ucbspec", "exp3spec", "metasd-ucb", "metasd-sh", "random"
 
 @pytest.fixture
 def pool(drafters):  # noqa: F811
-    """Arms by name; rewards are the accepted tokens, so that no clock decides."""
+    """Arms by name. Rewards are accepted tokens, so that results do not depend on a clock."""
     return lambda names: [Arm(name, drafters(name) or PLAIN) for name in names]
 
 
@@ -69,15 +67,15 @@ def played(target, controller, count=5, **more):
 
 
 def lines(log):
-    """What is told of rounds, less what is measured; in the order of texts."""
+    """Log lines sorted by text and round, without measured times."""
     return sorted((replace(line, decide_us=0.0) for line in log), key=lambda line: (line.query, line.round))
 
 
 @pytest.mark.parametrize(
     ("name", "sampling", "slots"), [*((name, MIXED, 2) for name in POOL), ("eagle3 tree", GREEDY, 1)]
 )
-def test_same_texts_counts_and_lines(tiny, pool, on_device, name, sampling, slots):  # noqa: F811
-    """Of who always plays one arm, which of the others has read nothing."""
+def test_a_fixed_arm_has_the_hosts_texts_counts_and_log(tiny, pool, on_device, name, sampling, slots):  # noqa: F811
+    """The idle arms have read nothing."""
     host, device = [], []
     names = [name, *(other for other in ("plain", "eagle3 tree") if other != name)]
     how = dict(sampling=sampling, slots=slots)
@@ -96,9 +94,9 @@ def test_same_texts_counts_and_lines(tiny, pool, on_device, name, sampling, slot
         ("ucbspec", True, 1),
     ],
 )
-def test_whoever_is_chosen_the_text_is_the_same(tiny, pool, on_device, algo, slots, together):  # noqa: F811
-    """Of arms of every kind that take turns, each behind a text of which others have written a part. Every round is
-    a pull of one arm, those that were chosen behind an end are none."""
+def test_switching_arms_on_the_device_keeps_the_text(tiny, pool, on_device, algo, slots, together):  # noqa: F811
+    """Arms of every kind take turns, so each continues tokens that other arms committed. Every round counts as one
+    pull; rounds chosen after the end of a text do not count."""
     texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
     log = []
     controller = selector(tiny, pool(POOL), algo, log, together=together)
@@ -115,7 +113,7 @@ def test_whoever_is_chosen_the_text_is_the_same(tiny, pool, on_device, algo, slo
 
 
 class Curious(ContextualUcb):
-    """Notes what it is asked and told, and plays as it is told beforehand."""
+    """Records choices and rewards, and plays a given script of arms."""
 
     script: ClassVar[list[int]] = []
 
@@ -135,7 +133,7 @@ class Curious(ContextualUcb):
 
 @pytest.fixture
 def stories(tiny, pool, monkeypatch):  # noqa: F811
-    """`stories(script, **options)`: what a policy with this script went through in every text, by its lines."""
+    """`stories(script, **options)`: run a policy with this script; per text its choices and rewards, in order."""
 
     def run(script, names=("plain", "eagle3 tree", "lm"), **more):
         log, policies = [], {}
@@ -157,8 +155,8 @@ def stories(tiny, pool, monkeypatch):  # noqa: F811
 
 @pytest.mark.parametrize("script", [[0], [1], [0, 0, 1, 1, 1, 2]])
 @pytest.mark.parametrize("slots", [1, 3])
-def test_every_round_is_heard_of_once_in_the_order_of_choices(stories, on_device, script, slots):  # noqa: F811
-    """One round late, but for the first of an arm; and rounds behind the end of a text are nobody's."""
+def test_rewards_arrive_once_and_in_the_order_of_choices(stories, on_device, script, slots):  # noqa: F811
+    """One round late, except for an arm's first round. Rounds after the end of a text give no reward."""
     host_controller, host, host_log, _ = stories(script, slots=slots)
     on_device()
     controller, found, log, told = stories(script, slots=slots)
@@ -170,7 +168,7 @@ def test_every_round_is_heard_of_once_in_the_order_of_choices(stories, on_device
         story = told.get(f"q{one.index}", [])
         chosen = [arm for word, arm, *_ in story if word == "chose"]
         heard = [arm for word, arm, *_ in story if word == "heard"]
-        cut = one.target_passes - len(heard)  # of a round that was cut off at the end a bandit is told nothing
+        cut = one.target_passes - len(heard)  # a round cut off at the end gives no reward
         assert cut in (0, 1) and heard == chosen[: len(heard)]
         void += len(chosen) - one.target_passes
         rewards = [line.learnt for line in log if line.query == f"q{one.index}" and line.learnt is not None]
@@ -182,13 +180,13 @@ def test_every_round_is_heard_of_once_in_the_order_of_choices(stories, on_device
             if word == "heard":
                 seen.add(arm)
             elif arm not in seen and place + 1 < len(story):
-                assert story[place + 1][0] == "heard", "the first round of an arm is waited for"
+                assert story[place + 1][0] == "heard", "the selector waits for the first round of an arm"
     assert late and void
     assert not controller.plays
 
 
-def test_an_end_leaves_nothing_open(tiny, pool, on_device):  # noqa: F811
-    """Also of games that go on: the next text of a session would else be told of the last one's round."""
+def test_a_session_observes_all_rounds_of_a_text_before_the_next(tiny, pool, on_device):  # noqa: F811
+    """A late round of the previous text must not be credited to the next text of the same game."""
     on_device()
     log = []
     controller = selector(tiny, pool(("plain", "eagle3 chain")), "ucbspec", log)
@@ -200,8 +198,8 @@ def test_an_end_leaves_nothing_open(tiny, pool, on_device):  # noqa: F811
     assert [entry.committed for entry in game.log] == [line.committed for line in log]
 
 
-def test_texts_with_other_arms_have_the_hosts_rounds(tiny, pool, on_device, stories, monkeypatch):  # noqa: F811
-    """And the device's again when all are given one."""
+def test_the_host_runs_rounds_with_different_arms(tiny, pool, on_device, stories, monkeypatch):  # noqa: F811
+    """Rounds return to the device when all sequences of the batch have the same arm."""
     kinds = []
     advance = device_round.DeviceRounds.play
 
@@ -223,7 +221,7 @@ def test_texts_with_other_arms_have_the_hosts_rounds(tiny, pool, on_device, stor
 
 
 class HostLookup(Lookup):
-    """A drafter without rounds on the device."""
+    """A drafter without device rounds."""
 
     fixed_shape = False
 
@@ -231,8 +229,8 @@ class HostLookup(Lookup):
         return None
 
 
-def test_an_arm_without_rounds_there_has_the_hosts(tiny, pool, on_device):  # noqa: F811
-    """The others keep theirs, behind texts that it has written parts of."""
+def test_the_host_runs_only_the_arm_without_device_rounds(tiny, pool, on_device):  # noqa: F811
+    """The other arms continue on the device after tokens committed by host rounds."""
     on_device()
     log = []
     arms = [*pool(("eagle3 tree", "lm")), Arm("lookup", HostLookup(3))]
@@ -244,7 +242,7 @@ def test_an_arm_without_rounds_there_has_the_hosts(tiny, pool, on_device):  # no
 
 
 def test_arms_of_one_drafter_share_its_memory(tiny, drafters, on_device):  # noqa: F811
-    """Drafts of other sizes behind keys and values that the other arm has made."""
+    """Each arm drafts another number of nodes, on keys and values that another arm wrote."""
     on_device()
     head = drafters("eagle3 tree")
     arms = [Arm("all", head), Arm("×4", head, 4), Arm("×1", head, 1)]
@@ -258,7 +256,7 @@ def test_arms_of_one_drafter_share_its_memory(tiny, drafters, on_device):  # noq
 
 @pytest.mark.parametrize(("sampling", "together"), [(MIXED, False), (GREEDY, True)], ids=["text", "batch"])
 def test_a_round_of_every_arm_can_be_captured(tiny, pool, monkeypatch, sampling, together):  # noqa: F811
-    """Where somebody chooses, too, a round asks the host nothing, whoever has played before."""
+    """A device round needs no host synchronization, after any other arm."""
     arms = pool(EACH if together else POOL)
     controller = selector(tiny, arms, "ucbspec", together=together)
     taps = tuple(range(tiny.num_layers + 1))
@@ -273,8 +271,8 @@ def test_a_round_of_every_arm_can_be_captured(tiny, pool, monkeypatch, sampling,
     assert len(rounds.tracks) == len(arms)
 
 
-def test_graphs_of_all_arms_serve_the_next_text(tiny, pool, graphs_on, monkeypatch):  # noqa: F811
-    """Each arm has its own, captured behind a few rounds of it, whoever plays between them."""
+def test_each_arm_is_captured_once_for_all_texts(tiny, pool, graphs_on, monkeypatch):  # noqa: F811
+    """Each arm gets its graph after a few rounds, even if other arms run in between."""
     monkeypatch.setattr(graphs, "WARM_UP", 1)
     monkeypatch.setenv("SPECCTL_GRAPHS", "0")
     texts = [one.output_ids for one in decode(tiny, sampling=MIXED, max_new_tokens=16)]
@@ -289,7 +287,7 @@ def test_graphs_of_all_arms_serve_the_next_text(tiny, pool, graphs_on, monkeypat
     assert before == 3 == len(captured)
 
 
-def test_an_arm_that_cannot_be_captured_leaves_the_others_theirs(tiny, pool, graphs_on, monkeypatch):  # noqa: F811
+def test_a_failed_capture_of_one_arm_keeps_the_graphs_of_the_others(tiny, pool, graphs_on, monkeypatch):  # noqa: F811
     texts = [one.output_ids for one in decode(tiny, sampling=MIXED)]
     monkeypatch.setattr(graphs, "WARM_UP", 1)
     graphs_on(lambda run: (replayed.append(run.func.__self__), run()))
@@ -312,8 +310,8 @@ def test_an_arm_that_cannot_be_captured_leaves_the_others_theirs(tiny, pool, gra
     ].rounds
 
 
-def test_block_divergence_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa: F811
-    """It looks at the draft; and scores need what the target said, which is only kept where that is asked for."""
+def test_block_divergence_and_scores_without_hidden_states_run_on_the_host(tiny, pool, monkeypatch):  # noqa: F811
+    """Block divergence needs the draft. Scores need the target's hidden states, which are kept only on request."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     for algo, keeps in (("metasd-ucb", False), ("metasd-ucb", True), ("hedgespec", False)):
         controller = selector(tiny, pool(("plain", "eagle3 chain")), algo, reward="bd")
@@ -322,8 +320,9 @@ def test_block_divergence_has_the_hosts_rounds(tiny, pool, monkeypatch):  # noqa
 
 
 @pytest.mark.parametrize(("algo", "slots"), [("hedgespec", 1), ("hedgespec", 2), ("normalhedge", 2)])
-def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, algo, slots):  # noqa: F811
-    """Every token is scored once, of whichever rounds it is, as in a table of the whole text; the last ones, too."""
+def test_every_token_of_device_rounds_is_scored_once(tiny, pool, on_device, monkeypatch, algo, slots):  # noqa: F811
+    """Scores do not depend on the rounds that committed the tokens: they equal a table of the whole text, last tokens
+    included."""
     arms = pool(("plain", "eagle3 tree", "medusa tree", "lm"))
     log, feedback = [], {}
     new_policy = lambda own, text: registry.build(algo, own, PolicyRecipe())  # noqa: E731
@@ -351,7 +350,7 @@ def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, alg
     assert any(line.learnt for line in log) and controller.failures == 0
     for own in ([line for line in log if line.query == f"q{one.index}"] for one in found if slots == 1):
         gaps = [[line.scored for line in own[place : place + 5]] for place in range(len(own) - 4)]
-        assert all(map(any, gaps)), "every third round is scored, behind at most one more that was under way"
+        assert all(map(any, gaps)), "every third round is scored, at most one round late"
     monkeypatch.undo()
     for one in found:
         if one.decoded_tokens:
@@ -364,8 +363,8 @@ def test_scores_of_rounds_that_ran_ahead(tiny, pool, on_device, monkeypatch, alg
 
 @pytest.mark.parametrize("together", [False, True], ids=["text", "batch"])
 @pytest.mark.parametrize("mode", ["eager", "graphs"])
-def test_seconds_are_those_of_rounds(tiny, pool, graphs_on, monkeypatch, mode, together):  # noqa: F811
-    """Neither a capture nor the host's choosing makes an arm look slow; texts of a batch share a round."""
+def test_the_seconds_of_a_round_exclude_captures_and_choices(tiny, pool, graphs_on, monkeypatch, mode, together):  # noqa: F811
+    """Two sequences of a batch share the second of a round."""
     now = [0.0]
 
     def passing(seconds, function):

@@ -1,4 +1,4 @@
-"""Perturbed prompts: as strong as declared, the same for one seed, and never of the router's own making."""
+"""Perturbed prompts: as strong as declared, and the same for the same seed."""
 
 from random import Random
 from typing import get_args
@@ -13,20 +13,20 @@ FOREIGN = ["Natalia sold clips to 48 of her friends in April, and then she sold 
 
 
 @pytest.mark.parametrize("kind", get_args(Perturbation))
-def test_strength_zero_is_the_text(kind):
+def test_strength_zero_returns_the_text_unchanged(kind):
     """White space included: a rule that splits and joins words would change every prompt."""
     for text in (TEXT, "", " ", "ß→\n"):
         assert perturb(text, kind, 0.0, Random(0), FOREIGN) == text
 
 
 @pytest.mark.parametrize("kind", get_args(Perturbation))
-def test_one_seed_one_text(kind):
+def test_the_same_seed_gives_the_same_text(kind):
     first, again = (perturb(TEXT, kind, 0.5, Random(7), FOREIGN) for _ in range(2))
     assert first == again != TEXT
 
 
 def test_character_noise_is_as_strong_as_declared():
-    """Binomial(10000, 0.1): outside of 850..1150 once in 1e6."""
+    """Binomial(10000, 0.1) is outside of 850..1150 with probability 1e-6."""
     text = "x" * 10_000
     assert 850 < len(text) - len(perturb(text, "drop", 0.1, Random(0))) < 1150
     assert 850 < len(perturb(text, "insert", 0.1, Random(0))) - len(text) < 1150
@@ -37,7 +37,7 @@ def test_character_noise_is_as_strong_as_declared():
     assert 850 < moved_back < 1150
 
 
-def test_full_strength():
+def test_full_strength_drops_or_wraps_the_whole_text():
     assert perturb(TEXT, "drop", 1.0, Random(0)) == ""
     assert perturb(TEXT, "words", 1.0, Random(0)).split() == []
     assert TEXT in (wrapped := perturb(TEXT, "wrap", 1.0, Random(0)))
@@ -50,12 +50,12 @@ def test_paraphrase_keeps_capitals_and_meaning():
     assert "table" not in said and "Write" not in said and "list" not in said.split()
 
 
-def test_phrases_can_be_found():
-    """A key in capitals would never match."""
+def test_paraphrased_phrases_are_lower_case():
+    """The search is in lower case: a key with capitals would never match."""
     assert all(key == key.lower() for key in PHRASES)
 
 
-def test_strays_are_as_long_as_declared():
+def test_foreign_text_is_as_long_as_declared():
     before = perturb("one two three four", "prefix", 0.5, Random(0), FOREIGN)
     assert before == "Natalia sold\n\none two three four"
     assert perturb("one two three four", "suffix", 1.0, Random(0), FOREIGN).endswith("\n\nNatalia sold clips to")

@@ -1,4 +1,4 @@
-"""Plain decoding as an arm: it is played where drafting loses, and hardly ever where it pays."""
+"""Plain decoding as an arm: it is played if every drafter loses, and hardly ever if a drafter wins."""
 
 from collections import Counter
 from dataclasses import replace
@@ -23,13 +23,13 @@ from tests.selection.tables import trace_of
 from tests.selection.test_rewards import ticking  # noqa: F401 - a fixture is asked for by name
 from tests.toys.decoding import decode
 
-STEP, DEPTH, DRAFTERS, TOKENS = 1.0, 6, 4, 100  # seconds, the longest draft, drafters, and tokens of a text
+STEP, DEPTH, DRAFTERS, TOKENS = 1.0, 6, 4, 100  # seconds, longest draft, drafters, tokens per text
 KINDS = np.random.default_rng(5).normal(size=(2, 16))
 
 
 def stream(gamma, cost, texts=40, seed=0):
-    """A table of `texts`, whose drafters accept a token with probability `gamma(text)` [drafters] and take `cost`
-    seconds a round; prompts of even and odd texts are of two kinds."""
+    """A table of `texts`: drafters accept a token with probability `gamma(text)` [drafters] and take `cost` seconds per
+    round; the prompts of even and odd texts are of two kinds."""
     draw = np.random.default_rng(seed)
     traces = []
     for text in range(texts):
@@ -42,7 +42,7 @@ def stream(gamma, cost, texts=40, seed=0):
 
 
 def played(table, algo="cgp-ucb", **game):
-    """(tokens in the time of a plain step, share of rounds that are plain) of a policy, begun anew with every text."""
+    """(tokens per plain step's time, share of plain rounds) of a policy that starts anew with every text."""
     done = replay(algo, Hindsight(table), PolicyRecipe(), GameRecipe(**game))
     arms = np.concatenate([part.arms for part in done.played])
     plain = np.mean([table.arms[arm] == PLAIN for arm in arms])
@@ -58,16 +58,16 @@ def winning(text):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_where_every_drafter_loses_plain_decoding_is_played(seed):
-    """The best of them makes 1.4 tokens in 1.6 steps."""
+def test_plain_decoding_is_played_if_every_drafter_loses(seed):
+    """The best drafter makes 1.4 tokens in 1.6 steps."""
     table = stream(losing, 1.6, seed=seed)
     without, _ = played(table)
     speed, plain = played(with_plain(table))
     assert without < 0.95 and speed > 0.98 and plain > 0.9
 
 
-def test_where_a_drafter_wins_plain_decoding_is_hardly_tried():
-    """Of two streams, as a choice among equal drafters makes 1 or 2 % by chance."""
+def test_plain_decoding_is_hardly_tried_if_a_drafter_wins():
+    """The mean of two streams: the choice among nearly equal drafters alone changes the speed by 1 or 2 %."""
     without, speeds, shares = [], [], []
     for seed in (0, 2):
         table = stream(winning, 1.6, seed=seed)
@@ -78,26 +78,25 @@ def test_where_a_drafter_wins_plain_decoding_is_hardly_tried():
     assert min(without) > 1.5 and np.mean(speeds) > 0.98 * np.mean(without) and max(shares) < 0.006
 
 
-def test_each_kind_of_prompt_has_what_it_wants():
-    """Drafts pay for every other text: what the prompt says, and its first rounds, tell which."""
+def test_plain_decoding_is_chosen_per_kind_of_prompt():
+    """Drafts pay for every other text; the prompt and the first rounds tell which."""
     table = stream(lambda text: winning(text) if text % 2 else losing(text), 1.6, texts=80)
     half = [stream(each, 1.6, texts=40) for each in (winning, losing)]
     without, _ = played(table)
     speed, plain = played(with_plain(table))
-    best = 2 / (1 / played(half[0])[0] + 1)  # of the one kind by drafts, of the other without
+    best = 2 / (1 / played(half[0])[0] + 1)  # drafts for the winning kind, plain decoding for the losing one
     assert speed > max(1.05 * without, 0.95 * best) and 0.4 < plain < 0.7
 
 
-def test_drafts_are_tried_again_where_nothing_was_drafted_for_long():
-    """A datastore has grown meanwhile, which no prompt tells."""
+def test_drafting_is_tried_again_after_long_plain_decoding():
+    """Drafts start to pay after text 20, as with a datastore that grows; the prompts do not tell."""
     table = with_plain(stream(lambda text: losing(text) if text < 20 else winning(text), 1.6, texts=60))
     done = replay("cgp-ucb", Hindsight(table), PolicyRecipe(), GameRecipe())
     plain = [np.mean([table.arms[arm] == PLAIN for arm in part.arms]) for part in done.played]
     assert np.median(plain[10:20]) > 0.9 and np.mean(plain[30:]) < 0.1
 
 
-def test_other_policies_that_play_for_seconds():
-    """To them it is an arm as any other."""
+def test_throughput_policies_also_use_the_plain_arm():
     lost, won = (stream(each, 1.6, texts=12) for each in (losing, winning))
     options = {"hedgespec": {"loss": "throughput"}, "metasd-ucb": {"reward": "throughput"}}
     for algo, game in options.items():
@@ -115,7 +114,7 @@ def tiny(tiny_directory):
 
 
 class Told(Lookup):
-    """Drafts the next `right` tokens of known answers, which takes `seconds` on a clock."""
+    """Drafts the next `right` tokens of known answers in `seconds` of a fake clock."""
 
     def __init__(self, answers, right, seconds, now):
         super().__init__(4)
@@ -152,7 +151,7 @@ def selected(target, drafters, prompts, algo, sampling=GREEDY, batch=1):
 
 @pytest.fixture(scope="module")
 def asked(tiny):
-    """24 prompts, and their answers, greedy and sampled."""
+    """24 prompts with their answers, greedy and sampled."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(4, tiny.vocab_size, 12).tolist() for _ in range(24)]
     options = dict(max_new_tokens=NEW, seeds=[7] * len(prompts))
@@ -162,7 +161,7 @@ def asked(tiny):
 @pytest.mark.parametrize("algo", ["cgp-ucb", "hedgespec"])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("batch", [1, 3])
-def test_texts_are_those_of_plain_decoding(tiny, asked, ticking, algo, sampling, batch):  # noqa: F811
+def test_texts_with_a_plain_arm_equal_plain_decoding(tiny, asked, ticking, algo, sampling, batch):  # noqa: F811
     prompts, plain = asked[0][:6], asked[1][sampling][:6]
     known = {tuple(prompt): answer.output_ids for prompt, answer in zip(prompts, plain, strict=True)}
     drafters = {"told": Told(known, 2, 0.5, ticking), "lookup": Lookup(4)}
@@ -172,15 +171,15 @@ def test_texts_are_those_of_plain_decoding(tiny, asked, ticking, algo, sampling,
 
 
 @pytest.mark.parametrize(("seconds", "loses"), [(1.5, True), (0.2, False)])
-def test_live_it_is_played_where_it_is_fastest(tiny, asked, ticking, seconds, loses):  # noqa: F811
-    """A clock that drafts move by so much, and target steps by one. Rounds of drafts commit two tokens: that loses a
-    fifth of the speed, or gains two thirds."""
+def test_live_decoding_plays_the_plain_arm_if_it_is_fastest(tiny, asked, ticking, seconds, loses):  # noqa: F811
+    """Each draft advances a fake clock by `seconds`, each target step by 1 s. Rounds with drafts commit two tokens,
+    which loses a fifth of the speed or gains two thirds."""
     prompts, answers = asked[0], asked[1][GREEDY]
     known = {tuple(prompt): answer.output_ids for prompt, answer in zip(prompts, answers, strict=True)}
     drafters = {f"told {n}": Told(known, 1, seconds + 0.05 * n, ticking) for n in range(3)}
     _, rounds = selected(tiny, drafters, prompts, "cgp-ucb")
     tokens = sum(answer.decoded_tokens for answer in answers)
-    assert tokens > 500, "texts that end at once tell nothing"
+    assert tokens > 500, "enough decoded tokens to compare"
     if loses:
         assert ticking[0] < tokens * STEP / 0.98 and rounds[PLAIN] > 0.9 * rounds.total()
     else:

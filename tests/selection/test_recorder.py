@@ -1,4 +1,4 @@
-"""A table replayed is live decoding, round by round, for every family: same starts, same drafts, same acceptances."""
+"""Replaying a recorded table equals live decoding for every family: the same rounds, drafts and acceptances."""
 
 import copy
 import dataclasses
@@ -50,7 +50,7 @@ def record(target, pool, queries, sampling, depth, **file):
 
 @pytest.fixture(autouse=True)
 def few_repeats(monkeypatch):
-    """How long steps take is not what is tested."""
+    """These tests do not check the duration of steps."""
     monkeypatch.setattr("specctl.selection.assembly.REPEATS", 1)
 
 
@@ -61,7 +61,7 @@ def queries(target, prompts):
 
 @pytest.fixture(scope="module")
 def pool(target, prompts):
-    """Drafters that are right now and then; they read different layers."""
+    """Drafters that are sometimes right, and read different layers."""
     torch.manual_seed(1)
     head = Eagle3Head(eagle3.FAMILY.architecture(DrafterRecipe(vocab_size=2000), target), torch.arange(2000))
     head.initialise(target)
@@ -82,12 +82,12 @@ def pool(target, prompts):
 
 @pytest.fixture(scope="module")
 def table(target, pool, queries):
-    """Greedy answers."""
+    """The table of greedy answers."""
     return record(target, pool, queries, GREEDY, DEPTH)
 
 
 def live(target, query, sampling, **who):
-    """Rounds as decoded: how deep each draft was, and how many decoded tokens stood behind it."""
+    """Live rounds as (depth of the draft, decoded tokens after the round), and the result."""
     rounds = []
 
     def note(state, draft, verdict):
@@ -99,7 +99,7 @@ def live(target, query, sampling, **who):
 
 
 def replay(trace, arms):
-    """The same of a trace, where `arms` yields who plays."""
+    """Rounds as in `live`, from a trace; `arms` yields the arm of each round."""
     rounds, stand = [], 0
     while stand < trace.tokens:
         arm = next(arms)
@@ -108,8 +108,8 @@ def replay(trace, arms):
     return rounds
 
 
-def assert_replayed(target, drafters, queries, table, sampling):
-    """Every arm, played throughout, is that drafter's decoding."""
+def assert_replay_equals_decoding(target, drafters, queries, table, sampling):
+    """Check for every arm that its replayed rounds equal decoding with its drafter."""
     assert table.arms == list(drafters)
     for arm, drafter in enumerate(drafters.values()):
         for query, trace in zip(queries, table.traces, strict=True):
@@ -118,22 +118,23 @@ def assert_replayed(target, drafters, queries, table, sampling):
             assert (trace.tokens, trace.ended) == (found.decoded_tokens, found.stop == "eos")
 
 
-def test_a_fixed_arm(target, pool, queries, table):
-    """Catches drafts from a state that live decoding never has: stale caches, another room, features one off."""
-    assert_replayed(target, pool, queries, table, GREEDY)
+def test_replaying_one_arm_equals_decoding_with_it(target, pool, queries, table):
+    """Catches drafts from states that live decoding never has: stale caches, another room, features of a neighboring
+    position."""
+    assert_replay_equals_decoding(target, pool, queries, table, GREEDY)
     accepted = sum(trace.accepted.sum(1) for trace in table.traces)
     assert (accepted > 0).sum() > 5 and accepted[-1] == 0
     assert [trace.ended for trace in table.traces] == [True, False]
 
 
-def test_a_fixed_arm_at_temperature_one(target, pool, queries):
-    """The text is that of the seed, whoever drafts: the table of a seed replays that seed."""
+def test_replaying_sampled_answers_equals_decoding_with_the_same_seed(target, pool, queries):
+    """A seed gives the same text with every drafter, so its table replays that seed."""
     some = {name: pool[name] for name in ("eagle3 tree", "lm", "suffix")}
-    assert_replayed(target, some, queries[:1], record(target, some, queries[:1], HOT, DEPTH), HOT)
+    assert_replay_equals_decoding(target, some, queries[:1], record(target, some, queries[:1], HOT, DEPTH), HOT)
 
 
-def test_switching_every_round(target, pool, queries, table):
-    """Every drafter sits idle for rounds and then catches up."""
+def test_replaying_a_switch_every_round_equals_decoding(target, pool, queries, table):
+    """Every drafter is idle for some rounds and then catches up."""
     taps = tuple(sorted({tap for drafter in pool.values() for tap in drafter.taps}))
     for query, trace in zip(queries, table.traces, strict=True):
         rounds, _ = live(target, query, GREEDY, controller=Rotate(list(pool.values())), taps=taps)
@@ -141,14 +142,14 @@ def test_switching_every_round(target, pool, queries, table):
         assert replay(trace, turns) == rounds
 
 
-def test_an_end_inside_a_draft_counts_up_to_it():
-    """Of siblings with equal tokens verification follows the first; a text that is over accepts no more."""
+def test_accepted_tokens_of_a_tree_follow_the_first_of_equal_siblings():
+    """If the text ends inside the draft, only tokens before its end count."""
     tree = Drafted([5, 6, 5, 7, 8], [-1, -1, -1, 2, 0], 2, 0.0)
     assert [tree.accepted(text) for text in ([5, 8, 1], [5, 7], [6], [9], [])] == [2, 1, 1, 0, 0]
 
 
-def test_shorter_drafts(target, pool, queries, table):
-    """Chains that are cut are the chains of a drafter that drafts less; plain decoding is the arm of length 0."""
+def test_shortened_chains_equal_decoding_with_shorter_drafts(target, pool, queries, table):
+    """Plain decoding is the arm of length 0."""
     chains = [table.arms.index(name) for name in ("eagle3 chain", "lm", "lookup")]
     shorter = shortened(table, [0, 2])
     arms = [0, *(1 + arm for arm in chains)]
@@ -169,7 +170,7 @@ def cut(drafter, length):
     return twin
 
 
-def test_what_cannot_be_replayed(target, pool, queries):
+def test_sampled_and_too_deep_drafts_are_refused(target, pool, queries):
     one = pool["lm"]
     sampled = copy.copy(one)
     sampled.shape = dataclasses.replace(one.shape, sampled=True)
@@ -179,10 +180,10 @@ def test_what_cannot_be_replayed(target, pool, queries):
         record(target, {"lm": one}, queries, GREEDY, DEPTH - 1)
 
 
-def test_stopped_in_the_middle_and_resumed(target, pool, queries, tmp_path, monkeypatch):
-    """SIGTERM within the second query of every attempt: only this one is asked again, and the table is that of one
-    go."""
-    monkeypatch.setattr(recording, "overheads", lambda *_: None)  # asks once more, when all is recorded
+def test_a_recording_stopped_in_the_middle_is_resumed(target, pool, queries, tmp_path, monkeypatch):
+    """SIGTERM during the second query of every attempt: only that query is asked again, and the table equals an
+    uninterrupted one."""
+    monkeypatch.setattr(recording, "overheads", lambda *_: None)  # would decode again after the last query
     pool, path = {"medusa": pool["medusa"], "none": pool["none"]}, tmp_path / "table.parquet"
     made_of = {"drafters": dict.fromkeys(pool, "digest")}
     whole = record(target, pool, queries, GREEDY, DEPTH)
@@ -219,7 +220,7 @@ def test_an_answer_of_one_token_is_left_out(target, pool, queries):
 
 
 class Sometimes(Lookup):
-    """Raises while drafting at every third position, or whenever it is scored; or its prompt is too much for it."""
+    """Raises in every third `propose`, in every `score`, or in every `advance` and `propose`."""
 
     def __init__(self, fails):
         super().__init__(5)
@@ -243,8 +244,8 @@ class Sometimes(Lookup):
 
 
 @pytest.mark.parametrize("fails", ["advance", "propose", "score"])
-def test_a_drafter_that_raises_is_recorded_as_it_is_decoded(target, pool, queries, table, fails, capsys):
-    """A round without a draft, or a text without scores; counted, said once, and nobody else's business."""
+def test_failures_of_a_drafter_are_recorded_as_empty_drafts_and_scores(target, pool, queries, table, fails, capsys):
+    """Failures are counted, reported once, and do not affect the other arm."""
     arms = [Arm("lookup", pool["lookup"]), Arm("broken", Sometimes(fails))]
     found = recording.record(target, arms, queries, recording.TableDecoding(GREEDY), DEPTH)
     lookup = table.arms.index("lookup")
@@ -258,6 +259,6 @@ def test_a_drafter_that_raises_is_recorded_as_it_is_decoded(target, pool, querie
         failed = np.arange(1, T + 1) % 3 == 0 if fails == "propose" else np.ones(T, bool)
         assert (drafted[failed] == -1).all() and (drafted[~failed] >= 0).all()
     texts = len(queries)
-    counts = {"advance": T + texts, "propose": T // 3, "score": texts}  # who is scored reads the text, too
+    counts = {"advance": T + texts, "propose": T // 3, "score": texts}  # scoring calls advance once per text
     assert [arm.failures for arm in arms] == [0, counts[fails]]
     assert capsys.readouterr().err.count("no such row") == (2 if fails == "advance" else 1)

@@ -1,4 +1,4 @@
-"""A recording that stops anywhere loses little and repeats nothing."""
+"""A recording that is interrupted loses little and repeats nothing."""
 
 import os
 
@@ -12,7 +12,7 @@ from tests.selection.conftest import ARMS, DEPTH
 from tests.selection.test_table_file import COSTS, assert_same
 
 HEADER = Header(ARMS, DEPTH, {"stream": "of prompts", "drafters": {"sql": "ab12"}})
-PLACES = [0, 1, 3, 4, 6]  # the others had nothing to draft for
+PLACES = [0, 1, 3, 4, 6]  # the missing places had answers of one token
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def path(tmp_path):
 
 
 def record(path, rows, stop_before=None, **options):
-    """Record what is missing; ends like a process that is told to stop."""
+    """Record the missing rows, or stop before one of them as an interrupted process does."""
     with Recording(path, HEADER, **options) as kept:
         for row in rows:
             if row.place == stop_before:
@@ -31,7 +31,7 @@ def record(path, rows, stop_before=None, **options):
         kept.finish(COSTS)
 
 
-def test_in_one_go_or_in_three(path, made_up):
+def test_an_interrupted_recording_equals_an_uninterrupted_one(path, made_up):
     rows = [made_up(place) for place in PLACES]
     for stop in (3, 6):
         with pytest.raises(KeyboardInterrupt):
@@ -45,21 +45,22 @@ def test_in_one_go_or_in_three(path, made_up):
     assert not pieces(path).exists() and read_table(path).step_s.tolist() == COSTS["step_s"]
 
 
-def test_killed_without_a_word(path, made_up, monkeypatch):
-    """No `__exit__`, and the lock stays: what was kept by then is there, and its writer is known to be dead."""
+def test_a_killed_recording_keeps_its_rows(path, made_up, monkeypatch):
+    """The process dies without `__exit__`, so its lock remains. The rows written before are there, and the lock's owner
+    is known to be dead."""
     monkeypatch.setattr(recording, "KEEP_EVERY_S", -1.0)
     first = Recording(path, HEADER).__enter__()
     first.add(made_up(0))
     first.add(made_up(1))
     with pytest.raises(UsageError, match="being written"), Recording(path, HEADER, resume=True):
         pass
-    first._lock._ended.set()  # the dead do not sign: another file may get the number of theirs
-    os.close(first._lock._fd)  # as the kernel does for them
+    first._lock._ended.set()  # a dead process cannot release its lock: another file may get the same descriptor
+    os.close(first._lock._fd)  # as the kernel does
     with Recording(path, HEADER, resume=True) as second:
         assert second.next == 2
 
 
-def test_nothing_is_overwritten_by_accident(path, made_up):
+def test_existing_tables_and_pieces_are_not_overwritten(path, made_up):
     rows = [made_up(place) for place in PLACES]
     with pytest.raises(KeyboardInterrupt):
         record(path, rows, stop_before=3)
@@ -71,7 +72,7 @@ def test_nothing_is_overwritten_by_accident(path, made_up):
         record(path, rows)
 
 
-def test_only_its_own_pieces(path, made_up):
+def test_pieces_of_another_recording_or_damaged_pieces_are_refused(path, made_up):
     with pytest.raises(KeyboardInterrupt):
         record(path, [made_up(place) for place in PLACES], stop_before=3)
     other = Header(ARMS, DEPTH, {**HEADER.stamp, "drafters": {"sql": "ff"}})

@@ -1,4 +1,4 @@
-"""Replays against walks by hand, yardsticks that nothing may beat, and what HedgeSpec is built for."""
+"""Replays compared with examples by hand, and with upper bounds that no policy may exceed."""
 
 from dataclasses import replace as changed
 
@@ -31,7 +31,7 @@ def played(name, hindsight, seed=0, reset="query", session=1, **options):
 
 
 def scripted(accepted, domain="d", K=3):
-    """A trace of which only what is accepted matters."""
+    """A trace in which only the accepted lengths matter."""
     accepted = np.array(accepted, np.int16)
     shape = (*accepted.shape, K)
     zeros = np.zeros(shape, np.float32)
@@ -39,8 +39,8 @@ def scripted(accepted, domain="d", K=3):
 
 
 BY_HAND = [[2, 0, 0, 0, 1, 0, 0], [0, 3, 0, 0, 0, 2, 0]]
-"""Arm 0: rounds at 0, 3, 4, 6. Arm 1: at 0, 1, 5, the last of which would commit three of the two tokens that are left.
-Both: at 0 (arm 0), 3, 4 (arm 0), 6."""
+"""Accepted lengths. Arm 0 has rounds at 0, 3, 4, 6. Arm 1 has rounds at 0, 1, 5, and the end cuts its last one.
+Draft-all has rounds at 0 (arm 0), 3, 4 (arm 0), 6."""
 
 
 @pytest.fixture(scope="module")
@@ -63,8 +63,8 @@ def test_rounds_of_an_arm_alone_by_hand():
 
 
 @pytest.mark.parametrize("name", ["hedgespec", "metasd-ucb", "fixed"])
-def test_an_answer_may_end_at_once(name):
-    """The target's first token was the end: no round to play, in a game of its own or within a session."""
+def test_an_answer_without_decoded_tokens_has_no_rounds(name):
+    """The first token of the target ended the answer. It may be a game of its own or a part of a session."""
     empty = scripted(np.zeros((2, 0)))
     hand = Hindsight(table_of([empty, scripted(BY_HAND), empty]))
     for reset in ("query", "session"):
@@ -78,30 +78,30 @@ def test_an_answer_may_end_at_once(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_drafts_of_one_token_and_a_pool_of_one_are_legal(name):
+def test_every_policy_replays_a_pool_of_one_arm_with_drafts_of_one_token(name):
     table = Hindsight(specialists(3, 9, seed=0, N=1, K=1))
     assert (played(name, table, reset="stream").rounds == table.rounds[:, 0]).all()
 
 
-def test_mat_by_domain():
+def test_tokens_per_round_are_given_by_domain():
     hand = Hindsight(table_of([scripted(BY_HAND, "b"), scripted(BY_HAND, "a"), scripted([[0] * 7] * 2, "b")]))
     assert mat_by_domain([played("fixed", hand)], hand) == {"b": pytest.approx(14 / 11), "a": pytest.approx(7 / 4)}
 
 
-def test_draft_all_pays_for_every_draft_and_all_rows():
+def test_draft_all_pays_for_all_drafts_and_rows():
     table = table_of([scripted(BY_HAND)])
     table.step_s[:] = [0.010, 0.013, 0.015]
     assert draft_all(Hindsight(table)).seconds == pytest.approx(4 * (0.004 + 0.010 + 0.003 + 0.005))
 
 
 @pytest.mark.parametrize("arm", [0, 6])
-def test_a_fixed_policy_needs_the_rounds_of_its_arm(hindsight, arm):
-    """Two computations of the same number: the game round by round, and the walk of all arms at once."""
+def test_fixed_has_as_many_rounds_as_its_arm_in_hindsight(hindsight, arm):
+    """Two computations of one number: the game round by round, and the vectorized count for all arms."""
     assert (played("fixed", hindsight, arm=arm).rounds == hindsight.rounds[:, arm]).all()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_policy_decodes_every_token_and_none_beats_the_oracle(hindsight, name):
+def test_every_policy_decodes_all_tokens_and_does_not_beat_the_oracle(hindsight, name):
     run = played(name, hindsight)
     committed = np.concatenate([part.committed for part in run.played])
     query = np.concatenate([part.query for part in run.played])
@@ -137,8 +137,8 @@ def test_games_end_where_the_domain_changes_or_the_session_is_full():
     assert games(traces, "stream", 1) == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_sessions_are_those_of_the_recording_where_it_says():
-    """Of two domains (order=shift) one game; two sessions of one domain that follow each other are two."""
+def test_recorded_sessions_override_domains():
+    """With order=shift a session can have two domains, and two consecutive sessions can have the same domain."""
     traces = [
         changed(scripted(BY_HAND, domain), session=n) for domain, n in zip("abbbcc", [0, 0, 1, 1, 2, 2], strict=True)
     ]
@@ -147,7 +147,7 @@ def test_sessions_are_those_of_the_recording_where_it_says():
 
 
 class Spy:
-    """Plays arm 1 and keeps what it is told."""
+    """Plays arm 1 and records rewards and losses."""
 
     scale = "unit"
 
@@ -168,17 +168,19 @@ class Spy:
         self.told.append(losses)
 
 
-def test_a_replay_shows_a_bandit_the_overlap_of_the_drafts_of_complete_rounds(monkeypatch):
+def test_a_replayed_bandit_gets_the_block_divergence_of_complete_rounds(monkeypatch):
     spy = Spy("reward")
     monkeypatch.setattr("specctl.lab.recorded.replay.build", lambda *_: spy)
     trace = scripted(BY_HAND)
     trace.overlap[:] = np.random.default_rng(0).random(trace.overlap.shape)
     played("metasd-ucb", Hindsight(table_of([trace])))
-    assert spy.told == pytest.approx([trace.overlap[1, start].sum() / 3 for start in (0, 1)]), "the end cuts that at 5"
+    assert spy.told == pytest.approx([trace.overlap[1, start].sum() / 3 for start in (0, 1)]), (
+        "the end cuts the round at 5"
+    )
 
 
-def test_a_table_that_knows_no_overlaps_of_drafts_is_refused_to_who_is_shown_them():
-    """Before version 3 they were of the text, whatever was drafted: another reward than that of live decoding."""
+def test_block_divergence_needs_a_table_of_version_3():
+    """Older tables hold overlaps along the text instead of the draft, which give other rewards than live decoding."""
     trace = scripted(BY_HAND)
     old = Hindsight(table_of([changed(trace, overlap=trace.overlap[..., :0])]))
     with pytest.raises(CheckpointError, match="before version 3"):
@@ -188,8 +190,8 @@ def test_a_table_that_knows_no_overlaps_of_drafts_is_refused_to_who_is_shown_the
     assert replay("metasd-ucb", old, PolicyRecipe(), GameRecipe(reward="be")).rounds.sum() > 0
 
 
-def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeypatch):
-    """Intervals leave tokens without scores when a text ends. Live decoding knows of no last text, and scores them."""
+def test_a_replay_scores_the_last_tokens_of_a_text_before_the_next(monkeypatch):
+    """When a text ends, some tokens have no scores yet. Live decoding scores them, because any text may be the last."""
     spy = Spy("losses")
     monkeypatch.setattr("specctl.lab.recorded.replay.build", lambda *_: spy)
     table = specialists(3, 40, seed=0, N=2, K=3, bad=0.3)
@@ -204,8 +206,9 @@ def test_a_replay_shows_a_learner_every_token_before_the_session_goes_on(monkeyp
 
 
 @pytest.mark.parametrize("name", ["hedgespec", "metasd-ucb"])
-def test_what_was_learnt_lasts_until_the_reset(hindsight, name):
-    """Sessions of four queries of one domain: later ones profit; a stream's memory of other domains does not help."""
+def test_policies_learn_within_sessions_of_one_domain(hindsight, name):
+    """With sessions of four queries of one domain later queries profit. Never resetting does not help, because domains
+    change."""
     share = {
         reset: summarize([played(name, hindsight, reset=reset, session=4)], hindsight).mat
         for reset in ("query", "session", "stream")
@@ -214,8 +217,9 @@ def test_what_was_learnt_lasts_until_the_reset(hindsight, name):
     assert share["session"] > share["stream"]
 
 
-def test_a_change_of_domain_is_noticed_within_a_game():
-    """A stream that is never reset changes its domain every 180 tokens; without the test scorings only grow apart."""
+def test_the_drift_test_helps_when_the_domain_changes():
+    """The stream is never reset and changes its domain every 180 tokens. Without the drift test the scoring intervals
+    only grow."""
     stream = Hindsight(specialists(40, 45, seed=3, run=4, bad=0.3))
     mat = {
         drift: summarize(
@@ -227,7 +231,7 @@ def test_a_change_of_domain_is_noticed_within_a_game():
 
 
 def test_hedgespec_beats_the_bandits_with_literal_constants(hindsight):
-    """Seven specialists, a reset at every query, 45 tokens: the rounds of both, paired by query."""
+    """Seven specialists, a reset at every query of 45 tokens; rounds are compared query by query."""
     hedge = played("hedgespec", hindsight).rounds[None].astype(float)
     for name in ("ucbspec", "exp3spec"):
         low, _ = bootstrap_ratio(played(name, hindsight).rounds[None].astype(float), hedge)
@@ -235,7 +239,7 @@ def test_hedgespec_beats_the_bandits_with_literal_constants(hindsight):
 
 
 def test_regret_curves_by_definition(hindsight):
-    """Token by token, with loops."""
+    """Computed token by token, with loops."""
     rules = rules_for("hedgespec", GAME, 8)
     run = played("random", hindsight, reset="session", session=4)
     part = run.played[1]
@@ -259,27 +263,27 @@ def test_regret_curves_by_definition(hindsight):
     assert stopping[-1] == run.rounds[part.queries].sum() - hindsight.rounds[part.queries, part.best].sum()
 
 
-def test_the_late_share_counts_rounds_after_so_many_tokens(hindsight):
+def test_the_late_share_counts_rounds_after_the_given_token(hindsight):
     assert late_share([oracle(hindsight)], hindsight, 20) == 1
     assert late_share([oracle(hindsight)], hindsight, 45) is None, "no game has more tokens"
     hedge = played("hedgespec", hindsight)
     assert late_share([hedge], hindsight, 20) > summarize([hedge], hindsight).oracle_share
     hand = Hindsight(table_of([scripted(BY_HAND)]))
-    assert late_share([played("fixed", hand, arm=0)], hand, 2) == pytest.approx(1 / 3), "token 2: rounds 2 of 3, 1 of 4"
+    assert late_share([played("fixed", hand, arm=0)], hand, 2) == pytest.approx(1 / 3), "1 round of arm 1, 3 of arm 0"
 
 
-def test_bootstrap_intervals():
+def test_bootstrap_intervals_are_paired_by_game():
     generator = np.random.default_rng(0)
     tokens, rounds = np.full((1, 200), 50.0), generator.integers(10, 30, (1, 200)).astype(float)
     low, high = bootstrap_ratio(tokens, rounds)
     assert low < tokens.sum() / rounds.sum() < high < low * 1.2
     assert bootstrap_ratio(tokens, tokens) == (1, 1)
     low, high = bootstrap_ratio(rounds, rounds + 1)
-    assert 0 < low < high < 1, "paired: a round more in every game is seen through the noise of games"
+    assert 0 < low < high < 1, "pairing removes the variance between games"
 
 
-def test_bootstrap_intervals_hold_the_seeds():
-    """One stream is one game: all that could have been otherwise are the draws of the policy."""
+def test_bootstrap_resamples_seeds_too():
+    """A single stream is one game, so the seeds of the policy are the only source of variance."""
     rounds = np.array([[10.0], [20.0], [15.0]])
     low, high = bootstrap_ratio(np.full((3, 1), 30.0), rounds)
     assert low < 2 < high
@@ -290,8 +294,9 @@ def test_bootstrap_intervals_hold_the_seeds():
     assert most - least > 2 * (high - low)
 
 
-def test_the_best_arm_of_a_throughput_game_is_the_fastest():
-    """Arm 1 needs fewer rounds, arm 0 less time: who plays for tokens a second is measured against that."""
+def test_the_throughput_oracle_plays_the_fastest_arm():
+    """Arm 1 needs fewer rounds and arm 0 less time. Policies that play for tokens per second are compared with arm
+    0."""
     table = table_of([scripted(BY_HAND)])
     table.draft_s[:] = [0.0, 0.020]
     mat, speed = Hindsight(table), Hindsight(table, "throughput")
@@ -302,12 +307,12 @@ def test_the_best_arm_of_a_throughput_game_is_the_fastest():
     assert slow.oracle_share == pytest.approx(4 * 0.010 / (3 * 0.030)) and slow.mat > found.mat
 
 
-def test_a_mean_curve_averages_those_that_are_long_enough():
+def test_a_mean_curve_averages_only_the_curves_that_reach_each_point():
     assert mean_curve([np.array([1.0, 3.0]), np.array([3.0])]).tolist() == [2, 3]
     assert mean_curve([np.eye(2), np.zeros((1, 2))]).tolist() == [[0.5, 0], [0, 1]]
 
 
-def test_draft_all_has_a_summary_without_choices(hindsight):
+def test_the_summary_of_draft_all_has_no_choices(hindsight):
     summary = summarize([draft_all(hindsight)], hindsight)
     assert summary.best_arm_ratio is summary.decide_us_p50 is None
     assert summary.mat >= summary.oracle_mat

@@ -1,4 +1,4 @@
-"""Rewards and losses: those of live decoding are those of a replay, and whoever cannot draft earns none."""
+"""Rewards and losses: live decoding and replay agree, and a failing drafter earns none."""
 
 import time
 
@@ -37,17 +37,17 @@ def test_rewards_by_hand():
     assert (tokens(1, 4), tokens(3, 4), tokens(5, 4)) == (0, 0.5, 1)
     assert block_efficiency(3, 4) == 0.75
     assert block_divergence(np.array([1.0, 0.5, 0.1, 0.2, 0.9]), 4) == pytest.approx(0.45), "MetaSD, Eq. 4: of N_max"
-    assert block_divergence(np.array([1.0, 0.5]), 4, 0.3) == pytest.approx((1.5 + 2 * 0.3) / 4), "two are left out"
+    assert block_divergence(np.array([1.0, 0.5]), 4, 0.3) == pytest.approx((1.5 + 2 * 0.3) / 4), "2 left out"
     assert (block_divergence(np.array([0.6]), 4), block_divergence(np.zeros(0), 4)) == (pytest.approx(0.6), 0)
     assert throughput(3, 0.02, 0.01, 5) == pytest.approx(3 / 2 / 6), "1.5 × plain of at most 6 ×"
     assert throughput(6, 0.01, 0.01, 5) == throughput(6, 0.001, 0.01, 5) == 1
 
 
 @pytest.mark.parametrize("stop_below", [0.0, pytest.param(0.05, marks=pytest.mark.slow), 0.15])
-def test_block_divergence_is_alpha_however_long_drafts_are(stop_below):
-    """E[BD] = α (MetaSD, Lemma 6) of drafts that end where their own probability is low, which is where overlaps are
-    low, too. Divided by the longest draft an arm of .70 that is unsure had .42 and .25, and one of .60 that is sure of
-    itself was preferred; the mean over drafted positions has .53. 20,000 rounds: 5 standard errors are 0.015."""
+def test_the_mean_block_divergence_is_alpha_at_any_draft_length(stop_below):
+    """MetaSD, Lemma 6: E[BD] = α. These drafts end at an improbable token, where overlaps are low, too. Divided by the
+    longest draft, an unsure arm of α = .70 had .42 and .25, less than a confident arm of .60; the mean over drafted
+    positions has .53. Over 20,000 rounds 5 standard errors are 0.015."""
     draw = np.random.default_rng(0)
     K, rounds = 8, 20000
     found = {}
@@ -66,9 +66,9 @@ def test_block_divergence_is_alpha_however_long_drafts_are(stop_below):
     assert found == {alpha: pytest.approx(alpha, abs=0.015) for alpha in found}
 
 
-def test_a_surplus_is_over_the_rate_of_the_text():
-    """Over the stream's 2 tokens a second, arms that commit much would win on a text that makes 6. The next text begins
-    with the stream's rate again."""
+def test_the_surplus_is_relative_to_the_rate_of_the_text():
+    """Relative to the stream's 2 tokens/s, arms that commit much would win in a text of 6 tokens/s. The next text
+    begins with the stream's rate."""
     K, clock, spy = 8, ArmClock.of(1), Set(0, 1)
     for _ in range(2000):
         clock.record(0, 1.0, 2.0)
@@ -87,7 +87,8 @@ def test_a_surplus_is_over_the_rate_of_the_text():
 
 @pytest.fixture
 def ticking(monkeypatch):
-    """A clock that only drafters and the target move: drafts of `Slow` take what they say, a target step takes STEP."""
+    """A fake clock that only drafters and the target move: a `Slow` draft takes its `seconds`, a target step takes
+    STEP."""
     now = [0.0]
     for clock in ("perf_counter", "thread_time"):
         monkeypatch.setattr(time, clock, lambda: now[0])
@@ -103,7 +104,7 @@ def ticking(monkeypatch):
 
 
 def slow(drafter, seconds, now, fails=lambda ids: False):
-    """`drafter`, whose drafts take so long on that clock, and which raises for some texts."""
+    """`drafter` with drafts that take `seconds` of the fake clock, and that raises if `fails(ids)`."""
 
     class Slow(type(drafter)):
         def __init__(self):
@@ -119,7 +120,7 @@ def slow(drafter, seconds, now, fails=lambda ids: False):
 
 
 def members(target):
-    """Drafters that miss at times, of every kind of q̄."""
+    """Imperfect drafters of every kind of q̄."""
     return {
         "lm": LMDrafter(own_weights(target, 0.05), target, ChainShape(4, 0.0, False)),
         "worse": LMDrafter(own_weights(target, 0.3), target, ChainShape(3, 0.2, False)),
@@ -131,7 +132,7 @@ def members(target):
 
 
 def games_of(monkeypatch, module):
-    """The games that a module makes from now on."""
+    """The list of games that `module` makes from now on."""
     found = []
 
     class Kept(game.Game):
@@ -147,8 +148,8 @@ BANDITS = [name for name in registry.NAMES if registry.learns(name) == "reward"]
 LEARNERS = [name for name in registry.NAMES if registry.learns(name) == "losses"]
 
 
-def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking, monkeypatch):
-    """Round for round, for every policy, reward and loss, in arms that miss, fail, and cost more or less time."""
+def test_rewards_and_losses_of_a_replay_equal_live_decoding(target, prompts, ticking, monkeypatch):
+    """Round by round, for every policy, reward and loss, with arms that miss, fail, and cost more or less time."""
     fails = {"failing": lambda ids: len(ids) % 3 == 0}
     pool = {
         name: slow(drafter, 0.25 * n, ticking, fails.get(name, lambda ids: False))
@@ -159,7 +160,7 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
     table = recorder.record(target, arms, queries, recorder.TableDecoding(GREEDY), DEPTH)
     assert table.greedy
     missed = [(trace.overlap[:, :, 1:] > 0) & (trace.accepted[..., None] == 0) for trace in table.traces]
-    assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps behind rejected tokens"
+    assert sum(part.any(axis=(1, 2)).sum() for part in missed) > 4, "overlaps after rejected tokens"
     assert any((trace.drafted < 0).any() for trace in table.traces)
     hindsight = Hindsight(table)
     kinds = [(BANDITS[0], {"reward": reward}) for reward in ("bd", "be", "tokens", "throughput")]
@@ -186,25 +187,25 @@ def test_rewards_of_a_replay_are_those_of_live_decoding(target, prompts, ticking
         assert [entry.committed for entry in one.log] == [entry.committed for entry in other.log]
         for live, again in zip(one.log, other.log, strict=True):
             assert live.reward == (again.reward and pytest.approx(again.reward, abs=1e-4)), (name, recipe)
-        for live, again in zip(one.log[:-1], other.log[:-1], strict=True):  # live nobody knows which text is the last
+        for live, again in zip(one.log[:-1], other.log[:-1], strict=True):  # live, the last text is not known
             np.testing.assert_allclose(sum_of(live), sum_of(again), atol=1e-3)
 
 
 def sum_of(entry):
-    """Of all losses of a round."""
+    """The sum of a round's losses, per arm."""
     return sum((part.sum(axis=0) for part in entry.losses), np.zeros(6))
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        *("hedgespec", "metasd-ucb", "exp3spec"),  # a learner from all scores, an index, and one that explores
+        *("hedgespec", "metasd-ucb", "exp3spec"),  # full information, an index policy, and one that explores
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("ftl", "ucbspec")),
     ],
 )
-def test_a_drafter_that_always_raises_is_left(target, prompts, name):
-    """Its scores are the best of all: from them alone, full information would play it for ever. After ten rounds it is
-    played by who explores only, and no more often than by chance."""
+def test_a_drafter_that_always_raises_is_abandoned(target, prompts, name):
+    """Its scores are the best: judged by these alone, full information would always play it. After ten rounds only
+    policies that explore play it, and no more often than by chance."""
 
     class Broken(LMDrafter):
         def propose(self, state, budget):
@@ -233,7 +234,7 @@ def test_a_drafter_that_always_raises_is_left(target, prompts, name):
 
 
 class Set:
-    """Plays one arm and keeps what it earned."""
+    """Plays one arm and records its rewards."""
 
     learns, scale = "reward", "unit"
 
@@ -250,9 +251,9 @@ class Set:
         self.told.append(reward)
 
 
-def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, prompts, ticking):
-    """Two texts play an arm that takes 6 s a draft, one an arm that takes 1: a draft is shared by its texts, a step by
-    all; shared by all alike, an arm that is slow would never be told from one that is fast."""
+def test_the_seconds_of_a_draft_are_shared_by_the_texts_of_its_arm(target, prompts, ticking):
+    """Two texts share a draft of 6 s, one has a draft of 1 s, and all three share the step. If all texts shared all
+    seconds equally, a slow arm could not be told from a fast one."""
     arms = [Arm("slow", slow(Lookup(3), 6.0, ticking)), Arm("fast", slow(Suffix(3, 6, 2), 1.0, ticking))]
     policies = {"a": Set(0, 2), "b": Set(1, 2), "c": Set(0, 2)}
     recipe = GameRecipe(reward="throughput")
@@ -274,8 +275,8 @@ def test_a_text_of_a_batch_is_credited_with_the_seconds_of_its_arm(target, promp
         assert first[key].learnt == pytest.approx(throughput(first[key].committed, seconds, STEP, K)), key
 
 
-def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
-    """And what the warm-up has measured is forgotten with it."""
+def test_the_seconds_of_catching_up_are_not_charged_to_the_arm(target, prompts, ticking):
+    """Also, `forget` removes times measured during the warm-up."""
 
     class Behind(Lookup):
         def advance(self, state):
@@ -285,7 +286,7 @@ def test_what_a_switch_reads_is_not_the_arms(target, prompts, ticking):
         def propose(self, state, budget):
             drafted = ticking[0]
             found = super().propose(state, budget)
-            ticking[0] = drafted + 1.0  # its own reading, in a round, is one of no size here
+            ticking[0] = drafted + 1.0  # reading within a round costs nothing here
             return found
 
     arms = [Arm("lookup", slow(Lookup(3), 1.0, ticking)), Arm("behind", Behind(3))]

@@ -1,4 +1,4 @@
-"""The router: it learns which drafter a prompt is for, survives a disk, and refuses what was made for another pool."""
+"""The router: it learns which drafter suits a prompt, is saved and loaded, and is refused for another pool."""
 
 import json
 import pickle
@@ -52,7 +52,7 @@ def saved(trained, target, tmp_path):
     return trained[0].save(tmp_path / "router", target, report=asdict(trained[1]))
 
 
-def test_it_learns_domains(trained):
+def test_a_trained_router_recognizes_domains(trained):
     router, report = trained
     assert (report.trained, report.held_out) == (192, 48)
     unseen = generated(40, "test")
@@ -64,8 +64,8 @@ def test_it_learns_domains(trained):
     assert router.arm("") in range(3)
 
 
-def test_probabilities(trained):
-    """A prompt's row must not depend on how much longer its neighbours in the batch are."""
+def test_probabilities_do_not_depend_on_the_batch(trained):
+    """Longer neighbors in the batch must not change a prompt's row."""
     router, _ = trained
     texts = ["SELECT", "", "x = 1\n" * 500, "What is 12 + 30?"]
     together = router.probabilities(texts)
@@ -76,8 +76,8 @@ def test_probabilities(trained):
     assert router.probabilities([]).shape == (0, 3)
 
 
-def test_one_seed_one_router(target):
-    """And torch's own generator is left as it was."""
+def test_the_same_seed_trains_the_same_router(target):
+    """Training also leaves torch's global generator unchanged."""
     recipe = SMALL.model_copy(update={"epochs": 1, "perturbations": {}})
     before = torch.random.get_rng_state()
     first, again = (train_router(recipe, generated(12), ARMS, target)[0] for _ in range(2))
@@ -85,21 +85,21 @@ def test_one_seed_one_router(target):
     np.testing.assert_array_equal(first.probabilities(["a b"]), again.probabilities(["a b"]))
 
 
-def test_the_targets_tokenizer_is_not_touched(trained, target):
-    """Truncation is a state of a fast tokenizer: shared, the router would cut the prompts of the target."""
+def test_training_does_not_change_the_targets_tokenizer(trained, target):
+    """Truncation is a state of a fast tokenizer: with a shared one, the router would truncate the target's prompts."""
     assert target.tokenizer.backend_tokenizer.truncation is None
     assert target.tokenizer.chat_template is not None
 
 
-def test_saved_and_loaded(trained, saved, target):
+def test_a_loaded_router_equals_the_saved_one(trained, saved, target):
     texts = [example.text for example in generated(5)]
     loaded = Router.load(saved, ARMS, target)
     np.testing.assert_array_equal(loaded.probabilities(texts), trained[0].probabilities(texts))
     assert json.loads((saved / RECORD).read_text())["report"]["accuracy"] == trained[1].accuracy
 
 
-def test_the_pool_may_come_in_another_order(trained, saved, target):
-    """Columns follow the names: else every prompt would go to a wrong drafter."""
+def test_columns_follow_the_order_of_the_pool(trained, saved, target):
+    """Otherwise every prompt would go to a wrong drafter."""
     loaded = Router.load(saved, ARMS[::-1], target)
     texts = [example.text for example in generated(5)]
     np.testing.assert_array_equal(loaded.probabilities(texts), trained[0].probabilities(texts)[:, ::-1])
@@ -109,13 +109,13 @@ def test_the_pool_may_come_in_another_order(trained, saved, target):
     )
 
 
-def test_another_pool_is_refused(saved, target):
+def test_a_router_for_another_pool_is_refused(saved, target):
     with pytest.raises(CheckpointError, match="it lacks lookup; the pool lacks code-eagle") as error:
         Router.load(saved, ["sql-eagle", "math-eagle", "lookup"], target)
     assert "train-router" in error.value.hint
 
 
-def test_another_target_is_refused(saved, target):
+def test_a_router_for_another_target_is_refused(saved, target):
     record = json.loads((saved / RECORD).read_text())
     record["target"] |= {"name": "other", "hidden_size": 7}
     (saved / RECORD).write_text(json.dumps(record))
@@ -142,7 +142,8 @@ def test_pickles_are_never_read(saved, target):
 
 
 def test_a_router_without_its_head_is_refused(saved, target):
-    """An encoder in its place, with a record of its own: `transformers` would draw the head at random."""
+    """The files hold an encoder only, with matching digests: `transformers` would initialize the missing head at
+    random."""
     held = load_file(saved / "model.safetensors")
     encoder = {name: tensor for name, tensor in held.items() if not name.startswith("classifier.")}
     save_file(encoder, saved / "model.safetensors", metadata={"format": "pt"})
@@ -154,7 +155,7 @@ def test_a_router_without_its_head_is_refused(saved, target):
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_damage_is_named(saved, target, name):
+def test_a_damaged_file_is_named(saved, target, name):
     content = bytearray((saved / name).read_bytes())
     content[len(content) // 2] ^= 1
     (saved / name).write_bytes(content)
@@ -166,18 +167,18 @@ FORMATTED = '{"format": 1, "max_length": 4, "target": {}, "files": {}, "arms": '
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 99}', "{" * 3000, FORMATTED + "[1]}", FORMATTED + "[]}"])
-def test_a_bad_record_is_named(saved, target, text):
+def test_an_invalid_record_is_named(saved, target, text):
     (saved / RECORD).write_text(text)
     with pytest.raises(CheckpointError, match=RECORD):
         Router.load(saved, ARMS, target)
 
 
-def test_nothing_there(tmp_path, target):
+def test_a_missing_router_directory_is_refused(tmp_path, target):
     with pytest.raises(CheckpointError, match="no router directory"):
         Router.load(tmp_path / "none", ARMS, target)
 
 
-def test_only_a_router_is_replaced(trained, saved, target):
+def test_overwrite_replaces_only_a_router(trained, saved, target):
     router, _ = trained
     with pytest.raises(UsageError, match="already contains a router"):
         router.save(saved, target, report={})
@@ -189,15 +190,14 @@ def test_only_a_router_is_replaced(trained, saved, target):
         router.save(precious, target, report={}, overwrite=True)
 
 
-def test_a_router_is_no_drafter(saved):
-    """A router that is kept beside the drafters must not become an arm."""
+def test_a_router_beside_the_drafters_is_not_an_arm(saved):
     with pytest.raises(CheckpointError, match="no drafters"):
         find_pool(saved.parent)
 
 
 @pytest.fixture
 def bert(tmp_path):
-    """A BERT checkpoint as the hub has them: encoder without our head, WordPiece tokenizer, at most 40 positions."""
+    """A BERT checkpoint like the hub's: an encoder without our head, a WordPiece tokenizer, at most 40 positions."""
     words = sorted({word for example in generated(30) for word in example.text.lower().split() if word.isalpha()})
     vocabulary = tmp_path / "vocab.txt"
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]))
@@ -225,21 +225,22 @@ def test_a_pretrained_encoder_is_fine_tuned(bert, target, tmp_path):
     np.testing.assert_array_equal(Router.load(place, ARMS, target).probabilities(texts), router.probabilities(texts))
 
 
-def test_a_checkpoint_with_pickles_only(bert, target):
+def test_an_encoder_with_only_pickled_weights_is_refused(bert, target):
     (bert / "model.safetensors").unlink()
     (bert / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     with pytest.raises(CheckpointError, match="cannot load the classifier"):
         train_router(SMALL.model_copy(update={"model": str(bert)}), generated(4), ARMS, target)
 
 
-def test_defaults_follow_the_model():
-    """A rate for training from scratch destroys a pretrained encoder, and its own teaches a new one nothing."""
+def test_the_default_learning_rate_depends_on_the_encoder():
+    """The rate for training from scratch would destroy a pretrained encoder; the rate for fine-tuning would not train a
+    new one."""
     assert RouterRecipe(model="bert-base-uncased").learning_rate == 2e-5
     assert RouterRecipe().learning_rate > 1e-4
     assert RouterRecipe(lr=3e-4).learning_rate == 3e-4
 
 
-def test_one_arm_and_one_label(target):
+def test_a_router_can_be_trained_with_one_arm_or_one_label(target):
     recipe = SMALL.model_copy(update={"epochs": 1})
     one, report = train_router(recipe, [RouterExample(f"prompt {n}", "sql", 0) for n in range(8)], ["only"], target)
     np.testing.assert_array_equal(one.probabilities(["x", ""]), [[1.0], [1.0]])
@@ -248,29 +249,29 @@ def test_one_arm_and_one_label(target):
     assert unused.probabilities(["x"]).shape == (1, 3)
 
 
-def test_too_few_prompts(target):
+def test_too_few_prompts_are_refused(target):
     with pytest.raises(DataError, match="too few"):
         train_router(SMALL, [RouterExample("a", "sql", 0), RouterExample("b", "math", 1)], ARMS, target)
 
 
-def test_a_loss_that_is_not_finite_stops(target):
+def test_training_stops_at_a_loss_that_is_not_finite(target):
     with pytest.raises(SpecctlError, match="not finite"):
         train_router(SMALL.model_copy(update={"lr": 1e30}), generated(12), ARMS, target)
 
 
-def test_split_holds_out_of_every_domain():
+def test_the_split_holds_out_prompts_of_every_domain():
     kept, held = split(generated(10), SMALL)
     assert [sum(example.domain == domain for example in held) for domain in DOMAINS] == [2, 2, 2]
     assert not {example.text for example in kept} & {example.text for example in held}
     assert split(generated(10), SMALL) == (kept, held)
 
 
-def test_strays_are_of_another_domain():
+def test_foreign_text_comes_from_another_domain():
     examples = [RouterExample("a b", "x", 0), RouterExample("c d", "y", 1)]
     assert perturb_all(examples, "prefix", 1.0, 0) == ["c d\n\na b", "a b\n\nc d"]
 
 
-def test_labels_by_domain(capsys):
+def test_a_domain_is_labeled_with_its_most_specialized_drafter(capsys):
     made_for = [["sql", "math", "code"], ["sql"], ["math", "sql"], [], ["sql"]]
     assert label_by_domain(["sql", "math", "code", "chat", "sql"], made_for) == {
         "sql": 1,
@@ -289,8 +290,9 @@ def trace(query, accepted):
     return Trace(query, "sql", accepted, accepted, nothing, nothing, nothing.astype(bool), True)
 
 
-def test_labels_by_hindsight():
-    """The rounds of an arm are those of its own trajectory: the sum over all positions would choose arm 0 of `a`."""
+def test_the_hindsight_label_is_the_arm_with_the_fewest_rounds():
+    """Rounds are counted along each arm's own trajectory: the accepted lengths summed over all positions would choose
+    arm 0 for `a`."""
     a = trace("a", [[0, 2, 1, 0, 2], [2, 0, 0, 1, 0]])
     assert round_starts(a.accepted).sum(axis=1).tolist() == [3, 2]
     even = trace("b", [[1, 0, 1, 0], [1, 0, 1, 0]])
@@ -299,8 +301,8 @@ def test_labels_by_hindsight():
 
 
 @pytest.mark.parametrize("pool", [["suffix", "lookup"], ["lookup", "suffix"], ["lookup", "sql"], ["lookup"]])
-def test_labels_by_hindsight_are_names(pool):
-    """The pool may be ordered otherwise than the table, or be a part of it: an arm is taught, not its place."""
+def test_hindsight_labels_follow_the_order_of_the_pool(pool):
+    """The pool may be a part of the table, in another order."""
     one = trace("a", [[2, 0, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0]])  # rounds: 1, 3, 2, 3
     arms = ["ofa", "sql", "lookup", "suffix"]
     table = Table(arms, 2, [one], np.zeros(4), np.zeros(5))

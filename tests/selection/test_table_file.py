@@ -1,4 +1,4 @@
-"""What is read is what was written, or an error that names the file: damage never becomes numbers."""
+"""Reading a table returns the written values, or raises an error that names the damaged file."""
 
 import dataclasses
 
@@ -34,7 +34,7 @@ def file(tmp_path, made_up):
 
 
 def assert_same(found, expected):
-    """Two rows with equal values of equal types."""
+    """Check that two rows have equal values of equal types."""
     assert (found.place, found.trace.query, found.trace.domain) == (
         expected.place, expected.trace.query, expected.trace.domain,
     )  # fmt: skip
@@ -44,7 +44,7 @@ def assert_same(found, expected):
         assert ours.dtype == theirs.dtype and np.array_equal(ours, theirs), name
 
 
-def test_round_trip(file, made_up):
+def test_a_written_table_is_read_back(file, made_up):
     header, rows = read(file)
     assert header == Header(ARMS, DEPTH, STAMP, COSTS)
     for row in rows:
@@ -55,13 +55,13 @@ def test_round_trip(file, made_up):
     assert table.reach.tolist() == COSTS["reach"] and table.overheads.score.tolist() == COSTS["score"]
 
 
-def test_a_pool_that_is_another_one(file):
+def test_a_table_of_another_pool_is_refused(file):
     for other in ({"drafters": {**STAMP["drafters"], "sql": "ff"}}, {"arms": ARMS[:2]}, {"drafters": {"sql": "ab12"}}):
         with pytest.raises(CheckpointError, match="recorded with different settings"):
             read_table(file, other)
 
 
-def test_cut_short(file):
+def test_a_truncated_table_is_refused(file):
     whole = file.read_bytes()
     for end in [0, 3, 100, len(whole) // 2, len(whole) - 1]:
         file.write_bytes(whole[:end])
@@ -69,8 +69,8 @@ def test_cut_short(file):
             read(file)
 
 
-def test_every_altered_byte_is_seen_or_unused(file):
-    """Parquet has bytes that no reader looks at; whatever is read is what was written."""
+def test_every_altered_byte_is_detected_or_unused(file):
+    """Parquet files contain bytes that no reader uses. The values read must still equal the written ones."""
     whole, seen = file.read_bytes(), 0
     header, rows = read(file)
     places = range(0, len(whole), len(whole) // 150)
@@ -87,7 +87,7 @@ def test_every_altered_byte_is_seen_or_unused(file):
     assert seen > len(places) / 2
 
 
-def test_values_of_another_shape(file, made_up):
+def test_arrays_of_a_wrong_shape_are_refused(file, made_up):
     row = made_up(0)
     narrow = dataclasses.replace(row, trace=dataclasses.replace(row.trace, gamma=row.trace.gamma[..., :-1]))
     write(file, Header(ARMS, DEPTH, STAMP, COSTS), [narrow])
@@ -95,7 +95,7 @@ def test_values_of_another_shape(file, made_up):
         read(file)
 
 
-def test_what_is_no_table(file, tmp_path, monkeypatch):
+def test_files_that_are_not_complete_tables_are_refused(file, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="does not exist"):
         read(tmp_path / "nothing.parquet")
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -111,7 +111,7 @@ def test_what_is_no_table(file, tmp_path, monkeypatch):
         read(file)
 
 
-def test_features_of_prompts_come_back(file, made_up):
+def test_prompt_features_are_read_back(file, made_up):
     rows = [made_up(place) for place in range(2)]
     rows[0] = dataclasses.replace(rows[0], trace=dataclasses.replace(rows[0].trace, context=np.arange(5) / 3))
     write(file, Header(ARMS, DEPTH, STAMP, COSTS), rows)
@@ -119,7 +119,7 @@ def test_features_of_prompts_come_back(file, made_up):
     assert np.array_equal(first.context, np.arange(5) / 3) and second.context is None
 
 
-def test_what_arms_were_trained_on_comes_back(file, made_up):
+def test_training_clusters_are_read_back(file, made_up):
     kinds = [[([0.5, -1.0], 2.0)], [], [([1.0, 0.0], 1.0), ([0.0, 1.0], 3.0)]]
     write(file, Header(ARMS, DEPTH, STAMP, COSTS, trained_on=kinds), [made_up(0)])
     table = read_table(file)
@@ -129,9 +129,9 @@ def test_what_arms_were_trained_on_comes_back(file, made_up):
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_older_tables_are_as_good_as_ever(file, made_up, monkeypatch, version):
-    """Hits were yes or no, of whatever could go on; overlaps were those of the text, which nobody is shown any more.
-    Version 1 had no sessions: neither column nor digest knew of them."""
+def test_tables_of_version_1_and_2_are_readable(file, made_up, monkeypatch, version):
+    """Their hits are booleans, and their overlaps, which were along the text, are ignored. Version 1 had no sessions,
+    neither as a column nor in the digest."""
     rows = [made_up(place) for place in range(3)]
     rows = [
         dataclasses.replace(row, trace=dataclasses.replace(row.trace, hit=row.trace.hit > 0, prompt=None))
@@ -155,8 +155,8 @@ def test_older_tables_are_as_good_as_ever(file, made_up, monkeypatch, version):
         assert np.array_equal(one.gamma, other.trace.gamma) and np.array_equal(one.accepted, other.trace.accepted)
 
 
-def test_pieces_of_another_version_are_not_gone_on_with(file, made_up):
-    """Joined, half of the table would know what drafts were worth and half would not."""
+def test_pieces_of_another_version_are_not_continued(file, made_up):
+    """Only half of the joined table would have overlaps along drafts."""
     pieces = file.with_name("other.parquet.pieces")
     pieces.mkdir()
     write(pieces / "0000000.parquet", Header(ARMS, DEPTH, STAMP, version=2), [made_up(0)])
