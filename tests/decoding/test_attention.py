@@ -1,4 +1,4 @@
-"""Attention of ragged batches, in one call or one a sequence, against its formula."""
+"""Attention of ragged batches, in one call or one call per sequence, compared with its formula."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ def tree(rows):
 @pytest.mark.parametrize("gaps", [(), (range(0), range(2, 30), range(1, 17))])
 @pytest.mark.parametrize("padded", [plans.PADDED, 0])
 @pytest.mark.parametrize(("rows", "shape"), [(1, "chain"), (5, "chain"), (5, "tree")])
-def test_it_is_the_formula(monkeypatch, padded, rows, shape, gaps):
-    """`padded` = 0 makes every sequence a call of its own. Of `gaps`, what the slots hold plays no part."""
+def test_attention_equals_its_formula(monkeypatch, padded, rows, shape, gaps):
+    """`padded` = 0 gives every sequence a call of its own. Slots in `gaps` are ignored."""
     monkeypatch.setattr(plans, "PADDED", padded)
     torch.manual_seed(0)
     cache = KVCache(2, 3, KV, 64, DIM, dtype=torch.float32, device="cpu")
@@ -51,8 +51,8 @@ def test_it_is_the_formula(monkeypatch, padded, rows, shape, gaps):
 
 
 @pytest.mark.parametrize("rows", [1, 5])
-def test_a_sequence_alone_reads_nothing_of_its_gap(rows):
-    """Not even masked: a NaN there would be one everywhere."""
+def test_a_single_sequence_never_reads_its_gap(rows):
+    """A masked read would not do: a NaN in the gap would spread everywhere."""
     cache = KVCache(2, 1, KV, 64, DIM, dtype=torch.float32, device="cpu")
     cache.store.normal_()
     gap, end = range(4, 33), 40 + rows
@@ -67,7 +67,7 @@ def test_a_sequence_alone_reads_nothing_of_its_gap(rows):
     torch.testing.assert_close(found, attend(q, dense, LAYER, plan, 0.3), atol=1e-5, rtol=1e-5)
 
 
-def test_a_sequence_alone_is_the_same_memory():
+def test_the_view_of_one_sequence_shares_memory_with_the_cache():
     cache = KVCache(2, 3, KV, 8, DIM, dtype=torch.float32, device="cpu")
     pairs = torch.randn(4, 2 * KV, DIM)
     cache.sequence(1).write(LAYER, pairs, plan_rows([2], 4, device="cpu", dtype=torch.float32))

@@ -1,7 +1,5 @@
-"""Steps whose attention is a kernel's, which reads lengths and ancestors, against those with a mask.
-
-Here the kernel is the reference; tests/kernels/test_triton.py runs this file again with Triton's in its interpreter.
-"""
+"""Attention by a kernel that takes lengths and ancestors, compared with attention with a mask. Here the kernel is the
+reference; tests/kernels/test_triton.py runs this file again with Triton's kernel in its interpreter."""
 
 import os
 import warnings
@@ -27,7 +25,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 @pytest.fixture(params=["triton" if INTERPRETED else "reference"])
 def kernel(request, monkeypatch):
-    """From its call on, attention is this kernel; it counts its calls."""
+    """`kernel()`: from this call on attention uses the kernel. Returns the list of its calls."""
     calls = []
     if request.param == "triton":
         from specctl.kernels.triton_backend import attention as op
@@ -43,7 +41,7 @@ def kernel(request, monkeypatch):
 
 
 def tree(batch, rows, reach):
-    """[batch, rows, reach]: the last rows of trees, each node of which continues another one."""
+    """[batch, rows, reach]: the last rows of the ancestor matrices of trees."""
     seen = torch.eye(reach, dtype=torch.bool).repeat(batch, 1, 1)
     for b in range(batch):
         for row in range(1, reach):
@@ -78,13 +76,13 @@ PLANS = {
     "window of one row": lambda: host([40], 1).with_window(9, FP32),
     "window of a tree": lambda: device([40, 0, 17], 4, 12).with_window(13, FP32),
     "one of several rows": lambda: device([40, 0, 17], 5, 5, chain=True).row(torch.tensor([4, 0, 2])),
-    "and its window": lambda: device([40, 0, 17], 5, 5).with_window(9, FP32).row(torch.tensor([1, 0, 3])),
+    "one of several rows, window": lambda: device([40, 0, 17], 5, 5).with_window(9, FP32).row(torch.tensor([1, 0, 3])),
 }
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_attention_is_that_of_the_mask(monkeypatch, kernel, name):
-    """And of a plan that is given its mask after all."""
+def test_kernel_attention_equals_masked_attention(monkeypatch, kernel, name):
+    """A plan that gets its mask later is compared, too."""
     torch.manual_seed(0)
     expected_plan = PLANS[name]()
     batch = expected_plan.positions.shape[0]
@@ -103,7 +101,7 @@ def test_attention_is_that_of_the_mask(monkeypatch, kernel, name):
     assert len(calls) == 1 and plan.masked(FP32) is masked
 
 
-def test_skipped_slots_have_a_mask(kernel):
+def test_plans_with_skipped_slots_have_a_mask(kernel):
     gaps = [range(0), range(1, 3), range(4, 15)]
     expected = host([40, 3, 17], 5).without_slots(gaps, FP32)
     kernel()
@@ -111,15 +109,15 @@ def test_skipped_slots_have_a_mask(kernel):
     assert host([40, 3, 17], 5).without_slots([range(0)] * 3, FP32).mask is None
 
 
-def test_what_is_packed_best_by_pytorch_stays_there(kernel):
-    """A prompt from its beginning, and trees of more rows than there are bits."""
+def test_prompts_and_very_large_trees_do_not_use_the_kernel(kernel):
+    """The ancestors of a tree with more than 64 rows do not fit into 64 bits."""
     kernel()
     assert host([0, 0], 9).causal
     assert host([7], 65, visible=torch.ones(1, 65, 65).tril().bool(), depth=torch.arange(65)[None]).mask is not None
 
 
 class Guess:
-    """Drafts some of the words of a text, as a chain or a tree, right ones among them."""
+    """Drafts chains or trees that contain some right tokens of known answers."""
 
     taps: tuple[int, ...] = ()
 
@@ -134,7 +132,7 @@ class Guess:
             right = right[: max(min(row.draft_room, budget - 3), 0)]
             if self.chain:
                 drafts.append((right, list(range(-1, len(right) - 1))))
-            else:  # beside each of them a wrong one, in front of it
+            else:  # each right token follows a wrong sibling
                 tokens = [token for pair in zip([11] * len(right), right, strict=True) for token in pair]
                 drafts.append((tokens, [2 * (n // 2) - 1 if n > 1 else -1 for n in range(len(tokens))]))
         return DraftTree.from_trees(drafts, state.device)
@@ -148,15 +146,15 @@ class Guess:
 
 @pytest.fixture
 def small(target, monkeypatch):
-    """The built-in target; in the interpreter, which takes milliseconds for a program, its first two layers."""
+    """The built-in target; in the interpreter, which needs milliseconds per program, only two of its layers."""
     if INTERPRETED:
         monkeypatch.setattr(target.model, "layers", target.model.layers[:2])
     return target
 
 
 @pytest.mark.parametrize("chain", [True, False])
-def test_texts_are_those_of_pytorchs_attention(small, prompts, kernel, chain):
-    """In fp32, of a ragged batch of the built-in target: plain, and with drafts of which some are wrong."""
+def test_texts_equal_those_of_pytorchs_attention(small, prompts, kernel, chain):
+    """In fp32, for a ragged batch: plain decoding, and drafts with some wrong tokens."""
     short = [prompts[0], prompts[1][:40]]
     how = dict(sampling=[GREEDY, Sampling(0.8, 40, 0.9)], max_new_tokens=[7, 6], seeds=[1, 2])
     plain = decode(small, short, **how)
@@ -171,8 +169,8 @@ def test_texts_are_those_of_pytorchs_attention(small, prompts, kernel, chain):
     assert any(args[2].ancestor_bits is not None for args in calls) != chain
 
 
-def test_exact_mode_is_exact(small, prompts, kernel, monkeypatch):
-    """The logits of plain and speculative steps, bit for bit: the texts alone would be equal by chance."""
+def test_exact_mode_gives_equal_bits_for_plain_and_speculative_steps(small, prompts, kernel, monkeypatch):
+    """The logits are compared, because texts could be equal by chance."""
     kernel()
     steps = []
     real = small.step
@@ -199,8 +197,8 @@ def test_exact_mode_is_exact(small, prompts, kernel, monkeypatch):
     assert inside > 2
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
-    """For these heads, with one warning; other models on the device keep it. One that is right is tried once."""
+def test_a_wrong_kernel_is_refused_for_its_head_shape(monkeypatch):
+    """With one warning. Other shapes on the device keep the kernel, and a correct kernel is checked only once."""
     tried = []
 
     def op(*args):
@@ -229,8 +227,8 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
         attention._tried.cache_clear()
 
 
-def test_a_kernel_that_raises_leads_back_to_the_mask(monkeypatch, kernel):
-    """The plan has no mask yet when it turns out that the kernel does not know these heads."""
+def test_a_kernel_that_raises_falls_back_to_the_mask(monkeypatch, kernel):
+    """The plan was made without a mask, before the kernel turned out not to support these heads."""
     torch.manual_seed(0)
     cache = KVCache(1, 1, 2, 80, 8, dtype=FP32, device=CPU)
     cache.store.normal_()
@@ -251,8 +249,8 @@ def test_a_kernel_that_raises_leads_back_to_the_mask(monkeypatch, kernel):
     attention._tried.cache_clear()
 
 
-def test_the_trial_sees_one_wrong_bit():
-    """Rows that see their neighbour, or a slot too few, or forget the last piece of many slots."""
+def test_the_self_check_detects_small_errors():
+    """Rows that see a sibling, one slot too few, or miss the last block of many slots."""
     how = (CPU, torch.bfloat16, (8, 2, 16))
 
     def changed(change):
@@ -268,7 +266,7 @@ def test_the_trial_sees_one_wrong_bit():
         assert "a different result from the reference" in self_check.attention_mismatch(changed(change), *how)
 
 
-def test_the_trial_sees_a_wrong_page():
+def test_the_self_check_detects_a_wrong_page():
     how = (CPU, torch.bfloat16, (8, 2, 16))
     assert self_check.attention_mismatch(reference.attention, *how, paged=True) is None
 
@@ -278,7 +276,7 @@ def test_the_trial_sees_a_wrong_page():
     assert "a different result from the reference" in self_check.attention_mismatch(of_a_neighbour, *how, paged=True)
 
 
-def test_who_decides(monkeypatch):
+def test_the_attention_kernel_is_chosen_by_device_and_environment(monkeypatch):
     monkeypatch.delenv("SPECCTL_ATTENTION", raising=False)
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
     gpu = torch.device("cuda", 0)

@@ -1,4 +1,4 @@
-"""Chat templates are programs of whoever made the model: whatever they do is one line that names their file."""
+"""Chat templates are programs by third parties: any failure becomes a one-line error that names their file."""
 
 import os
 import select
@@ -21,7 +21,7 @@ def tokenizer():
 
 @pytest.fixture
 def render(tokenizer, monkeypatch):
-    """`render(template)` → ids of one conversation; the template None is the model's own."""
+    """`render(template)`: the ids of one conversation; None is the model's own template."""
     own = tokenizer.chat_template
 
     def ask(template=None, messages=ONE, **options):
@@ -31,7 +31,7 @@ def render(tokenizer, monkeypatch):
     return ask
 
 
-def test_ids_are_those_of_the_tokenizer(render, tokenizer):
+def test_rendered_ids_equal_the_tokenizers(render, tokenizer):
     for text in ("hi", "", "Ünïcödé 🦜", "x " * 3000, "lone \ud800"):
         messages = [{"role": "system", "content": "short"}, {"role": "user", "content": text}]
         try:
@@ -58,7 +58,7 @@ def test_ids_are_those_of_the_tokenizer(render, tokenizer):
         ("", "to no tokens"),
     ],
 )
-def test_a_template_that_fails(render, template, says):
+def test_an_error_in_a_template_is_one_line(render, template, says):
     with pytest.raises(ChatTemplateError) as error:
         render(template)
     message = error.value.message
@@ -66,26 +66,26 @@ def test_a_template_that_fails(render, template, says):
     assert "\n" not in message and len(message) < 700
 
 
-def test_a_template_that_never_ends(render, monkeypatch):
+def test_an_endless_template_is_stopped(render, monkeypatch):
     monkeypatch.setattr(chat, "SECONDS", 0)
     with pytest.raises(CheckpointError, match=r"chat_template\.jinja: the chat template takes more than 0 s"):
         render(FOR_EVER)
 
 
 @pytest.mark.parametrize("template", ["{{ 'a' * 10 ** 12 }}", "{{ messages | tojson(indent=99999999) }}"])
-def test_a_template_that_fills_the_memory(render, monkeypatch, template):
+def test_a_template_that_fills_the_memory_is_stopped(render, monkeypatch, template):
     monkeypatch.setattr(chat, "MEMORY", 1 << 28)
     with pytest.raises(CheckpointError, match=r"takes more than \d GiB of memory"):
         render(template, ONE * 50)
 
 
-def test_a_signal_is_heard_while_a_template_runs(render, monkeypatch):
+def test_a_signal_interrupts_a_template(render, monkeypatch):
     monkeypatch.setattr(interrupts, "_signal", 15)
     with pytest.raises(Interrupted):
         render(FOR_EVER)
 
 
-def test_a_target_goes_on_behind_a_failure_and_follows_its_tokenizer(target, monkeypatch):
+def test_a_target_renders_again_after_failures(target, monkeypatch):
     wanted = target.render(ONE)
     with monkeypatch.context() as patch:
         patch.setattr(target.tokenizer, "chat_template", "{{ raise_exception(messages[0].content) }}")
@@ -98,8 +98,8 @@ def test_a_target_goes_on_behind_a_failure_and_follows_its_tokenizer(target, mon
     assert target.render(ONE) == wanted
 
 
-def test_a_process_that_has_ended_is_asked_nothing_more(tokenizer, monkeypatch):
-    """Nor killed once more, when its number may be another process'."""
+def test_an_ended_process_is_not_used_or_killed_again(tokenizer, monkeypatch):
+    """By then its id may belong to another process."""
     monkeypatch.setattr(chat, "SECONDS", 0)
     monkeypatch.setattr(tokenizer, "chat_template", "{% if messages[0].content == 'all' %}" + FOR_EVER + "{% endif %}a")
     renderer = chat.Renderer(tokenizer)
@@ -110,8 +110,8 @@ def test_a_process_that_has_ended_is_asked_nothing_more(tokenizer, monkeypatch):
     del renderer
 
 
-def test_its_process_keeps_nothing_open(tokenizer):
-    """Such as a lock or a connection: its parent's end would not be seen before its own."""
+def test_the_renderers_process_closes_inherited_files(tokenizer):
+    """If it kept a lock or a connection open, other programs would not notice the end of its parent."""
     reading, writing = os.pipe()
     renderer = chat.Renderer(tokenizer)
     assert renderer("builtin", ONE, {})
@@ -120,7 +120,7 @@ def test_its_process_keeps_nothing_open(tokenizer):
     os.close(reading)
 
 
-def test_its_process_ends_with_it(tokenizer):
+def test_the_renderers_process_ends_with_the_renderer(tokenizer):
     renderer = chat.Renderer(tokenizer)
     child = renderer._child
     os.kill(child, 0)

@@ -1,5 +1,5 @@
-"""Embedding, final norm and head of targets that only engines run: those of `transformers`' own model, whatever the
-files call them."""
+"""Embedding, final norm and head of targets that only engines run: equal to the `transformers` model's, under any
+tensor names."""
 
 import json
 
@@ -23,9 +23,9 @@ OFTEN = ("qwen3-next", "qwen3.5", "nemotron-h", "granite-hybrid", "llama4", "lla
 @pytest.mark.parametrize(
     "name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS]
 )
-def test_they_are_those_of_transformers(name, tmp_path):
-    """From the state before the final norm to the logits: a norm's weight is the factor or the factor minus one, logits
-    are scaled, heads tied. Another norm of the files (of a tower, of a draft layer) would show."""
+def test_embedding_norm_and_logits_equal_transformers(name, tmp_path):
+    """From the state before the final norm to the logits. A norm's weight may be the factor or the factor minus one,
+    logits may be scaled, heads may be tied. Catches the norm of a vision tower or draft layer."""
     model = write(name, tmp_path)
     logits, states = forward(name, model, IDS)
     target = load_target(str(tmp_path), **FP32, whole=False)
@@ -44,7 +44,8 @@ def test_they_are_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h"])
 def test_exports_read_the_embedding_without_loading_the_target(name, tmp_path):
-    """A head with a learned mask ships a copy of it. Files of Nemotron-H call it `backbone.embeddings.weight`."""
+    """An exported head with a learned mask contains a copy of the embedding. Nemotron-H names it
+    `backbone.embeddings.weight`."""
     model = write(name, tmp_path)
     made_for = {"name": str(tmp_path), "hidden_size": 64, "num_layers": 4, "vocab_size": 4224}
     facts = TargetFacts.of_identity(made_for)
@@ -61,8 +62,8 @@ PREFIXES = {
 
 
 @pytest.mark.parametrize("case", PREFIXES)
-def test_other_prefixes_and_copies(case, tmp_path):
-    """Draft layers have an embedding and a norm of the same shapes; the index may list the parts in any order."""
+def test_the_targets_own_embedding_and_norm_are_found_under_any_prefix(case, tmp_path):
+    """Draft layers have an embedding and a norm of equal shapes, and the index may list its files in any order."""
     model = write("qwen3.5-moe", tmp_path)
     prefix, other = PREFIXES[case]
     kept = load_file(tmp_path / "model.safetensors")
@@ -84,7 +85,7 @@ def test_other_prefixes_and_copies(case, tmp_path):
 
 
 @pytest.mark.parametrize("lost", ["embed_tokens", "norm", "lm_head"])
-def test_what_the_files_lack_is_named(lost, tmp_path):
+def test_a_missing_tensor_is_named(lost, tmp_path):
     write("qwen3-next", tmp_path)
     kept = load_file(tmp_path / "model.safetensors")
     outside = {name: x for name, x in kept.items() if ".layers." in name or f"{lost}.weight" not in name}
@@ -93,8 +94,8 @@ def test_what_the_files_lack_is_named(lost, tmp_path):
         load_target(str(tmp_path), **FP32, whole=False)
 
 
-def test_quantized_ends_are_refused(tmp_path):
-    """Bytes would be taken for numbers."""
+def test_a_quantized_head_is_refused(tmp_path):
+    """Its bytes would be taken for numbers."""
     write("qwen3-next", tmp_path)
     kept = load_file(tmp_path / "model.safetensors")
     kept["lm_head.weight"] = kept["lm_head.weight"].to(torch.float8_e4m3fn)
@@ -103,8 +104,8 @@ def test_quantized_ends_are_refused(tmp_path):
         load_target(str(tmp_path), **FP32, whole=False)
 
 
-def test_only_the_wanted_shape_is_found(tmp_path):
-    """A tower's embeddings of positions end with the same words."""
+def test_tensors_are_found_by_name_and_shape(tmp_path):
+    """The position embeddings of a tower have a name with the same ending."""
     own, positions = torch.ones(20, 4), torch.zeros(9, 4)
     held = {"model.embeddings.weight": positions, "backbone.embeddings.weight": own}
     save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})

@@ -1,4 +1,4 @@
-"""Texts that come, go and fail while others are decoded: each is what it would have been alone."""
+"""Requests that arrive, end and fail while others are decoded: each text equals the text decoded alone."""
 
 import gc
 import random
@@ -27,7 +27,7 @@ PENALISED = Sampling(1.0, 0, 1.0, repetition_penalty=1.3)
 
 @pytest.fixture(scope="module")
 def tiny(tiny_directory):
-    """It says but a few words, the end among them, so that random drafts are often right."""
+    """A target with few possible tokens, the end among them, so that random drafts are often right."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     target.model.head.bias = torch.full((target.vocab_size,), -1e4)
     target.model.head.bias[WORDS] = 0.0
@@ -45,7 +45,7 @@ MADE = {
 
 
 def requests(count, rng, samplings=(GREEDY, HOT, COLD)):
-    """Prompts and texts of all lengths."""
+    """Random requests with prompts and texts of many lengths."""
     return [
         Request(
             [rng.choice(WORDS[1:]) for _ in range(rng.choice([1, 2, 7, 30]))],
@@ -59,7 +59,7 @@ def requests(count, rng, samplings=(GREEDY, HOT, COLD)):
 
 
 def alone(target, request, drafter=None):
-    """The text that the request is for."""
+    """Decode one request alone, on the host."""
     (found,) = decode(
         target,
         [request.prompt],
@@ -74,7 +74,7 @@ def alone(target, request, drafter=None):
 
 
 def drain(engine, told=None):
-    """All events until nothing is left, as (tokens, end) of every text."""
+    """Step until the engine is idle. Returns all events as {id: (tokens, end)}."""
     told = {} if told is None else told
     while engine.busy:
         listen(engine.step(), told)
@@ -84,7 +84,7 @@ def drain(engine, told=None):
 def listen(events, told):
     for event in events:
         tokens, ended = told.setdefault(event.id, ([], []))
-        assert not ended, "a text was told of after its end"
+        assert not ended, "an event after the end of a text"
         tokens += event.tokens
         if event.ended is not None:
             assert event.ended.output_ids == tokens and event.ended.index == event.id
@@ -95,13 +95,13 @@ def listen(events, told):
 @pytest.mark.parametrize(
     ("rounds", "seed"), [("0", 2), ("eager", 0), ("eager", 2)], ids=["by the host", "by the device", "with penalties"]
 )
-def test_texts_come_and_go(tiny, monkeypatch, name, seed, rounds):
-    """Whatever arrives or is cancelled between two steps, in any order: no text depends on it. Room is made in small
-    steps, and the ids that end a text, its sampling and its seed are its own."""
+def test_texts_do_not_depend_on_arrivals_and_cancellations(tiny, monkeypatch, name, seed, rounds):
+    """Requests arrive and are cancelled at random. Each has its own end ids, sampling and seed. Caches grow in small
+    steps."""
     rng = random.Random(seed)
     drafter = MADE[name](tiny)
     asked = requests(12, rng, (GREEDY, HOT, COLD, PENALISED) if seed == 2 else (GREEDY, HOT, COLD))
-    own = drafter if name == "lm sampled" else None  # the ratio rule's texts depend on the drafter, plain ones do not
+    own = drafter if name == "lm sampled" else None  # with the ratio rule, sampled text depends on the drafter
     expected = [alone(tiny, request, own) for request in asked]
     monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
     monkeypatch.setattr(state_module, "GROWTH", 4)
@@ -126,7 +126,7 @@ def test_texts_come_and_go(tiny, monkeypatch, name, seed, rounds):
             assert (tokens, end.ended.stop) == (expected[id].output_ids, expected[id].stop)
 
 
-def test_what_waits_can_be_cancelled(tiny):
+def test_a_waiting_request_can_be_cancelled(tiny):
     engine = engine_for(tiny, slots=1)
     first, second = (engine.add(Request([40, 41], GREEDY, 4, ends=frozenset())) for _ in range(2))
     told = {}
@@ -152,8 +152,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("reason", BAD)
-def test_a_request_that_cannot_be_is_refused(tiny, reason):
-    """The others do not notice."""
+def test_an_invalid_request_is_refused_and_others_continue(tiny, reason):
     fine = Request([40, 41], HOT, 9, 3)
     engine = engine_for(tiny)
     engine.add(fine)
@@ -163,7 +162,7 @@ def test_a_request_that_cannot_be_is_refused(tiny, reason):
     assert drain(engine, {0: ([*engine.texts[0].output], [])})[0][0] == alone(tiny, fine).output_ids
 
 
-def test_a_text_longer_than_exact_mode_was_made_for_is_refused(tiny):
+def test_exact_mode_refuses_a_text_longer_than_its_rows(tiny):
     engine = engine_for(tiny, exact=True, slots=1)
     assert engine.add(Request([40, 41], GREEDY, 10)) == 0
     engine.step()
@@ -172,7 +171,7 @@ def test_a_text_longer_than_exact_mode_was_made_for_is_refused(tiny):
 
 
 class Damaged:
-    """A model that has no states from some position on, and leaves NaN in its cache."""
+    """A model that returns NaN from some position on, and leaves NaN in its cache."""
 
     def __init__(self, model, position):
         self.model, self.position = model, position
@@ -194,10 +193,10 @@ class Damaged:
 @pytest.mark.parametrize(
     ("position", "slots"),
     [(40, 2), (52, 2), (52, None)],
-    ids=["in a prompt", "in a round", "in a round, all at once"],  # with 2, slots are used again
+    ids=["in a prompt", "in a round", "in a round, all at once"],  # with two slots, slots are reused
 )
-def test_logits_that_are_not_finite_end_their_text_alone(tiny, monkeypatch, name, position, slots):
-    """Neither its neighbours nor the texts that get its slot afterwards read what it has left."""
+def test_logits_that_are_not_finite_end_only_their_own_text(tiny, monkeypatch, name, position, slots):
+    """Neighbors, and later texts in its slot, do not read its NaN."""
     exact = name.startswith("exact")
     drafter = MADE[name.removeprefix("exact").strip() or "plain"](tiny)
     asked = [Request([40 + n, 41, 43][: n + 1], GREEDY, 14, n) for n in range(3)] * 2
@@ -216,7 +215,7 @@ def test_logits_that_are_not_finite_end_their_text_alone(tiny, monkeypatch, name
 
 
 class Fussy(Lookup):
-    """Raises where it drafts for a text that has a certain token."""
+    """Raises if it drafts for a text with a certain token."""
 
     def __init__(self, token):
         super().__init__()
@@ -228,7 +227,7 @@ class Fussy(Lookup):
         return super().propose(state, budget)
 
 
-def test_a_drafter_that_raises_ends_the_text_that_it_raises_for(tiny):
+def test_a_drafter_that_raises_for_one_text_ends_only_that_text(tiny):
     asked = [Request([40, 41], GREEDY, 9), Request([600, 41], GREEDY, 9), Request([44, 44], GREEDY, 9)]
     engine = engine_for(tiny, drafter=Fussy(600))
     for request in asked:
@@ -240,7 +239,7 @@ def test_a_drafter_that_raises_ends_the_text_that_it_raises_for(tiny):
         assert told[n][0] == alone(tiny, asked[n]).output_ids
 
 
-def test_a_drafter_that_cannot_take_a_batch_ends_all_of_it(tiny):
+def test_a_drafter_that_raises_for_every_batch_ends_all_its_texts(tiny):
     class Single(Lookup):
         def propose(self, state, budget):
             if state.batch > 1:
@@ -256,7 +255,7 @@ def test_a_drafter_that_cannot_take_a_batch_ends_all_of_it(tiny):
 
 
 class Watching(Controller):
-    """Plays a drafter and notes what it is told."""
+    """Plays one drafter and records the controller's calls."""
 
     def __init__(self, drafter, refuses=None):
         self.drafter, self.refuses = drafter, refuses
@@ -278,8 +277,8 @@ class Watching(Controller):
         self.ended.append(text.index)
 
 
-def test_a_controller_hears_of_every_text(tiny):
-    """When it begins, of its rounds, and when it ends, however that is."""
+def test_a_controller_gets_the_beginning_and_end_of_every_text(tiny):
+    """However the text ends."""
     controller = Watching(Suffix())
     engine = engine_for(tiny, controller=controller, slots=4)
     for n in range(6):
@@ -291,7 +290,7 @@ def test_a_controller_hears_of_every_text(tiny):
     assert sorted(controller.begun) == sorted(controller.ended) == [*range(6)] and controller.seen
 
 
-def test_a_text_that_its_controller_refuses_fails(tiny):
+def test_a_text_refused_by_its_controller_fails_alone(tiny):
     engine = engine_for(tiny, controller=Watching(Lookup(), refuses="b"))
     for query in "abc":
         engine.add(Request([40, 41], GREEDY, 5, label=Label(query)))
@@ -301,8 +300,8 @@ def test_a_text_that_its_controller_refuses_fails(tiny):
     assert engine.controller.begun == sorted(engine.controller.ended) == [0, 2]
 
 
-def test_a_text_that_fails_in_its_prompt_is_let_go(tiny, monkeypatch):
-    """It has no token, but its controller knows of it: a session would wait for its end for ever."""
+def test_a_text_that_fails_in_its_prompt_is_reported_as_ended(tiny, monkeypatch):
+    """It has no tokens, but a session would wait for its end forever."""
     monkeypatch.setattr(tiny, "model", Damaged(tiny.model, 40))
     engine = engine_for(tiny, controller=Watching(Lookup()))
     engine.add(Request([40] * 50, GREEDY, 5))
@@ -310,8 +309,8 @@ def test_a_text_that_fails_in_its_prompt_is_let_go(tiny, monkeypatch):
     assert engine.controller.begun == engine.controller.ended == [0]
 
 
-def test_room_is_made_as_texts_get_longer(tiny, monkeypatch):
-    """Not for as many tokens as they might have; and what was kept is still there."""
+def test_the_cache_grows_with_its_texts(tiny, monkeypatch):
+    """It is not allocated for `max_new_tokens` at once."""
     monkeypatch.setattr(state_module, "GROWTH", 8)
     request = Request([40, 41], Sampling(1.0, 0, 1.0), 400, 0, frozenset())
     monkeypatch.setattr(tiny, "eos_ids", frozenset())
@@ -326,8 +325,8 @@ def test_room_is_made_as_texts_get_longer(tiny, monkeypatch):
 
 
 def test_pages_are_not_leased_beyond_the_capacity(monkeypatch, tmp_path):
-    """A long text next to a longer prompt leased more pages than the table of its batch has columns, and every text of
-    the batch failed. On a GPU, where caches have pages, any answer of more than 512 tokens did."""
+    """A long text beside a longer prompt leased more pages than the batch's table has columns, and every text of the
+    batch failed. On a GPU, with paged caches, this happened for any answer of more than 512 tokens."""
     kind, sizes = ARCHITECTURES["qwen3"]
     place = write_tiny(tmp_path, kind, sizes | {"max_position_embeddings": 512})
     target = load_target(str(place), device="cpu", dtype="fp32")
@@ -343,9 +342,9 @@ def test_pages_are_not_leased_beyond_the_capacity(monkeypatch, tmp_path):
     assert [told[n][0] for n in (0, 1)] == expected and len(expected[1]) == 350
 
 
-def test_a_text_that_a_pending_round_has_ended_can_be_cancelled(tiny, monkeypatch):
-    """Two clients left a server at once: cancelling the first text ended the second, whose own cancellation raised and
-    ended the server. The host learns of an end one round late."""
+def test_a_text_ended_by_a_pending_round_can_be_cancelled(tiny, monkeypatch):
+    """Two clients of a server disconnected at once. Cancelling the first text ended the second, and cancelling that one
+    then raised and stopped the server. The host learns of an end one round late."""
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
     for steps in range(1, 8):
         engine, told = engine_for(tiny), {}
@@ -357,7 +356,7 @@ def test_a_text_that_a_pending_round_has_ended_can_be_cancelled(tiny, monkeypatc
         assert all(drain(engine, told)[id][1] for id in ids)
 
 
-def test_an_engine_that_has_run_dry_goes_on(tiny):
+def test_an_idle_engine_accepts_new_requests(tiny):
     engine = engine_for(tiny, controller=Fixed(Lookup()))
     for n in range(3):
         request = Request([40 + n], HOT, 7, n)
@@ -367,8 +366,8 @@ def test_an_engine_that_has_run_dry_goes_on(tiny):
 
 
 @pytest.mark.parametrize("rounds", ["0", "eager"])
-def test_an_engine_that_is_dropped_frees_its_memory(tiny, monkeypatch, rounds):
-    """At once, without the garbage collector: a GPU's memory is in it."""
+def test_a_dropped_engine_is_freed_without_garbage_collection(tiny, monkeypatch, rounds):
+    """It holds GPU memory, which must be released at once."""
     monkeypatch.setenv("SPECCTL_GRAPHS", rounds)
     engine = engine_for(tiny, drafter=Lookup(3))
     engine.add(Request([40, 41], GREEDY, 9))

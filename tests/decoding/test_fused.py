@@ -1,7 +1,5 @@
-"""Layers whose small operations are fused against those that run one operation after another.
-
-Here the kernels are the reference's; tests/kernels/test_triton.py runs this file again with Triton's, interpreted.
-"""
+"""Layers with fused operations compared with layers that run one operation after another. Here the kernels are the
+reference; tests/kernels/test_triton.py runs this file again with Triton's kernels, interpreted."""
 
 import os
 import sys
@@ -30,7 +28,7 @@ PROMPTS = [[5, 9, 300, 12, 7, 7, 41], [88, 4]]
 
 @pytest.fixture(params=["triton" if INTERPRETED else "reference"])
 def fuse(request, monkeypatch):
-    """From its call on layers are fused, by these kernels."""
+    """`fuse()`: from this call on layers are fused, with these kernels."""
 
     def start():
         monkeypatch.setenv("SPECCTL_KERNELS", request.param)
@@ -40,8 +38,8 @@ def fuse(request, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-bias-tied", "llama3-rope", "qwen2", "qwen3"])
-def test_steps_are_the_same(tiny_directory, fuse, name):
-    """A prompt, a ragged chain and a tree, whose slots are not its positions, one after another in one cache."""
+def test_fused_steps_equal_unfused_ones(tiny_directory, fuse, name):
+    """A prompt, a ragged chain and a tree with slots that differ from positions, one after another in one cache."""
     target = load_target(tiny_directory(name), device="cpu", dtype="fp32")
     taps = (0, 1, target.num_layers)
     tree = torch.tensor([[True, False, False], [True, True, False], [True, False, True]]).expand(2, -1, -1)
@@ -64,8 +62,8 @@ def test_steps_are_the_same(tiny_directory, fuse, name):
         torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-5)
 
 
-def test_texts_are_the_same(tiny_directory, fuse, monkeypatch):
-    """On the host, then in the device's rounds."""
+def test_fused_layers_keep_the_text(tiny_directory, fuse, monkeypatch):
+    """In host rounds and in device rounds."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     how = dict(sampling=[GREEDY, Sampling(0.8, 40, 0.9)], max_new_tokens=[6, 4], seeds=[1, 2])
     expected = [one.output_ids for one in decode(target, PROMPTS, **how)]
@@ -76,8 +74,7 @@ def test_texts_are_the_same(tiny_directory, fuse, monkeypatch):
 
 
 class Launches(TorchDispatchMode):
-    """Within it, `count` has the operations of PyTorch that would launch a kernel on a GPU. Views and memory that is
-    only reserved launch none."""
+    """Count the PyTorch operations that would launch a kernel on a GPU. Views and mere allocations launch none."""
 
     FREE = ("empty", "detach", "_unsafe_view", "is_pinned", "lift_fresh")
 
@@ -91,14 +88,14 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-LAYERS = 32  # of an 8B target
+LAYERS = 32  # number of layers of an 8B target
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="run by test_triton")
 @pytest.mark.parametrize(("name", "splits"), [("llama", 1), ("qwen3", 1), ("llama", 4)])
-def test_launches_of_a_plain_round(tiny_directory, fuse, monkeypatch, name, splits):
-    """Counted in the interpreter for targets of two layers and of three: what is not in a layer is the same for both.
-    Attention that is split over the keys has a second launch, which adds the pieces up."""
+def test_a_plain_round_launches_few_kernels(tiny_directory, fuse, monkeypatch, name, splits):
+    """Counted in the interpreter for two and for three layers: the difference is one layer. Attention that is split
+    over the keys has a second launch, which adds the parts."""
     from triton.runtime.interpreter import GridExecutor
 
     from specctl.kernels import triton_backend  # noqa: F401
@@ -115,7 +112,7 @@ def test_launches_of_a_plain_round(tiny_directory, fuse, monkeypatch, name, spli
 
     def counted(self, *args, **kwargs):
         counts[-1][self.fn.__name__] += 1
-        # What a program does in the interpreter are operations of NumPy, and copies that it makes first.
+        # The interpreter runs a program with NumPy operations and copies, which would be counted as launches.
         with _disable_current_modes():
             return launch(self, *args, **kwargs)
 
@@ -136,8 +133,8 @@ def test_launches_of_a_plain_round(tiny_directory, fuse, monkeypatch, name, spli
     assert rest + LAYERS * layer <= (320 if splits == 1 else 350), counts[-1]
 
 
-def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
-    """One warning for a shape of layers; one that is right is tried once."""
+def test_a_wrong_kernel_is_refused_for_its_layer_shape(monkeypatch):
+    """With one warning; a correct kernel is checked only once."""
     tried = []
 
     def gate_of(wrong):
@@ -163,7 +160,7 @@ def test_a_kernel_that_is_wrong_is_not_used(monkeypatch):
         layers.tried.cache_clear()
 
 
-def test_who_decides(monkeypatch):
+def test_fusion_is_chosen_by_device_and_environment(monkeypatch):
     monkeypatch.delenv("SPECCTL_LAYERS", raising=False)
     monkeypatch.delenv("SPECCTL_KERNELS", raising=False)
     gpu, shape = torch.device("cuda", 0), LayerShape(16, 24, 4, 2, 8, False)

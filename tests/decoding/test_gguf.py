@@ -1,8 +1,8 @@
-"""Targets in GGUF files: the same logits and texts as `transformers` has with the dequantised weights.
+"""Targets in GGUF files have the logits and texts of `transformers` with the dequantized weights.
 
-The files are written here from random models, by llama.cpp's rules. Catches: rotary dimensions in another order, biases
-or norms of heads lost, head sizes or RoPE settings guessed, weights rounded before they need be, and bad files that end
-in a traceback or take all memory.
+The files are written here from random models, by llama.cpp's rules. Catches rotary dimensions in another order, lost
+biases or head norms, guessed head sizes or RoPE settings, weights rounded too early, and bad files that end in a
+traceback or fill the memory.
 """
 
 import functools
@@ -65,20 +65,20 @@ def directories(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path, monkeypatch):
-    """The cache of one test. Returns its path."""
+    """A cache directory for one test. Returns its path."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def file(directories, tmp_path):
-    """A whole GGUF file."""
+    """A complete GGUF file."""
     write(directories("llama"), tmp_path / "m.gguf", Kind.Q8_0)
     return tmp_path / "m.gguf"
 
 
 def refused(path, *says):
-    """The error of a target that cannot be loaded, which names all of `says`; nothing is left in the cache."""
+    """Check that loading fails with a one-line error that contains all of `says`. Returns the error text."""
     with pytest.raises(CheckpointError) as error:
         load_config(str(path))
     said = f"{error.value.message} {error.value.hint}"
@@ -87,7 +87,7 @@ def refused(path, *says):
 
 
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.BF16, Kind.Q4_0, Kind.Q4_1, Kind.Q5_1, Kind.Q8_0])
-def test_weights_are_those_of_the_file_exactly(directories, tmp_path, kind):
+def test_weights_equal_those_of_the_file(directories, tmp_path, kind):
     original = write(directories("llama"), tmp_path / "m.gguf", kind)
     loaded = load_model(str(tmp_path / "m.gguf"), device=CPU, dtype=torch.float32).state_dict()
     assert loaded.keys() == original.state_dict().keys()
@@ -95,7 +95,7 @@ def test_weights_are_those_of_the_file_exactly(directories, tmp_path, kind):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_and_texts_are_those_of_transformers(directories, tmp_path, name):
+def test_logits_and_texts_equal_transformers(directories, tmp_path, name):
     original = write(directories(name), tmp_path / "m.gguf", Kind.Q4_1)
     ids = [(37 * i) % 500 + 10 for i in range(90)]  # past the original context of YaRN
     loaded = load_model(str(tmp_path / "m.gguf"), device=CPU, dtype=torch.float32)
@@ -109,8 +109,8 @@ def test_logits_and_texts_are_those_of_transformers(directories, tmp_path, name)
 
 
 @pytest.mark.parametrize("kind", gguf_blocks.KINDS, ids=lambda kind: kind.name)
-def test_codes_scales_and_lows_are_those_of_the_file(tmp_path, kind):
-    """Random blocks, with every code: the dequantised values are those of the `gguf` package, to the bit."""
+def test_dequantized_blocks_equal_the_gguf_package(tmp_path, kind):
+    """Random blocks with every code, bit for bit."""
     generator, (values, width) = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[kind]
     data = generator.integers(0, 256, (40 * 3, width), np.uint8)
     for at in {Kind.Q6_K: [208], Kind.Q4_0: [0], Kind.Q5_0: [0], Kind.Q8_0: [0]}.get(kind, [0, 2]):  # fp16 numbers
@@ -125,7 +125,8 @@ def test_codes_scales_and_lows_are_those_of_the_file(tmp_path, kind):
 @pytest.mark.parametrize("kind", [Kind.Q4_1, Kind.Q5_0, Kind.Q8_0])
 @pytest.mark.parametrize("name", MODELS)
 def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monkeypatch, name, kind):
-    """It is about as close to fp32 as with weights rounded to bf16. Drafts change no bit of its texts."""
+    """The error against fp32 is similar to the error of weights rounded to bf16. Drafts do not change a single
+    token."""
     original = write(directories(name), tmp_path / "m.gguf", kind)
     ids = [(37 * i) % 500 + 10 for i in range(40)]
     with torch.no_grad():
@@ -138,7 +139,8 @@ def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monk
         logits = target.prefill([ids], target.new_cache(1, 64))[0]
         errors[switch] = (logits[0].float() - exact).norm().item()
         read[switch] = target.step_bytes
-    shares = {Kind.Q4_1: 5 / 16, Kind.Q5_0: 9 / 16, Kind.Q8_0: 9 / 16}  # of bf16; two fp16 numbers for 32 codes
+    # The share of bf16's bytes: a block has 32 codes and two fp16 numbers.
+    shares = {Kind.Q4_1: 5 / 16, Kind.Q5_0: 9 / 16, Kind.Q8_0: 9 / 16}
     assert read["quantized"] == pytest.approx(shares[kind] * read["dequantized"], rel=0.02)
     assert errors["quantized"] < min(2 * errors["dequantized"], 0.1 * exact.norm().item())
     for drafter in (None, Lookup()):
@@ -148,8 +150,8 @@ def test_weights_stay_quantized_in_the_step_of_a_cpu(directories, tmp_path, monk
 
 
 @pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
-def test_other_weights_are_dequantized(directories, tmp_path, monkeypatch):
-    """In fp32, on PyTorch, with the path of transformers, and in files that the step cannot read."""
+def test_weights_are_dequantized_on_all_other_paths(directories, tmp_path, monkeypatch):
+    """In fp32, with PyTorch's step, on transformers' path, and for types that the quantized step cannot read."""
     for kind in (Kind.F16, Kind.Q8_0):
         write(directories("qwen3"), tmp_path / f"{kind.name}.gguf", kind)
     cases = [("F16", "bf16", "auto", ""), ("Q8_0", "fp32", "auto", ""), ("Q8_0", "bf16", "auto", "torch")]
@@ -165,7 +167,7 @@ def test_other_weights_are_dequantized(directories, tmp_path, monkeypatch):
     assert target.prefill([[5, 6, 7]], target.new_cache(1, 8))[0].isfinite().all()
 
 
-def test_the_ends_and_slices_of_a_file_are_those_of_the_whole(directories, tmp_path):
+def test_layerless_and_sliced_weights_equal_the_whole_file(directories, tmp_path):
     original = write(directories("llama-bias"), tmp_path / "m.gguf", Kind.Q8_0)
     name, options = str(tmp_path / "m.gguf"), {"device": CPU, "dtype": torch.float32}
     ends = load_layerless(name, **options)
@@ -185,7 +187,7 @@ def test_tokenizer_template_and_ends_come_from_the_file(file):
     assert config.eos_token_id == [3] and not is_hub_id(str(file))
 
 
-def test_digits_are_cut_as_the_file_says(directories, tmp_path):
+def test_the_pre_tokenizer_splits_digits_as_the_file_requires(directories, tmp_path):
     for pre, count in (("gpt-2", 1), ("smollm", 3), ("qwen2", 3), ("llama-bpe", 1)):
         write(directories("llama"), tmp_path / "m.gguf", **{"tokenizer.pre": pre})
         cuts = load_tokenizer(str(tmp_path / "m.gguf")).backend_tokenizer.pre_tokenizer.pre_tokenize_str("123")
@@ -207,7 +209,7 @@ def test_sentencepiece_merges_by_score():
     assert built.decode(built.encode("ab é").ids) == "ab é"
 
 
-def test_the_parts_of_a_split_model_are_one(directories, tmp_path):
+def test_a_split_model_is_loaded_from_all_its_parts(directories, tmp_path):
     original = write(directories("llama"), tmp_path / "m.gguf", splits=8)
     parts = sorted(tmp_path.glob("m-*-of-*.gguf"))
     assert len(parts) > 1
@@ -217,8 +219,8 @@ def test_the_parts_of_a_split_model_are_one(directories, tmp_path):
     refused(parts[0], parts[1].name, "missing", "llama-gguf-split --merge")
 
 
-def test_files_with_equal_headers_have_their_own_frequencies(directories, tmp_path):
-    """Llama 3's RoPE factor is in no header: it follows from the values of a tensor."""
+def test_the_rope_factor_is_read_from_the_tensor(directories, tmp_path):
+    """Llama 3's RoPE factor is in no header: files with equal headers can have different factors."""
     original = write(directories("llama3"), tmp_path / "first.gguf")
     changed = original.config
     changed.rope_parameters = ROPE8192 | {"factor": 32.0}
@@ -247,13 +249,13 @@ def test_the_digest_depends_on_every_tensor(file, monkeypatch, tmp_path):
     assert len(found) == 3
 
 
-def test_processes_that_begin_together_write_one_directory(file, own_cache):
+def test_concurrent_loads_write_one_cache_directory(file, own_cache):
     with ThreadPoolExecutor(8) as pool:
         places = {*pool.map(lambda _: gguf_target.directory(str(file)), range(8))}
     assert [place.name for place in (own_cache / "specctl" / "gguf").iterdir()] == [places.pop().name]
 
 
-def test_a_cache_that_cannot_be_written_is_told_of(file, tmp_path, monkeypatch):
+def test_an_unwritable_cache_is_reported(file, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     refused(file, "cannot be written", "XDG_CACHE_HOME")
@@ -277,7 +279,7 @@ def test_a_cache_that_cannot_be_written_is_told_of(file, tmp_path, monkeypatch):
         ({"tokenizer.eos": 10**6}, ["eos_token_id is 1000000"]),
     ],
 )
-def test_a_model_that_cannot_be_loaded_is_refused_by_name(directories, tmp_path, own_cache, options, says):
+def test_unsupported_or_incomplete_models_are_refused(directories, tmp_path, own_cache, options, says):
     write(directories("llama"), tmp_path / "m.gguf", **options)
     refused(tmp_path / "m.gguf", "m.gguf", *says)
     assert not own_cache.exists()
@@ -320,19 +322,19 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
         (pairs(struct.pack("<QIQIQ", 0, 1, 33, 8, 0) + bytes(999), tensors=1, count=0), "blocks of 32"),
     ],
 )
-def test_a_file_that_is_damaged_is_refused(tmp_path, content, says):
+def test_a_damaged_header_is_refused(tmp_path, content, says):
     (tmp_path / "m.gguf").write_bytes(content)
     refused(tmp_path / "m.gguf", "m.gguf", says)
 
 
-def test_a_file_that_ends_too_early_is_refused(file, tmp_path):
+def test_a_truncated_file_is_refused(file, tmp_path):
     data = file.read_bytes()
     for size in (len(data) - 1, len(data) // 2, 1000, 25):
         (tmp_path / "cut.gguf").write_bytes(data[:size])
         refused(tmp_path / "cut.gguf", "damaged")
 
 
-def test_what_is_no_file_is_refused(tmp_path, pipe):
+def test_missing_files_pipes_and_directories_are_refused(tmp_path, pipe):
     refused(tmp_path / "none.gguf", "does not exist")
     refused(pipe(tmp_path / "pipe.gguf"), "named pipe")
     (tmp_path / "directory.gguf").mkdir()
@@ -341,7 +343,7 @@ def test_what_is_no_file_is_refused(tmp_path, pipe):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not REAL.exists(), reason="make real-target fetches it")
-def test_a_real_model_answers_as_transformers_does():
+def test_the_text_of_a_real_model_equals_transformers():
     target = load_target(str(REAL), device="cpu", dtype="fp32")
     model = load_model(str(REAL), device=CPU, dtype=torch.float32)
     prompt = target.tokenizer.apply_chat_template(

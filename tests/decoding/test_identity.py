@@ -1,4 +1,4 @@
-"""A target's weights are told from others behind the same path, without reading all of them."""
+"""A digest distinguishes a target's weights from others at the same path, without reading all tensors."""
 
 import shutil
 
@@ -27,8 +27,8 @@ def model(tmp_path):
 
 
 @pytest.mark.parametrize("whole", [2**26, 0])
-def test_other_weights_have_another_digest(model, tmp_path, monkeypatch, whole):
-    """Fine-tuned in place, every tensor for itself; a copy has the same, whenever it was made."""
+def test_the_digest_changes_with_any_tensor(model, tmp_path, monkeypatch, whole):
+    """Each tensor is changed in place; a copy of the files has an equal digest."""
     monkeypatch.setattr(identity, "WHOLE", whole)
     monkeypatch.setattr(identity, "BLOCK", 64)
     first = weights_digest(str(model))
@@ -45,7 +45,7 @@ def test_other_weights_have_another_digest(model, tmp_path, monkeypatch, whole):
     assert len(found) == 5 and all(len(digest) == 16 for digest in found)
 
 
-def test_pickled_weights_are_sampled_all_over(tmp_path, monkeypatch):
+def test_pickled_weights_are_sampled_throughout_the_file(tmp_path, monkeypatch):
     monkeypatch.setattr(identity, "WHOLE", 0)
     path = tmp_path / "pytorch_model.bin"
     path.write_bytes(bytes(10**6))
@@ -54,11 +54,11 @@ def test_pickled_weights_are_sampled_all_over(tmp_path, monkeypatch):
     assert weights_digest(str(tmp_path)) not in (first, None)
 
 
-def test_a_directory_without_weights_has_none(tmp_path):
+def test_a_directory_without_weights_has_no_digest(tmp_path):
     assert weights_digest(str(tmp_path)) is None
 
 
-def test_what_was_kept_before_says_nothing_of_weights():
+def test_records_without_a_digest_match_any_weights():
     now = {"target": {"name": "m", "weights": "ab"}}
     assert with_weights_digest({"target": {"name": "m"}}, now) == now
     assert with_weights_digest({"target": {"name": "m", "weights": "cd"}}, now)["target"]["weights"] == "cd"
@@ -68,7 +68,7 @@ def test_what_was_kept_before_says_nothing_of_weights():
     ("index", "says"),
     [("[" * 100_000, "nested too deeply"), ("[]", "cannot be read"), ('{"weight_map": {"a": "../x"}}', "x")],
 )
-def test_an_index_that_is_none_is_told_of(model, index, says):
+def test_an_unreadable_index_is_refused(model, index, says):
     (model / "model.safetensors.index.json").write_text(index)
     with pytest.raises(CheckpointError, match=says) as error:
         weights_digest(str(model))
@@ -76,7 +76,7 @@ def test_an_index_that_is_none_is_told_of(model, index, says):
 
 
 def test_a_pipe_among_the_files_of_a_model_is_not_opened(model, pipe):
-    """`transformers` would open whatever has the name of a file that it knows."""
+    """`transformers` would open any file with a name known to it."""
     name = pipe(model / "tokenizer_config.json")
     for look in (weights_digest, location, load_tokenizer, load_config):
         with pytest.raises(CheckpointError, match="a named pipe, not a regular file") as error:

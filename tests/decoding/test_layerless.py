@@ -1,4 +1,5 @@
-"""A target without its layers has the rest of it, to the bit and under the same identity, and has read no more."""
+"""A layerless target equals the whole one outside its layers, bit for bit and with the same identity, and reads nothing
+else."""
 
 import json
 import multiprocessing
@@ -19,7 +20,7 @@ FP32 = {"device": "cpu", "dtype": "fp32"}
 
 
 def sharded(directory, place, without=()):
-    """A copy of a checkpoint with its tensors in three files, but for some."""
+    """A copy of a checkpoint with its tensors in three files, without the tensors in `without`."""
     for file in Path(directory).iterdir():
         if file.suffix != ".safetensors":
             (place / file.name).write_bytes(file.read_bytes())
@@ -33,8 +34,8 @@ def sharded(directory, place, without=()):
 
 
 @pytest.mark.parametrize("kind", ["builtin", *ARCHITECTURES])
-def test_it_has_the_rest_of_the_target(tiny_directory, kind, tmp_path):
-    """On both paths, tied and untied, in one file and in several."""
+def test_a_layerless_target_equals_the_whole_one_outside_its_layers(tiny_directory, kind, tmp_path):
+    """On both paths, with tied and untied heads, in one file and in several."""
     name = "builtin" if kind == "builtin" else tiny_directory(kind)
     place = sharded(builtin_path() if kind == "builtin" else name, tmp_path)
     for directory in (name, place):
@@ -53,7 +54,7 @@ def test_it_has_the_rest_of_the_target(tiny_directory, kind, tmp_path):
         assert norms == [None, None] or torch.equal(*norms)
 
 
-def test_a_forward_is_refused(tiny_directory):
+def test_a_layerless_target_refuses_a_forward(tiny_directory):
     ends = load_target(tiny_directory("llama"), **FP32, whole=False)
     with pytest.raises(RuntimeError, match="without its layers"):
         ends.model.new_cache(1, 8)
@@ -61,16 +62,16 @@ def test_a_forward_is_refused(tiny_directory):
         ends.model.forward(torch.zeros(1, 1, dtype=torch.long), None, None, ())
 
 
-def test_what_the_files_lack_is_named(tiny_directory, tmp_path):
-    """`transformers` would draw it at random."""
+def test_a_missing_tensor_is_named(tiny_directory, tmp_path):
+    """`transformers` would initialize it at random."""
     place = sharded(tiny_directory("qwen3"), tmp_path, without=["model.norm.weight"])
     with pytest.raises(CheckpointError, match=r"lack model\.norm\.weight") as error:
         load_target(place, **FP32, whole=False)
     assert "features.whole_target" in error.value.hint
 
 
-def test_layers_that_are_quantised_are_in_nobodys_way(tiny_directory, tmp_path):
-    """The rest is not, in the published files; a target that says so of itself runs on transformers' path."""
+def test_a_target_with_quantized_layers_loads_without_them(tiny_directory, tmp_path):
+    """Published files quantize only the layers. These targets use transformers' path."""
     place = Path(sharded(tiny_directory("llama"), tmp_path))
     config = json.loads((place / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "fp8", "activation_scheme": "dynamic"}
@@ -81,12 +82,13 @@ def test_layers_that_are_quantised_are_in_nobodys_way(tiny_directory, tmp_path):
 
 
 def peak():
-    """The most memory that this process has had, in MiB."""
+    """The peak memory of this process in MiB."""
     return int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1]) / 1024
 
 
 def send_peaks(answer, place, name):
-    """What loading the rest of a target takes, and what one matrix of a layer would take."""
+    """Send the memory that loading a layerless target takes, and the memory that reading one matrix of a layer
+    takes."""
     load_target(name, device="cpu", dtype="fp32", whole=False)
     before = peak()
     target = load_target(place, device="cpu", dtype="fp32", whole=False)
@@ -97,7 +99,7 @@ def send_peaks(answer, place, name):
 
 
 def test_no_layer_is_read(tiny_directory, tmp_path):
-    """The layers are 12 GB of holes in a file: what is read of them is memory. A single matrix shows."""
+    """The layers are 12 GB of a sparse file, so every matrix that is read shows in the memory of the process."""
     name, inner, layers, size = tiny_directory("llama"), 2**20, 20, 48
     place = Path(sharded(name, tmp_path))
     config = json.loads((place / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""Products whose weights are packed for the CPU at hand."""
+"""Linear layers with weights packed for the CPU, and vocabulary heads that keep fp32 sums."""
 
 import warnings
 
@@ -18,7 +18,7 @@ packs = pytest.mark.skipif(not linear._half_computes(), reason="this torch has n
 
 
 def weights(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
-    """Random weights that were bf16 in a file, as wide as those of language models."""
+    """Random weights that are exact in bf16, with the standard deviation usual in language models."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(outputs, inputs, generator=generator).mul_(0.02).bfloat16().float()
 
@@ -28,7 +28,7 @@ def weights(outputs: int, inputs: int, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("threaded", [linear.THREADED, 1], ids=["", "for several threads"])
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (33,), (2, 3), (0,)])
 def test_packed_weights_give_the_products_of_the_weights(monkeypatch, bias, threaded, shape):
-    """Rounded weights, a bias that is added twice, or rows beyond those a kernel takes at once."""
+    """Catches rounded weights, a bias that is added twice, and wrong rows beyond the kernel's block of rows."""
     monkeypatch.setattr(linear, "THREADED", threaded)
     weight = weights(48, 40)
     product = Linear(weight, bias)
@@ -39,8 +39,8 @@ def test_packed_weights_give_the_products_of_the_weights(monkeypatch, bias, thre
 
 @packs
 @pytest.mark.parametrize(("threads", "rows", "shared"), [(1, 64, False), (2, 63, False), (2, 64, True)])
-def test_many_rows_are_for_several_threads(monkeypatch, threads, rows, shared):
-    """The call for few rows computes with one thread, however many there are."""
+def test_many_rows_use_several_threads(monkeypatch, threads, rows, shared):
+    """The fp16 call for few rows always computes with one thread."""
     weight = weights(48, 40)
     monkeypatch.setattr(linear, "THREADED", 8 * weight.numel())
     product = Linear(weight)
@@ -53,8 +53,8 @@ def test_many_rows_are_for_several_threads(monkeypatch, threads, rows, shared):
 
 
 @packs
-def test_weights_that_fp16_does_not_hold_stay_as_they_are():
-    """A target is exactly its weights: those that were trained in fp32 have bits that fp16 has not."""
+def test_weights_that_are_inexact_in_fp16_are_not_packed():
+    """A target must have exactly its weights, so weights trained in fp32 stay unpacked. Drafters may be rounded."""
     weight = torch.randn(32, 32, generator=torch.Generator().manual_seed(0)) * 0.02
     exact, rough = Linear(weight), DraftLinear(weight)
     x = torch.randn(3, 32, generator=torch.Generator().manual_seed(1))
@@ -67,7 +67,7 @@ def test_weights_that_fp16_does_not_hold_stay_as_they_are():
     [
         (0.0123291015625, True, True),  # bf16
         (2.0**-24, True, True),
-        (1.3 * 2.0**-24, True, True),  # below fp16's steps: off by less than `ROUNDED`
+        (1.3 * 2.0**-24, True, True),  # below fp16's resolution: the error is less than `ROUNDED`
         (0.01234, False, True),
         (LARGEST, True, True),
         (2 * LARGEST, False, False),
@@ -75,16 +75,16 @@ def test_weights_that_fp16_does_not_hold_stay_as_they_are():
         (float("inf"), False, False),
     ],
 )
-def test_what_fits(value, exact, rough):
+def test_weights_fit_fp16_within_its_range_and_resolution(value, exact, rough):
     weight = weights(70, 8)
-    weight[66, 3] = value  # behind the rows that are looked at first
+    weight[66, 3] = value  # after the rows that are checked first
     assert (fits_half(weight, rough=False), fits_half(weight, rough=True)) == (exact, rough)
     if exact:
         assert (weight.half() - weight).abs().max() <= ROUNDED
 
 
-def test_without_the_library_products_are_torchs(monkeypatch):
-    """A torch that no longer has the calls, or another processor, must decode all the same."""
+def test_without_fp16_products_torch_multiplies(monkeypatch):
+    """A torch without these calls, or another processor, must decode, too."""
     monkeypatch.delattr(torch, "fbgemm_pack_gemm_matrix_fp16", raising=False)
     linear._half_computes.cache_clear()
     try:
@@ -97,8 +97,8 @@ def test_without_the_library_products_are_torchs(monkeypatch):
 
 
 @packs
-def test_nobody_is_warned():
-    """The calls are marked as leaving torch; a line about that in front of every result says nothing to a user."""
+def test_packing_gives_no_warning():
+    """Torch marks these calls as deprecated; that warning would tell a user nothing."""
     linear._half_computes()
     with warnings.catch_warnings(action="error"):
         Linear(weights(16, 16))(torch.ones(1, 16))
@@ -107,7 +107,7 @@ def test_nobody_is_warned():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("bias", [False, True])
 def test_logits_on_a_gpu_are_in_fp32(monkeypatch, dtype, bias):
-    """By torch's rules for a GPU that need not be here."""
+    """Checked with fake tensors, without a GPU."""
     monkeypatch.setattr(linear, "_keeps_sums", lambda device, dtype: device.type == "cuda")
     with FakeTensorMode():
         how = dict(device="cuda", dtype=dtype)
@@ -129,8 +129,8 @@ PRODUCTS = {
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
-def test_a_gpu_is_asked_whether_it_keeps_sums(monkeypatch, product):
-    """One that is not here: logits are fp32 where torch has such products for it, and they are not rounded."""
+def test_keeps_sums_tests_the_product_of_a_gpu(monkeypatch, product):
+    """With a simulated GPU: logits are in fp32 if torch has such products and they are not rounded."""
     full = torch.full
     monkeypatch.setattr(torch, "full", lambda *args, device, **options: full(*args, **options))
     monkeypatch.setattr(torch, "mm", PRODUCTS[product])
@@ -142,30 +142,30 @@ def test_a_gpu_is_asked_whether_it_keeps_sums(monkeypatch, product):
 
 @pytest.fixture
 def sums(monkeypatch):
-    """The CPU keeps the sums of products in half precision, as a GPU does."""
+    """Let the CPU keep fp32 sums of half-precision products, as a GPU does."""
     monkeypatch.setattr(linear, "_packed", lambda *_: None)
     monkeypatch.setattr(linear, "_keeps_sums", lambda device, dtype: dtype == torch.bfloat16)
     product = torch.mm
     monkeypatch.setattr(torch, "mm", lambda x, y, out_dtype: product(x.to(out_dtype), y.to(out_dtype)))
 
 
-def test_logits_that_bf16_cannot_tell_apart(sums):
+def test_the_vocabulary_head_keeps_differences_below_bf16(sums):
     weight = torch.tensor([[16.0, 4.0], [16.0, 4.03125]]).bfloat16()
     x = torch.ones(1, 2).bfloat16()
     assert Linear(weight)(x).unique().numel() == 1, "negative control"
     assert VocabularyHead(weight, torch.tensor([1.0, 1.0]).bfloat16())(x).tolist() == [[21.0, 21.03125]]
 
 
-def test_a_cpu_rounds_logits_as_before():
-    """A product that keeps its sums takes 1.1 to 1.4 times as long there."""
+def test_a_cpu_rounds_logits_to_bf16():
+    """A product with fp32 sums takes 1.1 to 1.4 times as long there."""
     weight = weights(48, 40).bfloat16()
     x = torch.randn(3, 40).bfloat16()
     assert torch.equal(VocabularyHead(weight)(x), Linear(weight)(x))
 
 
 @pytest.mark.parametrize("proposal", ["deterministic", "sampled"])
-def test_texts_of_such_logits_are_those_of_plain_decoding(sums, tiny_directory, proposal):
-    """Bit for bit in exact mode, with distributions of the target in fp32 beside those of a drafter in bf16."""
+def test_speculative_text_with_fp32_logits_equals_plain_decoding(sums, tiny_directory, proposal):
+    """Bit for bit in exact mode: the target's distributions are in fp32, the drafter's in bf16."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="bf16")
     drafter = small_lm(target, proposal)
     drafter.model.head = Linear(drafter.model.head.weight)

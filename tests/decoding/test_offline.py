@@ -1,4 +1,4 @@
-"""What the loop gives drafters room for, and the order in which texts leave it."""
+"""Node budgets of drafters, the order of finished texts, threads, and signals in offline decoding."""
 
 import signal
 from contextlib import nullcontext
@@ -17,7 +17,7 @@ from tests.toys.decoding import decode, engine_for, requests, stream
 
 
 class Room:
-    """Drafts nothing and notes its budgets by batch size."""
+    """Drafts nothing and records its budgets by batch size."""
 
     taps: tuple[int, ...] = ()
 
@@ -36,8 +36,8 @@ def budgets(target, prompts, **options):
     return drafter.seen
 
 
-def test_sequences_of_a_batch_share_the_cheap_rows(target, prompts):
-    """Not in exact mode, whose rows are fixed; and not where acceptance is measured."""
+def test_sequences_of_a_batch_share_the_row_budget(target, prompts):
+    """Except in exact mode, which has fixed rows, and with `share_rows=False`, which measures acceptance."""
     whole = {row_budget.MAX_NODES - 1}
     seen = budgets(target, prompts)
     assert seen[3] == {row_budget.SHARED_ROWS["cpu"] // 3 - 1} and seen[1] == whole
@@ -46,8 +46,8 @@ def test_sequences_of_a_batch_share_the_cheap_rows(target, prompts):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_step_of_many_sequences_is_no_larger_than_what_is_cheap(device):
-    """A GPU's default tree of 48 nodes for each of 64 sequences would be 3,136 rows: six steps' worth."""
+def test_node_budgets_keep_a_step_within_the_shared_rows(device):
+    """64 sequences with a default tree of 48 nodes would have 3,136 rows: the time of six steps."""
     rows = row_budget.SHARED_ROWS[device]
     nodes = [row_budget.nodes_within(rows, batch) for batch in range(1, rows + 1)]
     assert all(batch * (1 + count) <= rows for batch, count in enumerate(nodes, 1) if count > 1)
@@ -56,15 +56,15 @@ def test_a_step_of_many_sequences_is_no_larger_than_what_is_cheap(device):
 
 
 @pytest.mark.parametrize(("slots", "nodes"), [(2, 62), (4, 31), (8, 15), (32, 3), (64, 1), (256, 1)])
-def test_a_gpu_shares_rows_too(slots, nodes):
-    """128 as long as nobody has measured more; the front page has these numbers."""
+def test_the_node_budget_of_a_gpu_is_from_128_rows(slots, nodes):
+    """The front page has these numbers."""
     state = SimpleNamespace(device=torch.device("cuda"), batch=slots, exact_rows=0)
     assert row_budget.node_budget(state, share=True) == nodes
     assert row_budget.node_budget(state, share=False) == row_budget.MAX_NODES - 1
 
 
-def test_texts_leave_when_they_are_finished(target, prompts):
-    """Short ones first, each with the time until then; `decode` puts them in order again."""
+def test_texts_are_returned_as_they_finish(target, prompts):
+    """Short texts first, each with its own time; `decode` restores the order of the prompts."""
     options = dict(sampling=GREEDY, max_new_tokens=[9, 2, 5], seeds=[0] * 3)
     found = list(stream(target, prompts, **options))
     lengths = [len(one.output_ids) for one in found]
@@ -75,8 +75,8 @@ def test_texts_leave_when_they_are_finished(target, prompts):
     assert len({one.decode_s for one in together}) == 1
 
 
-def test_few_threads_for_a_text_and_more_for_prompts_and_batches(target, prompts, monkeypatch):
-    """A prompt is a step of many rows; a text that waits for a slot is in no step."""
+def test_threads_are_chosen_by_the_rows_of_a_step(target, prompts, monkeypatch):
+    """A prompt is a step of many rows; a request that waits for a slot is in no step."""
     asked = []
     monkeypatch.setattr(threads, "step_threads", lambda flops: asked.append(flops / target.row_flops) or nullcontext())
     options = {"sampling": GREEDY, "max_new_tokens": 2}
@@ -88,8 +88,8 @@ def test_few_threads_for_a_text_and_more_for_prompts_and_batches(target, prompts
 
 
 @pytest.mark.parametrize("stoppable", [True, False])
-def test_a_signal_stops_a_long_text(target, prompts, stoppable):
-    """It was noticed when the text ended, after minutes."""
+def test_a_signal_stops_decoding_within_a_text(target, prompts, stoppable):
+    """It once took effect only at the end of the text, after minutes."""
     rounds = []
 
     def signalled(state):

@@ -1,4 +1,5 @@
-"""Keys and values in pages: the texts of contiguous ones, and no page that two have, or that nobody gives back."""
+"""KV caches in pages: texts equal the texts with contiguous caches, pages being written are never shared, and all pages
+are returned."""
 
 import gc
 import random
@@ -32,7 +33,8 @@ FORM = PoolLayout(layers=2, heads=2, dim=4, dtype=torch.float32, device=CPU)
 
 @pytest.fixture(scope="module")
 def tiny(tiny_directory):
-    """It says but a few words, and hardly ever the end, so that texts grow over pages and random drafts are right."""
+    """A target with few possible tokens and a rare end token, so that texts grow over pages and random drafts are often
+    right."""
     target = load_target(tiny_directory("qwen3"), device="cpu", dtype="fp32")
     target.model.head.bias = torch.full((target.vocab_size,), -1e4)
     target.model.head.bias[WORDS] = 0.0
@@ -42,7 +44,7 @@ def tiny(tiny_directory):
 
 @pytest.fixture
 def pages(monkeypatch, tiny):
-    """`pages(n)`: from its call on texts lie in pages, of which there are so many; afterwards all are free."""
+    """`pages(n)`: from this call on caches are in `n` pages; after the test all pages must be free."""
     pools = []
     init = PagePool.__init__
     monkeypatch.setattr(PagePool, "__init__", lambda self, *args: (pools.append(self), init(self, *args))[1])
@@ -80,7 +82,7 @@ def requests(count, seed=0, longest=150):
 
 
 def texts(target, asked, watch=None, **options):
-    """Texts that come while others are decoded, by id, and how many drafted tokens each has taken."""
+    """Texts by id, with the number of accepted tokens, when requests arrive during decoding."""
     engine, ended, coming = engine_for(target, **options), {}, list(asked)
     while engine.busy or coming:
         for _ in range(2):
@@ -95,14 +97,14 @@ def texts(target, asked, watch=None, **options):
     return ended
 
 
-def no_page_is_two_texts(engine):
+def assert_pages_are_not_shared(engine):
     cache = engine.state.cache
     used = [page for lease in cache.leases if lease is not None for page in lease.pages]
     assert len({*used}) == len(used) and SCRATCH_PAGE not in used
     for row, lease, table in zip(engine.state.rows, cache.leases, cache.table.tolist(), strict=True):
         taken = [] if lease is None else lease.pages
         assert table == taken + [SCRATCH_PAGE] * (len(table) - len(taken))
-        assert (row.stop is None) == (lease is not None), "what has ended has no pages, what has not has some"
+        assert (row.stop is None) == (lease is not None), "exactly the unfinished sequences have pages"
         assert lease is None or len(taken) * PAGE >= len(row.ids)
 
 
@@ -116,8 +118,8 @@ def no_page_is_two_texts(engine):
     ],
 )
 @pytest.mark.parametrize("name", MADE)
-def test_texts_are_those_of_contiguous_ones(tiny, pages, monkeypatch, name, mode, attention):
-    """Token for token in fp32, of texts that come, grow over pages and go; rounds of the host and of the device."""
+def test_texts_in_pages_equal_texts_in_contiguous_caches(tiny, pages, monkeypatch, name, mode, attention):
+    """In fp32, with requests that arrive, grow over pages and end; host and device rounds."""
     monkeypatch.setattr(state_module, "GROWTH", 140)
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
     monkeypatch.setenv("SPECCTL_LAYERS", "fused" if attention == "kernel" else "plain")
@@ -125,13 +127,13 @@ def test_texts_are_those_of_contiguous_ones(tiny, pages, monkeypatch, name, mode
     asked, drafter = requests(7), MADE[name](tiny)
     expected = texts(tiny, asked, drafter=drafter, slots=3)
     pages(attention=attention)
-    assert texts(tiny, asked, no_page_is_two_texts, drafter=drafter, slots=3) == expected
+    assert texts(tiny, asked, assert_pages_are_not_shared, drafter=drafter, slots=3) == expected
     assert max(len(ids) for ids, _ in expected.values()) > PAGE
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_batches_have_few_sizes(tiny, pages, monkeypatch, name):
-    """Graphs are made for a power of two, and stay where texts end within it; idle rows change no text."""
+def test_batch_sizes_in_pages_are_powers_of_two(tiny, pages, monkeypatch, name):
+    """Graphs exist for powers of two and survive the end of single texts. Idle rows do not change texts."""
     asked = [Request([WORDS[1 + n % 6], 5 + n], GREEDY, 9 + 14 * n, n) for n in range(7)]
     drafter = MADE[name](tiny)
     monkeypatch.setenv("SPECCTL_GRAPHS", "eager")
@@ -163,8 +165,8 @@ def test_batches_have_few_sizes(tiny, pages, monkeypatch, name):
 
 
 @pytest.mark.parametrize("mode", ["0", "eager"], ids=["host", "device"])
-def test_rows_without_a_text_have_their_share_of_a_step(tiny, pages, monkeypatch, mode):
-    """They are computed like the others: five texts in eight slots have three rows each of 24, not four."""
+def test_idle_rows_count_in_the_row_budget(tiny, pages, monkeypatch, mode):
+    """They are computed, too: five texts in eight slots get three rows each of 24, not four."""
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
     asked, step, sizes = [Request([WORDS[1], 5 + n], GREEDY, 20, n) for n in range(5)], tiny.step, set()
 
@@ -182,8 +184,8 @@ def test_rows_without_a_text_have_their_share_of_a_step(tiny, pages, monkeypatch
     assert (8, 3) in sizes and all(slots * rows <= SHARED_ROWS["cpu"] for slots, rows in sizes)
 
 
-def test_texts_wait_for_pages(tiny, pages):
-    """Of a pool for the longest text and a little more, first come, first served; nobody is turned away."""
+def test_requests_wait_for_pages_in_their_order(tiny, pages):
+    """The pool holds the longest text and a little more; no request is refused."""
     asked = requests(9, seed=1)
     expected = texts(tiny, asked)
     most = max(pages_for(len(one.prompt) + one.max_new_tokens + 64) for one in asked)
@@ -191,17 +193,17 @@ def test_texts_wait_for_pages(tiny, pages):
     together = []
 
     def watch(engine):
-        no_page_is_two_texts(engine)
+        assert_pages_are_not_shared(engine)
         assert engine.state.cache.pool.available >= 0
         together.append(len(engine.state.live))
         begun = [text.index for text in engine.texts.values()]
         assert not begun or not engine.waiting or max(begun) < min(engine.waiting), "first come, first served"
 
     assert texts(tiny, asked, watch) == expected
-    assert 1 < max(together) < len(asked), "texts wait, and no more of them than must"
+    assert 1 < max(together) < len(asked), "some requests wait, and several run together"
 
 
-def test_a_text_that_never_fits_is_refused_alone(tiny, pages):
+def test_only_the_request_that_never_fits_is_refused(tiny, pages):
     pages(4)
     engine = engine_for(tiny)
     engine.add(Request([5, 6], GREEDY, 20, 0))
@@ -211,8 +213,8 @@ def test_a_text_that_never_fits_is_refused_alone(tiny, pages):
     assert [len(event.ended.output_ids) for event in ends] == [20]
 
 
-def test_a_text_does_not_wait_for_those_of_others_for_ever(tiny, pages):
-    """An engine that nobody steps any more has all pages."""
+def test_a_request_fails_if_another_engine_holds_the_pages(tiny, pages):
+    """An engine that is no longer stepped would never return them."""
     pages(4)
     other, engine = engine_for(tiny), engine_for(tiny)
     other.add(Request([5] * 100, GREEDY, 80, 0))
@@ -228,7 +230,7 @@ def test_a_text_does_not_wait_for_those_of_others_for_ever(tiny, pages):
 
 @pytest.fixture
 def rows_read(monkeypatch, tiny):
-    """The numbers of rows of forwards that read prompts."""
+    """The numbers of rows of the forward passes that read prompts."""
     read = []
     forward = tiny.model.forward
 
@@ -245,8 +247,9 @@ SYSTEM = [WORDS[1 + n % 5] for n in range(150)]
 
 
 @pytest.mark.parametrize("mode", ["0", "eager"], ids=["host", "device"])
-def test_prompts_that_begin_alike_are_read_once(tiny, pages, monkeypatch, rows_read, mode):
-    """In one call, behind texts under way and behind texts that have ended; by pages, and never the last token."""
+def test_shared_prefixes_of_prompts_are_read_once(tiny, pages, monkeypatch, rows_read, mode):
+    """While the first text is still decoded, and after it ended, also in a later call. Whole pages are shared, and the
+    last token is always read."""
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
     prompts = [SYSTEM, [*SYSTEM[:130], *[9] * 40], [7] * 30, SYSTEM[:128], SYSTEM[:129], [9, *SYSTEM], SYSTEM]
     asked = [Request(prompt, GREEDY, 30, 0) for prompt in prompts]
@@ -261,17 +264,17 @@ def test_prompts_that_begin_alike_are_read_once(tiny, pages, monkeypatch, rows_r
         shared.append(len(held) - len({*held}))
         for row, lease in zip(engine.state.rows, engine.state.cache.leases, strict=True):
             for page in [] if lease is None else lease.pages[(row.prompt_length - 1) // PAGE :]:
-                assert held.count(page) == 1, "nobody writes to a page that others read"
+                assert held.count(page) == 1, "a shared page is never written"
 
     assert texts(tiny, asked, watch, slots=3) == expected
     assert max(shared) > 0 and len(pools) == 1
-    assert sorted(rows_read) == sorted([150, 42, 30, 64, 151, 22])  # and one of a row
+    assert sorted(rows_read) == sorted([150, 42, 30, 64, 151, 22])  # and one forward pass of a single row
     rows_read.clear()
     assert texts(tiny, asked[:1], watch) == {0: expected[0]} and rows_read == [22], "in a later call, too"
 
 
-def test_prompts_that_go_on_alike_are_read_together(tiny, pages, monkeypatch, rows_read):
-    """As on a GPU: one forward of those that begin at the same place, padded behind the shorter ones."""
+def test_prompts_with_the_same_cached_prefix_are_read_in_one_forward(tiny, pages, monkeypatch, rows_read):
+    """The shorter prompts are padded, as on a GPU."""
     asked = [Request([*SYSTEM, *[9] * size], GREEDY, 30, 0) for size in (0, 20, 40)]
     expected = texts(tiny, asked[::-1])
     grouped = prefill.groups
@@ -284,12 +287,12 @@ def test_prompts_that_go_on_alike_are_read_together(tiny, pages, monkeypatch, ro
     ended = {}
     while engine.busy:
         ended |= {event.id: event.ended for event in engine.step() if event.ended is not None}
-    assert rows_read == [190, 42], "the first one goes ahead, the others are one forward"
+    assert rows_read == [190, 42], "one forward for the first prompt, one for the others"
     assert {id: (text.output_ids, text.accepted) for id, text in ended.items()} == expected
 
 
-def test_a_page_that_is_taken_anew_is_no_beginning_any_more(tiny, pages, rows_read):
-    """Texts fill the pool, and the beginning of one that has ended with others."""
+def test_a_reused_page_is_no_longer_a_cached_prefix(tiny, pages, rows_read):
+    """Texts fill the pool and then overwrite a page of an ended text."""
     pages(6)
     engine = engine_for(tiny)
 
@@ -305,10 +308,10 @@ def test_a_page_that_is_taken_anew_is_no_beginning_any_more(tiny, pages, rows_re
     for n in range(3):
         answer([*[9] * (n + 1), *SYSTEM[:80]])
     rows_read.clear()
-    assert answer(SYSTEM[:140]) == first and rows_read == [76], "its second page has gone, its first has not"
+    assert answer(SYSTEM[:140]) == first and rows_read == [76], "its first page is still cached, its second is not"
 
 
-def test_drafters_that_read_features_read_whole_prompts(tiny, pages, rows_read):
+def test_prompts_are_read_whole_for_drafters_that_read_features(tiny, pages, rows_read):
     drafter = MADE["chain"](tiny)
     asked = [Request(SYSTEM, GREEDY, 20, 0) for _ in range(3)]
     expected = texts(tiny, asked, drafter=drafter)
@@ -316,7 +319,7 @@ def test_drafters_that_read_features_read_whole_prompts(tiny, pages, rows_read):
     assert texts(tiny, asked, drafter=drafter) == expected and rows_read == [150] * 6
 
 
-def test_what_is_cancelled_gives_its_pages_back(tiny, pages):
+def test_a_cancelled_text_returns_its_pages(tiny, pages):
     pages(4)
     engine = engine_for(tiny)
     first = engine.add(Request([5] * 100, GREEDY, 80, 0))
@@ -329,8 +332,8 @@ def test_what_is_cancelled_gives_its_pages_back(tiny, pages):
     assert len(ended[second].output_ids) == 10 and ended[first].stop == "cancelled"
 
 
-def test_a_failed_text_leaves_no_nan(tiny, pages):
-    """The next one has its pages: a NaN that is hidden is one all the same."""
+def test_pages_of_a_failed_text_are_cleared_of_nan(tiny, pages):
+    """The next text gets these pages, and even a masked NaN would spread."""
     pools = pages(8)
     engine = engine_for(tiny)
     ids = [engine.add(Request([5] * size, GREEDY, 60, 0)) for size in (100, 7)]
@@ -343,9 +346,9 @@ def test_a_failed_text_leaves_no_nan(tiny, pages):
     assert pools[0].store.isfinite().all()
 
 
-def test_a_text_that_fails_fails_alone(tiny, pages, monkeypatch):
-    """Padding behind its prompt writes NaN to the page that padding behind shorter prompts reads in the same forward,
-    and rows without a text afterwards."""
+def test_a_nan_in_one_prompt_does_not_fail_the_others(tiny, pages, monkeypatch):
+    """The padding after the bad prompt writes NaN to the page that the padding of shorter prompts reads in the same
+    forward pass, and that idle rows read later."""
     asked = [Request([7] * 220, GREEDY, 30, 0), Request([9, 40, 41] * 4, GREEDY, 30, 0)]
     expected = texts(tiny, asked)
     grouped, bad = prefill.groups, 13
@@ -365,8 +368,8 @@ def test_a_text_that_fails_fails_alone(tiny, pages, monkeypatch):
     assert pools[0].store.isfinite().all()
 
 
-def test_it_is_the_cache_of_slots(pages):
-    """What is written, moved, read and selected, over pages in any order; the host's compaction and the device's."""
+def test_a_paged_cache_equals_a_contiguous_one(pages):
+    """Write, compact (host and device), copy, grow and select, with pages in any order."""
     pages()
     torch.manual_seed(0)
     batch, capacity = 3, 150
@@ -407,7 +410,7 @@ def test_it_is_the_cache_of_slots(pages):
     assert torch.equal(*same_rows)
 
 
-def test_a_row_that_is_named_twice_has_no_pages_the_second_time(pages):
+def test_select_gives_the_pages_to_the_first_of_repeated_rows(pages):
     pages()
     cache = PagedCache(pool := PagePool(FORM, 4), 1, 100)
     cache.admit(0, 100, [])
@@ -421,7 +424,7 @@ def test_a_row_that_is_named_twice_has_no_pages_the_second_time(pages):
 
 @pytest.mark.parametrize("kept", ["paged", "contiguous"])
 def test_shrinking_and_growing_move_nothing(tiny, monkeypatch, largest_tensor, kept):
-    """The largest tensor that is made is a table; the control makes the cache anew."""
+    """The largest new tensor is a table. Negative control: a contiguous cache is copied."""
     monkeypatch.setenv("SPECCTL_KV", kept)
     monkeypatch.setenv("SPECCTL_KV_GIB", "0.05")
     monkeypatch.setattr(state_module, "GROWTH", 20)
@@ -433,7 +436,7 @@ def test_shrinking_and_growing_move_nothing(tiny, monkeypatch, largest_tensor, k
     state = engine.state
     for b in (0, 2):
         state.rows[b].stop = "cancelled"
-    tiny.model.new_cache(1, 2000)  # whose rotary table serves the others
+    tiny.model.new_cache(1, 2000)  # makes the rotary table that the other caches use
     store, narrow = state.cache.store, state.capacity
     with torch.inference_mode(), largest_tensor() as made:
         state.shrink()
@@ -444,7 +447,7 @@ def test_shrinking_and_growing_move_nothing(tiny, monkeypatch, largest_tensor, k
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_a_round_in_pages_asks_the_host_nothing(tiny, monkeypatch, name):
+def test_a_device_round_in_pages_needs_no_host_synchronization(tiny, monkeypatch, name):
     monkeypatch.setenv("SPECCTL_KV", "paged")
     monkeypatch.setenv("SPECCTL_ATTENTION", "kernel")
     monkeypatch.setenv("SPECCTL_LAYERS", "fused")
@@ -455,7 +458,7 @@ def test_a_round_in_pages_asks_the_host_nothing(tiny, monkeypatch, name):
         rounds.round(rounds.state.capacity)
 
 
-def test_a_pool_lives_as_long_as_its_texts(tiny, pages):
+def test_a_pool_is_freed_with_its_last_engine(tiny, pages):
     pools = pages()
     first, second = engine_for(tiny), engine_for(tiny)
     assert first.state.pool is second.state.pool and len(pools) == 1
@@ -466,8 +469,8 @@ def test_a_pool_lives_as_long_as_its_texts(tiny, pages):
     pools.append(engine_for(tiny).state.pool)
 
 
-def test_who_decides(tiny, monkeypatch):
-    """On a GPU pages where attention is a kernel that has shown that it reads them; elsewhere who asks by name."""
+def test_pages_are_chosen_by_device_and_environment(tiny, monkeypatch):
+    """On a GPU pages are used if an attention kernel runs and has passed its check with pages; elsewhere on request."""
     for name in ("SPECCTL_KV", "SPECCTL_ATTENTION", "SPECCTL_KV_GIB"):
         monkeypatch.delenv(name, raising=False)
     assert not tiny.model.pages and budget(CPU) == 2**30
@@ -492,7 +495,7 @@ def test_who_decides(tiny, monkeypatch):
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 def test_a_pool_on_a_cpu_commits_only_memory_that_is_written():
-    """It took half a second and a whole GiB."""
+    """Zeroing the whole GiB took half a second."""
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""A target in slices over two processes says what it says in one, and processes that come to differ are stopped."""
+"""A target split into slices over two processes answers like a whole one, and processes that diverge are stopped."""
 
 import json
 import os
@@ -19,20 +19,20 @@ from tests.conftest import SIZES, write_tiny
 from tests.decoding.two_slices import answers
 
 ROOT = Path(__file__).parents[2]
-ODD = 4099  # a vocabulary that two do not share equally
+ODD = 4099  # a vocabulary that two processes cannot split evenly
 KINDS = {
     "qwen3": ("Qwen3Config", SIZES | {"head_dim": 16, "attention_bias": True, "vocab_size": ODD}),
     "tied": (
         "LlamaConfig",
         SIZES
         | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "vocab_size": ODD}
-        | {"num_key_value_heads": 1},  # which both processes have
+        | {"num_key_value_heads": 1},  # the single KV head is in both slices
     ),
 }
 
 
 def torchrun(*arguments, **options):
-    """Two processes on this machine, told nothing by an outer launcher."""
+    """Run two processes on this machine without the environment of an outer launcher."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **options.pop("env", {})}
     return subprocess.run(
@@ -42,7 +42,7 @@ def torchrun(*arguments, **options):
 
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """(targets, what the first process said of each, what the second one did)."""
+    """(targets, answers of the first process, answers of the second process)."""
     directory = tmp_path_factory.mktemp("slices")
     targets = {"builtin": "builtin"}
     targets |= {name: write_tiny(directory / name, *kind) for name, kind in KINDS.items()}
@@ -51,9 +51,9 @@ def said(tmp_path_factory):
     return targets, *(json.loads(Path(f"{directory}/said.{rank}").read_text()) for rank in (0, 1))
 
 
-@pytest.mark.slow  # tests/commands/test_tensor_parallel.py has two processes, too
+@pytest.mark.slow  # tests/commands/test_tensor_parallel.py is the quick test with two processes
 @pytest.mark.parametrize("name", ["builtin", *KINDS])
-def test_slices_say_what_the_whole_says(said, name):
+def test_slices_answer_like_the_whole_target(said, name):
     targets, *both = said
     target = load_target(targets[name], device="cpu", dtype="fp32")
     alone = answers(target)
@@ -63,7 +63,7 @@ def test_slices_say_what_the_whole_says(said, name):
         for key in ("logits", "tapped"):
             torch.testing.assert_close(torch.tensor(sliced[key]), torch.tensor(alone[key]), rtol=1e-3, atol=1e-3)
         assert 2 * sliced["cache"] == alone["cache"] * (2 if name == "tied" else 1)
-        if name == "tied":  # both have the one key head
+        if name == "tied":  # the single KV head is in both slices
             assert sliced["weights"] < 0.6 * alone["weights"]
         else:
             assert 2 * sliced["weights"] == alone["weights"]
@@ -71,15 +71,15 @@ def test_slices_say_what_the_whole_says(said, name):
 
 @pytest.mark.slow
 def test_both_processes_have_the_same_bits(said):
-    """Decisions follow from logits: where these differ in the last bit, a tie parts the processes."""
+    """Decisions follow from logits: if these differ in the last bit, a tie would make the processes diverge."""
     targets, first, second = said
     for place in targets.values():
         assert all(first[place][key] == second[place][key] for key in ("texts", "logits", "tapped", "head"))
 
 
 @pytest.mark.slow
-def test_processes_that_differ_are_stopped_by_name(said):
-    """Another draft would be verified as nobody's; another text would go its own way until a forward hangs."""
+def test_diverging_processes_are_stopped(said):
+    """Otherwise a differing draft would be verified wrongly, and after a differing text a forward pass would hang."""
     _, *both = said
     for one in both:
         assert one["agreed"] == "the first"
@@ -88,8 +88,8 @@ def test_processes_that_differ_are_stopped_by_name(said):
     assert ["follows" in one for one in both] == [False, True]
 
 
-def test_parts_make_the_whole():
-    """Whatever the numbers, every thing is in a part; where parts are more, neighbours share one."""
+def test_slices_cover_the_whole():
+    """If there are more slices than elements, neighboring slices share one."""
     for total, count in ((8, 2), (8, 8), (4, 8), (1, 4)):
         parts = [Slice(rank, count).of(total) for rank in range(count)]
         assert {one for part in parts for one in part} == set(range(total))
@@ -107,23 +107,23 @@ def test_parts_make_the_whole():
         (Qwen3Config(**SIZES), 4, None),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(config, count, reason):
+def test_unsliceable_models_are_refused(config, count, reason):
     said = unsliceable_reason(config, count)
     assert said is None if reason is None else reason in said
 
 
-def test_slices_need_as_many_processes():
+def test_slices_need_one_process_each():
     with pytest.raises(UsageError, match="needs 2 processes, but 1 was started"):
         load_target("builtin", device="cpu", tensor_parallel=2)
     assert processes.group_size() == 1
 
 
-def test_a_target_of_another_kind_is_refused(tiny_directory):
+def test_a_target_without_slices_is_refused(tiny_directory):
     with pytest.raises(UsageError, match="cannot be split into 2 slices: model type 'gpt2'"):
         load_target(tiny_directory("gpt2"), device="cpu", tensor_parallel=2)
 
 
-def test_alone_a_process_agrees_with_itself():
+def test_a_single_process_agrees_with_itself():
     assert processes.broadcast_value({"a": 1}) == {"a": 1}
     processes.check_same("nothing", object())
     assert not processes.is_follower()

@@ -1,4 +1,4 @@
-"""Where a target is put: one GPU for each process, or its layers over several; no GPU is needed to check it."""
+"""Placement of a target: one GPU per process, or layers over several GPUs. Runs without a GPU."""
 
 import contextlib
 import gc
@@ -40,7 +40,7 @@ CAPTURED: dict = dict(capture_output=True, text=True)
         (1, {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}, [0]),
     ],
 )
-def test_no_gpu_belongs_to_two_processes(count, environ, gpus):
+def test_processes_have_disjoint_gpus(count, environ, gpus):
     assert own_gpus(count, environ) == gpus
 
 
@@ -65,7 +65,7 @@ def test_every_process_takes_its_own_gpu(monkeypatch):
     [("auto", True, False), ("cuda", True, False), ("cuda:1", True, False), ("cpu", True, True), ("auto", False, True)],
 )
 def test_a_gpu_runs_attention_without_cudnn(monkeypatch, device, gpus, on):
-    """It would plan for every new shape, some 0.4 s each, and the shapes of a round of decoding are always new."""
+    """cuDNN plans every new shape for some 0.4 s, and decoding has new shapes in every round."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -88,11 +88,9 @@ def no_collection():
 
 @pytest.mark.parametrize(("consume", "doubled"), [(True, False), (False, True)])
 def test_packing_a_target_takes_no_second_copy(consume, doubled):
-    """Of 16 GB of weights 28 were held at once, and of 64 GB 112: more than the GPU has. Sharing is the control.
-
-    Counted by the allocator: what the kernel calls the process's size depends on how freed blocks lie. What earlier
-    tests have left must not be freed meanwhile: it would be counted.
-    """
+    """A second copy took 28 GB for 16 GB of weights, and 112 for 64: more than the GPU has. Negative control: sharing
+    the weights. Memory is counted by the allocator, because the size of the process depends on freed blocks. Garbage of
+    earlier tests must not be freed during the measurement."""
     gc.collect()
     with (
         no_collection(),
@@ -112,8 +110,8 @@ def test_packing_a_target_takes_no_second_copy(consume, doubled):
     assert (peak - before > layer) == doubled
 
 
-def test_a_target_takes_the_weights_over(tiny_directory, monkeypatch):
-    """What `transformers` loaded is empty afterwards, but for what is not packed; so nothing is held twice."""
+def test_a_target_takes_over_the_loaded_weights(tiny_directory, monkeypatch):
+    """The packed weights of the `transformers` model are empty afterwards, so that nothing is stored twice."""
     loaded = []
     real = target_module.load_model
     monkeypatch.setattr(
@@ -124,7 +122,7 @@ def test_a_target_takes_the_weights_over(tiny_directory, monkeypatch):
     assert target.model.embedding.data_ptr() == loaded[0].get_input_embeddings().weight.data_ptr()
 
 
-def test_a_map_of_one_device_changes_nothing(prompts):
+def test_a_device_map_of_one_device_keeps_the_text(prompts):
     plain = load_target("builtin", device="cpu", dtype="fp32")
     mapped = load_target("builtin", dtype="fp32", device_map="auto")
     options = dict(sampling=GREEDY, max_new_tokens=8, seeds=[0] * len(prompts))
@@ -135,7 +133,7 @@ def test_a_map_of_one_device_changes_nothing(prompts):
         assert mapped.path == "lean"
 
 
-def test_without_accelerate_the_package_is_named(monkeypatch):
+def test_a_device_map_without_accelerate_names_the_package(monkeypatch):
     monkeypatch.setattr(
         loading, "find_spec", lambda name: None if name == "accelerate" else importlib.util.find_spec(name)
     )
@@ -145,7 +143,7 @@ def test_without_accelerate_the_package_is_named(monkeypatch):
 
 
 def test_a_target_that_spills_out_of_the_gpus_is_refused(monkeypatch):
-    """Layers that `accelerate` leaves in CPU memory would be copied to the GPU at every step, without a word."""
+    """`accelerate` silently keeps such layers in CPU memory and copies them to the GPU at every step."""
     load = AutoModelForCausalLM.from_pretrained
 
     def spilled(*arguments, **options):
@@ -161,13 +159,13 @@ def test_a_target_that_spills_out_of_the_gpus_is_refused(monkeypatch):
 @pytest.mark.parametrize(
     "wrong", [dict(device="cpu", device_map="auto"), dict(max_memory="9GiB"), dict(device_map="x")]
 )
-def test_contradictions_are_recipe_errors(wrong):
+def test_contradictory_placement_options_are_refused(wrong):
     with pytest.raises(ValueError):
         TargetRecipe(**wrong)
 
 
-def test_sharded_cache_keeps_what_one_cache_keeps():
-    """Writing, compacting and dropping sequences, with the parts on one device: the same keys and values."""
+def test_a_sharded_cache_equals_a_single_one():
+    """After writing, compacting and dropping sequences, with all parts on one device."""
     torch.manual_seed(0)
     single = KVCache(3, 3, 2, 16, 12, dtype=torch.float32, device=CPU)
     sharded = ShardedCache([CPU] * 3, 3, 2, 16, 12, dtype=torch.float32)
@@ -186,15 +184,15 @@ def test_sharded_cache_keeps_what_one_cache_keeps():
 
 @pytest.mark.slow
 def test_no_step_mixes_the_devices_of_a_sharded_target():
-    """Layers on two devices: a mask, a cache row or a feature on the wrong one fails on GPUs only."""
+    """With layers on two devices a mask, cache row or feature on the wrong one fails only on GPUs."""
     done = subprocess.run([sys.executable, str(Path(__file__).with_name("two_devices.py"))], **CAPTURED)
     if "cannot import name '_setup_privateuseone" in done.stderr:
         pytest.skip("this torch cannot register a backend in Python")
     assert done.stdout == "checked", done.stderr[-2000:]
 
 
-def test_a_wrong_drafter_changes_no_text_through_the_sharded_cache(tiny_directory, monkeypatch):
-    """The whole loop over a `ShardedCache`, trees included, against the plain path."""
+def test_speculation_with_a_sharded_cache_keeps_the_text(tiny_directory, monkeypatch):
+    """The whole decoding loop, with a drafter that is wrong."""
     target = load_target(tiny_directory("llama"), device="cpu", dtype="fp32", path="transformers")
     prompts = [[(37 * i) % 500 + 10 for i in range(n)] for n in (20, 5)]
     options = dict(sampling=GREEDY, max_new_tokens=8, seeds=[0, 0], drafter=constant([1, 1, 1]))

@@ -1,4 +1,4 @@
-"""Texts that begin alike are read once, and nobody can tell from what is generated; texts may end at given ids."""
+"""Common prefixes of prompts are read once without changing any text; end ids and the repetition penalty."""
 
 import pytest
 import torch
@@ -19,37 +19,37 @@ def texts(target, prompts, prefixes=None, **options):
 
 @pytest.fixture(scope="module")
 def nested(prompts):
-    """Each prompt begins with the one before it, as a draft's steps make them."""
+    """Prompts of which each begins with the previous one."""
     whole = prompts[1]
     return [whole[:12], whole[:13], whole[:25], whole]
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT])
-def test_what_is_remembered_changes_no_text(target, nested, prompts, sampling):
+def test_cached_prefixes_change_no_text(target, nested, prompts, sampling):
     prefixes = Prefixes(lines=3)
     options = {"max_new_tokens": 6, "sampling": sampling}
     for some in (nested, prompts, nested[::-1], [nested[2] + [50, 60]]):
         assert texts(target, some, prefixes, **options) == texts(target, some, **options)
 
 
-def test_common_beginnings_are_read_once(target, nested):
+def test_common_prefixes_are_read_once(target, nested):
     prefixes = Prefixes(lines=4)
     found = texts(target, nested, prefixes, **SHORT)
-    assert prefixes.read <= len(nested[-1]) + len(nested) - 1, "each prompt read what the one before it lacks"
+    assert prefixes.read <= len(nested[-1]) + len(nested) - 1, "each prompt read only its own end"
     read = prefixes.read
     texts(target, [nested[-1] + found[-1] + [50]], prefixes, **SHORT)
-    assert prefixes.read - read <= 2, "a text that was generated is known up to its last token"
+    assert prefixes.read - read <= 2, "a generated text is cached except for its last token"
 
 
-def test_slots_that_are_used_again_do_not_spoil_what_is_remembered(target, prompts):
+def test_reused_slots_do_not_damage_cached_prefixes(target, prompts):
     prefixes = Prefixes(lines=8)
     first = texts(target, prompts, prefixes, slots=1, **SHORT)
     longer = [prompt + output for prompt, output in zip(prompts, first, strict=True)]
     assert texts(target, longer, prefixes, slots=2, **SHORT) == texts(target, longer, **SHORT)
 
 
-def test_features_are_remembered_with_keys_and_values(target, nested):
-    """A drafter that reads features would draft from rows that were never written."""
+def test_features_are_cached_with_keys_and_values(target, nested):
+    """Without them, a drafter that reads features would read rows that were never written."""
     seen = []
 
     def watch(state, draft, verdict):
@@ -63,7 +63,7 @@ def test_features_are_remembered_with_keys_and_values(target, nested):
     assert torch.allclose(*seen, atol=1e-4)
 
 
-def test_a_drafter_speculates_behind_remembered_text(target, nested):
+def test_speculation_after_a_cached_prefix_keeps_the_text(target, nested):
     prefixes = Prefixes(lines=4)
     texts(target, nested, prefixes, **SHORT)
     longer = [nested[-1] + [50, 60]]
@@ -71,7 +71,7 @@ def test_a_drafter_speculates_behind_remembered_text(target, nested):
     assert drafted == texts(target, longer, **SHORT)
 
 
-def test_rounds_on_the_device_end_and_remember_alike(target, prompts, monkeypatch):
+def test_device_rounds_end_at_given_ids_and_fill_the_prefix_cache(target, prompts, monkeypatch):
     expected = texts(target, prompts, **SHORT)
     ends = frozenset({expected[0][2], expected[1][4]})
     cut = texts(target, prompts, ends=ends, **SHORT)
@@ -82,11 +82,11 @@ def test_rounds_on_the_device_end_and_remember_alike(target, prompts, monkeypatc
     longer = [prompt + output for prompt, output in zip(prompts, cut, strict=True)]
     read = prefixes.read
     assert texts(target, longer, prefixes, **SHORT) == texts(target, longer, **SHORT)
-    assert prefixes.read - read == len(longer), "of each text the last token only"
+    assert prefixes.read - read == len(longer), "only the last token of each text is read"
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "mistral-window"])
-def test_targets_on_transformers_forward_remember_too(tiny_directory, kind):
+def test_prefixes_work_with_transformers_forward(tiny_directory, kind):
     target = load_target(tiny_directory(kind), device="cpu", dtype="fp32")
     prompt = list(range(40, 70))
     prefixes = Prefixes(lines=2)
@@ -108,8 +108,8 @@ def penalised_by_hand(logits, seen, penalty):
     return out
 
 
-def test_the_penalty_counts_text_and_ancestors_only():
-    """A node that sees its siblings would be penalised for words that its text does not have."""
+def test_the_repetition_penalty_counts_text_and_ancestors_only():
+    """A node that saw its siblings would be penalized for tokens that its path lacks."""
     logits = torch.randn(1, 4, 10, generator=torch.Generator().manual_seed(0))
     draws = Draws([Sampling(0.0, 0, 1.0, 1.5)], [0], torch.device("cpu"))
     found = draws.penalise(logits, [[1, 2, 2]], [[-1, -1, 0]], torch.tensor([[3, 4, 5]]))
@@ -119,7 +119,7 @@ def test_the_penalty_counts_text_and_ancestors_only():
     assert off.penalise(logits, [[1]], [[]], torch.empty(1, 0)) is logits
 
 
-def test_the_penalty_is_transformers_own_and_drafts_do_not_change_it(target, prompts):
+def test_the_penalty_equals_transformers_and_drafts_do_not_change_it(target, prompts):
     import transformers
 
     processor = transformers.RepetitionPenaltyLogitsProcessor(1.3)

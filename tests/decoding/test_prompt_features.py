@@ -1,4 +1,4 @@
-"""Features of prompts, and what prompts of a kind have in common."""
+"""Features of prompts, and clusters of similar prompts."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from specctl.decoding.sampling import GREEDY
 from tests.toys.decoding import engine_for
 
 
-def test_states_that_are_not_finite_say_nothing():
+def test_features_of_nan_states_are_finite():
     assert np.isfinite(features_of(torch.full((3, 4), torch.nan))).all()
 
 
@@ -24,8 +24,8 @@ def test_long_states_are_projected_and_keep_their_distances():
         assert np.linalg.norm(short[a] - short[0]) == pytest.approx(whole, rel=0.25)
 
 
-def test_a_kind_is_the_mean_of_what_decoding_sees(target):
-    """Taken from a state of decoding, as `select` takes them."""
+def test_a_cluster_is_the_mean_of_the_features_seen_in_decoding(target):
+    """`select` computes them from a decoding state."""
     taps, prompts = (2, 5), [list(range(5, 30)), list(range(90, 100))]
     seen = []
     for prompt in prompts:
@@ -38,12 +38,12 @@ def test_a_kind_is_the_mean_of_what_decoding_sees(target):
     assert error == pytest.approx(np.linalg.norm(seen[0] - seen[1]) / 2 / 2**0.5, rel=1e-4)
 
 
-def test_a_prompt_longer_than_the_context_is_read_as_far_as_it_goes(target):
+def test_a_prompt_longer_than_the_context_is_truncated(target):
     mean, _ = cluster_of(features_at(target, [[7] * (target.context_length + 5)], (2,)))
     assert np.isfinite(mean).all()
 
 
-def test_kinds_are_pairs():
+def test_clusters_convert_to_pairs():
     kinds = PromptClusters.of([([1.0, 2.0], 0.5), ([3.0, 4.0], 0.25)])
     assert kinds.pairs == [([1.0, 2.0], 0.5), ([3.0, 4.0], 0.25)]
     assert PromptClusters.of([]).pairs == [] and len(PromptClusters.none().means) == 0

@@ -1,4 +1,4 @@
-"""What drafters keep for the texts of a batch."""
+"""Per-sequence state of drafters, and the sequences that a drafter reads separately."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 from specctl.decoding.state import PerText, lagging_sequences
 
 
-def test_memory_of_one_object_a_text():
+def test_per_text_memory_follows_its_sequence():
     memory = PerText(list, 3)
     a, _, c = memory.rows
     memory.select(torch.tensor([2, 0]))
@@ -27,5 +27,5 @@ def test_memory_of_one_object_a_text():
         ([3, 2, 1], "cpu", []),
     ],
 )
-def test_who_reads_alone(missing, device, alone):
+def test_sequences_that_lag_far_behind_read_alone(missing, device, alone):
     assert lagging_sequences(missing, torch.device(device)) == alone

@@ -1,4 +1,4 @@
-"""LoRA adapters of a target: the text is that of peft's merged model, and what does not fit is refused by name."""
+"""LoRA adapters of a target: texts equal the texts of the model merged by peft, and unusable adapters are refused."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def plain_model(base, dtype=torch.float32):
 
 
 def write_adapter(base, place, **settings):
-    """An adapter of a target with random matrices, not small, in the directory `place`."""
+    """Write an adapter with large random matrices for a target to the directory `place`."""
     torch.manual_seed(1)
     settings = {"r": 4, "lora_alpha": 8, "target_modules": LINEAR, "task_type": "CAUSAL_LM"} | settings
     model = peft.get_peft_model(plain_model(base), peft.LoraConfig(**settings))
@@ -73,9 +73,9 @@ ADAPTERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # peft's about its own files
+@pytest.mark.filterwarnings("ignore")  # peft warns about its own files
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_the_text_is_that_of_peft(tiny_directory, tmp_path, name):
+def test_logits_and_text_equal_the_model_merged_by_peft(tiny_directory, tmp_path, name):
     architecture, settings = ADAPTERS[name]
     base = tiny_directory(architecture)
     adapter = write_adapter(base, tmp_path / "adapter", **settings)
@@ -95,8 +95,8 @@ def test_the_text_is_that_of_peft(tiny_directory, tmp_path, name):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_it_runs_as_the_merged_weights_in_a_file(tmp_path, dtype):
-    """In bf16, a CPU with AVX2 runs the C++ step."""
+def test_an_adapted_target_equals_one_with_merged_weights_in_its_file(tmp_path, dtype):
+    """In bf16 a CPU with AVX2 runs the C++ step."""
     lora = write_adapter("builtin", tmp_path / "lora")
     merged_by_peft("builtin", lora, DTYPES[dtype]).save_pretrained(tmp_path / "m")
     load_tokenizer("builtin").save_pretrained(tmp_path / "m")
@@ -108,11 +108,11 @@ def test_it_runs_as_the_merged_weights_in_a_file(tmp_path, dtype):
     assert merged.model.native == adapted.model.native
 
 
-def test_a_gguf_file_takes_one(tmp_path, monkeypatch):
+def test_a_gguf_target_takes_an_adapter(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # peft looks for the base of the adapter that it writes
     file = str(tmp_path / "m.gguf")
-    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96}  # of whole blocks
+    sizes = SIZES | {"hidden_size": 64, "intermediate_size": 96}  # multiples of the block size
     write(write_tiny(tmp_path / "m", "LlamaConfig", sizes), tmp_path / "m.gguf", gguf.GGMLQuantizationType.Q4_0)
     adapter = write_adapter(file, tmp_path / "lora")
     merged = merged_by_peft(file, adapter)
@@ -124,9 +124,8 @@ def test_a_gguf_file_takes_one(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_a_target_changes_its_adapter(tiny_directory, tmp_path, architecture):
-    """The switched target has the bits of a target that was loaded with the adapter, and it switches back. The old
-    weights are freed before."""
+def test_a_switched_adapter_equals_a_loaded_one(tiny_directory, tmp_path, architecture):
+    """Bit for bit, also after switching back. The old weights are freed before the new ones are read."""
     base = tiny_directory(architecture)
     adapters = [write_adapter(base, tmp_path / name, target_modules=LINEAR[:n]) for n, name in ((1, "a"), (3, "b"))]
     target = load_target(base, device="cpu", dtype="fp32")
@@ -145,11 +144,11 @@ def test_a_target_changes_its_adapter(tiny_directory, tmp_path, architecture):
         for mine, theirs in zip(own, loaded.prefill([PROMPT], loaded.new_cache(1, 32), (1,)), strict=True):
             assert torch.equal(mine, theirs)
         assert torch.equal(target.head_weight, loaded.head_weight) and target.row_flops == loaded.row_flops
-    assert alive == [False] * 3  # an adapter that is there is not read again
+    assert alive == [False] * 3  # the active adapter is not read again
 
 
-def test_a_switch_that_fails_leaves_the_target_as_it_was(base, lora, tmp_path):
-    """Unless its files are gone as well, and then the error says so."""
+def test_a_failed_switch_restores_the_previous_adapter(base, lora, tmp_path):
+    """If the files of the previous adapter are gone as well, the error names both."""
     target = load_target(base, device="cpu", dtype="fp32")
     target.use_adapter(lora)
     before = target.prefill([PROMPT], target.new_cache(1, 32))[0]
@@ -166,8 +165,8 @@ def test_a_switch_that_fails_leaves_the_target_as_it_was(base, lora, tmp_path):
 
 
 @pytest.mark.skipif(native.library() is None, reason="no AVX2, or no C++ compiler")
-def test_a_quantized_target_changes_its_adapter(tmp_path, monkeypatch):
-    """With an adapter the weights of a GGUF file are dequantized; without one they are quantized again."""
+def test_a_gguf_target_is_quantized_again_without_its_adapter(tmp_path, monkeypatch):
+    """With an adapter the weights of a GGUF file are dequantized."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     base = write_tiny(tmp_path / "m", "LlamaConfig", SIZES | {"hidden_size": 64, "intermediate_size": 96})
@@ -184,8 +183,8 @@ def test_a_quantized_target_changes_its_adapter(tmp_path, monkeypatch):
     assert torch.equal(logits[0], logits[2]) and not torch.equal(logits[0], logits[1])
 
 
-def test_the_identity_names_it(base, lora, tmp_path):
-    """So that features, resumed runs and drafters of another adapter are noticed."""
+def test_the_identity_depends_on_the_adapters_weights(base, lora, tmp_path):
+    """The identity tells features, resumed runs and drafters of different adapters apart."""
     other = shutil.copytree(lora, tmp_path / "other")
     tensors = load_file(other / "adapter_model.safetensors")
     save_file({name: 2 * tensor for name, tensor in tensors.items()}, other / "adapter_model.safetensors")
@@ -198,7 +197,7 @@ def test_the_identity_names_it(base, lora, tmp_path):
     assert weights_digest(base, None, str(moved)) == first.identity["weights"]
 
 
-def test_a_target_without_layers_takes_one_of_its_layers(base, lora, tmp_path):
+def test_a_layerless_target_refuses_adapters_outside_of_the_layers(base, lora, tmp_path):
     ends = load_target(base, device="cpu", dtype="fp32", adapter=lora, whole=False)
     assert torch.equal(ends.head_weight, load_target(base, device="cpu", dtype="fp32").head_weight)
     outer = write_adapter(base, tmp_path / "outer", modules_to_save=["lm_head"])
@@ -214,8 +213,8 @@ def changed(lora, place, **settings):
     return place
 
 
-def test_what_is_no_adapter_of_the_target_is_refused(base, lora, tiny_directory, tmp_path):
-    """Before weights are read, and when they are loaded."""
+def test_unusable_adapters_are_refused(base, lora, tiny_directory, tmp_path):
+    """Both before the weights are read and when they are loaded."""
     deeper = write_adapter(tiny_directory("llama"), tmp_path / "deeper")
     tensors = load_file(f"{deeper}/adapter_model.safetensors")
     more = {name.replace("layers.0", "layers.7"): one.clone() for name, one in tensors.items() if "layers.0" in name}
@@ -256,7 +255,7 @@ def test_what_is_no_adapter_of_the_target_is_refused(base, lora, tiny_directory,
             assert str(adapter) in error.value.message and "\n" not in error.value.message
 
 
-def test_damaged_weights_are_refused(base, lora):
+def test_an_adapter_with_nan_is_refused(base, lora):
     tensors = load_file(f"{lora}/adapter_model.safetensors")
     next(iter(tensors.values()))[0] = torch.nan
     save_file(tensors, f"{lora}/adapter_model.safetensors")
@@ -271,6 +270,6 @@ def test_a_quantized_target_is_refused(base, lora):
         target_adapter.check(lora, base, config)
 
 
-def test_slices_have_none():
+def test_adapter_and_tensor_parallel_exclude_each_other():
     with pytest.raises(ValueError, match="adapter and tensor_parallel exclude each other"):
         TargetRecipe(adapter="lora", tensor_parallel=2)

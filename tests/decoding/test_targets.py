@@ -1,7 +1,7 @@
-"""The models that users bring: each row is a family, each test what `specctl` promises of it.
+"""The model families that users bring, with random weights and the special features of each.
 
-Random weights and everything that sets a family apart. Catches: RoPE scalings ignored or applied twice, windows ignored
-in a tree, soft caps and logit scales lost, biases dropped, head sizes taken from the hidden size, tied heads untied.
+Catches RoPE scalings ignored or applied twice, windows ignored in trees, soft caps and logit scales lost, biases
+dropped, head sizes taken from the hidden size, tied heads untied.
 """
 
 import json
@@ -35,11 +35,11 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-WINDOW = 4  # the first prompts are longer, and so are the drafts: a slot is not a position
+WINDOW = 4  # shorter than prompts and drafts, so that slots differ from positions
 PROMPTS = [[(37 * i) % 500 + 10 for i in range(40)], [88, 4, 7], [(53 * i) % 400 + 20 for i in range(22)]]
 NEW = 12
 SEEDS = [11, 12, 13]
-WARM = Sampling(0.8, 20, 1.0)  # of 20: with all 4096, a uniform meets the border of two tokens within rounding
+WARM = Sampling(0.8, 20, 1.0)  # top 20: with all 4096 tokens a rounding error would change a drawn token now and then
 CLOSE = {"rtol": 1e-4, "atol": 2e-4}
 
 
@@ -89,7 +89,7 @@ GEMMA4 = {
     "vocab_size_per_layer_input": 4096,
 }
 
-# family → (how it runs, configuration class, what is special about it)
+# family → (path, configuration class, special settings)
 TARGETS = {
     "Llama 2": ("lean", "LlamaConfig", {"num_key_value_heads": 4}),
     "Llama 3.1": ("lean", "LlamaConfig", LLAMA3),
@@ -156,7 +156,7 @@ def model(directory):
 
 @pytest.fixture(scope="module")
 def plain(target):
-    """`plain(sampling)`: the texts that plain decoding writes, each prompt on its own."""
+    """`plain(sampling)`: the texts of plain decoding, one prompt at a time."""
     answers = plain_answers(target, PROMPTS, SEEDS, NEW)
     return lambda sampling: whole(answers(sampling))
 
@@ -173,8 +173,8 @@ DRAFTERS = {
 }
 
 
-def test_logits_and_states_are_those_of_transformers(family, directory, target, model):
-    """Ragged prefill, then a step of three tokens for each."""
+def test_logits_and_states_equal_transformers(family, directory, target, model):
+    """In a ragged prefill and a step of three tokens."""
     path = TARGETS[family][0]
     assert target.path == path and (lean.unsupported_reason(load_config(directory)) is None) == (path == "lean")
     taps, more = (0, 1, target.num_layers), [5, 300, 41]
@@ -192,8 +192,8 @@ def test_logits_and_states_are_those_of_transformers(family, directory, target, 
         torch.testing.assert_close(tapped[b], states[len(prompt) :], **CLOSE)
 
 
-def test_the_final_norm_is_a_factor(family, target, model):
-    """Drafters start from it; Gemma stores it minus one."""
+def test_norm_weight_is_the_factor_of_the_final_norm(family, target, model):
+    """Drafters initialize their norm with this factor. Gemma stores the factor minus one."""
     norm = getattr(getattr(model, "model", None), "norm", None)
     if "RMSNorm" not in type(norm).__name__:
         pytest.skip("no RMS norm under that name")
@@ -204,13 +204,14 @@ def test_the_final_norm_is_a_factor(family, target, model):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_greedy_text_is_that_of_transformers(model, plain):
+def test_greedy_text_equals_transformers(model, plain):
     for prompt, text in zip(PROMPTS, plain(GREEDY), strict=True):
         assert model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0].tolist() == text
 
 
 FIRST = {"chains": WARM, "trees": GREEDY, "suffix": WARM}
-"""How each drafter's texts are sampled by default: what a family computes does not depend on it. Twins are trees."""
+"""The sampling that each drafter is tested with by default; the family's computation does not depend on it. `twins`
+are slow tests, because they are trees, too."""
 
 
 @pytest.mark.parametrize(
@@ -222,8 +223,8 @@ FIRST = {"chains": WARM, "trees": GREEDY, "suffix": WARM}
     ],
     ids=[f"{drafter}-{how}" for drafter in DRAFTERS for how in ("greedy", "warm")],
 )
-def test_speculative_text_is_plain_text(target, plain, sampling, drafter):
-    """In a ragged batch of three, and the first alone: chains and trees, over windows and RoPE scalings."""
+def test_speculative_text_equals_plain_text(target, plain, sampling, drafter):
+    """A ragged batch of three, and the first prompt alone: chains and trees, over windows and RoPE scalings."""
     texts = plain(sampling)
     options = {"sampling": sampling, "max_new_tokens": NEW}
     make = DRAFTERS[drafter]
@@ -234,7 +235,7 @@ def test_speculative_text_is_plain_text(target, plain, sampling, drafter):
     assert sum(one.accepted for one in together) > 0
 
 
-# --- what cannot be used is refused ---------------------------------------------------------------------------------
+# --- refused targets ------------------------------------------------------------------------------------------------
 
 REFUSED = {
     "Mamba": ("MambaConfig", {}, "recurrent state"),
@@ -255,7 +256,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_rolled_back_is_refused_before_any_weight_is_read(name, tmp_path):
+def test_models_without_rollback_are_refused_before_weights_are_read(name, tmp_path):
     kind, special, why = REFUSED[name]
     config = getattr(transformers, kind)(**({"num_hidden_layers": 2} if kind != "GPTNeoConfig" else {}) | special)
     config.save_pretrained(tmp_path)
@@ -265,7 +266,7 @@ def test_what_cannot_be_rolled_back_is_refused_before_any_weight_is_read(name, t
 
 
 def without(argument):
-    """A decoder whose code drops one of its arguments, as that of a model with code of its own may."""
+    """A decoder forward that drops one argument, as a model with its own code may."""
     forward = transformers.GPTNeoXModel.forward
 
     def deaf(self, *args, **kwargs):
@@ -275,8 +276,8 @@ def without(argument):
 
 
 @pytest.mark.parametrize("argument", ["attention_mask", "position_ids", "past_key_values"])
-def test_code_that_ignores_what_it_is_given_is_found_on_loading(argument, tmp_path, monkeypatch):
-    """No configuration shows it, and the text would look plausible."""
+def test_code_that_ignores_an_argument_is_refused_on_loading(argument, tmp_path, monkeypatch):
+    """No configuration shows this, and the text would look plausible."""
     directory = write_tiny(tmp_path, "GPTNeoXConfig", SMALL)
     assert load_target(directory, device="cpu", dtype="fp32").path == "transformers"
     monkeypatch.setattr(transformers.GPTNeoXModel, "forward", without(argument))
@@ -284,7 +285,7 @@ def test_code_that_ignores_what_it_is_given_is_found_on_loading(argument, tmp_pa
         load_target(directory, device="cpu", dtype="fp32")
 
 
-def test_states_beyond_fp16_are_refused(tmp_path):
+def test_a_target_that_overflows_fp16_is_refused(tmp_path):
     directory = write_tiny(tmp_path, "GPTNeoXConfig", SMALL)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     model.gpt_neox.layers[0].mlp.dense_4h_to_h.weight.data *= 1e6
@@ -293,13 +294,13 @@ def test_states_beyond_fp16_are_refused(tmp_path):
         load_target(directory, device="cpu", dtype="fp16")
 
 
-def test_a_model_with_code_of_its_own_does_not_take_the_lean_step(tmp_path):
+def test_a_model_with_its_own_code_does_not_use_the_lean_path(tmp_path):
     """It may call itself a Llama and compute something else."""
     directory = write_tiny(tmp_path, "LlamaConfig", SMALL)
     model = load_model(directory, device=torch.device("cpu"), dtype=torch.float32)
 
     class Other(type(model)):
-        """What `trust_remote_code` would have imported."""
+        """Stands for a class that `trust_remote_code` imports."""
 
     model.__class__ = Other
     assert Target("other", model, load_tokenizer(directory)).path == "transformers"
@@ -353,8 +354,9 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_target_is_one_line(tmp_path, damage):
-    """They were errors of libraries that named neither target nor file; of kernels, code from a repository."""
+def test_a_damaged_target_gives_a_one_line_error(tmp_path, damage):
+    """These were library errors that named neither the target nor the file; `kernels` would have loaded code from a
+    repository."""
     directory = write_tiny(tmp_path, "LlamaConfig", SMALL)
     change, says = DAMAGED[damage]
     change(tmp_path)
@@ -364,8 +366,8 @@ def test_a_damaged_target_is_one_line(tmp_path, damage):
 
 
 @pytest.mark.parametrize("kind", [MemoryError, torch.OutOfMemoryError])
-def test_a_target_that_is_too_large_is_not_called_damaged(tmp_path, monkeypatch, kind):
-    """Whoever hears of damage downloads it again."""
+def test_out_of_memory_is_not_reported_as_damage(tmp_path, monkeypatch, kind):
+    """A user who reads of damage downloads the target again."""
     directory = write_tiny(tmp_path, "LlamaConfig", SMALL)
     monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", Mock(side_effect=kind("of 9 TiB")))
     with pytest.raises(kind):
@@ -376,8 +378,9 @@ def test_a_target_that_is_too_large_is_not_called_damaged(tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("family", ["Phi-3, longrope", "Llama, dynamic RoPE"], indirect=True)
-def test_frequencies_do_not_change_under_a_text(family, target, model):
-    """Drafts and padding that reach over the border at which RoPE frequencies change must not change them."""
+def test_drafts_do_not_change_rope_frequencies(family, target, model):
+    """RoPE frequencies change at a certain length. Drafts and padding beyond that length must not change them for the
+    text."""
     end = target.context_length
     assert end == (64 if family == "Phi-3, longrope" else 256)
     prompts = [[(37 * i) % 500 + 10 for i in range(end - 7)], PROMPTS[1]]
@@ -397,7 +400,7 @@ def test_frequencies_do_not_change_under_a_text(family, target, model):
 @pytest.mark.parametrize("family", ["Llama 3.1", "Gemma 2"], indirect=True)
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_half_precision_is_exact_in_exact_mode(family, directory, dtype):
-    """Chains in fixed shapes: bit for bit, whatever the rounding."""
+    """Chains in fixed shapes give equal bits at any precision."""
     target = load_target(directory, device="cpu", dtype=dtype)
     assert target.dtype == DTYPES[dtype]
     for sampling in (GREEDY, WARM):
@@ -419,8 +422,8 @@ SQUASHED = {
 
 
 @pytest.mark.parametrize("name", SQUASHED)
-def test_the_teacher_of_distillation_is_the_target(tmp_path, name):
-    """A scale, cap or bias that is left out of the head's products gives drafters a sharper teacher than the target."""
+def test_the_distillation_teacher_equals_the_target(tmp_path, name):
+    """Without the logit scale, cap or bias the teacher would be sharper than the target."""
     kind, sizes, (scale, cap) = SQUASHED[name]
     target = load_target(write_tiny(tmp_path, kind, SMALL | sizes), device="cpu", dtype="fp32")
     assert target.squash[:2] == (pytest.approx(scale, rel=1e-4), cap)
@@ -430,13 +433,13 @@ def test_the_teacher_of_distillation_is_the_target(tmp_path, name):
         p = Teacher(states, target.head_weight, target.squash).known(torch.arange(5))
         q = target.model.logits(states).float()
         torch.testing.assert_close(p, q.softmax(-1), rtol=1e-4, atol=1e-7)
-        some = torch.tensor([7, 3, 90])  # as a draft vocabulary is
+        some = torch.tensor([7, 3, 90])  # as in a draft vocabulary
         p = Teacher(states, target.head_weight[some], target.squash.of(some)).known(torch.arange(5))
         torch.testing.assert_close(p, q[:, some].softmax(-1), rtol=1e-4, atol=1e-7)
 
 
-def test_an_unknown_id_is_told_at_once_where_the_hub_cannot_be_reached(monkeypatch):
-    """huggingface_hub tried six times for every file, for more than a minute."""
+def test_an_unknown_id_fails_at_once_without_the_hub(monkeypatch):
+    """huggingface_hub tried six times per file, for more than a minute."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

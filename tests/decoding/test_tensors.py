@@ -1,4 +1,4 @@
-"""Weights that are not all there, or that something beside them changes, are refused wherever a model is read."""
+"""Incomplete weights, and weights that another file changes, are refused wherever a model is loaded."""
 
 import json
 import re
@@ -34,7 +34,7 @@ UP, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj
 
 
 def tensors(change):
-    """A damage of the weight file: `change` of its dictionary of tensors."""
+    """Damage the weight file: apply `change` to its dictionary of tensors."""
 
     def damage(place):
         save_file(change(load_file(place / WEIGHTS)), place / WEIGHTS, metadata={"format": "pt"})
@@ -43,7 +43,7 @@ def tensors(change):
 
 
 def key(**keys):
-    """A damage of config.json."""
+    """Damage config.json by setting keys."""
 
     def damage(place):
         config = json.loads((place / "config.json").read_text())
@@ -53,7 +53,7 @@ def key(**keys):
 
 
 def adapter(place):
-    """A PEFT adapter as `save_pretrained` leaves it, all zero but for its first matrix."""
+    """Add a PEFT adapter, as `save_pretrained` writes it."""
     about = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
     (place / "adapter_config.json").write_text(json.dumps(about | {"base_model_name_or_path": str(place)}))
     start = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -62,7 +62,7 @@ def adapter(place):
 
 
 def pickled(place):
-    """The files as a pickle, which has no header to look at, without a layer's matrix."""
+    """Convert the weights to a pickle, which has no readable header, and leave out one matrix."""
     held = load_file(place / WEIGHTS)
     torch.save({name: tensor for name, tensor in held.items() if name != UP}, place / "pytorch_model.bin")
     (place / WEIGHTS).unlink()
@@ -92,7 +92,7 @@ IN_LAYERS = {
     "unscaled",
     "pickle",
     "quantised",
-}  # which a target without its layers reads past
+}  # damages that a layerless target does not read
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def tiny(whole):
 
 @pytest.fixture(scope="module")
 def damaged(whole, tmp_path_factory):
-    """`damaged(name)`: the directory with a damage, and what is said of it."""
+    """`damaged(name)`: a directory with this damage, and the expected error."""
     made = {}
 
     def make(name):
@@ -121,7 +121,7 @@ def damaged(whole, tmp_path_factory):
 
 
 def sliced(place):
-    """The first half of a target, as one of two processes reads it."""
+    """The first of two slices of a target."""
     config = load_config(place)
     check_slices(place, config, 2)
     return load_slice(place, config, Slice(0, 2), **CPU)
@@ -144,13 +144,13 @@ DOORS = {
 
 
 ALL = ("target", "ends", "slice", "encoder")
-"""All others load as `target` does, or as `encoder`: two damages show that they ask."""
+"""The other doors use the same checks as `target` or `encoder`, so two damages suffice to show this."""
 CASES = [(door, damage) for door in DOORS for damage in DAMAGES if door in ALL or damage in ("lacking", "adapter")]
 
 
 @pytest.mark.parametrize(("door", "damage"), CASES)
-def test_it_is_refused_by_name(door, damage, damaged, tiny):
-    """`transformers` draws what is missing at random and says so in a warning: the text was noise, with exit code 0."""
+def test_damaged_weights_are_refused_everywhere(door, damage, damaged, tiny):
+    """`transformers` only warns and initializes missing weights at random: the text was noise, with exit code 0."""
     place, says = damaged(damage)
     if (door == "ends" and damage in IN_LAYERS) or (door == "encoder" and damage == "quantised"):
         DOORS[door](str(place), tiny)
@@ -163,8 +163,9 @@ def test_it_is_refused_by_name(door, damage, damaged, tiny):
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_doctor_names_it(damage, damaged):
-    """It compared sizes of files: of a layer that is missing it said ok. It reads headers alone."""
+def test_doctor_names_the_damage(damage, damaged):
+    """It once compared only file sizes and accepted a target without a layer. It reads headers only, so it cannot check
+    a pickle."""
     place, says = damaged(damage)
     about, usable = doctor.describe_target(str(place))
     found = doctor.weights(place) if about else usable
@@ -173,8 +174,9 @@ def test_doctor_names_it(damage, damaged):
 
 
 @pytest.mark.parametrize("kind", ["llama-bias-tied", "qwen2", "gemma2", "gpt2", "mistral-window"])
-def test_what_is_not_stored_is_not_missing(kind, tiny_directory, tmp_path):
-    """A tied head comes from the embedding, buffers are computed; old files hold frequencies that nobody reads."""
+def test_derived_tensors_need_not_be_stored(kind, tiny_directory, tmp_path):
+    """A tied head comes from the embedding, and buffers are computed. Old files hold frequencies that are not
+    needed."""
     place = Path(shutil.copytree(tiny_directory(kind), tmp_path / kind))
     held = load_file(place / WEIGHTS) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(6)}
     save_file(held, place / WEIGHTS, metadata={"format": "pt"})

@@ -1,7 +1,7 @@
-"""Run by test_placement.py in a process of its own: the layers of a model on two devices that do not exist.
+"""Run by test_placement.py in its own process: a model's layers on two simulated devices.
 
-Fake tensors carry a device and refuse mixed operations, as GPUs do. The devices are of a backend registered here, since
-a torch without CUDA cannot slice a CUDA tensor, not even a fake one; the registration would stay for all other tests.
+Fake tensors carry a device and refuse operations across devices, like GPUs. Torch without CUDA cannot slice even a fake
+CUDA tensor, so this file registers a backend, which would remain for all other tests.
 """
 
 import sys
@@ -19,7 +19,7 @@ FIRST, SECOND = "npy:0", "npy:1"
 
 
 def place(module: torch.nn.Module, device: str) -> None:
-    """Move a part of the model, with a hook that does what those of `accelerate` do: inputs follow the weights."""
+    """Move a part of the model, with a hook as in `accelerate`: inputs are moved to the device of the weights."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:

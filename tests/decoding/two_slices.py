@@ -1,4 +1,4 @@
-"""Run by test_parallel.py under torchrun: the answers of targets in slices, and of processes that come to differ."""
+"""Run by test_parallel.py under torchrun: answers of sliced targets, and of processes that diverge."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ PROMPTS = [[(7 * i) % 40 + 100 for i in range(30)], [(5 * i) % 90 + 50 for i in 
 
 
 def eagle3(target):
-    """A random head, whose trees are wrong more often than not."""
+    """A random head with mostly wrong trees."""
     torch.manual_seed(0)
     config = Eagle3Config(
         hidden_size=target.hidden_size, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16,
@@ -31,7 +31,7 @@ def eagle3(target):
 
 
 def answers(target):
-    """What a target says, plainly and with drafters, and how it gets there."""
+    """Texts, plain and with drafters, logits, features, and sizes of a target."""
     drafters = {"plain": None, "eagle3": eagle3(target), "lookup": Lookup()}
     texts = {
         f"{name} at {sampling.temperature}": [
