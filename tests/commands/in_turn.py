@@ -1,4 +1,4 @@
-"""Run by test_tensor_parallel.py under torchrun: command lines, each a JSON list, one after the other."""
+"""Run by test_tensor_parallel.py under torchrun: run several command lines, each a JSON list, in order."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""`evaluate` end to end on a few prompts of the built-in target."""
+"""`evaluate` end to end on a few prompts with the built-in target."""
 
 import dataclasses
 import json
@@ -41,7 +41,7 @@ def prompts(tmp_path):
 
 @pytest.fixture(scope="module")
 def perfect(target, scripted):
-    """Drafts what plain decoding writes."""
+    """A drafter of exactly the text of plain decoding."""
     ids = [target.render([{"role": "user", "content": text}]) for text in QUESTIONS]
     decoded = decode(target, ids, sampling=GREEDY, max_new_tokens=64, seeds=[0] * len(ids))
     return scripted({tuple(d.prompt_ids): d.output_ids for d in decoded}, depth=4)
@@ -58,7 +58,7 @@ def run_of(tmp_path, made):
     return Run.create("eval", made, tmp_path / "run")
 
 
-def test_the_whole_matrix(tmp_path, prompts, target, perfect, scripted):
+def test_rows_lossless_counts_and_outputs_of_an_evaluation(tmp_path, prompts, target, perfect, scripted):
     made = recipe(prompts, save_outputs=True)
     bad = scripted({key: [7] * 64 for key in perfect.answers}, depth=3)
     run = run_of(tmp_path, made)
@@ -88,8 +88,8 @@ def test_the_whole_matrix(tmp_path, prompts, target, perfect, scripted):
     assert all(fields <= output.keys() for output in outputs)
 
 
-def test_drafters_and_assistants_of_a_recipe(tmp_path, prompts, target):
-    """From paths: a language model is a drafter here and an assistant there; equal names are told apart."""
+def test_drafters_from_paths_are_also_assistants_of_transformers(tmp_path, prompts, target):
+    """Language models with equal directory names are reported by path."""
     for place in ("a/small", "b/small"):
         model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny"), target)))
         checkpoint.save(
@@ -107,7 +107,7 @@ def test_drafters_and_assistants_of_a_recipe(tmp_path, prompts, target):
     assert result.lossless.mismatches == result.lossless_transformers.mismatches == 0
 
 
-def test_records_are_enough_to_recompute_the_rows(tmp_path, prompts, target, perfect):
+def test_rows_can_be_recomputed_from_the_records(tmp_path, prompts, target, perfect):
     made = recipe(prompts, baselines=["vanilla"], seeds=[0, 1])
     run = run_of(tmp_path, made)
     result = evaluate(made, run, target=target, drafters={"perfect": perfect})
@@ -124,7 +124,8 @@ def test_records_are_enough_to_recompute_the_rows(tmp_path, prompts, target, per
 
 
 def test_rows_by_prompt_length(tmp_path, prompts, target, perfect, monkeypatch):
-    """Every prompt is in one row of a drafter; several buckets of 8, 16 … tokens, and none with one bucket."""
+    """Every prompt is in one row per drafter. Buckets are 8, 16, … tokens here; with a single bucket there are no
+    rows."""
     made = recipe(prompts, baselines=["vanilla"])
     assert evaluate(made, run_of(tmp_path, made), target=target, drafters={"perfect": perfect}).lengths == []
     monkeypatch.setattr(measured, "SHORTEST", 8)
@@ -143,8 +144,8 @@ def test_rows_by_prompt_length(tmp_path, prompts, target, perfect, monkeypatch):
     assert "up to, tokens" in shown.get()
 
 
-def test_a_drafter_that_changes_the_text_is_caught(tmp_path, prompts, target, perfect, scripted, monkeypatch):
-    """Negative control: with a verification that believes every draft, the count must not stay 0."""
+def test_a_changed_text_counts_as_a_mismatch(tmp_path, prompts, target, perfect, scripted, monkeypatch):
+    """Negative control: decoding replaces a token, so the count must not stay 0."""
     believing = scripted({key: [7] * 64 for key in perfect.answers}, depth=3)
     honest = contenders.decode
 
@@ -160,7 +161,7 @@ def test_a_drafter_that_changes_the_text_is_caught(tmp_path, prompts, target, pe
     assert result.lossless.mismatches == result.lossless.sequences == 3
 
 
-def test_sampling_is_equal_in_exact_mode_and_not_compared_otherwise(tmp_path, prompts, target, perfect):
+def test_sampled_texts_are_compared_only_in_exact_mode(tmp_path, prompts, target, perfect):
     for exact, sequences in ((True, 3), (False, 0)):
         made = recipe(prompts, baselines=["vanilla"], sampling={"temperature": 1.0, "exact": exact}, overwrite=True)
         result = evaluate(made, run_of(tmp_path, made), target=target, drafters={"perfect": perfect})
@@ -168,13 +169,13 @@ def test_sampling_is_equal_in_exact_mode_and_not_compared_otherwise(tmp_path, pr
 
 
 def test_prompts_do_not_share_random_numbers():
-    """With one seed for all prompts of equal length, repeats would be no independent draws."""
+    """With one seed for all prompts of equal length, repeats would not be independent."""
     prompts = [contenders.Prompt(id, [], "sql", "") for id in ("ab" * 16, "cd" * 16)]
     seeds = {contenders.Case(prompt, [1], 1).seed(repeat) for prompt in prompts for repeat in (0, 1)}
     assert len(seeds) == 4
 
 
-def test_over_long_prompts_are_rejected_and_counted(tmp_path, prompts, target, perfect):
+def test_overlong_prompts_are_rejected_and_counted(tmp_path, prompts, target, perfect):
     with open(prompts, "a") as file:
         file.write(json.dumps({"prompt": "colour " * 5000}) + "\n")
     made = recipe(prompts, baselines=["vanilla"], data={"max_rejected": 0.5})
@@ -188,7 +189,7 @@ def test_over_long_prompts_are_rejected_and_counted(tmp_path, prompts, target, p
 
 @pytest.fixture
 def stopping(scripted):
-    """`stopping(n, action)`: a drafter that acts when it begins its n-th sequence; the first two warm up."""
+    """`stopping(n, action)`: a drafter that calls `action` in its n-th sequence; the first two are warm-up."""
 
     class Stopping(scripted):
         def __init__(self, when, action):
@@ -226,8 +227,8 @@ def counts(result):
     ("when", "action", "error", "kept"),
     [(4, sigterm, Interrupted, 1), (5, fail, RuntimeError, 2), (3, fail, RuntimeError, 0)],
 )
-def test_a_run_that_was_cut_short_goes_on(tmp_path, prompts, target, stopping, when, action, error, kept):
-    """Finished questions are not asked again, a half-answered one is, and the result is that of one run."""
+def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, prompts, target, stopping, when, action, error, kept):
+    """Finished prompts are not decoded again, a half-finished one is."""
     made = recipe(prompts, baselines=["vanilla"], output_dir=tmp_path / "run", save_outputs=True, sampling=SHORT)
     with pytest.raises(error) as caught:
         evaluate(made, run_of(tmp_path, made), target=target, drafters={"d": stopping(when, action)})
@@ -246,8 +247,8 @@ def test_a_run_that_was_cut_short_goes_on(tmp_path, prompts, target, stopping, w
     assert len(outputs) == 6 and all(output["text"] for output in outputs)
 
 
-def test_a_finished_run_is_only_shown_again(tmp_path, prompts, target, perfect, stopping):
-    """Another view of the same records (matrix, metric) costs no decoding."""
+def test_resuming_a_finished_run_decodes_nothing(tmp_path, prompts, target, perfect, stopping):
+    """Another view of the same records (matrix, metric) is made from the records."""
     made = recipe(prompts, baselines=["vanilla"], output_dir=tmp_path / "run", sampling=SHORT)
     first = evaluate(made, run_of(tmp_path, made), target=target, drafters={"perfect": perfect})
     again = made.model_copy(update={"resume": True, "matrix": True, "metric": "accept_rate"})
@@ -256,8 +257,8 @@ def test_a_finished_run_is_only_shown_again(tmp_path, prompts, target, perfect, 
     assert second.matrix.values == [[1.0], [None]]
 
 
-def test_turns_are_kept_over_an_interruption(tmp_path, prompts, target):
-    """Each run beginning with the same contender would favour the one that goes last."""
+def test_the_rotation_of_contenders_continues_after_a_resume(tmp_path, prompts, target):
+    """If each run began with the same contender, later contenders would have warmer caches."""
 
     def contender(name):
         def answer(turn, seeds):
@@ -293,7 +294,7 @@ def test_turns_are_kept_over_an_interruption(tmp_path, prompts, target):
     ("changes", "says"),
     [({"sampling": {**SHORT, "seed": 1}}, "sampling.seed was 0, is 1"), ({"limit": 2}, "limit was 100, is 2")],
 )
-def test_other_records_are_not_continued(tmp_path, prompts, target, changes, says):
+def test_resuming_with_other_settings_is_refused(tmp_path, prompts, target, changes, says):
     made = recipe(prompts, baselines=["vanilla"], sampling=SHORT)
     evaluate(made, run_of(tmp_path, made), target=target, drafters={})
     options = {"baselines": ["vanilla"], "sampling": SHORT, "resume": True, "output_dir": tmp_path / "run"}
@@ -304,8 +305,9 @@ def test_other_records_are_not_continued(tmp_path, prompts, target, changes, say
     assert says in caught.value.message and contents(tmp_path / "run") == before
 
 
-def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, target):
-    """A drafter of another target, prompts that are none: the result was gone before they were read."""
+def test_a_refused_start_keeps_the_files_of_the_earlier_run(tmp_path, prompts, target):
+    """A drafter for another target, and unreadable prompts. The earlier result used to be deleted before these were
+    read."""
     made = recipe(prompts, baselines=["vanilla"], sampling=SHORT, overwrite=True, output_dir=tmp_path / "run")
     run = run_of(tmp_path, made)
     run.result(dataclasses.asdict(evaluate(made, run, target=target, drafters={})))
@@ -324,7 +326,7 @@ def test_a_start_that_is_refused_leaves_the_earlier_run(tmp_path, prompts, targe
     assert contents(tmp_path / "run") == before
 
 
-def test_a_drafter_that_was_trained_again_is_not_continued(tmp_path, prompts, target):
+def test_resuming_with_a_retrained_drafter_is_refused(tmp_path, prompts, target):
     made = recipe(prompts, pool=pool_of(tmp_path, target), baselines=[], limit=1, sampling=SHORT)
     evaluate(made, run_of(tmp_path, made), target=target)
     with open(tmp_path / "pool/sql-lm/manifest.json", "a") as file:
@@ -334,7 +336,7 @@ def test_a_drafter_that_was_trained_again_is_not_continued(tmp_path, prompts, ta
         evaluate(again, run_of(tmp_path, again), target=target)
 
 
-def test_a_hybrid_has_the_name_domains_and_weights_of_its_parts(tmp_path, prompts, target):
+def test_a_hybrid_has_the_domains_and_digest_of_its_head(tmp_path, prompts, target):
     head = pool_of(tmp_path, target) / "sql-lm"
     made = recipe(prompts, drafters=[f"{head}+lookup", "lookup"], baselines=["vanilla"], limit=2, sampling=SHORT)
     result = evaluate(made, run_of(tmp_path, made), target=target)
@@ -348,7 +350,7 @@ def test_a_hybrid_has_the_name_domains_and_weights_of_its_parts(tmp_path, prompt
         evaluate(again, run_of(tmp_path, again), target=target)
 
 
-def test_records_that_cannot_be_read(tmp_path, prompts, target):
+def test_unreadable_records_are_refused(tmp_path, prompts, target):
     made = recipe(prompts, baselines=["vanilla"], resume=True, output_dir=tmp_path / "run")
     run = run_of(tmp_path, made)
     (run.dir / "records.parquet").write_bytes(b"PAR1")
@@ -357,7 +359,7 @@ def test_records_that_cannot_be_read(tmp_path, prompts, target):
 
 
 def pool_of(tmp_path, target):
-    """Two specialists and a generalist, as small as they get."""
+    """A pool of two specialists and a generalist, as small as possible."""
     for name, domains in (("sql-lm", ["sql"]), ("chat-lm", ["chat"]), ("all-lm", ["chat", "sql"])):
         model = LM(LlamaForCausalLM(architecture(DrafterRecipe(preset="tiny", num_layers=1), target)))
         config, tensors = lm.checkpoint_config(model, target.identity), lm.stored_state(model.state_dict())
@@ -365,8 +367,8 @@ def pool_of(tmp_path, target):
     return tmp_path / "pool"
 
 
-def test_the_matrix_of_a_pool(tmp_path, prompts, target):
-    """From directories: the domains are the drafters' own, each with its own file, lookup is no competitor."""
+def test_the_matrix_has_a_column_per_domain_of_the_drafters(tmp_path, prompts, target):
+    """Each domain has its own file of prompts. Lookup counts as a baseline."""
     for domain in ("sql", "chat"):
         (tmp_path / f"{domain}.jsonl").write_text(prompts.read_text())
     pattern = tmp_path / "{domain}.jsonl"
@@ -386,16 +388,16 @@ def test_the_matrix_of_a_pool(tmp_path, prompts, target):
     assert result.lossless.sequences == 2 * 2 * 4
 
 
-def test_domains_of_a_matrix(tmp_path, prompts, target):
+def test_a_matrix_takes_its_domains_from_the_drafters_unless_named(tmp_path, prompts, target):
     pool = pool_of(tmp_path, target)
     named = recipe(prompts, pool=pool, matrix=True, data={"domain": ["sql"]})
     assert with_domains_of_drafters(named) is named
-    assert with_domains_of_drafters(recipe(prompts, pool=pool)).data.domain == ["sql"], "no matrix, no change"
+    assert with_domains_of_drafters(recipe(prompts, pool=pool)).data.domain == ["sql"], "no matrix: no change"
     with pytest.raises(UsageError, match="no drafter names the domain"):
         with_domains_of_drafters(recipe("{domain}.jsonl", drafters=["lookup"], matrix=True))
 
 
-def test_contradictions(tmp_path, prompts, target):
+def test_contradictory_recipes_are_refused(tmp_path, prompts, target):
     made = recipe(prompts, baselines=[])
     with pytest.raises(UsageError, match="nothing to measure"):
         evaluate(made, run_of(tmp_path, made), target=target, drafters={})
@@ -404,8 +406,8 @@ def test_contradictions(tmp_path, prompts, target):
         evaluate(made, run_of(tmp_path, made), target=target, drafters={})
 
 
-def test_order_rotates(tmp_path, prompts, target):
-    """Who always goes first meets cold caches: each contender must lead equally often."""
+def test_the_order_of_contenders_rotates(tmp_path, prompts, target):
+    """The first contender meets cold caches, so each must be first equally often."""
     asked = []
 
     def contender(name):
@@ -427,7 +429,7 @@ def test_order_rotates(tmp_path, prompts, target):
     assert "".join(asked) == "abcabc" + "abc" + "bca" + "cab"
 
 
-def test_the_bar_shows_mat_of_drafters(tmp_path, prompts, target, perfect, monkeypatch):
+def test_the_progress_bar_shows_the_mat_of_drafters(tmp_path, prompts, target, perfect, monkeypatch):
     shown = []
     monkeypatch.setattr(progress.Progress, "update", lambda self, advance=1, **fields: shown.append(fields["mat"]))
     made = recipe(prompts, baselines=["vanilla"])
@@ -435,8 +437,8 @@ def test_the_bar_shows_mat_of_drafters(tmp_path, prompts, target, perfect, monke
     assert shown[-1] == result.rows[0].mat != metrics.mat([])
 
 
-def test_turns_of_a_suite_follow_plain_decodings_answers(tmp_path, target):
-    """A row per category; a later turn that is asked alone is another prompt."""
+def test_later_turns_of_a_suite_follow_plain_decodings_answers(tmp_path, target):
+    """There is one row per category. Without the first answer the later turn would be another prompt."""
     path = tmp_path / "question.jsonl"
     rows = [{"category": "math", "turns": ["What is 3 + 4?", "And doubled?"]}, {"category": "qa", "turns": ["Hi."]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""`eval-server`: acceptance, times and what is gained over the same target without a drafter."""
+"""`eval-server`: acceptance, times, and the speedup over the same target without a drafter."""
 
 import json
 from collections import Counter
@@ -35,7 +35,7 @@ def go(tmp_path):
         run = Run.create("eval-server", made, tmp_path / "run")
         result = evaluate_server(made, run)
         run.result(asdict(result))
-        assert holding(run.dir, "HUSH") == [], "passwords of addresses are kept nowhere"
+        assert holding(run.dir, "HUSH") == [], "passwords of addresses are not stored"
         assert (run.dir / "requests.jsonl").stat().st_mode & 0o077 == 0
         return result
 
@@ -43,7 +43,7 @@ def go(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["vllm", "sglang"])
-def test_rows_of_both_servers(go, text, tmp_path, kind):
+def test_rows_compare_the_server_with_its_baseline(go, text, tmp_path, kind):
     with (
         FakeEngine(text.tokenizer, kind, seconds=0.02) as engine,
         FakeEngine(text.tokenizer, kind, seconds=0.06) as plain,
@@ -63,15 +63,14 @@ def test_rows_of_both_servers(go, text, tmp_path, kind):
         assert ours.first_token_s <= ours.first_token_p95_s and base.first_token_s >= 0.06
     assert [load.concurrency for load in result.worth] == [1, 3]
     for load in result.worth:
-        assert (load.mat, load.mats) == (2.0, [2.0, 2.5, 3.0]), "a round of two drafts has no more than three tokens"
+        assert (load.mat, load.mats) == (2.0, [2.0, 2.5, 3.0]), "a round of two drafted tokens has at most three tokens"
         assert load.break_even == pytest.approx(load.round_s / load.step_s)
     lines = [json.loads(line) for line in (tmp_path / "run" / "requests.jsonl").read_text().splitlines()]
     assert len(lines) == 6 * len(rows) and sum(len(line["output_ids"]) for line in lines) == sum(r.tokens for r in rows)
 
 
 def test_cached_prompts_are_counted_for_each_server(go, text):
-    """By the growth of vLLM's counters while the requests ran, or by SGLang's answers; None if an engine does not
-    tell."""
+    """From the growth of vLLM's counters during the requests, or None if an engine does not report them."""
     page = 'vllm:prefix_cache_queries_total{engine="0"} %d\nvllm:prefix_cache_hits_total{engine="0"} %d\n'
     seen = []
 
@@ -85,14 +84,14 @@ def test_cached_prompts_are_counted_for_each_server(go, text):
     assert [row.cached_prompt for row in rows] == [0.25, None]
 
 
-def test_cached_prompts_of_sglang(go, text):
+def test_cached_prompts_of_sglang_come_from_its_answers(go, text):
     with FakeEngine(text.tokenizer, "sglang") as engine:
         engine.cached = 3
         (row,) = go(engine, data={"domain": ["sql"]}, concurrency=[1]).servers
     assert 0 < row.cached_prompt < 1
 
 
-def test_counters_of_the_engine_where_texts_say_nothing(go, text):
+def test_acceptance_comes_from_counters_if_answers_lack_it(go, text):
     with FakeEngine(text.tokenizer) as engine:
         scraped = []
 
@@ -103,10 +102,10 @@ def test_counters_of_the_engine_where_texts_say_nothing(go, text):
         engine.scraped = page
         row = go(engine, data={"domain": ["sql"]}, concurrency=[2]).servers[0]
     assert (row.mat, row.acceptance_by_position, row.mat_interval) == (3.0, [1.0], None)
-    assert predict_worth([row], [2.0]) == [], "without a baseline there is nothing to break even with"
+    assert predict_worth([row], [2.0]) == [], "breaking even needs a baseline"
 
 
-def test_a_prompt_that_is_refused_is_named(go, text):
+def test_a_prompt_refused_by_the_server_is_named(go, text):
     refused = pytest.raises(DataError, match=r"refuses .*maximum context length")
     with FakeEngine(text.tokenizer, faults=lambda number: "refused" if number == 5 else None) as engine, refused:
         go(engine, concurrency=[1])
@@ -126,11 +125,11 @@ def suite(tmp_path):
     return {"prompts": str(file)}
 
 
-def test_turns_follow_the_servers_own_answers(go, text, suite, tmp_path):
-    """A second turn that was asked alone, or behind somebody else's answer, is another prompt."""
+def test_later_turns_follow_the_answers_of_the_same_server(go, text, suite, tmp_path):
+    """Without that answer, or after the answer of another server, the second turn would be another prompt."""
     with FakeEngine(text.tokenizer) as engine, FakeEngine(text.tokenizer) as plain:
         engine.histogram = [1, 1]
-        plain.text = lambda ids, *rest: FakeEngine.text(plain, ids[1:], *rest)  # it writes other texts
+        plain.text = lambda ids, *rest: FakeEngine.text(plain, ids[1:], *rest)  # the baseline gives other answers
         result = go(engine, plain, data=suite, concurrency=[1, 2])
     assert [(row.domain, row.requests) for row in result.servers[::4]] == [("writing", 4), ("math", 2)]
     assert result.later_turns == 3
@@ -152,7 +151,7 @@ def test_turns_follow_the_servers_own_answers(go, text, suite, tmp_path):
     assert all(row.same_texts == 0 and row.speedup is not None for row in pairs)
 
 
-def test_a_conversation_ends_where_the_context_does(go, text, suite, tmp_path):
+def test_turns_beyond_the_context_are_left_out(go, text, suite, tmp_path):
     with FakeEngine(text.tokenizer) as engine:
         first = [text.render([{"role": "user", "content": row["turns"][0]}]) for row in SUITE]
         engine.context = max(map(len, first)) + 1
@@ -160,8 +159,8 @@ def test_a_conversation_ends_where_the_context_does(go, text, suite, tmp_path):
     assert result.later_turns == 0 and sum(row.requests for row in result.servers) == 3
 
 
-def test_rows_by_the_length_of_prompts(go, text, tmp_path, monkeypatch):
-    """Where acceptance falls with the context a mean over all prompts hides it."""
+def test_rows_by_prompt_length(go, text, tmp_path, monkeypatch):
+    """A mean over all prompts hides that acceptance falls with the length of the context."""
     monkeypatch.setattr(measured, "SHORTEST", 64)
     file = tmp_path / "mixed.jsonl"
     words = [" ".join(["table"] * many) for many in (1, 2, 20, 90)]
@@ -180,7 +179,7 @@ def test_rows_by_the_length_of_prompts(go, text, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("tokens", "up_to"), [(1, 512), (512, 512), (513, 1024), (1024, 1024), (32_000, 32_768)])
-def test_buckets_double(tokens, up_to):
+def test_length_buckets_are_powers_of_two_from_512(tokens, up_to):
     assert measured.bucket(tokens) == up_to
 
 
@@ -193,12 +192,12 @@ def test_buckets_double(tokens, up_to):
         ({"mats": [0.5]}, "greater than or equal to 1"),
     ],
 )
-def test_recipes_that_contradict_themselves(fields, says):
+def test_contradictory_recipes_are_refused(fields, says):
     with pytest.raises(ValueError, match=says):
         EvalServerRecipe.model_validate({"server": {"urls": ["http://a"]}} | fields, strict=False)
 
 
-def test_the_command(text, tmp_path, specctl):
+def test_the_command_prints_rows_and_predictions(text, tmp_path, specctl):
     with FakeEngine(text.tokenizer) as engine:
         engine.histogram = [1, 2, 1]
         arguments = (
@@ -218,7 +217,7 @@ def test_the_command(text, tmp_path, specctl):
     specctl.ok("report", *map(str, (tmp_path / "runs").iterdir()), "--output-dir", "page")
 
 
-def test_the_command_on_a_suite(text, suite, specctl):
+def test_the_command_reports_later_turns_of_a_suite(text, suite, specctl):
     with FakeEngine(text.tokenizer) as engine:
         arguments = ("eval", "--server", engine.url, "--prompts", suite["prompts"], "--concurrency", "2")
         done = specctl(*arguments)

@@ -1,4 +1,4 @@
-"""`generate`: the text, who wrote which part of it, and what it cost."""
+"""`generate`: the text, the origin of each piece, and the costs."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ def plain(target):
     return decode(target, [ids], sampling=GREEDY, max_new_tokens=15, seeds=[0])[0]
 
 
-def test_with_a_perfect_drafter(tmp_path, target, plain, scripted):
+def test_a_perfect_drafter_gives_an_equal_text_and_full_acceptance(tmp_path, target, plain, scripted):
     drafter = scripted({tuple(plain.prompt_ids): plain.output_ids}, depth=3)
     made = recipe(save_outputs=True)
     run = Run.create("generate", made, tmp_path / "run")
@@ -43,15 +43,16 @@ def test_with_a_perfect_drafter(tmp_path, target, plain, scripted):
     run.result(dataclasses.asdict(result))
 
 
-def test_without_a_drafter(target, plain):
+def test_without_a_drafter_there_is_no_comparison(target, plain):
     result = generate(recipe(), target=target)
     assert result.drafter is result.identical is result.speedup is result.accept_rate is None
     assert result.mat == 1.0 and result.tokens_per_s == result.vanilla_tokens_per_s
     assert not any(piece.accepted for piece in result.pieces)
 
 
-def test_accepted_tokens_are_those_of_the_counts(target, plain, scripted):
-    """Depth 3, all right: after the prefill's token every fourth one is the target's; the last round is trimmed."""
+def test_pieces_mark_the_accepted_tokens(target, plain, scripted):
+    """A perfect drafter of depth 3: after the token of the prefill every fourth token is the target's, and the end cuts
+    the last round."""
     drafter = scripted({tuple(plain.prompt_ids): plain.output_ids}, depth=3)
     result = generate(recipe(), target=target, drafter=drafter)
     ids = plain.output_ids
@@ -60,8 +61,8 @@ def test_accepted_tokens_are_those_of_the_counts(target, plain, scripted):
 
 
 @pytest.mark.parametrize("drafts", [False, True], ids=["plain", "eagle3"])
-def test_rounds_run_on_the_device(target, plain, monkeypatch, drafts):
-    """Where they can, as on a GPU: with the same result."""
+def test_device_rounds_give_the_result_of_host_rounds(target, plain, monkeypatch, drafts):
+    """A GPU runs device rounds."""
     drafter = eagle3(target, SHAPES["tree"], words=sorted({*plain.output_ids})) if drafts else None
     launched, launch = [], rounds.DeviceRounds._launch
     monkeypatch.setattr(
@@ -77,13 +78,13 @@ def test_rounds_run_on_the_device(target, plain, monkeypatch, drafts):
     assert launched and (drafter in launched) == drafts
 
 
-def test_needs_a_prompt(target):
+def test_a_prompt_is_required(target):
     with pytest.raises(UsageError, match="needs a prompt"):
         generate(GenerateRecipe(), target=target)
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes."""
+    """A tokenizer with one token per byte."""
 
     @staticmethod
     def decode(ids, skip_special_tokens):
@@ -100,10 +101,10 @@ class Bytes:
     ],
 )
 def test_pieces_cut_between_characters(text, accepted, expected):
-    """Half a character must neither vanish nor show up as a replacement character."""
+    """Half a character must neither vanish nor become a replacement character."""
     assert pieces(Bytes, list(text.encode()), accepted) == [Piece(*piece) for piece in expected]
 
 
-def test_pieces_keep_a_cut_off_character():
+def test_an_incomplete_last_character_becomes_a_replacement_character():
     ids = list("é".encode())[:1]
     assert pieces(Bytes, ids, [True]) == [Piece("\ufffd", True)]

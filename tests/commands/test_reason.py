@@ -1,4 +1,4 @@
-"""Runs of lookahead reasoning: what they leave, that they go on where they stopped, and what they do not take."""
+"""Runs of lookahead reasoning: their files, resuming, and refused inputs."""
 
 import gc
 import importlib
@@ -38,7 +38,7 @@ PASSES = [0, 1]
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects():
-    """Every lesson collects garbage twice: not through all that trl holds, which is imported here."""
+    """Each lesson runs the garbage collector twice. Import trl before and freeze its objects, to save that time."""
     importlib.import_module("trl")
     gc.collect()
     gc.freeze()
@@ -51,7 +51,7 @@ def draft(tmp_path_factory, tiny):
 
 @pytest.fixture(scope="module")
 def make(tmp_path_factory, tiny, draft):
-    """A recipe on five prompts, two a chunk."""
+    """A recipe on five prompts, two per chunk."""
     prompts = write_prompts(tmp_path_factory.mktemp("prompts"))
 
     def made(**fields):
@@ -72,7 +72,7 @@ def make(tmp_path_factory, tiny, draft):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, make, tiny):
-    """The run that nobody disturbed, and its result."""
+    """An uninterrupted run: its directory and its result."""
     place = tmp_path_factory.mktemp("whole") / "run"
     return place, learnt(place, make(), tiny)[0]
 
@@ -90,7 +90,7 @@ def pairs(place):
 
 
 def same_runs(one, other):
-    """Bit for bit, but for the time that was needed and what a judge asked before it was started anew."""
+    """Check that two runs are equal bit for bit, except for times and for the cache statistics of a restarted judge."""
 
     def chunks(place):
         rows = timeless(lines(place))
@@ -111,7 +111,7 @@ def again(place, made, tiny):
     return learnt(place, made.model_copy(update={"resume": True, "output_dir": place}), tiny)[0]
 
 
-def test_numbers_are_those_of_the_traces(whole):
+def test_reported_numbers_follow_from_the_traces(whole):
     place, found = whole
     rows, written = {row.mode: row for row in found.modes}, traces(place)
     assert (list(rows), found.algo, found.chunks, found.prompts) == (MODES, "online-lr", 6, 2 * len(QUESTIONS))
@@ -122,7 +122,7 @@ def test_numbers_are_those_of_the_traces(whole):
         assert row.seconds == pytest.approx(sum(trace["seconds"] for trace in own))
         accepted, rejected = (sum(trace[name] for trace in own) for name in ("accepted", "rejected"))
         assert row.step_acceptance.value == (accepted / (accepted + rejected) if accepted + rejected else None)
-    assert rows["lr"].step_acceptance.value > 0.2, "a draft LM that is never right shows nothing"
+    assert rows["lr"].step_acceptance.value > 0.2, "the test needs a draft LM that is sometimes right"
     assert (
         rows["target"].speedup.value == 1 and rows["online-lr"].speedup_with_learning < rows["online-lr"].speedup.value
     )
@@ -135,18 +135,18 @@ def test_numbers_are_those_of_the_traces(whole):
     for mode, counts in found.judges.items():
         assert counts["asked"] + counts["cached"] + counts["identical"] == counts["pairs"] > 0, mode
     assert list(found.judges) == MODES[2:]
-    assert rows["target"].cut > rows["target"].rounds / 2, "a target that never writes the delimiter"
+    assert rows["target"].cut > rows["target"].rounds / 2, "this target rarely writes the delimiter"
 
 
-def test_greedy_texts_are_the_targets_own(whole):
-    """The exact judge keeps no step that is another one; and the draft LM alone does write other texts."""
+def test_greedy_texts_equal_the_targets(whole):
+    """The exact judge accepts only equal steps. Negative control: the draft LM alone writes other texts."""
     texts = {mode: [trace["ids"] for trace in traces(whole[0]) if trace["mode"] == mode] for mode in MODES}
     for mode in MODES[2:]:
         assert texts[mode] == texts["target"], mode
     assert texts["draft"] != texts["target"]
 
 
-def test_pairs_are_a_table(whole, tmp_path):
+def test_preference_pairs_can_be_loaded_as_a_dataset(whole, tmp_path):
     found = load_dataset(str(whole[0] / "pairs"), split="train", cache_dir=str(tmp_path))
     assert {"mode", "seed", "chunk", "prompt_ids", "chosen_ids", "rejected_ids", "chosen", "rejected"} < {
         *found.features
@@ -157,7 +157,7 @@ def test_pairs_are_a_table(whole, tmp_path):
     assert found["mode"].count("osd-lr") == counted > 0
 
 
-def test_what_was_learnt_is_a_drafter(whole, tiny, draft):
+def test_learned_draft_lms_can_be_loaded_as_drafters(whole, tiny, draft):
     place, found = whole
     start = checkpoint.load(draft).tensors
     for mode in LEARNERS:
@@ -169,7 +169,7 @@ def test_what_was_learnt_is_a_drafter(whole, tiny, draft):
 
 @pytest.fixture
 def stop(monkeypatch):
-    """`stop(n)`: SIGTERM comes before the n-th answer."""
+    """`stop(n)`: send SIGTERM before the n-th answer."""
     answer = Lookahead.answer
 
     def at(turn):
@@ -187,8 +187,8 @@ def stop(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop):
-    """Of the second pass: what was begun is left, and comes again."""
+def test_a_run_interrupted_within_a_chunk_is_resumed(tmp_path, make, tiny, whole, stop):
+    """During the second pass: the unfinished chunk is dropped and repeated."""
     warm_ups = 2
     stop(len(MODES) * (warm_ups + len(QUESTIONS) + 2) + 3)
     with pytest.raises(Interrupted) as caught:
@@ -200,8 +200,8 @@ def test_a_signal_in_the_middle_of_a_chunk(tmp_path, make, tiny, whole, stop):
     assert [row.agreement for row in found.modes] == [row.agreement for row in whole[1].modes]
 
 
-def test_lines_behind_the_state_are_forgotten(tmp_path, make, tiny, whole):
-    """kill -9 while the next chunk was written: half a line, and pairs that come again."""
+def test_lines_after_the_last_checkpoint_are_dropped_on_resume(tmp_path, make, tiny, whole):
+    """A kill -9 while the next chunk is written leaves an incomplete line, and pairs that will be written again."""
     place = shutil.copytree(whole[0], tmp_path / "run")
     for state in sorted((place / "checkpoints").iterdir())[3:]:
         shutil.rmtree(state)
@@ -214,8 +214,8 @@ def test_lines_behind_the_state_are_forgotten(tmp_path, make, tiny, whole):
         again(place, make(), tiny)
 
 
-def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, draft):
-    """And what is refused changes nothing in the directory."""
+def test_resuming_with_other_settings_or_weights_is_refused(tmp_path, make, tiny, whole, draft):
+    """A refused resume changes nothing in the directory."""
     place = shutil.copytree(whole[0], tmp_path / "run")
     before = contents(place)
     with pytest.raises(UsageError, match=r"reasoning\.depth was 2, is 1"):
@@ -233,8 +233,8 @@ def test_what_was_not_this_run_is_refused(tmp_path, make, tiny, whole, draft):
     assert contents(place) == before
 
 
-def test_a_model_of_transformers_stays_one(tmp_path, make, tiny, tiny_directory):
-    """Its learnt copy has no manifest, and is a draft LM again; lookup speculates within the steps."""
+def test_a_learned_transformers_model_can_be_a_draft_lm_again(tmp_path, make, tiny, tiny_directory):
+    """It has no manifest. Lookup speculates within the steps."""
     made = make(algo=["osd-lr"], seeds=[0], reasoning={"draft": tiny_directory("llama-bias-tied"), "drafter": "lookup"})
     found = learnt(tmp_path / "run", made, tiny)[0]
     again = load_draft_lm(found.drafters["osd-lr"], tiny)
@@ -243,8 +243,8 @@ def test_a_model_of_transformers_stays_one(tmp_path, make, tiny, tiny_directory)
     assert not all(map(torch.equal, again.model.parameters(), before.model.parameters()))
 
 
-def test_a_judge_that_is_down_aligns_nothing(tmp_path, make, tiny, capsys):
-    """Every step is then the target's own, or its equal; it is said once, and counted."""
+def test_an_unreachable_judge_aligns_only_identical_steps(tmp_path, make, tiny, capsys):
+    """The failure is reported once, and counted."""
     judge = {"kind": "model", "name": "m", "endpoint": "http://127.0.0.1:9/v1", "timeout_s": 1.0}
     found = learnt(tmp_path / "run", make(algo=["lr"], seeds=[0], reasoning={"judge": judge}), tiny)[0]
     counts = found.judges["lr"]
@@ -253,14 +253,14 @@ def test_a_judge_that_is_down_aligns_nothing(tmp_path, make, tiny, capsys):
     assert found.modes[2].agreement == found.modes[0].agreement
 
 
-def test_without_baselines_nothing_is_compared(tmp_path, make, tiny):
+def test_without_baselines_there_are_no_comparisons(tmp_path, make, tiny):
     found = learnt(tmp_path / "run", make(algo=["lr"], seeds=[0], reasoning={"baselines": []}), tiny)[0]
     (row,) = found.modes
     assert (row.mode, row.prompts, row.agreement.value, row.speedup.value) == ("lr", len(QUESTIONS), None, None)
     assert (found.differences, found.drafters) == ([], {})
 
 
-def test_a_lesson_that_is_not_finite_is_told_of(tmp_path, make, tiny, draft, capsys):
+def test_an_update_with_nan_is_refused_and_reported(tmp_path, make, tiny, draft, capsys):
     learning = {"lr": 1e30, "epochs": 2, "batch": 1}
     found = learnt(tmp_path / "run", make(algo=["osd-lr"], seeds=[0], reasoning={"learning": learning}), tiny)[0]
     assert any(row.refused for row in found.per_chunk)
@@ -268,14 +268,14 @@ def test_a_lesson_that_is_not_finite_is_told_of(tmp_path, make, tiny, draft, cap
     assert all(torch.isfinite(value).all() for value in weights(tmp_path / "run", "osd-lr").values())
 
 
-def test_texts_without_answers_agree_about_nothing(whole):
-    """As those of a random target."""
+def test_texts_without_answers_have_no_agreement(whole):
+    """The texts of a random target contain no answers."""
     for row in whole[1].modes:
         assert (row.agreement.value, row.agreement.interval, row.unanswered) == (None, None, row.prompts)
 
 
-def test_a_draft_lm_that_does_not_fit(tmp_path, make, tiny, draft):
-    """Another tokenizer without a chat template; a domain's drafter that nobody has trained."""
+def test_unusable_draft_lms_are_refused(tmp_path, make, tiny, draft):
+    """Another tokenizer without a chat template, and a missing drafter of the domain."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny.name)

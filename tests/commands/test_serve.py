@@ -1,4 +1,5 @@
-"""`specctl serve` as users start it: a process that answers, finishes its work on a signal, and tells what it did."""
+"""`specctl serve` as users start it: a process that answers requests, finishes them on a signal, and reports its
+result."""
 
 import json
 import os
@@ -25,7 +26,7 @@ from tests.toys.engine import FakeEngine
 __all__ = ["specctl"]
 
 
-def test_the_plan(specctl):
+def test_dry_run_prints_the_drafters_and_the_policy(specctl):
     done = specctl("serve", "--drafter", "lookup", "--drafter", "suffix", "--dry-run", "--listen", "127.0.0.1:0")
     assert done.code == 0 and "choose among lookup, suffix for every text, by cgp-ucb" in done.out
 
@@ -51,13 +52,13 @@ def test_the_plan(specctl):
         (("--log", "tensorboard"), "add --learn"),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_one_line(specctl, argv, words):
+def test_contradictory_options_are_refused_in_one_line(specctl, argv, words):
     done = specctl("serve", *argv)
     assert done.code == 2 and words in done.err and "Traceback" not in done.err
 
 
-def test_the_plan_of_learning(specctl, tmp_path):
-    """It must say where texts of clients go, and how much time learning may take."""
+def test_dry_run_says_what_learning_does(specctl, tmp_path):
+    """The plan must say where the texts of clients are stored, and how much time learning may take."""
     (tmp_path / "head").mkdir()
     for name in ("config.json", "drafter.json"):
         (tmp_path / "head" / name).write_text('{"family": "eagle3"}')
@@ -80,8 +81,8 @@ def test_the_plan_of_learning(specctl, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_process_learns_and_the_next_one_goes_on(tmp_path, target):
-    """Weights of a lesson must be on the disk at the end, without a word of a client, and serve again."""
+def test_learned_weights_are_saved_and_can_be_served_again(tmp_path, target):
+    """At the end they are on the disk, without any text of a client."""
     start, environ = write_head(tmp_path / "head", target, "eagle3"), os.environ | {"OMP_NUM_THREADS": "1"}
     body = {"messages": [{"role": "user", "content": "A quokka asks"}], "max_tokens": 24, "temperature": 1, "n": 4}
     for place, drafter in (("one", start), ("two", tmp_path / "one/drafter")):
@@ -99,7 +100,7 @@ def test_a_process_learns_and_the_next_one_goes_on(tmp_path, target):
         address = said.partition(" at ")[2].partition(",")[0]
         until = time.monotonic() + 120
         while "learning_version 0.0" in httpx.get(address + "/metrics", timeout=60).text:
-            assert time.monotonic() < until, "no lesson came"
+            assert time.monotonic() < until, "no update happened in time"
             assert httpx.post(address + "/v1/chat/completions", json=body, timeout=60).status_code == 200
         process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=60)
@@ -111,7 +112,7 @@ def test_a_process_learns_and_the_next_one_goes_on(tmp_path, target):
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"quokka" in path.read_bytes()]
 
 
-def test_the_key_is_read_from_the_environment(monkeypatch, capfd):
+def test_the_api_key_is_read_from_the_environment(monkeypatch, capfd):
     monkeypatch.setenv("SPECCTL_SERVE_KEY", "hush")
     assert api_key(ServeRecipe()) == "hush"
     monkeypatch.setenv("SPECCTL_SERVE_KEY", " ")
@@ -122,12 +123,12 @@ def test_the_key_is_read_from_the_environment(monkeypatch, capfd):
     assert api_key(ServeRecipe(listen="0.0.0.0:8000")) is None and "anybody" in capfd.readouterr().err
 
 
-def test_a_model_has_a_name_without_its_directory(tmp_path):
+def test_the_served_model_name_has_no_directory(tmp_path):
     (tmp_path / "m.gguf").write_text("")
     assert model_name(str(tmp_path / "m.gguf")) == "m.gguf" and model_name("org/model") == "org/model"
 
 
-def test_running_engines_stand_behind_the_same_address(tmp_path, capsys):
+def test_serve_forwards_requests_to_running_engines(tmp_path, capsys):
     tokenizer = load_target_text("builtin").tokenizer
     found = []
     with FakeEngine(tokenizer) as one, FakeEngine(tokenizer) as other:
@@ -151,8 +152,8 @@ def test_running_engines_stand_behind_the_same_address(tmp_path, capsys):
     assert found[0].model == "toy" and found[0].choose == "cgp-ucb" and one.asked and other.asked
 
 
-def test_a_signal_finishes_the_work_and_ends_with_0(tmp_path):
-    """A stream that has begun, and a text that has not, are whole when the process has ended."""
+def test_a_signal_finishes_running_requests_and_exits_with_0(tmp_path):
+    """Both a stream that has begun and a response that has not are complete when the process ends."""
     command = [sys.executable, "-m", "specctl", "serve", "--drafter", "lookup", "--listen", "127.0.0.1:0", "--json"]
     environ = os.environ | {"SPECCTL_SERVE_KEY": "hush", "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
@@ -175,7 +176,7 @@ def test_a_signal_finishes_the_work_and_ends_with_0(tmp_path):
     threads += [threading.Thread(target=ask, args=("whole",))]
     for thread in threads:
         thread.start()
-    # The two, and the request that asks.
+    # The two requests, and the request for the metrics.
     while b"in_flight 3.0" not in httpx.get(address + "/metrics", headers=headers).content:
         time.sleep(0.01)
         assert len(got) < 2, "both ended before the signal"

@@ -1,4 +1,5 @@
-"""`serve --server`: requests find the server with the drafter for them, and other servers stand in for it."""
+"""`serve --server`: each request goes to the server with the best drafter for it, or to another one if that server
+fails."""
 
 import json
 import os
@@ -39,7 +40,8 @@ def tokenizer():
 
 
 class Specialist(FakeEngine):
-    """A vLLM whose drafts are accepted in texts of its domain, which it knows by the prompt."""
+    """A vLLM server with drafts that are accepted in texts of its domain; prompts begin with the name of their
+    domain."""
 
     def __init__(self, tokenizer, domain, engine="vllm"):
         super().__init__(tokenizer, engine)
@@ -65,7 +67,7 @@ def engines(tokenizer):
 
 @pytest.fixture(scope="module")
 def stream():
-    """Prompts of two domains, in the order that chance gives them, each with its domain in front."""
+    """Prompts of two domains in random order, each with its domain in front."""
     draw = random.Random(0)
     return [
         f"{domain} {prompt}"
@@ -81,7 +83,7 @@ def recipe(place, *engines, **fields):
 
 @contextmanager
 def routing(made, capsys):
-    """The address of a gateway, and where its result will be."""
+    """Run a gateway. Yields its address, and a list that gets its result."""
     run, found = Run.create("serve", made, made.output_dir), []
 
     def work():
@@ -113,13 +115,13 @@ def ask(address, prompt, **fields):
 
 
 def share_of_specialists(engines, since):
-    """Of the prompts behind the first `since`, those that the server of their domain was sent."""
+    """The share of prompts, without the first `since[domain]` per server, that went to the server of their domain."""
     asked = [prompt.startswith(one.domain) for one in engines for prompt in one.prompts]
     own = sum(prompt.startswith(one.domain) for one in engines for prompt in one.prompts[since[one.domain] :])
     return own / (len(asked) - sum(since.values()))
 
 
-def test_requests_find_the_server_of_their_domain(engines, stream, tmp_path, capsys):
+def test_requests_go_to_the_server_of_their_domain(engines, stream, tmp_path, capsys):
     with routing(recipe(tmp_path, *engines), capsys) as (address, found):
         since = {}
         for number, prompt in enumerate(stream):
@@ -127,7 +129,7 @@ def test_requests_find_the_server_of_their_domain(engines, stream, tmp_path, cap
                 since = {one.domain: len(one.prompts) for one in engines}
             assert ask(address, prompt).json()["choices"][0]["text"] == "…"
     result = found[0]
-    # Half of them if prompts were shared out: 40 prompts, three standard deviations above are 0.74.
+    # Chance gives one half; of 40 prompts, three standard deviations above that are 0.74.
     assert share_of_specialists(engines, since) > 0.8
     assert (result.choose, result.requests) == ("cgp-ucb", 60)
     rows = {row.drafter: row for row in result.drafters}
@@ -145,7 +147,7 @@ def test_requests_find_the_server_of_their_domain(engines, stream, tmp_path, cap
     assert os.stat(tmp_path / REQUESTS).st_mode & 0o077 == 0
 
 
-def test_passwords_of_addresses_are_used_and_kept_nowhere(engines, tmp_path, capsys):
+def test_passwords_of_addresses_are_used_but_not_stored(engines, tmp_path, capsys):
     with routing(recipe(tmp_path, *(one.locked for one in engines)), capsys) as (address, found):
         assert ask(address, "sql x").status_code == 200
     document = Run(tmp_path).result(asdict(found[0]))
@@ -154,15 +156,15 @@ def test_passwords_of_addresses_are_used_and_kept_nowhere(engines, tmp_path, cap
     assert holding(tmp_path, "HUSH") == [] and "HUSH" not in "".join(capsys.readouterr())
 
 
-def test_shared_out_they_do_not(engines, stream, tmp_path, capsys):
-    """The negative control."""
+def test_random_routing_does_not_find_the_specialists(engines, stream, tmp_path, capsys):
+    """Negative control of `test_requests_go_to_the_server_of_their_domain`."""
     with routing(recipe(tmp_path, *engines, choose="random"), capsys) as (address, _):
         for prompt in stream:
             ask(address, prompt)
     assert share_of_specialists(engines, {"sql": 0, "math": 0}) < 0.8
 
 
-def test_streams_are_streams_and_are_learnt_from(engines, tmp_path, capsys):
+def test_streamed_answers_are_forwarded_and_counted(engines, tmp_path, capsys):
     with routing(recipe(tmp_path, *engines), capsys) as (address, found):
         with (
             httpx.Client(transport=httpx.HTTPTransport(verify=False, retries=20)) as http,
@@ -178,18 +180,18 @@ def test_streams_are_streams_and_are_learnt_from(engines, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("fault", ["reset", "error", "busy"])
-def test_what_a_server_does_not_answer_others_do(engines, tmp_path, capsys, fault):
+def test_another_server_answers_if_one_fails(engines, tmp_path, capsys, fault):
     sql, math = engines
     sql.faults = lambda number: fault if number > 2 else None
     with routing(recipe(tmp_path, sql, math), capsys) as (address, found):
         answers = [ask(address, "sql x").status_code for _ in range(12)]
     assert answers == [200] * 12
     rows = {row.drafter: row for row in found[0].drafters}
-    # It is asked again only after a while.
+    # The failed server is tried again only after a while.
     assert rows[math.url].texts >= 9 and 1 <= rows[sql.url].failures <= 4
 
 
-def test_a_server_that_died_is_used_again_once_it_is_back(engines, tmp_path, capsys, monkeypatch):
+def test_a_restarted_server_is_used_again(engines, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("specctl.gateway.running_engines.FIRST_REST_S", 0.0)
     monkeypatch.setattr("specctl.gateway.running_engines.LONGEST_REST_S", 0.0)
     sql, math = engines
@@ -205,7 +207,7 @@ def test_a_server_that_died_is_used_again_once_it_is_back(engines, tmp_path, cap
     assert found[0].requests == 25
 
 
-def test_nobody_is_there_any_more(engines, tmp_path, capsys):
+def test_requests_fail_if_every_server_fails(engines, tmp_path, capsys):
     for one in engines:
         one.faults = lambda number: "error"
     with routing(recipe(tmp_path, *engines), capsys) as (address, found):
@@ -215,7 +217,7 @@ def test_nobody_is_there_any_more(engines, tmp_path, capsys):
     assert [row.failures for row in found[0].drafters] == [2, 2]
 
 
-def test_texts_that_no_server_can_count_go_to_the_least_busy(engines, tmp_path, capsys):
+def test_requests_without_counters_do_not_count(engines, tmp_path, capsys):
     with routing(recipe(tmp_path, *engines), capsys) as (address, found):
         ask(address, "sql x", n=2)
         ask(address, [[1], [2]])
@@ -244,14 +246,14 @@ def test_servers_of_different_models_are_refused(tokenizer, engines, tmp_path):
     assert "with a different tokenizer from the other servers" in refused(recipe(tmp_path, sql, math))
 
 
-def test_a_target_that_is_named_is_compared(tokenizer, engines, tmp_path):
+def test_servers_with_another_tokenizer_than_the_named_target_are_refused(tokenizer, engines, tmp_path):
     for one in engines:
         one.tokenizer = type("Other", (), {"encode": lambda self, text, **options: [1, 2, 3]})()
     said = refused(recipe(tmp_path, *engines, target={"name": "builtin"}))
     assert "a different tokenizer from target builtin" in said
 
 
-def test_a_server_that_is_not_there_is_named(engines, tmp_path):
+def test_an_unreachable_server_is_named(engines, tmp_path):
     made = recipe(tmp_path, engines[0], "http://127.0.0.1:1")
     with pytest.raises(EngineError, match="no server responds at"):
         serve(made, Run.create("serve", made, tmp_path))
@@ -271,8 +273,9 @@ def test_a_server_that_is_not_there_is_named(engines, tmp_path):
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(settings, words, earlier):
-    """In the earlier spellings. Without a server, `route` would have served the built-in target."""
+def test_contradictory_settings_of_earlier_commands_are_refused(settings, words, earlier):
+    """`select` and `route` are earlier names of `serve --server`. Without a server, `route` would have served the
+    built-in target."""
     with pytest.raises((RecipeError, UsageError)) as caught:
         resolve(earlier, None, settings)
     assert words in str(caught.value)
@@ -285,8 +288,8 @@ def test_a_policy_that_cannot_choose_a_server_is_refused(engines, tmp_path):
 
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
-def test_a_signal_ends_it_with_the_table(specctl, engines, tmp_path, number):
-    """The whole command, in its earlier spelling: requests in flight are answered, and the result is on stdout."""
+def test_a_signal_finishes_running_requests_and_prints_the_result(specctl, engines, tmp_path, number):
+    """The whole command under its earlier name: running requests are answered, and the result is on stdout."""
     sql, math = engines
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

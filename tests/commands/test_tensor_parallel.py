@@ -1,4 +1,4 @@
-"""Commands under torchrun, each process with a slice of the target: one of them speaks and writes, and texts stay."""
+"""Commands under torchrun with a slice of the target per process: only one process writes, and texts do not change."""
 
 import json
 import re
@@ -19,7 +19,7 @@ COMMON = {"target.dtype": "fp32", "target.device": "cpu", "sampling.max_new_toke
 
 
 def texts(directory):
-    """What a command has written, by prompt and drafter, whatever it has measured."""
+    """The texts that a command has written, by prompt and drafter."""
     path = next(path for name in ("outputs.jsonl", "shard-*.jsonl") for path in directory.glob(name))
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {(row["id"], row.get("drafter")): row.get("output_ids") or row["response_ids"] for row in rows}
@@ -27,8 +27,8 @@ def texts(directory):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """(working directory, stdout by command, stderr) of two processes that ran all commands; starting them costs most
-    of the time."""
+    """(working directory, stdout by command, stderr) of two processes that run all commands. Their start takes most of
+    the time."""
     place, lines = tmp_path_factory.mktemp("two"), []
     for command, own in COMMANDS.items():
         settings = [f"{key}={json.dumps(value)}" for key, value in (COMMON | own).items()]
@@ -40,19 +40,19 @@ def two(tmp_path_factory):
     for command in COMMANDS:
         told[command], at = decoder.raw_decode(done.stdout, at)
         at += len(done.stdout) - at - len(done.stdout[at:].lstrip())
-    assert at == len(done.stdout), "one document of each command"
+    assert at == len(done.stdout), "one document per command"
     return place, told, done.stderr
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
-def test_two_processes_write_what_one_does(command, two, tmp_path, monkeypatch):
-    """Two writers in one directory would spoil it, and results on stdout twice would be none."""
+def test_two_processes_write_the_files_of_one(command, two, tmp_path, monkeypatch):
+    """Two writers would damage the directory, and two documents on stdout would not be valid JSON."""
     monkeypatch.chdir(tmp_path)
     settings = COMMON | COMMANDS[command]
     place, told, said = two
     assert told[command]["command"] == command
-    assert len(re.findall(r"responses to", said)) == 1  # by `distill`, and by one process of it
+    assert len(re.findall(r"responses to", said)) == 1  # `distill` prints this in one process only
     made = [Setting(tuple(key.split(".")), value, key) for key, value in settings.items()]
     made.append(Setting(("output_dir",), "one", "output_dir"))
     api.execute(command, resolve(command, flags=made))
@@ -78,7 +78,7 @@ def test_two_processes_write_what_one_does(command, two, tmp_path, monkeypatch):
         ("generate", "target.device_map", "auto", "exclude each other"),
     ],
 )
-def test_what_slices_cannot_do_is_refused_before_anything_is_loaded(command, key, value, reason):
+def test_options_that_slices_do_not_support_are_refused_before_loading(command, key, value, reason):
     settings = [Setting(("target", "tensor_parallel"), 2, "a flag")]
     settings += [Setting(tuple(key.split(".")), value, "a flag")] if key else []
     with pytest.raises(RecipeError, match=reason):
