@@ -1,4 +1,4 @@
-"""Answers: found where they are marked, compared as what they mean; programs run only where that is allowed."""
+"""Answers: extracted where they are marked, compared by value, and programs run only with permission."""
 
 import os
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +26,7 @@ from specctl.lab.reasoning.answers import correct, equal_answers, extract, norma
         ("", None),
     ],
 )
-def test_extraction(text, answer):
+def test_the_last_marked_answer_is_extracted(text, answer):
     found = extract(text)
     assert found == answer or normalise(found) == normalise(answer)
 
@@ -47,14 +47,14 @@ def test_extraction(text, answer):
         ("x + 1", "X  +  1"),
     ],
 )
-def test_equal_answers(one, other):
+def test_equal_values_in_other_notations_are_equal_answers(one, other):
     assert equal_answers(one, other)
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("12", "13"), ("A", "B"), ("3", "-3"), ("1/0", "0"), (None, None), ("5", None)]
 )
-def test_different_answers(one, other):
+def test_different_or_missing_values_are_different_answers(one, other):
     assert not equal_answers(one, other)
 
 
@@ -67,21 +67,21 @@ def test_different_answers(one, other):
     ],
     ids=lambda text: text[:20],
 )
-def test_a_number_beyond_all_measure_is_text(answer):
-    """A model in a loop writes them: Python would compute for hours, or refuse with a ValueError."""
+def test_huge_numbers_are_compared_as_text(answer):
+    """A model in a loop writes such numbers. Python would compute for hours, or raise ValueError."""
     assert isinstance(normalise(answer), str)
     assert correct(rf"\boxed{{{answer}}}", "5") is False
     assert equal_answers(answer, answer)
 
 
-def test_a_reference_without_an_answer_tells_nothing():
+def test_without_a_reference_answer_correctness_is_unknown():
     assert correct("#### 3", None) is None
     assert correct("#### 3", "A long explanation that says why, and never says what. " * 3) is None
     assert correct("#### 3", "so\n#### 3") is True
     assert correct("no answer at all", "3") is False
 
 
-def test_programs_of_a_model_need_leave():
+def test_running_a_models_program_needs_permission():
     tests = "assert double(2) == 4"
     assert correct("def double(x): return 2 * x", tests) is None
     with pytest.raises(UsageError, match="running programs"):
@@ -101,17 +101,17 @@ def test_programs_of_a_model_need_leave():
     ],
 )
 def test_a_program_is_judged_by_its_tests(program, passed):
-    """A program that leaves before its tests has exit code 0, too."""
+    """A program that exits before its tests also has exit code 0."""
     assert passes_tests(program, "assert double(2) == 4", allowed=True) is passed
 
 
-def test_a_program_leaves_no_process_behind(tmp_path, monkeypatch):
-    """Only the program itself was killed; what it had started went on for as long as it liked."""
+def test_child_processes_of_a_program_are_killed(tmp_path, monkeypatch):
+    """Once only the program itself was killed, and its children continued."""
     monkeypatch.setattr(answers, "LIMITS", "")
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     program = f"import os, time\nheld = open({str(fifo)!r}, 'w')\nif os.fork() == 0:\n    time.sleep(60)\n"
     with ThreadPoolExecutor() as pool:
-        reading = pool.submit(fifo.read_bytes)  # ends when nobody holds the other end
+        reading = pool.submit(fifo.read_bytes)  # ends when no process has the other end open
         assert passes_tests(program, "", allowed=True)
         assert reading.result(10) == b""

@@ -1,4 +1,4 @@
-"""How many steps are drafted ahead when that is chosen."""
+"""Automatic depth: the number of steps that are drafted ahead."""
 
 import pytest
 
@@ -8,7 +8,8 @@ from specctl.lab.reasoning.options import LookaheadRecipe
 
 
 def play(depth, rounds, kept, step_s):
-    """Depths of `rounds` rounds: the target's step takes a second, a drafted one `step_s` more; `kept` of them stay."""
+    """Depths of `rounds` rounds. The target's step takes a second, each drafted step adds `step_s`, and up to `kept`
+    drafted steps are accepted."""
     found = []
     for _ in range(rounds):
         k = depth.next()
@@ -21,8 +22,9 @@ def play(depth, rounds, kept, step_s):
 @pytest.mark.parametrize(
     ("kept", "step_s", "usual", "tried"), [(4, 0.1, 4, 0), (0, 0.1, 0, 1), (4, 3.0, 0, 1), (4, 0.0, 4, 0)]
 )
-def test_it_drafts_while_that_pays(kept, step_s, usual, tried):
-    """Right and cheap: as far as may be. Wrong or too dear: nothing; and the other now and then."""
+def test_it_drafts_at_full_depth_or_not_at_all(kept, step_s, usual, tried):
+    """Full depth if drafted steps are right and cheap, none if they are wrong or expensive. The alternative is tried
+    now and then."""
     depth = AutoDepth(4)
     depths = play(depth, 160, kept, step_s)
     assert depths[:TRIED] == [1, 0] * (TRIED // 2)
@@ -30,7 +32,7 @@ def test_it_drafts_while_that_pays(kept, step_s, usual, tried):
     assert set(depths[TRIAL_EVERY:]) == {usual, tried} and depths[TRIAL_EVERY:].count(tried) == 160 // TRIAL_EVERY - 1
 
 
-def test_it_follows_a_draft_model_that_has_become_good():
+def test_it_drafts_again_when_the_draft_lm_improves():
     depth = AutoDepth(4)
     assert play(depth, 50, 0, 0.3)[-2:] == [0, 0]
     assert 4 in play(depth, 1000, 4, 0.3)
@@ -38,7 +40,7 @@ def test_it_follows_a_draft_model_that_has_become_good():
     assert play(depth, 2, 0, 0.3) == [1, 0] and depth.rounds == 2
 
 
-def test_sequential_steps_have_a_fixed_depth():
+def test_sequential_verification_needs_a_fixed_depth():
     assert LookaheadRecipe(depth="auto").longest == 4 and LookaheadRecipe(depth=2).longest == 2
     with pytest.raises(ValueError, match="needs a fixed depth"):
         LookaheadRecipe(depth="auto", parallel=False)

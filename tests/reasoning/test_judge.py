@@ -1,4 +1,4 @@
-"""Judges: what needs none, what is asked once, and everything a judge can fail at counts as unaligned."""
+"""Judges: identical steps need no judge, each pair is asked once, and every failure of a judge counts as unaligned."""
 
 import base64
 import json
@@ -35,18 +35,18 @@ PAIRS = Path(__file__).with_name("judged_pairs.json")
     ],
     ids=lambda text: text[:20],
 )
-def test_folded_steps_are_equal(one, other):
+def test_steps_that_differ_in_notation_fold_to_equal_texts(one, other):
     assert fold(one) == fold(other)
 
 
 @pytest.mark.parametrize(
     ("one", "other"), [("2 + 3 = 5", "2 + 3 = 6"), ("1 2", "12"), ("x = -5", "x = 5"), ("2.5", "25")]
 )
-def test_other_numbers_are_other_steps(one, other):
+def test_steps_with_different_numbers_stay_different(one, other):
     assert fold(one) != fold(other)
 
 
-def test_equal_steps_ask_nobody_and_others_are_asked_once():
+def test_only_unequal_pairs_are_asked_and_only_once():
     asked = []
 
     def ask(pairs):
@@ -60,16 +60,16 @@ def test_equal_steps_ask_nobody_and_others_are_asked_once():
     assert judge.tally.counts() == dict(pairs=4, identical=1, cached=1, asked=1, aligned=4, unanswered=0)
 
 
-def test_no_answer_is_unaligned_and_asked_again():
+def test_a_pair_without_a_verdict_is_unaligned_and_asked_again():
     answers = [[None], [True]]
     judge = Judge(lambda pairs: answers.pop(0))
     assert judge([("a", "b")]) == [False]
     assert judge.tally.unanswered == 1
-    assert judge([("a", "b")]) == [True], "a judge that was down once is not down for ever"
+    assert judge([("a", "b")]) == [True], "the judge may respond the next time"
 
 
-def test_the_question_has_the_papers_three_cases():
-    """Without the third a judge that cannot tell says anything, or nothing."""
+def test_the_question_has_the_three_cases_of_the_paper():
+    """Without the third, a judge that cannot decide gives any answer, or none."""
     asked = QUESTION.format("one", "other")
     assert asked.count("[aligned]") == 1 and asked.count("[unaligned]") == 2 and "too hard to determine" in asked
 
@@ -86,13 +86,13 @@ def test_the_question_has_the_papers_three_cases():
         ("yes", None),
     ],
 )
-def test_a_ruling_is_one_of_two_words(reply, ruling):
+def test_a_verdict_is_one_of_two_words_in_brackets(reply, ruling):
     assert read_ruling(reply) is ruling
 
 
 @pytest.fixture
 def server():
-    """`serve(body, status)` answers every request with this; requests are kept in `serve.requests`."""
+    """`serve(body, status)` answers every request with this; `serve.requests` has the requests."""
     servers = []
 
     def serve(body, status=200, silent=False):
@@ -132,7 +132,7 @@ def reply(text):
     return json.dumps({"choices": [{"message": {"content": text}}]}).encode()
 
 
-def test_a_served_judge_rules(server):
+def test_a_served_judge_gives_a_verdict(server):
     judge = served(server(reply("[aligned]")))
     assert judge([("It is 4", "We get 4")]) == [True]
     (request,) = server.requests
@@ -140,8 +140,8 @@ def test_a_served_judge_rules(server):
     assert "It is 4" in request["messages"][0]["content"] and "We get 4" in request["messages"][0]["content"]
 
 
-def test_a_password_in_the_address_is_sent_as_one(server):
-    """urllib takes it for a port, and the judge was never heard."""
+def test_a_password_in_the_address_becomes_basic_authentication(server):
+    """urllib takes the password for a port, so no request reached the judge."""
     address = server(reply("[aligned]")).replace("://", "://me:p%40ss@")
     assert served(address)([("a", "b")]) == [True]
     assert server.headers[0]["Authorization"] == "Basic " + base64.b64encode(b"me:p@ss").decode()
@@ -160,19 +160,19 @@ def test_a_password_in_the_address_is_sent_as_one(server):
         (reply("[aligned]"), 500),
     ],
 )
-def test_whatever_else_a_server_says_is_unaligned(server, body, status):
+def test_invalid_responses_of_a_server_are_unaligned(server, body, status):
     judge = served(server(body, status))
     assert judge([("a", "b")]) == [False]
     assert judge.tally.unanswered == 1
 
 
-def test_a_server_that_is_too_late_or_down_is_unaligned(server):
+def test_a_slow_or_unreachable_server_is_unaligned(server):
     for judge in (served(server(b"", silent=True), timeout_s=0.05), served("http://127.0.0.1:9", timeout_s=1.0)):
         assert judge([("a", "b")]) == [False]
         assert judge.tally.unanswered == 1
 
 
-def test_a_chat_model_that_answers_garbage_is_unaligned(target):
+def test_a_chat_model_without_a_verdict_is_unaligned(target):
     judge = Judge(ChatJudge(target, JudgeRecipe(kind="model", name="builtin", max_tokens=4)))
     assert judge([("2 + 2 = 4", "2 + 2 = 5"), ("a", "b")]) == [False, False]
     assert judge.tally.unanswered == 2
@@ -184,7 +184,7 @@ def test_a_step_too_long_for_the_judge_is_unaligned(target):
 
 
 def test_an_encoder_judges_by_its_threshold(tiny_directory):
-    """Any model of `transformers` will do: padding must not change what a text means."""
+    """Any `transformers` model works. Padding must not change the embedding of a text."""
     recipe = JudgeRecipe(kind="embedding", name=tiny_directory("llama"), threshold=0.999)
     judge = make_judge(recipe, "cpu")
     alone, padded = judge.ask.embed(["two"])[0], judge.ask.embed(["two", "a much longer text than that"])[0]
@@ -193,13 +193,13 @@ def test_an_encoder_judges_by_its_threshold(tiny_directory):
     assert make_judge(recipe.model_copy(update={"threshold": 0.0}), "cpu")([("two", "2 of them")]) == [True]
 
 
-def test_a_judge_that_is_not_there_is_named():
+def test_a_missing_judge_is_named():
     with pytest.raises(CheckpointError, match="no/such"):
         make_judge(JudgeRecipe(kind="embedding", name="./no/such"), "cpu")
 
 
 def test_an_encoder_is_read_from_safetensors_only(tiny_directory, tmp_path):
-    """As every other model that is not the target; a pickle is not even opened."""
+    """Like all models except the target. A pickle is not even opened."""
     place = tmp_path / "encoder"
     shutil.copytree(tiny_directory("llama"), place)
     torch.save(load_file(place / "model.safetensors"), place / "pytorch_model.bin")
@@ -214,12 +214,13 @@ def test_an_incomplete_recipe_is_refused(wrong):
         JudgeRecipe(**wrong)
 
 
-def test_the_exact_judge_on_pairs_that_were_read_one_by_one():
-    """50 pairs (draft LM's step, target's step) of runs of the built-in target on math test prompts. 41 were drawn at
-    random from 143 that are not equal once folded (20 prompts), and 9 from 39 that are (14 others): in the first run 35
-    of 190 were. Each was read and labelled without asking a judge (`same`), then by a second reader who saw neither
-    judge nor labels (`again`): they agree on 47, Cohen's kappa 0.85. The exact judge misses what is said in other words
-    and never takes a different step for the same: it is wrong on 5 of 50, or 4."""
+def test_accuracy_of_the_exact_judge_on_labeled_pairs():
+    """50 pairs (draft LM's step, target's step) from runs of the built-in target on math test prompts. 41 are a
+    random sample of 143 pairs that differ after folding (20 prompts), and 9 of 39 pairs that are equal (14 other
+    prompts); in the first run 35 of 190 pairs were equal. One reader labeled each pair without a judge (`same`), a
+    second reader without seeing judge or labels (`again`). They agree on 47 pairs, Cohen's kappa 0.85. The exact
+    judge never takes different steps for equal ones, but misses paraphrases: it is wrong on 5 of 50 by the first
+    reader, 4 by the second."""
     pairs = json.loads(PAIRS.read_text())
     assert len(pairs) == 50
     rulings = make_judge(JudgeRecipe())([(pair["draft"], pair["target"]) for pair in pairs])

@@ -1,4 +1,4 @@
-"""The loop of steps: what is kept, what is the target's, and that it ends whatever the models write."""
+"""Lookahead reasoning: the accepted steps, the target's own steps, and that the text always ends."""
 
 import copy
 from types import MappingProxyType, SimpleNamespace
@@ -25,7 +25,7 @@ RECIPE = LookaheadRecipe(temperature=0.0, budget=40, answer_tokens=4, step_token
 
 
 class Letters:
-    """A text of letters, one token each: `A` … name steps, and every step is one letter and a line break."""
+    """A text of letters, one token each. Every step is one letter and a line break."""
 
     name, context_length, eos_ids, row_flops = "letters", 1000, frozenset({0}), 10
     identity = MappingProxyType({"vocab_hash": "letters"})
@@ -39,14 +39,14 @@ class Letters:
 
 
 def step(text):
-    """`a.` is a step, `a` one that was cut, `a!` one that ends the text."""
+    """`a.` is a complete step, `a` a step cut at its limit, `a!` a step that ends the text."""
     body, mark = (text[:-1], text[-1]) if text[-1] in ".!" else (text, "")
     ids = [ord(char) for char in body] + {".": [10], "!": [0], "": []}[mark]
     return Step(ids, Letters.text(ids), {".": "delimiter", "!": "final", "": "limit"}[mark])
 
 
 class Script:
-    """Writes what it is told: `says(text so far) -> step`."""
+    """Writes scripted steps: `says(previous text) -> step`."""
 
     def __init__(self, says):
         self.says, self.model, self.work = says, Letters(), WritingWork()
@@ -64,7 +64,7 @@ class Script:
 
 
 def lines(*steps):
-    """Says these steps in order, whatever stands in between."""
+    """These steps in order, selected by the number of previous lines."""
     return lambda text: steps[min(text.count("\n"), len(steps) - 1)]
 
 
@@ -72,7 +72,7 @@ ARRIVAL = EncodedPrompt(Prompt("p", [{"role": "user", "content": "?"}], "math", 
 
 
 def answer(target, draft=None, aligned=(), arrival=ARRIVAL, **changes):
-    """(trace, target's script): `aligned` are the pairs, besides equal ones, that the judge lets pass."""
+    """(trace, script of the target): `aligned` are the unequal pairs that the judge accepts."""
     writer = Script(target)
     judge = Judge(lambda pairs: [pair in aligned for pair in pairs])
     drafts = None if draft is None else StepDrafter(Script(draft), writer.model)
@@ -80,41 +80,41 @@ def answer(target, draft=None, aligned=(), arrival=ARRIVAL, **changes):
     return Lookahead(writer, recipe, drafts, judge).answer(arrival), writer
 
 
-def test_the_longest_aligned_run_is_kept_and_then_the_targets_step():
+def test_the_longest_aligned_run_is_kept_followed_by_the_targets_step():
     trace, target = answer(lines("a.", "b.", "c.", "d!"), lines("a.", "B.", "x.", "d."))
     assert trace.text == "a\nB\nc\nd"
     assert (trace.rounds, trace.accepted, trace.own_steps, trace.rejected) == (2, 2, 2, 2)
-    assert target.batches == [5, 5], "context, and one prefix for every drafted step"
+    assert target.batches == [5, 5], "the context, and one prefix per drafted step"
     assert trace.accepted_tokens == 4
 
 
-def test_all_aligned_gives_the_targets_next_step_for_free():
+def test_if_all_steps_are_aligned_the_targets_next_step_is_free():
     trace, target = answer(lines("a.", "b.", "c.", "d.", "e!"), lines("a.", "b.", "c.", "d.", "e!"))
     assert (trace.text, trace.rounds, target.batches) == ("a\nb\nc\nd\ne", 1, [5])
     assert (trace.accepted, trace.own_steps, trace.rejected) == (4, 1, 0)
 
 
-def test_a_judge_that_calls_steps_equal_lets_the_drafts_words_stand():
+def test_an_aligned_step_keeps_the_wording_of_the_draft():
     trace, _ = answer(lines("a.", "b!"), lines("x.", "b!"), aligned=[("x\n", "a\n")])
     assert trace.text == "x\nb"
     assert not trace.mismatches
 
 
-def test_a_step_that_ends_the_text_is_none_that_goes_on():
-    """Equal words: keeping the draft's would go on where the target had finished, and never be noticed."""
+def test_a_final_step_is_not_equal_to_one_that_continues():
+    """With equal words, the draft's step would continue the text after the target had finished it."""
     trace, _ = answer(lines("a.", "b!"), lines("a.", "b."))
     assert (trace.text, trace.stop) == ("a\nb", "final")
     (mismatch,) = trace.mismatches
     assert (mismatch.chosen, mismatch.rejected) == (step("b!").ids, step("b.").ids)
 
 
-def test_nothing_follows_a_draft_that_ends_the_text():
+def test_no_step_follows_a_final_drafted_step():
     trace, target = answer(lines("a.", "b!"), lines("a.", "b!"))
-    assert target.batches == [2], "no prefix behind the end of the text"
+    assert target.batches == [2], "no prefix after the end of the text"
     assert (trace.accepted, trace.own_steps) == (2, 0)
 
 
-def test_one_by_one_stops_at_the_first_that_differs_and_keeps_the_same_text():
+def test_sequential_verification_stops_at_the_first_mismatch_with_the_same_text():
     scripts = lines("a.", "b.", "c.", "d!"), lines("a.", "B.", "x.", "d.")
     one, target = answer(*scripts, parallel=False)
     other, _ = answer(*scripts)
@@ -123,7 +123,7 @@ def test_one_by_one_stops_at_the_first_that_differs_and_keeps_the_same_text():
     assert one.target_steps == 4 < other.target_steps
 
 
-def test_a_mismatch_has_the_kept_steps_before_it_and_its_delimiter():
+def test_a_mismatch_records_its_context_and_both_steps():
     trace, _ = answer(lines("a.", "b.", "c!"), lines("a.", "x.", "c!"))
     (mismatch,) = trace.mismatches
     assert Letters.text(mismatch.context) == "?a\n"
@@ -131,12 +131,12 @@ def test_a_mismatch_has_the_kept_steps_before_it_and_its_delimiter():
     assert (mismatch.chosen_text, mismatch.rejected_text) == ("b\n", "x\n")
 
 
-def test_the_target_alone_writes_a_step_a_round():
+def test_without_a_draft_the_target_writes_one_step_per_round():
     trace, target = answer(lines("a.", "b.", "c!"))
     assert (trace.text, target.batches, trace.accepted) == ("a\nb\nc", [1, 1, 1], 0)
 
 
-def test_the_budget_ends_thinking_with_the_transition():
+def test_at_the_budget_thinking_ends_with_the_transition():
     counting = (chr(97 + n) + "." for n in range(100))
     trace, _ = answer(lambda text: next(counting), budget=7)
     assert trace.stop == "budget"
@@ -153,36 +153,36 @@ def test_drafts_stay_within_the_budget():
 
 
 @pytest.mark.parametrize("draft", [None, lines("a.")])
-def test_a_loop_ends_thinking(draft):
+def test_repeated_steps_end_thinking(draft):
     trace, _ = answer(lines("a."), draft, max_repeats=3)
     assert (trace.stop, trace.text) == ("loop", "a\na\na\n####9")
 
 
-def test_empty_steps_do_not_go_on_for_ever():
+def test_repeated_empty_steps_end_thinking():
     trace, _ = answer(lines("."), lines("."))
     assert trace.stop == "loop"
 
 
-def test_a_target_that_never_says_the_delimiter_is_cut_and_goes_on():
+def test_steps_without_a_delimiter_are_cut_at_their_limit():
     trace, _ = answer(lambda text: "z" * 10, budget=30, max_repeats=9)
     assert (trace.stop, trace.text.count("z")) == ("budget", 30)
 
 
-def test_thinking_that_ended_itself_has_room_for_its_answer():
-    """The transition would be said in the middle of the answer."""
+def test_after_thinking_ended_the_answer_has_its_own_budget():
+    """Otherwise the transition would interrupt the answer."""
     long = ["a.", "</think>.", *(f"{letter}." for letter in "bcdefgh"), "i!"]
     trace, _ = answer(lines(*long), budget=12, answer_tokens=30)
     assert (trace.stop, trace.text.endswith("h\ni")) == ("final", True)
 
 
-def test_thinking_that_ended_itself_is_not_told_to_end():
+def test_after_thinking_ended_no_transition_is_added():
     long = ["a.", "</think>.", *(f"{letter}." for letter in "bcdefghijklmnopqrstuvw")]
     trace, _ = answer(lines(*long), budget=12, answer_tokens=10)
     assert (trace.stop, "####" in trace.text) == ("budget", False)
 
 
 @pytest.mark.parametrize(("room", "text"), [(2, ""), (9, "####9")])
-def test_a_prompt_that_leaves_little_room_has_a_short_answer_or_none(room, text):
+def test_a_prompt_near_the_context_length_gets_a_short_answer_or_none(room, text):
     """One long prompt must not end a run."""
     crowded = EncodedPrompt(ARRIVAL.prompt, [ord("?")] * (1000 - room))
     trace, _ = answer(lines("a!"), arrival=crowded)
@@ -190,13 +190,13 @@ def test_a_prompt_that_leaves_little_room_has_a_short_answer_or_none(room, text)
     assert len(trace.ids) <= max(room, len("\n####"))
 
 
-def test_steps_behind_a_loop_are_not_counted():
-    """Of a round's accepted steps those that come after the loop was seen are no part of the text."""
+def test_steps_after_a_detected_loop_are_not_counted():
+    """They are accepted in the same round, but are not part of the text."""
     trace, _ = answer(lines("a."), lines("a."), max_repeats=3)
     assert (trace.accepted, trace.own_steps) == (3, 0)
 
 
-def test_a_signal_is_heeded_between_steps():
+def test_a_signal_interrupts_between_steps():
     import signal
 
     def says(text):
@@ -210,7 +210,7 @@ def test_a_signal_is_heeded_between_steps():
         interrupts.reset()
 
 
-# The same with models.
+# Tests with models.
 
 
 def arrival_of(target, text, id="q"):
@@ -231,8 +231,8 @@ def alone(target, question):
     return Lookahead(Writer(target, SMALL), SMALL).answer(question)
 
 
-def test_a_draft_that_is_the_target_is_always_kept(target, question, alone):
-    """Same seed, same position, same number: what is drawn does not depend on who writes or in which batch."""
+def test_steps_of_a_draft_equal_to_the_target_are_always_accepted(target, question, alone):
+    """A token drawn at a position depends on the seed only, not on the model or the batch."""
     judge = Judge(lambda pairs: pytest.fail(f"equal models wrote {pairs}"))
     trace = Lookahead(Writer(target, SMALL), SMALL, StepDrafter(Writer(target, SMALL), target), judge).answer(question)
     assert trace.ids == alone.ids
@@ -241,8 +241,8 @@ def test_a_draft_that_is_the_target_is_always_kept(target, question, alone):
     assert trace.target.passes < alone.target.passes
 
 
-def test_an_exact_judge_gives_the_targets_own_text(target, tiny_directory, question, alone):
-    """A random draft LM is never right; what stays is the target's, whatever stood in the batch with it."""
+def test_an_exact_judge_gives_the_targets_text(target, tiny_directory, question, alone):
+    """A random draft LM is never right. The remaining steps are the target's, in any batch."""
     from specctl.decoding.target import load_target
 
     poor = StepDrafter(Writer(load_target(tiny_directory("llama"), device="cpu", dtype="fp32"), SMALL), target)
@@ -253,9 +253,9 @@ def test_an_exact_judge_gives_the_targets_own_text(target, tiny_directory, quest
     assert trace.flops > alone.flops
 
 
-def test_a_draft_model_that_is_never_right_is_hardly_asked(monkeypatch):
-    """Depth of its own accord: after a few rounds that try it, the target writes alone, and the same text."""
-    written = []  # a step takes a second, whoever writes it
+def test_automatic_depth_stops_drafting_with_a_useless_draft_lm(monkeypatch):
+    """After some trial rounds the target writes alone, and the text is the same."""
+    written = []  # every step takes one second
     plain = Script.steps
     monkeypatch.setattr(Script, "steps", lambda self, *of: written.append(1) or plain(self, *of))
     monkeypatch.setattr(lookahead, "time", SimpleNamespace(perf_counter=lambda: float(len(written))))
@@ -268,7 +268,7 @@ def test_a_draft_model_that_is_never_right_is_hardly_asked(monkeypatch):
 
 @pytest.fixture(scope="module")
 def stranger(tmp_path_factory, target):
-    """A draft LM whose tokenizer counts otherwise."""
+    """A draft LM with another tokenizer."""
     import transformers
 
     directory = tmp_path_factory.mktemp("stranger")
@@ -281,21 +281,21 @@ def stranger(tmp_path_factory, target):
     return Target("stranger", model.eval(), tokenizer)
 
 
-def test_another_tokenizer_is_handed_texts(target, stranger, question):
+def test_steps_are_converted_for_another_tokenizer(target, stranger, question):
     draft = StepDrafter(Writer(stranger, SMALL), target)
     thought = target.tokenizer.encode("Then she has 3\n", add_special_tokens=False)
     text = draft.text(question, thought)
     assert not draft.shared
     assert stranger.tokenizer.decode(text).endswith("Then she has 3\n")
-    assert len(text) < len(question.ids + thought), "it has words for it that the target spells"
+    assert len(text) < len(question.ids + thought), "its vocabulary has whole phrases"
     for step, own in draft.propose(question, thought, 2, 40, seed=0):
         assert target.tokenizer.decode(step.ids, skip_special_tokens=True) == own.text
     final = Step([*thought, min(target.eos_ids)], "Then she has 3\n", "final")
     assert draft.to_draft_tokens(final)[-1] in stranger.eos_ids
 
 
-def test_a_text_ends_as_the_draft_model_ends_a_turn(target, stranger):
-    """Qwen3 has two tokens for it: learnt from the other one, the draft LM would not know where a turn ends."""
+def test_a_final_step_gets_the_draft_lms_own_end_of_turn(target, stranger):
+    """Qwen3 has two end tokens. If it learned from the other one, the draft LM would not know where a turn ends."""
     chat = copy.copy(stranger)
     turn = chat.tokenizer.eos_token_id
     chat.eos_ids = frozenset({turn, 0})
@@ -311,7 +311,7 @@ def test_another_tokenizer_without_a_chat_template_is_refused(target, stranger):
         StepDrafter(Writer(mute, SMALL), target)
 
 
-def test_a_draft_model_whose_context_is_full_proposes_nothing(target, tiny_directory, question):
+def test_a_draft_lm_with_a_full_context_proposes_nothing(target, tiny_directory, question):
     from specctl.decoding.target import load_target
 
     small = StepDrafter(Writer(load_target(tiny_directory("llama"), device="cpu", dtype="fp32"), SMALL), target)

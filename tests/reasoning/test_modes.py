@@ -1,4 +1,4 @@
-"""Modes side by side over a stream: who learns, from what, and that a run goes on where it stopped."""
+"""Modes side by side over a stream: which of them learn, from which pairs, and resuming."""
 
 import copy
 
@@ -52,7 +52,7 @@ def whole(target, draft, arrivals):
     return [run.chunk(arrivals[:2]), run.chunk(arrivals[2:])], run
 
 
-def test_every_mode_answers_every_prompt_and_only_two_learn(whole, arrivals):
+def test_every_mode_answers_every_prompt_and_only_learners_have_lessons(whole, arrivals):
     records, run = whole
     assert [record.chunk for record in records] == [1, 2]
     for record, expected in zip(records, (arrivals[:2], arrivals[2:]), strict=True):
@@ -64,27 +64,27 @@ def test_every_mode_answers_every_prompt_and_only_two_learn(whole, arrivals):
     assert set(run.judges) == {"lr", "osd-lr", "online-lr"}
 
 
-def test_learning_changes_the_learners_own_draft_model_only(whole, draft, target):
+def test_learning_changes_only_the_learners_draft_lm(whole, draft, target):
     _, run = whole
     fresh = reasoning(target, draft, ["lr"])
     assert not fresh.learners
     for mode in ("osd-lr", "online-lr"):
         learnt = run.learners[mode].model.get_output_embeddings().weight
         assert not torch.equal(learnt, draft.model.get_output_embeddings().weight)
-        assert torch.equal(run._answering[mode].draft.writer.model.head_weight, learnt), "it drafts with what it learnt"
+        assert torch.equal(run._answering[mode].draft.writer.model.head_weight, learnt), "learned weights"
     assert torch.equal(run._answering["lr"].draft.writer.model.head_weight, draft.model.get_output_embeddings().weight)
     assert torch.equal(run._answering["draft"].target.model.head_weight, draft.model.get_output_embeddings().weight)
 
 
-def test_with_the_exact_judge_every_mode_agrees_with_the_target(whole):
-    """Greedy, in fp32: whatever is kept is the target's own text."""
+def test_with_the_exact_judge_every_mode_has_the_targets_text(whole):
+    """Greedy, in fp32: every accepted step equals the target's."""
     records, _ = whole
     for record in records:
         for mode in ("lr", "osd-lr", "online-lr"):
             assert [t.ids for t in record.traces[mode]] == [t.ids for t in record.traces["target"]]
 
 
-def test_a_run_goes_on_where_its_state_was_taken(whole, target, draft, arrivals):
+def test_a_restored_run_equals_an_uninterrupted_one(whole, target, draft, arrivals):
     records, run = whole
     first = reasoning(target, draft)
     first.chunk(arrivals[:2])
@@ -102,12 +102,12 @@ def test_a_run_goes_on_where_its_state_was_taken(whole, target, draft, arrivals)
 
 
 @pytest.mark.parametrize("modes", [[], ["lr", "lr"]])
-def test_modes_are_named_once(target, draft, modes):
+def test_no_modes_and_repeated_modes_are_refused(target, draft, modes):
     with pytest.raises(UsageError, match="modes"):
         reasoning(target, draft, modes)
 
 
-def test_rows_add_up(whole):
+def test_rows_summarize_the_traces(whole):
     records, _ = whole
     found = {row.mode: row for row in rows(records)}
     assert list(found) == MODES
@@ -128,13 +128,13 @@ def test_modes_are_compared_on_the_same_prompts(whole):
     records, _ = whole
     traces = {mode: [t for record in records for t in record.traces[mode]] for mode in MODES}
     assert acceptance_difference(traces["lr"], traces["lr"]) == Measured(0, (0, 0))
-    assert acceptance_difference(traces["lr"], traces["target"]) == Measured(), "that one drafts nothing"
+    assert acceptance_difference(traces["lr"], traces["target"]) == Measured(), "mode `target` drafts nothing"
     with pytest.raises(ValueError, match="different prompts"):
         acceptance_difference(traces["lr"], traces["lr"][1:])
 
 
-def test_agreement_tells_answers_apart(whole):
-    """A target without an answer says nothing about others; an answer that is missing is a disagreement."""
+def test_agreement_compares_answers_with_the_targets(whole):
+    """If the target has no answer, the prompt does not count. A missing answer of another mode is a disagreement."""
     records, _ = whole
     record = copy.deepcopy(records[0])
     for trace, answer in zip(record.traces["target"], ("12", None), strict=True):
@@ -147,7 +147,7 @@ def test_agreement_tells_answers_apart(whole):
     assert (found["target"], found["lr"], found["draft"]) == (1.0, 1.0, 0.0)
 
 
-def test_a_judge_of_ones_own_is_asked_by_every_mode_apart(target, draft, arrivals):
+def test_every_mode_has_its_own_copy_of_the_judge(target, draft, arrivals):
     asked = []
 
     def ask(pairs):
@@ -160,10 +160,10 @@ def test_a_judge_of_ones_own_is_asked_by_every_mode_apart(target, draft, arrival
     assert record.traces["lr"][0].accepted > 0
     for mismatch in record.traces["lr"][0].mismatches:
         ends = [bool(target.eos_ids & {*step}) for step in (mismatch.chosen, mismatch.rejected)]
-        assert sum(ends) == 1, "what was judged equal is no mistake, unless only one of both ends the text"
+        assert sum(ends) == 1, "equal steps mismatch only if one of them ends the text"
 
 
-def test_a_draft_lm_is_loaded_from_our_directory_or_theirs(target, draft, tmp_path, tiny_directory):
+def test_a_draft_lm_is_loaded_from_a_specctl_or_transformers_directory(target, draft, tmp_path, tiny_directory):
     module = LM(draft.model)
     tensors = lm.stored_state(module.state_dict())
     ours = checkpoint.save(
@@ -175,7 +175,7 @@ def test_a_draft_lm_is_loaded_from_our_directory_or_theirs(target, draft, tmp_pa
     assert load_draft_lm(tiny_directory("llama"), target).model.dtype == torch.float32
 
 
-def test_a_head_is_no_draft_lm(target, tmp_path):
+def test_a_head_is_refused_as_a_draft_lm(target, tmp_path):
     from specctl.drafters.family import load_family
     from specctl.recipe import TrainRecipe
 

@@ -1,4 +1,4 @@
-"""Learning from rejected steps: what is learnt from, that it works, and that it goes on where it stopped."""
+"""Learning from rejected steps: the training pairs, the effect on the draft LM, and resuming."""
 
 import copy
 from pathlib import Path
@@ -49,16 +49,16 @@ def preference(model):
     ) / len(PAIRS)
 
 
-def test_the_table_has_every_pair_once_and_the_end_of_long_contexts():
+def test_the_dataset_has_each_pair_once_with_truncated_contexts():
     found = pairs_dataset([*PAIRS, PAIRS[0]], max_length=6)
     assert found["prompt_id"] == ["p0", "p1", "p2", "p3"]
     assert found["prompt_ids"][0] == [61, 62] and found["chosen_ids"][0] == [*BETTER, 43]
     assert found["rejected"][1] == "worse 1"
-    assert pairs_dataset(PAIRS, max_length=1)["prompt_ids"][0] == [62], "a step without context is no preference"
+    assert pairs_dataset(PAIRS, max_length=1)["prompt_ids"][0] == [62], "at least one token of context stays"
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_dpo_prefers_the_targets_steps(tiny, target, lora, capsys):
+def test_dpo_raises_the_preference_for_the_targets_steps(tiny, target, lora, capsys):
     learning = learner(tiny, target, lora=lora)
     first, second = learning.learn(PAIRS), learning.learn(PAIRS)
     played = learning.played()
@@ -66,19 +66,19 @@ def test_dpo_prefers_the_targets_steps(tiny, target, lora, capsys):
     assert (first.pairs, first.steps, first.refused) == (4, 4, False)
     assert first.margin > 0 and second.margin > 0
     assert "forward" not in vars(played), "TRL's patched forward is bound to the model it patched"
-    assert capsys.readouterr().out == "", "stdout is for the result"
+    assert capsys.readouterr().out == "", "stdout is only for the result"
     assert all(("lora" in name) == lora for name in learning.state() if name.startswith("weight."))
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_the_reference_is_the_model_as_the_chunk_began(tiny, target, lora):
-    """Against the very first weights the second chunk's loss would begin below ln 2."""
+def test_the_dpo_reference_is_the_model_before_the_chunk(tiny, target, lora):
+    """With the initial weights as reference, the second chunk's loss would begin below ln 2."""
     learning = learner(tiny, target, epochs=1, batch=4, lora=lora)
     assert learning.learn(PAIRS).loss == pytest.approx(0.6931, abs=1e-3)
     assert learning.learn(PAIRS).loss == pytest.approx(0.6931, abs=1e-3)
 
 
-def test_no_end_of_text_is_learnt_behind_a_step(tiny, target):
+def test_no_end_of_text_is_learned_after_a_step(tiny, target):
     """TRL ends every text by default: the draft LM would stop after each step."""
     (eos,) = target.eos_ids
     learning = learner(tiny, target, "osd-lr", epochs=8)
@@ -88,7 +88,7 @@ def test_no_end_of_text_is_learnt_behind_a_step(tiny, target):
     assert likelihood(learning.played(), one.context + one.chosen, [eos]) < before + 0.5
 
 
-def test_sft_learns_the_targets_step_and_nothing_of_the_drafts(tiny, target):
+def test_sft_learns_only_from_the_targets_step(tiny, target):
     learning = learner(tiny, target, "osd-lr")
     lesson = learning.learn(PAIRS)
     one = PAIRS[0]
@@ -100,21 +100,21 @@ def test_sft_learns_the_targets_step_and_nothing_of_the_drafts(tiny, target):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_a_learner_goes_on_where_its_state_was_taken(tiny, target, lora):
-    """Bit for bit: weights, moments and the shuffle of the next chunk."""
+def test_a_restored_learner_continues_bit_for_bit(tiny, target, lora):
+    """Weights, optimizer moments, and the order of the next chunk."""
     one, other = learner(tiny, target, lora=lora), learner(tiny, target, lora=lora)
     one.learn(PAIRS)
     state = one.state()
     before = {name: value.clone() for name, value in state.items()}
     one.learn(PAIRS[:3])
-    assert all(torch.equal(state[name], before[name]) for name in state), "a state that was taken changed"
+    assert all(torch.equal(state[name], before[name]) for name in state), "learning must not change a saved state"
     other.restore(state)
     other.learn(PAIRS[:3])
     assert one.state().keys() == other.state().keys()
     assert all(torch.equal(one.state()[name], value) for name, value in other.state().items())
 
 
-def test_another_models_state_is_refused(tiny, target):
+def test_the_state_of_another_draft_model_is_refused(tiny, target):
     full, adapter = learner(tiny, target), learner(tiny, target, lora=True)
     with pytest.raises(CheckpointError, match="another draft model"):
         full.restore(adapter.state())
@@ -127,7 +127,7 @@ def test_a_chunk_without_mismatches_changes_nothing(tiny, target):
     assert all(map(torch.equal, learning.played().parameters(), tiny.parameters()))
 
 
-def test_an_update_that_is_not_finite_is_taken_back(tiny, target):
+def test_an_update_with_nan_is_reverted(tiny, target):
     learning = learner(tiny, target)
     next(learning.model.parameters()).data[60] = float("nan")
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_an_update_that_is_not_finite_is_taken_back(tiny, target):
     )
 
 
-def test_small_models_take_larger_steps_unless_told():
+def test_small_models_have_a_larger_default_learning_rate():
     recipe = LookaheadRecipe()
     assert recipe.rate_of("online-lr", 600_000_000) == recipe.rate_of("online-lr", 8_000_000_000) == 5e-7
     assert recipe.rate_of("online-lr", 2_500_000) > 5e-6
@@ -146,27 +146,28 @@ def test_small_models_take_larger_steps_unless_told():
 
 
 @pytest.mark.parametrize("name", ["replicate/lookahead", "online/qwen3-8b-0.6b-online-lr"])
-def test_recipes_that_replicate_have_the_papers_rate_and_epochs(name):
-    """OnlineSpec, appendix B.6: 5e-7 for both, one epoch of SFT."""
+def test_replication_recipes_have_the_papers_rate_and_epochs(name):
+    """OnlineSpec, appendix B.6: rate 5e-7 for both modes, one epoch of SFT."""
     recipe = LookaheadRecipe(**yaml.safe_load((RECIPES / f"{name}.yaml").read_text())["reasoning"])
     assert recipe.rate_of("osd-lr", 2_500_000) == recipe.rate_of("online-lr", 2_500_000) == 5e-7
     assert (recipe.epochs_of("osd-lr"), recipe.epochs_of("online-lr")) == (1, 3)
 
 
-def test_epochs_are_those_of_both_modes_where_they_are_given():
+def test_given_epochs_apply_to_both_modes():
     recipe = LookaheadRecipe(learning={"epochs": 2})
     assert recipe.epochs_of("osd-lr") == recipe.epochs_of("online-lr") == 2
 
 
 @pytest.mark.parametrize(("mode", "steps"), [("osd-lr", 2), ("online-lr", 6)])
-def test_without_a_number_of_epochs_a_chunk_is_seen_as_often_as_in_the_paper(tiny, target, mode, steps):
-    """Two steps an epoch. SFT learnt from each chunk three times, as DPO does."""
+def test_the_default_epochs_are_from_the_paper(tiny, target, mode, steps):
+    """An epoch has two steps. SFT once used three epochs, like DPO."""
     default, named = (learner(tiny, target, mode, epochs=epochs).learn(PAIRS) for epochs in (None, steps // 2))
     assert default.steps == steps and default == named
 
 
-def test_a_signal_ends_learning_between_two_steps(tiny, target, monkeypatch, tmp_path):
-    """A chunk of a large draft LM takes longer than a batch system waits. And nothing is left in the directory."""
+def test_a_signal_interrupts_learning_between_steps(tiny, target, monkeypatch, tmp_path):
+    """One chunk of a large draft LM takes longer than the grace period of a batch system. No files remain in the
+    directory."""
     monkeypatch.chdir(tmp_path)
     learning = learner(tiny, target, epochs=50)
     state, checks = learning.state(), []
@@ -185,7 +186,7 @@ def test_a_signal_ends_learning_between_two_steps(tiny, target, monkeypatch, tmp
     assert all(map(torch.equal, learning.played().parameters(), tiny.parameters()))
 
 
-def test_the_generators_of_the_process_are_left_alone(tiny, target):
+def test_learning_does_not_change_global_random_generators(tiny, target):
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
@@ -194,8 +195,8 @@ def test_the_generators_of_the_process_are_left_alone(tiny, target):
 
 
 @pytest.mark.parametrize("mode", ["osd-lr", "online-lr"])
-def test_on_a_machine_with_several_gpus(tiny, target, mode, monkeypatch):
-    """TRL refuses to learn where it sees them: the run would end behind its first chunk."""
+def test_learning_works_with_several_visible_gpus(tiny, target, mode, monkeypatch):
+    """TRL refuses to learn with several GPUs, so the run would end after its first chunk."""
     made = TrainingArguments.__post_init__
 
     def two(arguments):
@@ -207,8 +208,8 @@ def test_on_a_machine_with_several_gpus(tiny, target, mode, monkeypatch):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-def test_checkpointed_layers_leave_nothing_behind(tiny, target, lora, monkeypatch):
-    """As on a GPU: hooks of every chunk would add up, in the model and in all that is made of it."""
+def test_gradient_checkpointing_leaves_no_hooks(tiny, target, lora, monkeypatch):
+    """It is used on a GPU. Otherwise each chunk would add hooks to the model and to its copies."""
     options = PreferenceLearner._options
     monkeypatch.setattr(PreferenceLearner, "_options", lambda *args: options(*args) | {"gradient_checkpointing": True})
     learning = learner(tiny, target, lora=lora)

@@ -1,4 +1,4 @@
-"""Steps: cut where the delimiter is complete, whatever a model writes instead of it; loops are seen."""
+"""Steps are split after a complete delimiter or at a limit, and loops are detected."""
 
 from types import SimpleNamespace
 
@@ -18,16 +18,16 @@ def ids_of(target, text):
     return target.tokenizer.encode(text, add_special_tokens=False)
 
 
-def test_steps_are_the_lines_of_a_text_and_nothing_is_lost(lines, target):
+def test_steps_are_the_lines_of_a_text_and_keep_all_tokens(lines, target):
     ids = [*ids_of(target, "So 2 + 3 = 5\nThen 5 * 2 = 10\n#### 10"), EOS]
     steps = lines.split(ids)
     assert [step.text for step in steps] == ["So 2 + 3 = 5\n", "Then 5 * 2 = 10\n", "#### 10"]
     assert [step.end for step in steps] == ["delimiter", "delimiter", "final"]
-    assert [token for step in steps for token in step.ids] == ids, "tokens are cut, never written again"
+    assert [token for step in steps for token in step.ids] == ids, "steps keep the original tokens"
 
 
 def test_every_token_with_the_delimiter_ends_a_step(lines, target):
-    """A vocabulary has "\\n   " as one token: waiting for "\\n" itself would run on into the next line."""
+    r"""A vocabulary may have "\n " as one token. Waiting for the token "\n" would continue into the next line."""
     indented = ids_of(target, "a\n      b")
     assert len(lines.split(indented)) == 2
     assert all("\n" in target.tokenizer.decode([token]) for token in lines.ends)
@@ -35,7 +35,7 @@ def test_every_token_with_the_delimiter_ends_a_step(lines, target):
 
 
 def test_a_delimiter_of_several_tokens_is_found():
-    """Two line breaks may be two tokens; none of them holds the delimiter."""
+    """Two line breaks may be two tokens, and neither of them contains the delimiter."""
     pieces = ["a", "\n", "b", "<end>"]
 
     class Letters:
@@ -53,14 +53,14 @@ def test_a_delimiter_of_several_tokens_is_found():
     assert [step.ids for step in stepper.split([0, 1, 2, 1, 1, 0, EOS])] == [[0, 1, 2, 1, 1], [0, EOS]]
 
 
-def test_a_delimiter_that_never_comes_is_cut_at_the_limit(lines, target):
+def test_a_step_without_a_delimiter_ends_at_the_limit(lines, target):
     ids = ids_of(target, "one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen")
     assert len(ids) > 12
     first = lines.first(ids)
     assert (len(first.ids), first.end) == (12, "limit")
 
 
-def test_empty_steps_are_steps(lines, target):
+def test_empty_steps_are_kept(lines, target):
     (newline,) = ids_of(target, "\n")
     step = lines.first([newline, 5])
     assert step.empty and step.ids == [newline] and step.end == "delimiter"
@@ -83,5 +83,5 @@ def steps_of(*texts):
         ([], False),
     ],
 )
-def test_a_loop_is_the_same_step_or_two_in_turn(texts, round_):
+def test_a_loop_is_one_repeated_step_or_two_alternating_steps(texts, round_):
     assert repeats_itself(steps_of(*texts), 3) is round_
