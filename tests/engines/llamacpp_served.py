@@ -1,8 +1,8 @@
 """Run by the interpreter of an environment with xllamacpp: llama.cpp's HTTP server on loopback.
 
-argv: the target's file, and with a drafter its file (- for drafts from the text), llama.cpp's name of the method, and
-the drafted tokens. The first line of the output is the server's address; the server ends with its input. SPECCTL_PORT
-is its port, and SPECCTL_SLOTS the number of its slots.
+argv: the target's file; and optionally a drafter's file (- for drafts from the text), llama.cpp's name of the method,
+and the number of draft tokens. The first line of stdout is the server's address; the server stops when its stdin is
+closed. SPECCTL_PORT is its port, and SPECCTL_SLOTS the number of its slots.
 """
 
 import os
@@ -24,7 +24,7 @@ def main() -> None:
     params.n_ctx, params.n_parallel, params.cache_ram_mib = 1024 * slots, slots, 0
     params.port = int(os.environ.get("SPECCTL_PORT", params.port))
     params.endpoint_metrics = True
-    whole = xllamacpp.ggml_type.GGML_TYPE_F32  # the default, fp16, decides between near tokens
+    whole = xllamacpp.ggml_type.GGML_TYPE_F32  # rounding to fp16, the default, could change the argmax
     params.cache_type_k = params.cache_type_v = whole
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     if drafter:

@@ -1,4 +1,4 @@
-"""Hidden states from engines: what is believed of them, what is asked for again, and what is said to the user."""
+"""Hidden states from engines: validation, repeated requests, and error messages."""
 
 import json
 import random
@@ -25,7 +25,7 @@ WANTED = {
 
 
 def states_of(ids, layers):
-    """States that depend on every token up to theirs, and on the layer."""
+    """States that depend on all tokens up to their own, and on the layer."""
     sums = torch.tensor(ids).cumsum(0).float()
     return sums[:, None, None] + 1000.0 * torch.arange(layers)[None, :, None] + torch.arange(WIDTH) / WIDTH
 
@@ -39,7 +39,7 @@ def engine(request, text, tmp_path):
 
 @pytest.fixture
 def writing(text, tmp_path):
-    """One that writes files."""
+    """An engine that writes files."""
     with CapturingEngine(text.tokenizer, "vllm", tmp_path, partial(states_of, layers=3)) as server:
         yield server
 
@@ -59,9 +59,9 @@ def given(client, ids, wanted):
     return [found[place] for place in range(len(ids))]
 
 
-def test_states_come_with_their_places_through_faults(engine, tmp_path):
-    """A fifth of the requests fail in five ways; what is read is deleted, and what came through a failed request stays
-    the server's to delete."""
+def test_states_are_matched_to_their_texts_despite_faults(engine, tmp_path):
+    """A fifth of the requests fail in five ways. Files that were read are deleted; files of failed requests are left to
+    the server."""
     engine.faults = lambda number: FAULTS[number // 5 % len(FAULTS)] if number % 5 == 0 else None
     engine.seconds, engine.delay_s = 0.005, 0.02
     wanted = WANTED[engine.engine]
@@ -74,7 +74,7 @@ def test_states_come_with_their_places_through_faults(engine, tmp_path):
     assert left == (engine.written - 50 if engine.engine == "vllm" else 0)
 
 
-def test_a_file_that_is_half_written_is_asked_for_again(writing):
+def test_a_half_written_file_is_requested_again(writing):
     writing.spoiled = 2
     with Client(recipe(writing, concurrency=3)) as client:
         found = given(client, texts(6), WANTED["vllm"])
@@ -83,8 +83,7 @@ def test_a_file_that_is_half_written_is_asked_for_again(writing):
     )
 
 
-def test_memory_is_bounded(engine):
-    """Texts behind one that takes long are not begun without end."""
+def test_a_slow_text_limits_how_far_others_run_ahead(engine):
     slow = texts(40)[0]
     states = engine.states
 
@@ -113,7 +112,7 @@ def test_memory_is_bounded(engine):
     ],
     ids=["short by a row", "narrow", "other layers", "not a number"],
 )
-def test_states_that_are_of_no_use_say_how_to_start_the_server(engine, tmp_path, spoil, says, hint):
+def test_unusable_states_give_the_command_to_start_the_server(engine, tmp_path, spoil, says, hint):
     engine.spoil = spoil
     wanted, dialect = WANTED[engine.engine], {"vllm": vllm, "sglang": sglang}[engine.engine]
     with Client(recipe(engine)) as client, pytest.raises(EngineError, match=says) as error:
@@ -121,11 +120,11 @@ def test_states_that_are_of_no_use_say_how_to_start_the_server(engine, tmp_path,
     assert {"UNCACHED": dialect.NO_PREFIX_CACHE_FLAG, "START": dialect.capture_command(wanted)}.get(
         hint, hint
     ) in error.value.hint
-    assert sum(engine.asked.values()) == 1, "nothing is gained by asking again"
+    assert sum(engine.asked.values()) == 1, "unusable states are not requested again"
 
 
-def test_a_file_of_other_tokens_is_refused_and_left_alone(writing, tmp_path):
-    """A server that names somebody's file is not believed: nothing is deleted that is not the text's own."""
+def test_a_file_with_other_tokens_is_refused_and_not_deleted(writing, tmp_path):
+    """A server may name any file; only files with the text's own tokens are deleted."""
     writing.spoil = lambda all: all | {"token_ids": all["token_ids"].flip(0)}
     with (
         Client(recipe(writing)) as client,
@@ -136,7 +135,7 @@ def test_a_file_of_other_tokens_is_refused_and_left_alone(writing, tmp_path):
     assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_server_without_the_method_is_told_of(engine):
+def test_a_server_without_hidden_states_is_refused(engine):
     engine.states = None
     wanted = WANTED[engine.engine]
     with Client(recipe(engine)) as client, pytest.raises(EngineError, match="returns no hidden states") as error:
@@ -145,7 +144,7 @@ def test_a_server_without_the_method_is_told_of(engine):
 
 
 @pytest.mark.parametrize("place", ["nowhere/1.safetensors", "directory"])
-def test_a_path_that_this_machine_cannot_read(writing, tmp_path, place):
+def test_an_unreadable_path_is_refused(writing, tmp_path, place):
     (tmp_path / "directory").mkdir()
     (tmp_path / "directory.lock").touch()
     writing.told = lambda path: str(tmp_path / place)
@@ -154,7 +153,7 @@ def test_a_path_that_this_machine_cannot_read(writing, tmp_path, place):
     assert place in error.value.message and "shared_storage_path" in error.value.hint
 
 
-def test_a_prefix_cache_that_was_left_on_is_noticed(engine):
+def test_an_enabled_prefix_cache_is_detected(engine):
     page = 'vllm:cache_config_info{block_size="16",enable_prefix_caching="%s"} 1.0\n'
     wanted = WANTED[engine.engine]
     with Client(recipe(engine)) as client:
@@ -167,7 +166,7 @@ def test_a_prefix_cache_that_was_left_on_is_noticed(engine):
     assert {"vllm": vllm, "sglang": sglang}[engine.engine].NO_PREFIX_CACHE_FLAG in error.value.hint
 
 
-def test_sglang_cannot_give_the_last_layer_beside_others(text, tmp_path):
+def test_several_layers_from_sglang_are_refused(text, tmp_path):
     with (
         CapturingEngine(text.tokenizer, "sglang", tmp_path, None) as engine,
         Client(recipe(engine)) as client,
@@ -177,8 +176,8 @@ def test_sglang_cannot_give_the_last_layer_beside_others(text, tmp_path):
     assert "vLLM" in error.value.hint
 
 
-def test_engines_do_not_mix(text, tmp_path):
-    """One's last state is behind the final norm, the other's before it."""
+def test_different_engines_are_refused(text, tmp_path):
+    """SGLang's last state is taken after the final norm, vLLM's before."""
     with (
         CapturingEngine(text.tokenizer, "sglang", tmp_path, None) as one,
         CapturingEngine(text.tokenizer, "vllm", tmp_path, None) as other,
@@ -188,14 +187,14 @@ def test_engines_do_not_mix(text, tmp_path):
         client.check_states(WANTED["sglang"])
 
 
-def test_a_text_that_is_refused_does_not_stop_the_others(engine):
+def test_a_refused_text_does_not_stop_the_others(engine):
     engine.faults = lambda number: "refused" if number == 2 else None
     with Client(recipe(engine, concurrency=1)) as client:
         found = given(client, texts(3), WANTED[engine.engine])
     assert [isinstance(one, Refusal) for one in found] == [False, True, False]
 
 
-def test_the_command_names_the_model_as_it_is_loaded_here():
+def test_the_command_names_the_model_and_revision():
     wanted = HiddenStatesSpec("dir with/space", "abc", (1, 4), 8)
     assert vllm.capture_command(wanted).startswith(
         "vllm serve 'dir with/space' --revision abc --no-enable-prefix-caching"
@@ -205,8 +204,8 @@ def test_the_command_names_the_model_as_it_is_loaded_here():
 
 
 @pytest.mark.parametrize("name", ["1.safetensors", "1.safetensors.lock"])
-def test_a_pipe_is_not_waited_for(writing, tmp_path, pipe, name):
-    """Opening one would hold up all requests of the event loop, for ever."""
+def test_a_named_pipe_is_refused(writing, tmp_path, pipe, name):
+    """Opening it would block all requests of the event loop forever."""
     (tmp_path / "pipes").mkdir()
     pipe(tmp_path / "pipes" / name)
     writing.told = lambda path: str(tmp_path / "pipes" / "1.safetensors")
@@ -214,8 +213,8 @@ def test_a_pipe_is_not_waited_for(writing, tmp_path, pipe, name):
         list(client.states(texts(1), WANTED["vllm"]))
 
 
-def test_the_command_makes_a_directory_that_nobody_can_have_made_before():
-    """A fixed name in /dev/shm is anybody's; what the shell makes is new, and its owner's alone."""
+def test_the_command_makes_a_new_private_directory():
+    """Another user may own a fixed name in /dev/shm. The shell creates a new directory with mode 0700."""
     command = vllm.capture_command(WANTED["vllm"]).removeprefix("vllm serve")
     script = f"printf '%s\\n' {command}"
     places = []

@@ -1,4 +1,4 @@
-"""The client of engines: what it believes, what it tries again, and what it says when that does not help."""
+"""The client of engines: validation of answers, retries, and error messages."""
 
 import math
 import random
@@ -51,7 +51,7 @@ def expected(engine, questions):
     return whole
 
 
-def test_texts_come_with_their_places(engine, text):
+def test_answers_are_matched_to_their_requests(engine, text):
     engine.seconds = 0.01
     with Client(recipe(engine, concurrency=7)) as client:
         client.check(text)
@@ -60,7 +60,7 @@ def test_texts_come_with_their_places(engine, text):
     assert 1 < engine.most <= 7 and max(engine.asked.values()) == 1 and client.failures == 0
 
 
-def test_a_fifth_of_the_requests_fail_in_five_ways(engine, text):
+def test_failed_requests_are_retried_until_all_texts_are_right(engine, text):
     engine.faults = lambda number: FAULTS[number // 5 % len(FAULTS)] if number % 5 == 0 else None
     with Client(recipe(engine, concurrency=8, timeout_s=0.3)) as client:
         client.check(text)
@@ -70,7 +70,7 @@ def test_a_fifth_of_the_requests_fail_in_five_ways(engine, text):
 
 
 @pytest.mark.parametrize("fault", ["short", "foreign", "cut", "html"])
-def test_what_is_no_answer_is_asked_for_again(engine, text, fault):
+def test_an_invalid_answer_is_requested_again(engine, text, fault):
     engine.faults = lambda number: fault if number == 1 else None
     with Client(recipe(engine)) as client:
         client.check(text)
@@ -82,7 +82,7 @@ def test_what_is_no_answer_is_asked_for_again(engine, text, fault):
     ("fault", "says"),
     [("error", "status 500"), ("html", "a web page"), ("reset", "Error"), ("foreign", "outside the target's")],
 )
-def test_a_server_that_goes_on_failing(engine, text, fault, says):
+def test_a_server_that_keeps_failing_ends_the_run(engine, text, fault, says):
     engine.faults = lambda number: fault if number > 3 else None
     with Client(recipe(engine, retries=2, concurrency=1)) as client:
         client.check(text)
@@ -94,7 +94,7 @@ def test_a_server_that_goes_on_failing(engine, text, fault, says):
 
 
 @pytest.mark.parametrize("fault", [None, "torn", "reset", "busy"])
-def test_streams_have_the_same_texts_and_the_time_of_the_first_token(engine, text, fault):
+def test_streamed_answers_equal_whole_ones_and_time_the_first_token(engine, text, fault):
     engine.faults = lambda number: fault if number % 4 == 0 else None
     engine.histogram = [2, 0, 1]
     with Client(recipe(engine)) as client:
@@ -103,14 +103,14 @@ def test_streams_have_the_same_texts_and_the_time_of_the_first_token(engine, tex
     assert [(found[place].output_ids, found[place].stop) for place in range(12)] == expected(engine, asks(12))
     assert all(0 < one.first_s <= one.seconds for one in found.values()) and engine.most <= 3
     assert {one.drafting.mat for one in found.values()} == {1 + 2 / 3}
-    places = [] if engine.engine == "llama.cpp" else [1, 1]  # its answers do not say them
+    places = [] if engine.engine == "llama.cpp" else [1, 1]  # not in its answers
     assert found[0].drafting == DraftCounters(3, 9, 2, places)
     assert client.failures == (0 if fault is None else sum(one.tries - 1 for one in found.values())) and (
         fault is None or client.failures
     )
 
 
-def test_a_text_that_is_refused_is_not_asked_for_again(engine, text):
+def test_a_refused_text_is_not_retried(engine, text):
     engine.faults = lambda number: "refused" if number == 1 else None
     with Client(recipe(engine, concurrency=1)) as client:
         client.check(text)
@@ -119,7 +119,7 @@ def test_a_text_that_is_refused_is_not_asked_for_again(engine, text):
     assert engine.number == 2
 
 
-def test_a_key_comes_from_the_environment_and_is_asked_for_by_its_name(engine, text, monkeypatch):
+def test_the_api_key_comes_from_the_named_environment_variable(engine, text, monkeypatch):
     monkeypatch.setenv("OTHER", "open-sesame")
     with Client(recipe(engine, api_key_env="OTHER")) as client:
         answered(client, asks(1))
@@ -130,7 +130,7 @@ def test_a_key_comes_from_the_environment_and_is_asked_for_by_its_name(engine, t
     assert "SPECCTL_API_KEY" in error.value.hint and engine.keys[1] is None
 
 
-def test_several_servers_share_the_work_and_stand_in_for_each_other(text):
+def test_several_servers_share_the_work_and_replace_a_failed_one(text):
     with FakeEngine(text.tokenizer) as one, FakeEngine(text.tokenizer) as other:
         other.faults = lambda number: "reset" if number > 5 else None
         with Client(recipe(one, other, concurrency=4)) as client:
@@ -140,8 +140,8 @@ def test_several_servers_share_the_work_and_stand_in_for_each_other(text):
         assert other.number > 5 and one.number > 20
 
 
-def test_the_oldest_request_is_waited_for(text):
-    """Whoever writes in order holds what came early: no more than so much of it."""
+def test_the_oldest_request_limits_how_far_others_run_ahead(text):
+    """A consumer that writes in order must buffer the results after a slow one."""
     with FakeEngine(text.tokenizer) as engine:
         engine.faults = lambda number: "slow" if number == 1 else None
         with Client(recipe(engine, concurrency=2)) as client:
@@ -149,7 +149,7 @@ def test_the_oldest_request_is_waited_for(text):
     assert places.index(0) <= 16 and sorted(places) == list(range(40))
 
 
-def test_a_signal_ends_the_asking(text, monkeypatch):
+def test_a_signal_stops_new_requests(text, monkeypatch):
     with FakeEngine(text.tokenizer, seconds=0.05) as engine:
         monkeypatch.setattr(progress.interrupts, "_signal", None)
         with Client(recipe(engine, concurrency=2)) as client:
@@ -161,14 +161,14 @@ def test_a_signal_ends_the_asking(text, monkeypatch):
     assert 4 <= len(found) < 10
 
 
-class TestWhoIsThere:
-    def test_nobody(self, text):
+class TestServerChecks:
+    def test_an_unreachable_server_is_refused(self, text):
         engine = FakeEngine(text.tokenizer)
         engine.server.server_close()
         with pytest.raises(EngineError, match="no server responds at http://127"), Client(recipe(engine)):
             pass
 
-    def test_somebody_later(self, text):
+    def test_a_server_that_starts_later_is_waited_for(self, text):
         with FakeEngine(text.tokenizer) as first:
             port = first.server.server_address[1]
         late = []
@@ -186,12 +186,12 @@ class TestWhoIsThere:
             thread.join()
             late[0].__exit__()
 
-    def test_a_web_page(self, engine):
+    def test_a_web_page_instead_of_models_is_refused(self, engine):
         engine.pages["/v1/models"] = "<html>Log in</html>"
         with pytest.raises(EngineError, match="text/html instead of JSON"), Client(recipe(engine)):
             pass
 
-    def test_another_engine(self, engine):
+    def test_an_unknown_engine_is_refused_unless_named(self, engine):
         engine.engine = "tgi"
         with pytest.raises(EngineError, match="neither vLLM nor SGLang") as error, Client(recipe(engine)):
             pass
@@ -199,12 +199,12 @@ class TestWhoIsThere:
         with Client(recipe(engine, engine="vllm")) as client:
             assert client.servers[0].facts.version == "unknown"
 
-    def test_no_models(self, engine):
+    def test_a_server_without_models_is_refused(self, engine):
         engine.pages["/v1/models"] = {"data": []}
         with pytest.raises(EngineError, match="lists no models"), Client(recipe(engine)):
             pass
 
-    def test_another_model(self, engine):
+    def test_a_missing_model_is_refused(self, engine):
         with (
             pytest.raises(UsageError, match="does not serve model 'other'") as error,
             Client(recipe(engine, model="other")),
@@ -212,7 +212,7 @@ class TestWhoIsThere:
             pass
         assert error.value.hint == "it serves toy"
 
-    def test_another_tokenizer(self, engine, text, monkeypatch):
+    def test_another_tokenizer_is_refused(self, engine, text, monkeypatch):
         monkeypatch.setattr(
             engine, "tokenizer", type("Other", (), {"encode": lambda self, words, add_special_tokens: [1, 2, 3]})()
         )
@@ -220,15 +220,15 @@ class TestWhoIsThere:
             client.check(text)
 
     @pytest.mark.parametrize("shift", [0.3, math.nan])
-    def test_different_weights_behind_two_addresses(self, text, shift):
+    def test_servers_with_different_weights_are_refused(self, text, shift):
         with FakeEngine(text.tokenizer) as one, FakeEngine(text.tokenizer) as other:
             other.shift = shift
             with Client(recipe(one, other)) as client, pytest.raises(CheckpointError, match="different weights"):
                 client.check(text)
 
     @pytest.mark.parametrize("shift", [0.0, 0.5])
-    def test_a_server_that_is_restarted(self, engine, text, shift):
-        """With the same weights the work goes on; negative control: with others it does not."""
+    def test_after_a_restart_the_weights_are_checked_again(self, engine, text, shift):
+        """With equal weights the work continues. Negative control: with other weights it stops."""
 
         def faults(number):
             if number == 3:
@@ -244,8 +244,8 @@ class TestWhoIsThere:
             else:
                 assert len(answered(client, asks(9))) == 9
 
-    def test_a_certificate(self, text, tmp_path):
-        """The engine speaks plain HTTP: whatever TLS says of it is said."""
+    def test_a_tls_error_is_reported(self, text, tmp_path):
+        """The engine speaks plain HTTP, so that TLS fails."""
         with FakeEngine(text.tokenizer) as engine:
             address = engine.url.replace("http://", "https://")
             with (
@@ -254,20 +254,20 @@ class TestWhoIsThere:
             ):
                 pass
 
-    def test_one_that_goes_away_while_it_is_asked(self, text):
+    def test_a_server_that_stops_during_the_check_is_reported(self, text):
         with FakeEngine(text.tokenizer) as engine, Client(recipe(engine)) as client:
             engine.gone = True
             with pytest.raises(EngineError, match="does not respond"):
                 client.check(text)
 
-    def test_a_page_where_tokens_should_be(self, engine, text):
+    def test_a_web_page_instead_of_tokens_is_refused(self, engine, text):
         with Client(recipe(engine)) as client:
             engine.page = "<html>Log in</html>"
             with pytest.raises(EngineError, match="unexpected answer: it returned a web page"):
                 client.check(text)
 
-    @pytest.mark.parametrize("kind", ["vllm", "sglang"])  # llama-server always says it, or is refused
-    def test_one_that_does_not_say_how_long_a_text_may_be(self, text, kind):
+    @pytest.mark.parametrize("kind", ["vllm", "sglang"])  # llama-server always reports it, or is refused
+    def test_a_server_without_a_context_length_keeps_the_targets(self, text, kind):
         before = text.context_length
         with FakeEngine(text.tokenizer, kind) as engine:
             engine.context = None
@@ -275,7 +275,7 @@ class TestWhoIsThere:
                 client.check(text)
         assert text.context_length == before
 
-    def test_the_servers_context_is_the_limit(self, engine, text):
+    def test_the_context_length_of_the_server_is_the_limit(self, engine, text):
         whole = text.context_length
         engine.context = 100
         with Client(recipe(engine)) as client:
@@ -292,19 +292,19 @@ class TestWhoIsThere:
         ("http://a:1/v1,http://a:1", "twice"),
     ],
 )
-def test_addresses_that_are_none(urls, says):
+def test_invalid_and_repeated_addresses_are_refused(urls, says):
     with pytest.raises(ValueError, match=says):
         ServerRecipe(urls=urls)
 
 
-def test_an_address_may_end_as_those_of_openai_do():
+def test_an_address_may_end_with_v1():
     assert ServerRecipe(urls="http://a:8000/v1/, https://b").urls == ["http://a:8000", "https://b"]
 
 
 @pytest.mark.parametrize(
     ("value", "seconds"), [("2", 2), ("9999", 120), ("-1", 0), ("soon", None), ("Wed, 21 Oct 2015 07:28:00 GMT", 0)]
 )
-def test_how_long_a_server_asks_to_wait(value, seconds):
+def test_retry_after_is_parsed_and_capped(value, seconds):
     import httpx
 
     assert retry_after(httpx.Response(429, headers={"Retry-After": value})) == seconds
@@ -323,7 +323,7 @@ vllm:e2e_request_latency_seconds_bucket{le="+Inf"} 12
 """
 
 
-def test_counters_of_a_page():
+def test_counters_are_summed_from_a_metrics_page():
     found = vllm.parse_draft_counters(PAGE)
     assert found == DraftCounters(280, 822, 130, [116, 18])
     assert found.since(DraftCounters(100, 22, 30, [16])) == DraftCounters(180, 800, 100, [100, 18])
@@ -345,14 +345,14 @@ DRAFTS, PLACES = "vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_acce
         (f'{DRAFTS} 4\n{PLACES}{{position="9999"}} 3', DraftCounters(4)),
     ],
 )
-def test_numbers_that_are_none_are_left_out(line, wanted):
-    """Prometheus writes NaN for a metric that has seen nothing; it was a traceback."""
+def test_invalid_numbers_of_a_metrics_page_are_ignored(line, wanted):
+    """Prometheus writes NaN for a metric without samples, which once gave a traceback."""
     assert vllm.parse_draft_counters(f"{line}\n") == wanted
 
 
 @pytest.mark.parametrize(("blank", "end"), [("", "\n"), (" ", "\r\n"), ("", "\r\n"), ("", "\r")])
-def test_a_stream_in_another_form_is_the_same_text(engine, text, blank, end):
-    """ "data:" without a blank was no data, so the text had no end; CRLF was half a piece."""
+def test_streams_with_other_line_ends_give_the_same_text(engine, text, blank, end):
+    """ "data:" without a blank was ignored, so that the text had no end, and CRLF split an event."""
     engine.blank, engine.end = blank, end
     with Client(recipe(engine)) as client:
         client.check(text)

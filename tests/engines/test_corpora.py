@@ -1,4 +1,4 @@
-"""Datastores in SGLang servers that run: all have the new corpus, or none, and the old one goes last."""
+"""Datastores in running SGLang servers: all of them get the new corpus or none, and the old corpus is removed last."""
 
 import pytest
 
@@ -49,7 +49,7 @@ def refusal(client, given, name="sql", kind=SpecctlError):
     return f"{caught.value.message} | {caught.value.hint}"
 
 
-def test_a_datastore_is_given_and_replaced(text, engine, first, second):
+def test_a_corpus_is_published_and_replaced(text, engine, first, second):
     admin = engine.admin
     with Client(recipe(engine)) as client:
         client.check(text)
@@ -60,13 +60,13 @@ def test_a_datastore_is_given_and_replaced(text, engine, first, second):
         engine.breaks = lambda name: seen.append((name, len(admin.texts)))
         (two,) = client.publish_corpus("sql", second)
         assert admin.texts == {two.corpus: second.texts} and two.replaced == [one.corpus]
-        # The old one is there until the new one is.
+        # The old corpus is removed after the new one was added.
         assert seen == [(ADD, 1), (REMOVE, 2)]
         (again,) = client.publish_corpus("sql", second)
         assert again.tokens is None and again.corpus == two.corpus and len(seen) == 2
 
 
-def test_corpora_of_others_stay(text, engine, first, second):
+def test_corpora_with_other_names_stay(text, engine, first, second):
     engine.admin.add("somebody", documents=["a b c"])
     with Client(recipe(engine)) as client:
         client.publish_corpus("sql", first)
@@ -76,7 +76,7 @@ def test_corpora_of_others_stay(text, engine, first, second):
 
 
 @pytest.mark.parametrize("fault", ["error", "reset", "gone"])
-def test_the_second_of_two_fails_and_none_has_it(text, first, second, fault, engine):
+def test_if_one_of_two_servers_fails_neither_gets_the_new_corpus(text, first, second, fault, engine):
     with server(text) as other, Client(recipe(engine, other)) as client:
         before = [one.corpus for one in client.publish_corpus("sql", first)]
         once = iter([fault])
@@ -88,14 +88,14 @@ def test_the_second_of_two_fails_and_none_has_it(text, first, second, fault, eng
         assert [*engine.admin.texts.values()] == [second.texts]
 
 
-def test_what_cannot_be_taken_back_is_named(text, first, engine):
+def test_a_corpus_that_cannot_be_removed_again_is_named(text, first, engine):
     with server(text) as other, Client(recipe(engine, other)) as client:
         other.breaks = lambda name: "error" if name == ADD else None
         engine.breaks = lambda name: "error" if name == REMOVE else None
         assert f"may be left in {engine.url}" in refusal(client, first)
 
 
-def test_an_old_corpus_that_stays_is_named(engine, first, second, capsys):
+def test_an_old_corpus_that_was_not_removed_is_named(engine, first, second, capsys):
     with Client(recipe(engine)) as client:
         (one,) = client.publish_corpus("sql", first)
         engine.breaks = lambda name: "error" if name == REMOVE else None
@@ -114,20 +114,20 @@ UNABLE = [
 
 
 @pytest.mark.parametrize(("options", "words"), UNABLE)
-def test_what_the_server_lacks_is_named_before_anything_changes(text, first, engine, options, words):
+def test_an_unsuitable_server_is_refused_before_anything_changes(text, first, engine, options, words):
     with server(text, **options) as other, Client(recipe(engine, other)) as client:
         said = refusal(client, first, kind=EngineError)
         assert words in said and other.url in said
     assert not engine.posted and not other.posted
 
 
-def test_an_older_server_is_named(engine, first):
+def test_an_older_server_without_corpora_is_refused(engine, first):
     engine.admin.__class__ = type("Older", (Corpora,), {"pages": property(lambda self: {"/server_info": self.info})})
     with Client(recipe(engine)) as client:
         assert f"not have {LIST} | SGLang 0.5.23 has it" in refusal(client, first, kind=EngineError)
 
 
-def test_both_have_to_fit_for_a_moment(text, first, second):
+def test_the_server_needs_room_for_the_old_and_the_new_corpus(text, first, second):
     with server(text, most=first.tokens + second.tokens - 1) as engine, Client(recipe(engine)) as client:
         client.publish_corpus("sql", first)
         said = refusal(client, second)
@@ -135,8 +135,8 @@ def test_both_have_to_fit_for_a_moment(text, first, second):
         assert [*engine.admin.texts.values()] == [first.texts]
 
 
-def test_a_corpus_that_is_cut_is_taken_back(text, engine, first):
-    """The server's tokenizer is another one than it was when it was checked, or it counts otherwise."""
+def test_a_corpus_truncated_by_the_server_is_removed(text, engine, first):
+    """The server may count tokens otherwise, for example with another tokenizer since the check."""
     short = CorpusTexts(first.texts, 5, 0)
     engine.admin.most = first.tokens - 1
     with Client(recipe(engine)) as client:
@@ -144,7 +144,7 @@ def test_a_corpus_that_is_cut_is_taken_back(text, engine, first):
 
 
 @pytest.mark.parametrize("strange", [{"a": 1}, {"success": True}, {"success": True, "loaded_token_count": "many"}, []])
-def test_strange_answers_are_no_tracebacks(engine, first, strange):
+def test_malformed_answers_are_engine_errors(engine, first, strange):
     engine.breaks = lambda name: strange if name == ADD and strange else None
     if not strange:
         engine.pages = {LIST: {"corpus_token_counts": strange}}
@@ -156,6 +156,6 @@ def test_strange_answers_are_no_tracebacks(engine, first, strange):
     assert not engine.admin.texts
 
 
-def test_vllm_takes_none(text, first):
+def test_vllm_does_not_accept_corpora(text, first):
     with FakeEngine(text.tokenizer, "vllm") as engine, Client(recipe(engine)) as client:
         assert "is vllm, which does not accept corpora while it runs" in refusal(client, first, kind=UsageError)

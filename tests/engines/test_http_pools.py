@@ -1,4 +1,4 @@
-"""Connections in small pools."""
+"""HTTP connections in several small pools."""
 
 import asyncio
 import ssl
@@ -12,7 +12,7 @@ from specctl.engines.http_pools import CONNECTIONS, HttpPools
 
 
 @pytest.mark.parametrize(("connections", "clients"), [(1, 1), (CONNECTIONS, 1), (CONNECTIONS + 1, 2), (64, 8)])
-def test_clients_take_turns(connections, clients):
+def test_requests_rotate_among_the_pools(connections, clients):
     some = HttpPools(connections, verify=False)
     taken = Counter(id(some.http) for _ in range(3 * clients))
     assert len(taken) == clients and set(taken.values()) == {3}
@@ -20,7 +20,7 @@ def test_clients_take_turns(connections, clients):
     assert all(some.http.is_closed for _ in range(clients))
 
 
-def test_certificates_are_read_once_and_only_where_they_are_checked(monkeypatch):
+def test_certificates_are_read_once_and_only_if_they_are_verified(monkeypatch):
     read = []
     monkeypatch.setattr(http_pools.httpx, "create_ssl_context", lambda: read.append(1) or ssl.create_default_context())
     asyncio.run(HttpPools(64, verify=False).aclose())

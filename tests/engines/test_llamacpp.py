@@ -1,4 +1,4 @@
-"""llama-server's dialect. `tests/engines/test_client.py` has what it shares with the other engines."""
+"""llama-server's protocol. `tests/engines/test_client.py` tests the behavior shared with the other engines."""
 
 import math
 
@@ -33,7 +33,7 @@ llamacpp:spec_decode_num_accepted_tokens_per_pos_total{position="2"} 0
 
 
 def document(**more):
-    """An answer as a server gave it, shortened."""
+    """A real server's answer, shortened."""
     timings = {"cache_n": 0, "prompt_n": 12, "predicted_n": 33, "draft_n": 75, "draft_n_accepted": 7}
     plain = {"content": "ab", "tokens": [8, 9], "stop_type": "eos", "truncated": False, "tokens_evaluated": 3}
     return plain | {"timings": timings} | more
@@ -49,27 +49,27 @@ def recipe(engine, **options):
     return ServerRecipe(urls=[engine.url], retries=0, **options)
 
 
-def test_counters_of_a_text_and_of_the_server():
-    """33 tokens are one of the prompt, 25 of rounds, and 7 accepted ones: both sources say the same."""
+def test_counters_of_an_answer_and_of_the_metrics_page_agree():
+    """33 tokens are one from the prefill, 25 from rounds and 7 accepted ones."""
     said = llamacpp.own_drafting(document())
     assert said == DraftCounters(25, 75, 7) and said.mat == 1 + 7 / 25
     page = llamacpp.parse_draft_counters(PAGE)
     assert page == DraftCounters(25, 75, 7, [6, 1, 0])
-    assert llamacpp.parse_draft_counters(PAGE.replace(" 25", " 0")) is None, "no drafter"
+    assert llamacpp.parse_draft_counters(PAGE.replace(" 25", " 0")) is None, "without rounds there is no drafter"
 
 
 @pytest.mark.parametrize("drafted", [None, 0, -1, math.nan, 10**400, "75", True])
-def test_counters_that_are_none(drafted):
+def test_invalid_counters_are_ignored(drafted):
     timings = document()["timings"] | {"draft_n": drafted}
     assert llamacpp.own_drafting(document(timings=timings)) is None
     assert llamacpp.own_drafting(document(timings=drafted)) is None
 
 
-def test_samplers_of_its_own_are_off_and_nothing_comes_from_a_cache():
+def test_requests_turn_off_extra_samplers_and_the_prompt_cache():
     body = llamacpp.request_body(GenerationRequest([5], 9, 0.7, 40, 0.9, seed=2**32 - 1), "m")
     assert body["samplers"] == ["temperature", "top_k", "top_p"] and body["cache_prompt"] is False
     assert (body["n_predict"], body["temperature"], body["top_k"], body["top_p"]) == (9, 0.7, 40, 0.9)
-    assert body["seed"] == 0, "its largest number asks for a random seed"
+    assert body["seed"] == 0, "llama.cpp's largest seed means a random one"
 
 
 @pytest.mark.parametrize(
@@ -80,34 +80,34 @@ def test_samplers_of_its_own_are_off_and_nothing_comes_from_a_cache():
         ({"stop_type": "none"}, "'none'"),
     ],
 )
-def test_answers_that_are_none(change, says):
+def test_malformed_answers_are_refused(change, says):
     with pytest.raises(MalformedResponse, match=says):
         llamacpp.parse_answer(document(**change), ASK)
     with pytest.raises(MalformedResponse, match="no tokens"):
         llamacpp.parse_answer({"content": "text of an older server"}, ASK)
 
 
-def test_a_full_slot_is_a_refusal_and_not_a_short_text():
+def test_a_text_cut_by_a_full_slot_is_a_refusal():
     cut = llamacpp.parse_answer(document(stop_type="limit", truncated=True), ASK)
     assert isinstance(cut, Refusal) and "after 2 of 8" in cut.reason and "--ctx-size" in cut.reason
     ended = llamacpp.parse_answer(document(truncated=True), ASK)
     assert isinstance(ended, GenerationResult) and ended.stop == "eos", "the end of the text came first"
 
 
-def test_a_text_beyond_the_context_is_refused_once(engine, text):
+def test_a_text_beyond_the_context_is_not_retried(engine, text):
     engine.context = 5
     with Client(recipe(engine)) as client:
         answers = dict(client.answers([GenerationRequest([1, 2, 3, 4], 300)]))
     assert isinstance(answers[0], Refusal) and sum(engine.asked.values()) == 1
 
 
-def test_no_more_requests_than_slots(engine, text, capsys):
+def test_concurrency_is_limited_by_the_slots(engine, text, capsys):
     engine.slots, engine.seconds = 2, 0.02
     asks = [GenerationRequest([n + 5], 4) for n in range(12)]
     with Client(recipe(engine, concurrency=8)) as client:
         client.check(text)
         assert len(dict(client.answers(asks))) == 12 and engine.most == 2
-        assert len(dict(client.answers(asks, limit=6))) == 12 and engine.most > 2, "eval-server names its load"
+        assert len(dict(client.answers(asks, limit=6))) == 12 and engine.most > 2, "an explicit limit"
     assert "--parallel" in capsys.readouterr().err
 
 
@@ -116,7 +116,7 @@ def test_no_more_requests_than_slots(engine, text, capsys):
     [{}, {"total_slots": 1}, {"total_slots": "1", "default_generation_settings": {"n_ctx": 4}}, [], "<html>"],
     ids=str,
 )
-def test_a_server_without_its_properties(engine, page):
+def test_a_server_without_its_properties_is_refused(engine, page):
     engine.pages = {"/props": page}
     with pytest.raises(EngineError, match="/props does not tell") as error, Client(recipe(engine)):
         pass
@@ -135,7 +135,7 @@ def test_hidden_states_and_new_drafters_are_refused(engine, text, tmp_path):
             client.publish_corpus("c", None)
 
 
-def test_no_servers_have_no_limit_of_slots():
-    """`learn-from-server` without a baseline server said "texts at a time: 0"."""
+def test_without_servers_the_concurrency_is_not_limited_by_slots():
+    """`learn-from-server` without a baseline server printed "texts at a time: 0"."""
     with Client(ServerRecipe(concurrency=7)) as client:
         assert client.in_flight == 7

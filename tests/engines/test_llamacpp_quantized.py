@@ -1,4 +1,4 @@
-"""GGUF files with every quantization that llama.cpp writes: our weights equal the ones that it dequantizes itself."""
+"""GGUF files with every quantization of llama.cpp: our weights equal llama.cpp's own dequantization."""
 
 import ctypes
 from pathlib import Path
@@ -29,11 +29,11 @@ SIZES = {
 }
 FLOATS = ctypes.POINTER(ctypes.c_float)
 WHOLE = {"F32", "F16", "BF16"}
-UNWRITTEN = {"NVFP4"}  # also has a scale per tensor, in a tensor of its own
+UNWRITTEN = {"NVFP4"}  # has a scale per tensor, in a separate tensor
 
 
 class LlamaCpp:
-    """llama.cpp's functions that quantize rows, and that dequantize them."""
+    """llama.cpp's functions that quantize and dequantize rows."""
 
     def __init__(self, library: Path):
         self.library = ctypes.CDLL(str(library))
@@ -79,8 +79,8 @@ def directory(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", sorted({*gguf_file.kind_names()} - WHOLE - UNWRITTEN))
-def test_weights_are_the_ones_that_llamacpp_computes_with(directory, llamacpp, tmp_path, monkeypatch, kind):
-    """A quantization read with a wrong scale, sign or order would train heads on weights that no engine serves."""
+def test_weights_equal_llamacpps_dequantized_weights(directory, llamacpp, tmp_path, monkeypatch, kind):
+    """With a wrong scale, sign or order, heads would be trained for weights that no engine serves."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     codec = {"quantize": _whole_or(llamacpp.quantize), "dequantize": _whole_or(llamacpp.dequantize)}
     monkeypatch.setattr("tests.toys.gguf.gguf", SimpleNamespace(**vars(gguf) | codec))

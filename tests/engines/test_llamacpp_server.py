@@ -1,4 +1,4 @@
-"""Exported heads in llama.cpp itself: its texts are the target's, and it takes the rounds that our own loop takes."""
+"""Exported heads in llama.cpp: its texts equal the target's, and its rounds equal our own loop's."""
 
 import os
 import shlex
@@ -43,7 +43,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """The built-in target in fp32, so that no tie between logits decides anything."""
+    """The built-in target in fp32, so that rounding decides no tie between logits."""
     path = tmp_path_factory.mktemp("target") / "target.gguf"
     write(builtin_path(), path)
     return path
@@ -85,7 +85,9 @@ def serving(log, *arguments):
     ],
     ids=["eagle3 with a norm", "eagle3", "dflash", "dspark", "windows", "open windows"],
 )
-def test_rounds_are_those_of_our_own_loop(family, options, target, file, prompts, responses, tmp_path, monkeypatch):
+def test_llamacpps_texts_and_rounds_equal_our_own(
+    family, options, target, file, prompts, responses, tmp_path, monkeypatch
+):
     drafter = trained(family, responses, tmp_path / "drafter", **options)
     result = exporting.export(
         ExportRecipe(
@@ -105,8 +107,8 @@ def test_rounds_are_those_of_our_own_loop(family, options, target, file, prompts
         page = client.drafting()
     tokens = result.tokens
     drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
-    # The file's matrices are in bf16: it is read back. The rest is computed in fp32 on both sides.
-    monkeypatch.setattr("specctl.drafters.dflash.drafter.CANDIDATES", target.vocab_size)  # all, as in llama.cpp
+    # The exported matrices are in bf16, so the file is imported again. Both sides compute in fp32.
+    monkeypatch.setattr("specctl.drafters.dflash.drafter.CANDIDATES", target.vocab_size)  # all tokens, as in llama.cpp
     rounded = ImportRecipe(head=tmp_path / "out", output_dir=tmp_path / "back", probe={"enabled": False})
     import_head(rounded, target=target)
     back = pool.load_drafter(str(tmp_path / "back"), target, drafting)
@@ -117,16 +119,16 @@ def test_rounds_are_those_of_our_own_loop(family, options, target, file, prompts
     assert [answers[place].output_ids for place in range(len(prompts))] == [one.output_ids for one in plain]
     said = [answers[place].drafting for place in range(len(prompts))]
     assert [(one.rounds, one.drafted) for one in said] == [(one.target_passes, one.drafted) for one in ours]
-    # llama.cpp does not count an end token that was drafted; here it is an accepted token.
+    # llama.cpp does not count a drafted end token; our loop counts it as accepted.
     ends = sum(one.target_passes + 1 + one.accepted - len(one.output_ids) for one in ours)
     assert 0 <= ends <= len(prompts)
     assert page.accepted == sum(page.accepted_at) == sum(one.accepted for one in ours) - ends
-    assert page.accepted > len(prompts), "a head without skill proves nothing"
-    without = sum(one.rounds for one in said) - page.rounds  # the last token of a text needs no draft
+    assert page.accepted > len(prompts), "the test needs a head with accepted drafts"
+    without = sum(one.rounds for one in said) - page.rounds  # rounds for the last token of a text have no draft
     assert 0 <= without <= len(prompts)
 
 
-def test_a_running_server_is_measured(file, tmp_path):
+def test_eval_server_measures_a_running_llama_server(file, tmp_path):
     (tmp_path / "run").mkdir()
     with serving(tmp_path / "log", file) as url:
         recipe = EvalServerRecipe(

@@ -1,4 +1,4 @@
-"""What a proxy asks an engine for besides, and that its clients do not see it."""
+"""The fields that a proxy adds to requests, and their removal from the answers to its clients."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import pytest
 from specctl.engines import proxy_messages, sglang, vllm
 
 
-def test_ids_and_counters_are_asked_for_and_taken_out_again():
+def test_ids_and_counters_are_requested_and_removed_from_answers():
     body = {"messages": [], "stream": True, "stream_options": {"continuous_usage_stats": False}}
     sent, added = proxy_messages.with_counters("vllm", body)
     assert sent["return_token_ids"] and sent["stream_options"] == {
@@ -22,7 +22,7 @@ def test_ids_and_counters_are_asked_for_and_taken_out_again():
     assert proxy_messages.without_added_fields({"choices": [], "usage": {}}, added) is None
 
 
-def test_a_client_that_asks_itself_sees_all_of_it():
+def test_fields_that_the_client_requested_are_kept():
     body = {"prompt": "a", "stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
     sent, added = proxy_messages.with_counters("vllm", body)
     assert sent == body and not added
@@ -30,7 +30,7 @@ def test_a_client_that_asks_itself_sees_all_of_it():
     assert proxy_messages.without_added_fields(piece, added) == piece
 
 
-def test_sglang_and_llamacpp_are_asked_for_nothing_more():
+def test_requests_to_sglang_and_llamacpp_are_unchanged():
     body = {"text": "a", "stream": True}
     assert proxy_messages.with_counters("sglang", body) == (body, frozenset())
     assert proxy_messages.with_counters("llama.cpp", body) == (body, frozenset())
@@ -59,12 +59,12 @@ def test_sglang_and_llamacpp_are_asked_for_nothing_more():
         ("llama.cpp", "/generate", {"text": "a"}, False),
     ],
 )
-def test_requests_of_one_text_are_kept(engine, path, body, kept):
+def test_only_requests_for_a_single_text_are_recordable(engine, path, body, kept):
     assert proxy_messages.is_recordable(engine, path, body) is kept
 
 
-def test_events_end_at_empty_lines_alone():
-    """JSON may hold U+2028 and U+0085 as they are, which Unicode takes for ends of lines."""
+def test_events_end_only_at_empty_lines():
+    """JSON may contain U+2028 and U+0085 unescaped, which Unicode treats as line ends."""
     wanted = [b'data: {"text": "a\xe2\x80\xa8b\xc2\x85c"}\n\n', b": ping\n\n", b"data: [DONE]\n\n", b"rest"]
     whole = b"".join(wanted)
 
@@ -81,7 +81,7 @@ def test_events_end_at_empty_lines_alone():
     assert [proxy_messages.piece_of(event) for event in wanted[1:]] == [None] * 3
 
 
-def test_pieces_make_a_response():
+def test_pieces_of_a_stream_are_joined_to_a_response():
     pieces = [
         {"prompt_token_ids": [1, 2], "choices": [{"delta": {"role": "assistant", "content": ""}}]},
         {"choices": [{"delta": {"content": "SEL"}, "token_ids": [3], "finish_reason": None}]},
@@ -96,14 +96,14 @@ def test_pieces_make_a_response():
         proxy_messages.joined(pieces[:2])
 
 
-def test_sglang_pieces_hold_all_or_what_is_new():
+def test_sglang_pieces_may_be_cumulative_or_incremental():
     growing = [{"output_ids": [1], "meta_info": {}}, {"output_ids": [1, 2], "meta_info": {"completion_tokens": 2}}]
     fresh = [{"output_ids": [1], "meta_info": {}}, {"output_ids": [2, 3], "meta_info": {"completion_tokens": 4}}]
     assert proxy_messages.joined(growing)["output_ids"] == [1, 2]
     assert proxy_messages.joined(fresh)["output_ids"] == [1, 2, 3]
 
 
-def test_a_restored_event_is_json_again():
+def test_a_restored_event_is_valid_json():
     event = b'data: {"choices": [{"text": "\xc3\xa9", "token_ids": [1]}]}\n\n'
     shown = proxy_messages.restored_event(event, proxy_messages.piece_of(event), frozenset({"token_ids"}))
     assert json.loads(shown.removeprefix(b"data: ")) == {"choices": [{"text": "é"}]} and shown.endswith(b"\n\n")
@@ -111,9 +111,9 @@ def test_a_restored_event_is_json_again():
 
 @pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
 @pytest.mark.parametrize("size", [1, 2, 3, 1000])
-def test_every_form_of_an_event_is_read(end, size):
-    """Lines that end with CRLF were held back to the end of the stream, data without a blank was no data, and an event
-    with a name before its data showed its client what was added for us."""
+def test_every_valid_form_of_an_event_is_read(end, size):
+    """Three faults: lines with CRLF were delayed until the end of the stream, "data:" without a blank was ignored, and
+    an event with a name before its data exposed the added fields to the client."""
     piece = {"choices": [{"text": "a", "token_ids": [1]}]}
     forms = [
         [b"data:" + json.dumps(piece).encode()],
@@ -127,7 +127,7 @@ def test_every_form_of_an_event_is_read(end, size):
         for at in range(0, len(whole), size):
             yield whole[at : at + size]
             due = sum(len(b"".join(sent[: n + 1])) <= at + size for n in range(len(sent)))
-            assert len(seen) >= due - (end == b"\r")  # which may be half of a CRLF
+            assert len(seen) >= due - (end == b"\r")  # a final \r may be half of a CRLF
 
     async def read():
         async for event in proxy_messages.events(parts()):
@@ -144,8 +144,8 @@ def test_every_form_of_an_event_is_read(end, size):
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf, 10**400, -1, 1.5, "3", True, None])
-def test_counters_that_are_none_are_not_believed(wrong):
-    """JSON has NaN here, and numbers of any length."""
+def test_invalid_counters_are_ignored(wrong):
+    """Python's JSON reads NaN and numbers of any length."""
     for histogram, drafted in (([1, wrong], 3), ([1, 2], wrong)):
         said = {"metrics": {"speculative_decoding": {"acceptance_histogram": histogram, "num_draft_tokens": drafted}}}
         assert vllm.own_drafting(said) is None
@@ -153,7 +153,7 @@ def test_counters_that_are_none_are_not_believed(wrong):
         assert wrong is drafted is None or sglang.own_drafting(about) is None
 
 
-def test_counters_are_read_of_answers_and_of_streams():
+def test_counters_are_read_from_answers_and_streams():
     drafts = {"speculative_decoding": {"acceptance_histogram": [2, 1], "num_draft_tokens": 3}}
     whole = {"choices": [], "usage": {"completion_tokens": 4}, "metrics": drafts}
     counts = proxy_messages.text_counts("vllm", "/v1/completions", whole)
@@ -173,8 +173,8 @@ def test_counters_are_read_of_answers_and_of_streams():
         ("vllm", "/v1/completions", {}),  # a stream that broke off
         ("vllm", "/v1/completions", {"usage": {"completion_tokens": 0}}),
         ("vllm", "/v1/completions", {"usage": "many"}),
-        ("sglang", "/v1/completions", {"usage": {"completion_tokens": 4}}),  # which it says nothing of drafts beside
+        ("sglang", "/v1/completions", {"usage": {"completion_tokens": 4}}),  # SGLang's OpenAI API reports no drafts
     ],
 )
-def test_where_there_are_none_there_are_none(engine, path, said):
+def test_incomplete_answers_have_no_counters(engine, path, said):
     assert proxy_messages.text_counts(engine, path, said) is None

@@ -1,4 +1,4 @@
-"""A drafter published into servers that run: all of them take it, or none, and an error says what to do."""
+"""Publishing a drafter to running servers: all of them take it or none, and errors say what to do."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def tokenizer():
 
 @pytest.fixture(autouse=True)
 def loads(monkeypatch):
-    """What the workers of fake vLLMs load."""
+    """The tensors that the workers of fake vLLM servers load."""
     seen = []
 
     def load(worker, tensors):
@@ -37,7 +37,7 @@ def loads(monkeypatch):
 
 
 def written(place, seed=0, *, size=SIZE, tokens=None, without=(), **config):
-    """A directory as `specctl export` writes it: an EAGLE-3 head, but for most of its layers."""
+    """A directory as `specctl export` writes it: an EAGLE-3 head without most of its layers."""
     draw = torch.Generator().manual_seed(seed)
     shapes = {"fc.weight": (size, 3 * size), "lm_head.weight": (DRAFTED, size), "norm.weight": (size,)}
     tensors = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items() if name not in without}
@@ -51,12 +51,12 @@ def written(place, seed=0, *, size=SIZE, tokens=None, without=(), **config):
 
 @pytest.fixture
 def heads(tmp_path):
-    """Three of the same form; servers are started with the first."""
+    """Three heads with equal layouts; servers are started with the first."""
     return [written(tmp_path / f"head-{seed}", seed) for seed in range(3)]
 
 
 class Served:
-    """A fake engine that drafts, and what it drafts with."""
+    """A fake engine that drafts, and its current draft weights."""
 
     def __init__(self, tokenizer, engine, head, **options):
         self.engine = FakeEngine(tokenizer, engine)
@@ -108,7 +108,7 @@ def refusal(client, *arguments, kind=SpecctlError):
     return f"{caught.value.message} | {caught.value.hint}"
 
 
-def test_a_drafter_is_published_and_another_one(server, heads, capsys):
+def test_drafters_are_published_one_after_another(server, heads, capsys):
     with Client(recipe(server)) as client:
         assert client.published() == [None]
         for version, head in (("1", heads[1]), ("2", heads[2]), ("3", heads[0])):
@@ -119,7 +119,7 @@ def test_a_drafter_is_published_and_another_one(server, heads, capsys):
     assert "drafts with 3; its requests were paused for 0." in capsys.readouterr().err
 
 
-def test_every_rank_is_published_to(tokenizer, kind, heads, loads):
+def test_every_rank_gets_the_new_drafter(tokenizer, kind, heads, loads):
     served = Served(tokenizer, kind, heads[0], ranks=2)
     with served.engine, Client(recipe(served)) as client:
         client.publish(heads[1], "1")
@@ -127,7 +127,7 @@ def test_every_rank_is_published_to(tokenizer, kind, heads, loads):
     assert kind == "sglang" or len(loads) == 2
 
 
-def test_ranks_without_a_drafter_do_not_count(tokenizer, heads):
+def test_ranks_without_a_drafter_are_ignored(tokenizer, heads):
     served = Served(tokenizer, "vllm", heads[0], ranks=2)
     served.engine.admin.ranks[0].get_draft_model = lambda: None
     with served.engine, Client(recipe(served)) as client:
@@ -135,7 +135,7 @@ def test_ranks_without_a_drafter_do_not_count(tokenizer, heads):
         assert client.published() == ["1"]
 
 
-def test_a_restarted_server_drafts_with_what_it_was_started_with(server, heads):
+def test_a_restarted_server_has_its_first_drafter(server, heads):
     with Client(recipe(server)) as client:
         client.publish(heads[1], "1")
         server.restart()
@@ -153,7 +153,7 @@ OTHER_FORMS = {
 
 
 @pytest.mark.parametrize("other", OTHER_FORMS)
-def test_another_form_is_refused_before_anything_changes(server, heads, tmp_path, other):
+def test_another_layout_is_refused_before_anything_changes(server, heads, tmp_path, other):
     options, words = OTHER_FORMS[other]
     with Client(recipe(server)) as client:
         client.publish(heads[1], "1")
@@ -165,7 +165,7 @@ def test_another_form_is_refused_before_anything_changes(server, heads, tmp_path
         assert not changing & set(server.engine.posted[asked:])
 
 
-def test_numbers_that_are_none_are_refused(server, heads, tmp_path):
+def test_weights_with_nan_are_refused(server, heads, tmp_path):
     place = written(tmp_path / "other", 3)
     tensors = {"fc.weight": fc(place) * torch.nan, "lm_head.weight": torch.zeros(DRAFTED, SIZE)}
     tensors |= {"norm.weight": torch.ones(SIZE), "d2t": torch.arange(DRAFTED) * 2}
@@ -183,7 +183,7 @@ def test_draft_tokens_beyond_the_vocabulary_are_refused(tokenizer, heads, tmp_pa
         assert same(served, heads[0])
 
 
-def test_what_is_no_export_is_refused(server, tmp_path, heads):
+def test_directories_that_are_not_exports_are_refused(server, tmp_path, heads):
     with Client(recipe(server)) as client:
         (tmp_path / "empty").mkdir()
         assert "cannot be read: No such file" in refusal(client, tmp_path / "empty", "1", kind=UsageError)
@@ -194,7 +194,7 @@ def test_what_is_no_export_is_refused(server, tmp_path, heads):
     assert "drafter_swap" not in server.engine.posted and same(server, heads[0])
 
 
-def test_the_second_of_two_fails_and_the_first_gets_back_what_it_had(tokenizer, kind, heads):
+def test_if_the_second_server_fails_the_first_is_switched_back(tokenizer, kind, heads):
     first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
     with first.engine, second.engine, Client(recipe(first, second)) as client:
         client.publish(heads[1], "1")
@@ -210,7 +210,7 @@ def test_the_second_of_two_fails_and_the_first_gets_back_what_it_had(tokenizer, 
         assert client.published() == ["2", "2"]
 
 
-def test_back_to_what_it_was_started_with(tokenizer, kind, heads):
+def test_a_server_is_switched_back_to_its_first_drafter(tokenizer, kind, heads):
     first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
     with first.engine, second.engine, Client(recipe(first, second)) as client:
         second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
@@ -219,7 +219,7 @@ def test_back_to_what_it_was_started_with(tokenizer, kind, heads):
         assert client.published() == [None, None] and same(first, heads[0])
 
 
-def test_a_server_that_goes_while_it_is_swapped(tokenizer, kind, heads):
+def test_a_server_that_stops_during_a_swap_is_named(tokenizer, kind, heads):
     first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
     with first.engine, second.engine, Client(recipe(first, second)) as client:
         swap = "drafter_swap" if kind == "vllm" else "/update_weights_from_tensor"
@@ -241,7 +241,7 @@ def test_a_server_that_goes_while_it_is_swapped(tokenizer, kind, heads):
         assert client.published() == [None, None]
 
 
-def test_an_answer_that_is_lost_is_taken_back(server, heads):
+def test_a_swap_with_a_lost_answer_is_reverted(server, heads):
     lost = iter(["gone"])
     swap = "drafter_swap" if isinstance(server.engine.admin, Workers) else "/update_weights_from_tensor"
     server.engine.breaks = lambda name: next(lost, None) if name == swap else None
@@ -250,7 +250,7 @@ def test_an_answer_that_is_lost_is_taken_back(server, heads):
         assert client.published() == [None] and same(server, heads[0])
 
 
-def test_what_was_published_before_is_gone(tokenizer, kind, heads):
+def test_a_deleted_previous_drafter_cannot_be_restored(tokenizer, kind, heads):
     first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
     with first.engine, second.engine, Client(recipe(first, second)) as client:
         client.publish(heads[1], "1")
@@ -258,11 +258,11 @@ def test_what_was_published_before_is_gone(tokenizer, kind, heads):
         second.engine.breaks = lambda name: "error" if name in ("drafter_swap", "/begin_weight_update") else None
         said = refusal(client, heads[2], "2", kind=EngineError)
         assert f"{first.engine.url} could not be switched back to 1" in said
-        assert client.published()[0] == "2"  # as it says itself
+        assert client.published()[0] == "2"  # by the server's own report
 
 
-def test_a_drafter_that_was_damaged_since_is_not_put_back(tokenizer, kind, heads):
-    """The error of its file ended the whole restore, and hid which server had failed."""
+def test_a_damaged_previous_drafter_cannot_be_restored(tokenizer, kind, heads):
+    """The error about its file once ended the whole restore, and hid which server had failed."""
     first, second = Served(tokenizer, kind, heads[0]), Served(tokenizer, kind, heads[0])
     with first.engine, second.engine, Client(recipe(first, second)) as client:
         client.publish(heads[1], "1")
@@ -273,8 +273,9 @@ def test_a_drafter_that_was_damaged_since_is_not_put_back(tokenizer, kind, heads
         assert said.startswith(second.engine.url) and f"{first.engine.url} could not be switched back to 1" in said
 
 
-def test_a_damaged_first_drafter_is_named(tokenizer, heads):
-    """SGLang takes only what fits the drafter of its start. If that is damaged, the error names the server, too."""
+def test_a_damaged_first_drafter_of_sglang_is_named(tokenizer, heads):
+    """SGLang accepts only weights with the layout of its first drafter. If that is damaged, the error names the server,
+    too."""
     served = Served(tokenizer, "sglang", heads[0])
     with served.engine, Client(recipe(served)) as client:
         weights = heads[0] / "model.safetensors"
@@ -284,7 +285,7 @@ def test_a_damaged_first_drafter_is_named(tokenizer, heads):
         assert f"{heads[0]}, which SGLang was started with, cannot be read" in said
 
 
-def test_one_rank_fails_alone(tokenizer, heads, monkeypatch):
+def test_a_failure_of_one_rank_reverts_all_ranks(tokenizer, heads, monkeypatch):
     served = Served(tokenizer, "vllm", heads[0], ranks=2)
     with served.engine, Client(recipe(served)) as client:
         faults = iter([None, RuntimeError("no memory")])
@@ -305,17 +306,17 @@ STEPS = ["/pause_generation", "/begin_weight_update", "/update_weights_from_tens
 
 @pytest.mark.parametrize("fault", ["error", "gone"])
 @pytest.mark.parametrize("path", STEPS)
-def test_requests_go_on_whatever_fails(tokenizer, heads, path, fault):
+def test_requests_continue_after_a_failure_at_any_step(tokenizer, heads, path, fault):
     served = Served(tokenizer, "sglang", heads[0])
     once = iter([fault])
     served.engine.breaks = lambda name: next(once, None) if name == path else None
     with served.engine, Client(recipe(served)) as client:
         refusal(client, heads[1], "1", kind=EngineError)
     assert not served.engine.admin.paused
-    assert served.engine.admin.open == ((path, fault) == ("/end_weight_update", "error"))  # which cannot be helped
+    assert served.engine.admin.open == ((path, fault) == ("/end_weight_update", "error"))  # the update stays open
 
 
-def test_an_update_that_somebody_else_began_is_left_alone(tokenizer, heads):
+def test_an_update_by_another_client_is_not_ended(tokenizer, heads):
     served = Served(tokenizer, "sglang", heads[0])
     served.engine.admin.open = True
     with served.engine, Client(recipe(served)) as client:
@@ -324,7 +325,7 @@ def test_an_update_that_somebody_else_began_is_left_alone(tokenizer, heads):
     assert served.engine.admin.open and "/end_weight_update" not in served.engine.posted
 
 
-def test_sglang_is_not_sent_what_it_shares_with_the_target(tokenizer, tmp_path, monkeypatch):
+def test_sglang_is_not_sent_weights_shared_with_the_target(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(sglang, "MOST_BYTES", 600)  # several requests
     place = written(tmp_path / "one", 1)
     tensors = {"fc.weight": fc(place), "embed_tokens.weight": torch.zeros(VOCAB, SIZE)}
@@ -337,7 +338,7 @@ def test_sglang_is_not_sent_what_it_shares_with_the_target(tokenizer, tmp_path, 
         assert served.engine.posted.count("/update_weights_from_tensor") == len(sent)
 
 
-def test_sglang_keeps_its_draft_tokens(tokenizer, heads, tmp_path):
+def test_sglang_refuses_another_draft_vocabulary(tokenizer, heads, tmp_path):
     served = Served(tokenizer, "sglang", heads[0])
     with served.engine, Client(recipe(served)) as client:
         said = refusal(client, written(tmp_path / "other", 3, tokens=torch.arange(DRAFTED) * 3), "1")
@@ -358,7 +359,7 @@ UNABLE = {
 
 
 @pytest.mark.parametrize(("kind", "options", "words"), [(k, *case) for k in UNABLE for case in UNABLE[k]])
-def test_what_the_server_lacks_is_named(tokenizer, heads, kind, options, words):
+def test_missing_server_options_are_named(tokenizer, heads, kind, options, words):
     served = Served(tokenizer, kind, heads[0], **(options or {}))
     if options is None:
         served.engine.admin = None
@@ -370,7 +371,7 @@ def test_what_the_server_lacks_is_named(tokenizer, heads, kind, options, words):
             assert words in said and served.engine.url in said
 
 
-def test_an_older_sglang_is_named(tokenizer, heads):
+def test_an_older_sglang_is_refused(tokenizer, heads):
     served = Served(tokenizer, "sglang", heads[0])
     served.engine.admin.begin_weight_update = None
     with served.engine, Client(recipe(served)) as client:
@@ -379,13 +380,13 @@ def test_an_older_sglang_is_named(tokenizer, heads):
 
 
 @pytest.mark.parametrize("kind", ENGINES)
-def test_an_engine_that_does_not_draft(tokenizer, heads, kind):
+def test_an_engine_without_a_drafter_is_refused(tokenizer, heads, kind):
     served = Served(tokenizer, kind, None, **({"algorithm": None} if kind == "sglang" else {}))
     with served.engine, Client(recipe(served)) as client:
         assert "does not draft: it was started without --speculative" in refusal(client, heads[1], "1")
 
 
-def test_a_server_that_does_not_see_the_directory(tokenizer, heads):
+def test_a_directory_that_the_server_cannot_read_is_refused(tokenizer, heads):
     served = Served(tokenizer, "vllm", heads[0])
     words = {"refused": "/far/head cannot be read: No such file or directory"}
     served.engine.breaks = lambda name: {"results": [words]} if name == "drafter_fits" else None
@@ -394,7 +395,7 @@ def test_a_server_that_does_not_see_the_directory(tokenizer, heads):
         assert "cannot be read" in said and "the server needs to see the directory" in said
 
 
-def test_a_server_that_sees_another_directory_of_that_name(tokenizer, heads, monkeypatch):
+def test_a_directory_with_other_files_on_the_server_is_refused(tokenizer, heads, monkeypatch):
     served = Served(tokenizer, "vllm", heads[0])
     with served.engine, Client(recipe(served)) as client:
         other = vllm_worker.contents(heads[2])
@@ -402,14 +403,14 @@ def test_a_server_that_sees_another_directory_of_that_name(tokenizer, heads, mon
         assert "differs from the published files" in refusal(client, heads[1], "1")
 
 
-def test_strange_answers_are_no_tracebacks(server, heads):
+def test_malformed_answers_are_engine_errors(server, heads):
     with Client(recipe(server)) as client:
         for strange in ({"results": "?"}, {"results": [{}]}, {"results": []}, {"a": 1}, {"success": "no"}):
             server.engine.breaks = lambda name, strange=strange: strange
             refusal(client, heads[1], "1", kind=EngineError)
 
 
-def test_keys_are_sent_and_never_shown(server, heads, monkeypatch, capsys):
+def test_api_keys_are_sent_but_never_printed(server, heads, monkeypatch, capsys):
     monkeypatch.setenv("SPECCTL_API_KEY", "hush-hush-hush")
     with Client(recipe(server)) as client:
         client.publish(heads[1], "1")
@@ -422,7 +423,7 @@ def test_keys_are_sent_and_never_shown(server, heads, monkeypatch, capsys):
     assert "hush" not in said + "".join(capsys.readouterr())
 
 
-def test_a_damaged_head_reaches_nobody(tokenizer, heads):
+def test_a_damaged_head_is_not_sent(tokenizer, heads):
     served = Served(tokenizer, "sglang", heads[0])
     data = (heads[1] / "model.safetensors").read_bytes()
     (heads[1] / "model.safetensors").write_bytes(data[:-5])

@@ -1,8 +1,8 @@
-"""Exported drafters in vLLM itself: its own counters say whether it drafts what is drafted here.
+"""Exported drafters in vLLM: its counters show whether it drafts the same tokens as our own loop.
 
-Twelve prompts are answered greedily in fp32 by both. Texts have to be equal, and so have the rounds, the drafted tokens
-and how many of them are accepted at each place, to the count. A head that is read in another way (a layer, a token or a
-norm off) would answer the same text, which is why the counts are compared.
+Both answer twelve prompts greedily in fp32. The texts must be equal, and so must the numbers of rounds, of drafted
+tokens, and of accepted tokens at each position. A head that is read wrongly (a layer, a token or a norm off) would
+still give the same text, so the counts are compared.
 """
 
 import copy
@@ -58,7 +58,7 @@ pytestmark = [
 
 @dataclass
 class Counts:
-    """Rounds, tokens drafted in them, and how often the token at each place was accepted."""
+    """Rounds, drafted tokens, and how often the token at each position was accepted."""
 
     texts: list[list[int]]
     drafts: int = 0
@@ -78,7 +78,7 @@ def responses(target, tmp_path_factory):
 
 
 def distilled(target, named, place):
-    """A directory of short responses of a target, which is loaded and `named`."""
+    """A directory of short responses of a loaded target with the recipe `named`."""
     recipe = DistillRecipe(
         target=named,
         data=DataRecipe(domain=["sql"], limit=120),
@@ -92,7 +92,7 @@ def distilled(target, named, place):
 
 
 def trained(family, responses, place, target=MEASURED, **options):
-    """A drafter of a few steps: some of its drafts are accepted, many are not."""
+    """A drafter after a few training steps: some of its drafts are accepted, many are not."""
     recipe = TrainRecipe(
         target=target,
         arch=family,
@@ -107,15 +107,15 @@ def trained(family, responses, place, target=MEASURED, **options):
 
 
 def disturbed(target, place):
-    """The target itself as a draft LM, its weights disturbed."""
+    """The target itself as a draft LM, with noise on its weights."""
     module, kind = own_weights(target, 0.1), pool.load_family("lm")
     tensors = kind.stored_state(module.state_dict())
     return checkpoint.save(place, config=kind.checkpoint_config(module, target.identity), tensors=tensors, info={})
 
 
 def here(directory, target, prompts, tokens):
-    """The rounds of our own loop that begin before the last of `NEW` tokens. As in vLLM nothing but their number ends
-    a text, and the last draft is as long as any."""
+    """Counts of our own loop for rounds that begin before token `NEW`. Texts end only by length, and the last draft has
+    full length, as in vLLM."""
     endless = copy.copy(target)
     endless.eos_ids = frozenset()
     drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
@@ -142,11 +142,11 @@ def here(directory, target, prompts, tokens):
 
 
 def served(commands, prompts, place):
-    """The counts of vLLM with the configuration that the export's command line gives it."""
+    """vLLM's counts with the configuration from the export's command line."""
     command = commands[0]
     words = shlex.split(command)
     model, speculative = words[words.index("serve") + 1], json.loads(words[-1])
-    if speculative["method"] == "dspark":  # our Markov head chooses among the likeliest tokens only
+    if speculative["method"] == "dspark":  # our Markov head chooses only among the likeliest tokens
         speculative["dspark_draft_topk"] = CANDIDATES
     job = {"target": model, "speculative": speculative, "prompts": prompts, "max_tokens": NEW}
     runner = {}
@@ -158,7 +158,7 @@ def served(commands, prompts, place):
 
 
 def answered(job, place, **environment):
-    """The counts of vLLM for a job of `vllm_served.py`."""
+    """vLLM's counts for a job of `vllm_served.py`."""
     (place / "job.json").write_text(json.dumps(job))
     done = subprocess.run(
         [str(PYTHON), str(SCRIPT), str(place / "job.json"), str(place / "counts.json")],
@@ -173,7 +173,7 @@ def answered(job, place, **environment):
 
 
 def earlier(directory, place):
-    """A copy of a drafter that taps the layers before its own."""
+    """A copy of a drafter that reads the layers before its own taps."""
     shutil.copytree(directory, place)
     found = checkpoint.load(place)
     shape = found.config["architecture"]
@@ -182,8 +182,8 @@ def earlier(directory, place):
 
 
 def with_one_key_norm(directory):
-    """The drafter of blocks, its layers' key norms all that of the first, as which vLLM 0.32 takes them on a CPU: its
-    `rms_norm` there reads one row of weights, `_normalize_context_k` hands it a row for every layer."""
+    """Give all layers of a block drafter the first layer's key norm, because vLLM 0.32 does so on a CPU: its `rms_norm`
+    there reads one row of weights, but `_normalize_context_k` passes a row per layer."""
     found = checkpoint.load(directory)
     first = found.tensors["layers.0.self_attn.k_norm.weight"]
     tensors = {name: first if name.endswith("k_norm.weight") else one for name, one in found.tensors.items()}
@@ -208,7 +208,7 @@ HEADS = {
 
 
 @pytest.mark.parametrize("name", HEADS)
-def test_vllm_drafts_what_is_drafted_here(name, target, prompts, responses, tmp_path, capsys):
+def test_vllms_counts_equal_our_own(name, target, prompts, responses, tmp_path, capsys):
     family = {"dspark": "dflash", "dflash2": "dflash"}.get(name.split()[0], name.split()[0])
     if family == "lm":
         drafter = disturbed(target, tmp_path / "drafter")
@@ -226,15 +226,16 @@ def test_vllm_drafts_what_is_drafted_here(name, target, prompts, responses, tmp_
         print(f"{ours.drafts}, {ours.drafted}, {ours.accepted_at}")
     assert ours == theirs
     assert 0 < sum(ours.accepted_at) < ours.drafted
-    if family in ("eagle3", "peagle", "dflash"):  # negative control: the counts tell heads apart
+    if family in ("eagle3", "peagle", "dflash"):  # negative control: other taps give other counts
         assert here(earlier(drafter, tmp_path / "earlier"), target, prompts, result.tokens) != theirs
 
 
-def test_vllm_drafts_with_a_fine_tuned_mtp_layer(prompts, tmp_path):
-    """Which it finds in the exported directory of the target. Counts tell on which side of the final norm it reads."""
+def test_vllms_counts_with_a_fine_tuned_mtp_layer_equal_our_own(prompts, tmp_path):
+    """vLLM finds the layer in the exported directory of the target. Negative control: reading features after the final
+    norm gives other counts."""
     native = TargetRecipe(name=mtp.as_mimo(tmp_path / "native"), dtype="fp32", device="cpu")
     target = load_target(**native.loading)
-    # Its tokenizer is loaded by another class, so the data is its own.
+    # Another tokenizer class loads it, so it needs its own data.
     data = distilled(target, native, tmp_path)
     drafter = trained("mtp", data, tmp_path / "drafter", target=native)
     result = exporting.export(ExportRecipe(drafter=drafter, to="vllm", output_dir=tmp_path / "out", check=True))
@@ -252,8 +253,8 @@ TEXT = ["lookup", "suffix", "store", "store and lookup"]
 
 
 @pytest.mark.parametrize("name", TEXT)
-def test_vllm_drafts_from_text(name, target, prompts, responses, tmp_path, capsys):
-    """By our proposer in its worker: the texts are those without a draft, and `lookup` drafts as here, to the count."""
+def test_text_drafters_in_vllm_keep_the_text_and_our_counts(name, target, prompts, responses, tmp_path, capsys):
+    """Our proposer runs in vLLM's worker. The counts of `lookup` equal our own."""
     store = tmp_path / "store"
     if "store" in name:
         recipe = TrainRecipe(target=MEASURED, arch="retrieval", distilled=responses, output_dir=store)
@@ -269,4 +270,4 @@ def test_vllm_drafts_from_text(name, target, prompts, responses, tmp_path, capsy
         print(f"\n{name}: {theirs.drafts} rounds, {theirs.drafted} drafted, accepted {theirs.accepted_at}")
     if name == "lookup":
         ours = here("lookup", target, prompts, 7)
-        assert replace(ours, drafts=theirs.drafts) == theirs  # vLLM counts no round in which nothing was drafted
+        assert replace(ours, drafts=theirs.drafts) == theirs  # vLLM does not count rounds without a draft

@@ -1,4 +1,4 @@
-"""A drafter that is exchanged in a running vLLM, and one that learns from what it writes."""
+"""A drafter that is exchanged in a running vLLM server, and a drafter that learns from the server's texts."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def exported(head, place):
 
 
 def noisy(head, place):
-    """The head with noise on its weights: its drafts are others, and so is what is accepted."""
+    """The head with noise on its weights, so that its drafts and acceptance differ."""
     kept = checkpoint.load(head)
     tensors = {
         name: value + 0.3 * value.std() * value.clone().normal_() if value.is_floating_point() else value
@@ -73,7 +73,7 @@ def answered(client, prompts, new=NEW):  # noqa: F811
     return [found[place] for place in range(len(prompts))]
 
 
-def test_an_exchange_changes_the_drafts_and_no_text(target, engine, heads, prompts):  # noqa: F811
+def test_exchanging_the_drafter_changes_drafts_but_no_text(target, engine, heads, prompts):  # noqa: F811
     counts, texts = {}, {}
     with Client(engine) as client:
         for name, (head, place) in (("v1", heads[1]), ("v2", heads[0]), ("v3", heads[1])):
@@ -91,8 +91,8 @@ def test_an_exchange_changes_the_drafts_and_no_text(target, engine, heads, promp
 
 
 @pytest.mark.parametrize("kind", ["dflash", "dspark"])
-def test_blocks_are_exchanged(kind, target, responses, prompts, tmp_path, capsys):  # noqa: F811
-    """Their layers' keys of the context, which vLLM stacks, and the masks' embedding are those of the new head, too."""
+def test_block_drafters_are_exchanged_completely(kind, target, responses, prompts, tmp_path, capsys):  # noqa: F811
+    """The stacked key weights, which read the context, and the mask embedding come from the new head, too."""
     first = trained("dflash", responses, tmp_path / "first", **HEADS[kind])
     heads = [with_one_key_norm(head) for head in (first, noisy(first, tmp_path / "second"))]
     places = [exported(head, tmp_path / f"{head.name}-vllm") for head in heads]
@@ -126,7 +126,7 @@ def test_blocks_are_exchanged(kind, target, responses, prompts, tmp_path, capsys
     assert texts[0] == texts[1] == texts[2] and expected[0] != expected[1]
 
 
-def test_requests_in_flight_wait_and_go_on(engine, heads, prompts):  # noqa: F811
+def test_running_requests_continue_after_an_exchange(engine, heads, prompts):  # noqa: F811
     seconds = []
     with Client(engine) as client, Client(engine) as publisher:
         alone = [answer.output_ids for answer in answered(client, prompts * 3, 160)]
@@ -149,7 +149,7 @@ def test_requests_in_flight_wait_and_go_on(engine, heads, prompts):  # noqa: F81
     assert together == alone and len(seconds) >= 4
 
 
-def test_what_does_not_fit_changes_nothing(engine, heads, tmp_path, prompts):  # noqa: F811
+def test_an_unfit_drafter_changes_nothing(engine, heads, tmp_path, prompts):  # noqa: F811
     (tmp_path / "other").mkdir()
     for path in heads[0][1].iterdir():
         (tmp_path / "other" / path.name).write_bytes(path.read_bytes())
@@ -166,8 +166,9 @@ def test_what_does_not_fit_changes_nothing(engine, heads, tmp_path, prompts):  #
         assert [answer.drafting for answer in answered(client, prompts)] == before
 
 
-def test_it_learns_what_it_serves(target, engine, heads, tmp_path):
-    """Chunks of another domain than the head was trained for; what the engine has at the end accepts more."""
+def test_learning_from_a_running_server_raises_acceptance(target, engine, heads, tmp_path):
+    """The chunks are of another domain than the head's training data. The server ends with the last published
+    version."""
     recipe = LearnFromServerRecipe.model_validate(
         {
             "target": MEASURED,

@@ -1,4 +1,4 @@
-"""Text drafters as vLLM's V1 runner calls them: rows of tokens that change places, with a length each."""
+"""Text drafters as vLLM's V1 runner calls them: rows of tokens with lengths, and requests that change rows."""
 
 from types import SimpleNamespace
 
@@ -25,8 +25,8 @@ def proposer(*named, tokens=TOKENS, additional=None):
 
 
 def asked(drafter, texts, sampled=None):
-    """The answer for texts, of which the last token was sampled in this step, or what `sampled` says."""
-    table = np.full((len(texts), LONGEST), -7, np.int32)  # what is behind a text is never read
+    """The drafts for texts. The last token of each was sampled in this step, unless `sampled` is given."""
+    table = np.full((len(texts), LONGEST), -7, np.int32)  # padding after a text is never read
     for row, text in enumerate(texts):
         table[row, : len(text)] = text
     lengths = np.array([len(text) for text in texts])
@@ -45,12 +45,12 @@ def ours(text, count=TOKENS):
     return index.continuation(text, count)
 
 
-def test_lookup_is_the_default():
+def test_the_default_drafter_is_lookup():
     assert asked(proposer(additional={}), [REPEATED]) == [[7, 8, 9, 1]] == [ours(REPEATED)]
 
 
-def test_rows_change_places_come_and_go():
-    """Every answer is that of a proposer that has never seen the text before."""
+def test_drafts_do_not_depend_on_row_changes():
+    """Every answer equals the answer of a new proposer."""
     rng, drafter, names, texts = np.random.default_rng(3), proposer("lookup", "suffix"), [0, 1, 2], {}
     single = proposer("lookup")
     for step in range(60):
@@ -69,20 +69,20 @@ def test_rows_change_places_come_and_go():
     assert any(sum(trust.claimed) > 17 for request in drafter.requests for trust in request.trust)
 
 
-def test_two_requests_of_one_prompt_are_two():
+def test_two_requests_with_one_prompt_are_kept_apart():
     drafter = proposer("lookup")
     asked(drafter, [REPEATED, REPEATED])
     assert asked(drafter, [[*REPEATED, 9], [*REPEATED, 7]]) == [ours([*REPEATED, 9]), ours([*REPEATED, 7])]
 
 
-def test_a_text_that_is_another_one_now_is_read_anew():
+def test_a_row_with_another_text_is_read_again():
     drafter = proposer("suffix")
     asked(drafter, [REPEATED])
     other = [9, 8, 9, 8, 9]
     assert asked(drafter, [other]) == asked(proposer("suffix"), [other]) != [[]]
 
 
-def test_nothing_is_drafted_without_a_sampled_token_or_room():
+def test_without_a_sampled_token_or_room_nothing_is_drafted():
     drafter = proposer("lookup")
     assert asked(drafter, [REPEATED, REPEATED], [[], [6]]) == [[], [7, 8, 9, 1]]
     full = (REPEATED * 9)[: LONGEST - 2]
@@ -90,13 +90,13 @@ def test_nothing_is_drafted_without_a_sampled_token_or_room():
     assert asked(drafter, [[3]]) == [[]]
 
 
-def test_a_datastore_knows_what_the_text_does_not(tmp_path):
+def test_a_datastore_drafts_where_the_text_has_no_match(tmp_path):
     assert asked(proposer(store(tmp_path / "store")), [[7, 1, 2]]) == [[30, 31, 32, 33]]
     assert asked(proposer("lookup"), [[7, 1, 2]]) == [[]]
 
 
-def test_the_drafter_whose_claims_come_true_is_heard(tmp_path):
-    """The store drafts 30 behind 2, the text has always gone on with 3: after some rounds it is believed."""
+def test_the_drafter_with_more_correct_drafts_is_preferred(tmp_path):
+    """The store drafts 30 after 2, but the text always continues with 3. After some rounds lookup is preferred."""
     both, text, drafts = proposer("lookup", store(tmp_path / "store")), [1, 2], []
     for _ in range(8):
         drafts.append(asked(both, [text])[0][:1])
@@ -118,7 +118,7 @@ def test_the_drafter_whose_claims_come_true_is_heard(tmp_path):
         ("other", "a target of 7 tokens, but this model has 100"),
     ],
 )
-def test_what_cannot_draft_is_refused_when_it_is_loaded(tmp_path, named, says):
+def test_unusable_drafters_are_refused_when_loaded(tmp_path, named, says):
     (tmp_path / "empty").mkdir()
     checkpoint.save(tmp_path / "head", config={"family": "eagle3", "target": {}}, tensors={}, info={})
     store(tmp_path / "other", vocab=7)

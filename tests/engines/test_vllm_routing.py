@@ -1,4 +1,5 @@
-"""Two running vLLMs with a specialist each: requests find the one of their domain, by what vLLM says of its drafts."""
+"""Two running vLLM servers with a specialist each: requests go to the server of their domain, by vLLM's draft
+counters."""
 
 import json
 import random
@@ -24,7 +25,7 @@ DOMAINS, RESPONSES, ASKED, FIRST = ("sql", "math"), 80, 40, 20
 
 @pytest.fixture(scope="module")
 def stores(target, tmp_path_factory):
-    """A datastore of short responses for each domain: specialists that nobody has to train."""
+    """A datastore of short responses per domain: specialists without training."""
     place, made = tmp_path_factory.mktemp("stores"), {}
     for domain in DOMAINS:
         job = DistillRecipe(
@@ -43,7 +44,7 @@ def stores(target, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def urls(stores, tmp_path_factory):
-    """Addresses by domain, of servers that are started as `export` says."""
+    """Addresses by domain; the servers are started with the commands of `export`."""
     log = tmp_path_factory.mktemp("log")
     started = {}
     for domain, place in stores.items():
@@ -57,7 +58,7 @@ def urls(stores, tmp_path_factory):
         yield {"sql": sql, "math": math}
 
 
-def test_requests_find_the_specialist(urls, tmp_path, capsys):
+def test_requests_go_to_the_specialist_of_their_domain(urls, tmp_path, capsys):
     prompts = [
         (domain, line.messages)
         for domain in DOMAINS
@@ -75,7 +76,7 @@ def test_requests_find_the_specialist(urls, tmp_path, capsys):
     lines = [json.loads(line) for line in (tmp_path / "run" / REQUESTS).read_text().splitlines()]
     own = [line["url"] == urls[domain] for line, (domain, _) in zip(lines, prompts, strict=True)]
     with capsys.disabled():
-        print(f"\n{sum(own[FIRST:])} of {len(own[FIRST:])} behind the first {FIRST}, mat {result.mat:.2f}")
-        print(f"{result.decide_us_p50 / 1000:.2f} ms a choice", *result.drafters, sep="\n")
-    # Shared out, 30 of 60 requests would be in their domain's server, and 42 with a probability of one in a thousand.
+        print(f"\n{sum(own[FIRST:])} of {len(own[FIRST:])} after the first {FIRST}, mat {result.mat:.2f}")
+        print(f"{result.decide_us_p50 / 1000:.2f} ms per choice", *result.drafters, sep="\n")
+    # By chance 30 of 60 requests would go to their domain's server, and 42 with a probability of one in a thousand.
     assert sum(own[FIRST:]) >= 0.7 * len(own[FIRST:]) and result.requests == len(prompts)

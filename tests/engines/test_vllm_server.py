@@ -1,5 +1,5 @@
-"""The whole way through a running vLLM: it writes the data, a head is trained on them, it serves the head, and `eval
---server` counts what our own loop counts; and a head is trained on the hidden states that it hands out."""
+"""The whole path with a running vLLM: it generates the data, serves the trained head, and its counters equal our own
+loop's; another head is trained on its hidden states."""
 
 import json
 import math
@@ -54,7 +54,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PYTHON.is_file(), reason=
 
 @contextmanager
 def serving(log, *options, **environ):
-    """The address of a vLLM server of the built-in target; it loads while the first request waits (`server.wait_s`)."""
+    """Yields the address of a vLLM server with the built-in target. It loads while the first request waits
+    (`server.wait_s`)."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -78,9 +79,9 @@ def run_in(place):
 
 
 def our_counts(directory, target, prompts, tokens=TOKENS):
-    """Of every text, (rounds, accepted at each place) of our own loop with the same chains.
+    """Per text, (rounds, accepted tokens by position) of our own loop with the same chains.
 
-    vLLM does not round a drafter's weights to fp16, as we do in fp32 on some CPUs.
+    Unlike our loop on some CPUs, vLLM does not round fp32 weights of drafters to fp16.
     """
     drafting = DraftingRecipe(width=1, children=1, depth=tokens, nodes=tokens, stop_below=0)
     with pytest.MonkeyPatch.context() as patch:
@@ -100,7 +101,7 @@ def our_counts(directory, target, prompts, tokens=TOKENS):
     return [(text.target_passes, places) for text, places in zip(decoded, accepted, strict=True)]
 
 
-def test_data_head_and_counts(target, tmp_path):
+def test_a_head_trained_on_vllms_data_has_equal_counts_in_vllm(target, tmp_path):
     with serving(tmp_path / "plain.log") as plain:
         there = {"urls": [plain], "wait_s": 300}
         recipe = {"target": MEASURED, "data": {"domain": ["sql"], "limit": 120}, "sampling": {"max_new_tokens": NEW}}
@@ -133,14 +134,14 @@ def test_data_head_and_counts(target, tmp_path):
         assert [line["output_ids"] for line in server] == [line["output_ids"] for line in baseline]
         expected = our_counts(head, target, [line["prompt_ids"] for line in server])
         assert [line["drafting"]["rounds"] for line in server] == [rounds for rounds, _ in expected]
-        # Where the length ends a text, our last draft is as short as what is missing, vLLM's is not.
+        # If the length limit ends a text, our last draft is cut to the missing tokens, vLLM's is not.
         ended = [place for place, line in enumerate(server) if line["stop"] == "eos"]
         assert [server[place]["drafting"]["accepted_at"] for place in ended] == [expected[place][1] for place in ended]
         assert len(ended) >= 4 and sum(sum(expected[place][1]) for place in ended) >= 20
 
 
 def capturing(target, taps, storage):
-    """The options that we tell users, with the connector that needs no CUDA in the place of vLLM's own."""
+    """The options that users are told, with a connector that needs no CUDA instead of vLLM's own."""
     states = needed_states(target.name, None, taps, target.num_layers, target.hidden_size)
     given = shlex.split(vllm.capture_command(states))[3:]
     connector = json.loads(given[-1]) | {"kv_connector": "HostCapture", "kv_connector_module_path": "vllm_capture"}
@@ -148,9 +149,8 @@ def capturing(target, taps, storage):
     return [*given[:-1], json.dumps(connector)]
 
 
-def test_features_and_a_head(target, tmp_path):
-    """Within the rounding of fp32, of texts longer and shorter than a block of vLLM's cache; and the head's mat is that
-    of one trained on our own."""
+def test_features_from_vllm_equal_our_own_and_train_an_equal_head(target, tmp_path):
+    """Up to fp32 rounding, for texts longer and shorter than a block of vLLM's cache."""
     written = DistillRecipe(
         target=MEASURED,
         data=DataRecipe(domain=["sql"], limit=120),

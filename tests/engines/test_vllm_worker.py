@@ -1,5 +1,5 @@
-"""The loading of draft weights inside vLLM, with modules in place of vLLM's that fail where a loader can fail: the new
-drafter runs afterwards or the old one, never a mixture, and the target is never touched."""
+"""Loading draft weights inside vLLM, with fake vLLM modules that fail where a loader can fail. Afterwards either the
+new or the old drafter runs, never a mixture, and the target is not changed."""
 
 import subprocess
 import sys
@@ -17,7 +17,7 @@ HEAVY = ("torch", "safetensors", "pydantic", "rich", "httpx", "vllm", "numpy", "
 
 
 class Head(nn.Module):
-    """A draft model that computes with an attribute made of its weight, as vLLM's does on a CPU."""
+    """A draft model that computes with an attribute derived from its weight, like vLLM's on a CPU."""
 
     def __init__(self, embedding):
         super().__init__()
@@ -52,13 +52,13 @@ class Target(nn.Module):
 
 @pytest.fixture
 def worker(monkeypatch):
-    """A worker of a fake vLLM. `fails_in` of it names the function of the reload that fails."""
+    """A worker of a fake vLLM. Its `fails_in` names the function of the reload that fails."""
     told = SimpleNamespace(resets=0, fails_in=None)
 
     def initialize(model):
         for module in model.modules():
             assert module is not told.target.embed_tokens, "the target's embedding is reloaded"
-        model.fc.packed = None  # what was there is gone from here on
+        model.fc.packed = None  # the old weight is lost from here on
 
     def finalize(model, config):
         model.pack()
@@ -101,7 +101,7 @@ def computed(worker):
         return worker.model(torch.arange(8))
 
 
-def test_new_weights_are_what_is_computed_with(worker):
+def test_the_drafter_computes_with_the_new_weights(worker):
     fresh = Head(worker.target.embed_tokens)
     fresh.load_weights(iter(weights(1).items()))
     fresh.pack()
@@ -109,24 +109,24 @@ def test_new_weights_are_what_is_computed_with(worker):
     address = worker.model.norm.weight.data_ptr()
     vllm_worker._load(worker, weights(1))
     assert torch.equal(computed(worker), fresh(torch.arange(8))) and not torch.equal(computed(worker), before)
-    assert worker.model.norm.weight.data_ptr() == address  # which a CUDA graph knows
+    assert worker.model.norm.weight.data_ptr() == address  # CUDA graphs keep this address
 
 
 @pytest.mark.parametrize("fault", [0, 1, "finalize"])
-def test_what_fails_halfway_leaves_the_drafter_as_it_was(worker, fault):
+def test_a_failed_load_restores_the_old_drafter(worker, fault):
     vllm_worker._load(worker, weights(1))
     before = computed(worker)
     worker.model.fails_after, worker.fails_in = (fault, None) if isinstance(fault, int) else (None, fault)
     with pytest.raises((AssertionError, RuntimeError), match=r"a shape is wrong|no memory"):
         vllm_worker._load(worker, weights(2))
     assert torch.equal(computed(worker), before)
-    assert worker.resets == 3  # of the model, fc and norm
+    assert worker.resets == 3  # resets of the model, fc and norm
     worker.model.fails_after = worker.fails_in = None
     vllm_worker._load(worker, weights(2))
     assert not torch.equal(computed(worker), before)
 
 
-def test_the_target_is_never_loaded_into(worker):
+def test_shared_target_weights_are_never_overwritten(worker):
     shared = worker.target.embed_tokens.weight.detach().clone()
     vllm_worker._load(worker, weights(1) | {"model.embed_tokens.weight": shared.clone()})
     before = computed(worker)
@@ -136,15 +136,15 @@ def test_the_target_is_never_loaded_into(worker):
     assert worker.model.embed_tokens is worker.target.embed_tokens
 
 
-def test_nothing_heavy_is_imported_with_it():
-    """vLLM loads it beside an installation without specctl's requirements."""
+def test_the_module_imports_no_heavy_packages():
+    """vLLM's environment may lack specctl's requirements."""
     code = f"import sys, specctl.engines.vllm_worker; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 
 
 class Projection(nn.Module):
-    """Keys and values of all ranks have four rows; this one's are the last two."""
+    """The keys and values of all ranks have four rows; this rank has the last two."""
 
     tp_rank, num_kv_head_replicas = 3, 2
 
@@ -157,7 +157,7 @@ class Layer(nn.Module):
 
 
 class Inner(nn.Module):
-    """The part of vLLM's DFlash models that a swap knows."""
+    """The part of vLLM's DFlash models that a swap changes."""
 
     def __init__(self):
         super().__init__()
@@ -166,18 +166,18 @@ class Inner(nn.Module):
         self._k_norm_weights = torch.zeros(2, 5)
 
     def _build_fused_kv_buffers(self):
-        raise AssertionError("of weights that are not there yet")
+        raise AssertionError("the weights are not loaded yet")
 
 
 class Block(nn.Module):
-    """A drafter of blocks, whose loader stacks weights and reads the masks' embedding from a file."""
+    """A block drafter with a loader that stacks weights and reads the mask embedding from a file."""
 
     def __init__(self):
         super().__init__()
         self.model, self.mask, self.fails = Inner(), None, False
 
     def _read_mask_embedding(self):
-        raise AssertionError("of the directory that vLLM was started with")
+        raise AssertionError("the directory that vLLM was started with has the old embedding")
 
     def load_weights(self, weights):
         assert vllm_worker.MASK not in dict(weights)
@@ -187,8 +187,8 @@ class Block(nn.Module):
             raise RuntimeError("no memory")
 
 
-def test_what_vllm_makes_of_a_block_drafter_is_made_of_the_new_weights(worker, monkeypatch):
-    """In place: what reads the context knows these tensors. A loader that fails leaves them, and vLLM's own methods."""
+def test_derived_tensors_of_a_block_drafter_are_updated_in_place(worker, monkeypatch):
+    """The code that reads the context refers to these tensors. A failed load restores them, and vLLM's own methods."""
     from vllm.model_executor.model_loader import reload
 
     monkeypatch.setattr(reload, "initialize_layerwise_reload", lambda model: None)
@@ -215,8 +215,9 @@ def test_what_vllm_makes_of_a_block_drafter_is_made_of_the_new_weights(worker, m
             method()
 
 
-def test_the_masks_of_a_block_drafter_are_part_of_its_form(tmp_path):
-    """A file of its own: read without running what a pickle says, and missed where the drafter that runs has one."""
+def test_the_mask_embedding_is_part_of_a_block_drafters_layout(tmp_path):
+    """It is in a separate file, which is read without executing its pickle. It must exist if the running drafter has
+    one."""
     from safetensors.torch import save_file
 
     for name in ("with", "without"):
@@ -235,7 +236,7 @@ def test_the_masks_of_a_block_drafter_are_part_of_its_form(tmp_path):
 
 
 def written(place, config=b'{"hidden_size": 2}', header=None, more=0):
-    """An exported drafter; `header`: of the safetensors file instead of its own, `more`: bytes behind it."""
+    """An exported drafter. `header` replaces the header of its safetensors file; `more` bytes are appended."""
     from safetensors.torch import save_file
 
     place.mkdir()
@@ -264,8 +265,8 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("how", HOSTILE)
-def test_a_damaged_directory_is_refused_and_not_quoted(tmp_path, how):
-    """Whoever may ask names any directory: what is in its files is not for them."""
+def test_errors_of_damaged_directories_do_not_quote_their_files(tmp_path, how):
+    """A client may name any directory, but must not learn the contents of its files."""
     place = written(tmp_path / "drafter", **HOSTILE[how])
     with pytest.raises(DrafterMismatch, match=str(place)) as error:
         vllm_worker.read_layout(place)
@@ -275,7 +276,7 @@ def test_a_damaged_directory_is_refused_and_not_quoted(tmp_path, how):
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "more.safetensors", vllm_worker.MASK])
 @pytest.mark.parametrize("read", [vllm_worker.read_layout, vllm_worker.contents])
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory"])
-def test_what_is_no_file_does_not_stop_the_worker(tmp_path, pipe, name, read, kind):
+def test_pipes_devices_and_directories_are_refused(tmp_path, pipe, name, read, kind):
     place = written(tmp_path / "drafter")
     (place / name).unlink(missing_ok=True)
     if kind == "pipe":
@@ -288,7 +289,7 @@ def test_what_is_no_file_does_not_stop_the_worker(tmp_path, pipe, name, read, ki
         read(place)
 
 
-def test_a_file_beyond_any_drafters_is_not_read(tmp_path):
+def test_a_file_larger_than_the_limit_is_not_read(tmp_path):
     place = written(tmp_path / "drafter")
     with open(place / vllm_worker.MASK, "wb") as file:
         file.truncate(2**40)
@@ -296,7 +297,7 @@ def test_a_file_beyond_any_drafters_is_not_read(tmp_path):
         vllm_worker.contents(place)
 
 
-def test_a_difference_quotes_numbers_alone(tmp_path):
+def test_reported_differences_quote_only_numbers(tmp_path):
     running = vllm_worker.read_layout(written(tmp_path / "running"))
     other = vllm_worker.read_layout(
         written(tmp_path / "other", b'{"hidden_size": 3, "auth": "HUSH", "keys": ["HUSH"]}')

@@ -1,4 +1,4 @@
-"""vLLM's connector for hidden states on a machine without CUDA, whose streams and pinned memory it copies through.
+"""vLLM's connector for hidden states, without the CUDA streams and pinned memory that the stock connector copies with.
 
 Loaded by vLLM itself: --kv-transfer-config '{"kv_connector": "HostCapture", "kv_connector_module_path":
 "vllm_capture", …}' with this directory in PYTHONPATH. Names, locks and files are the stock connector's.
@@ -16,14 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.example_hidden_states_connecto
 
 
 class Copied:
-    """In the place of a CUDA event: what was copied at once is copied."""
+    """Replaces a CUDA event: the copy is already finished."""
 
     def query(self) -> bool:
         return True
 
 
 class HostCapture(ExampleHiddenStatesConnector):
-    """The same files, written before the step goes on."""
+    """Writes the stock connector's files before the step continues."""
 
     def _submit_async_write(self, pending: PendingSave) -> None:
         starts = torch.tensor(pending.block_ids).unsqueeze(1) * self._block_size

@@ -1,8 +1,8 @@
 """Run by the interpreter of an environment with vLLM: a target with a drafter answers prompts greedily in fp32.
 
-argv: a JSON file of {"target", "speculative", "prompts" (token ids), "max_tokens"}, with "additional_config" if there
-is one, and one for what came of it:
-{"texts" (token ids), "drafts", "drafted", "accepted", "accepted_at"}, the engine's own counters.
+argv: a JSON file with {"target", "speculative", "prompts" (token ids), "max_tokens"} and optionally
+"additional_config", and a path for the result: {"texts" (token ids), "drafts", "drafted", "accepted", "accepted_at"},
+by the engine's own counters.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""Found by Python where this directory is on its path: vLLM's Triton kernels on a CPU, interpreted.
+"""Loaded by Python at its start if this directory is on its path: runs vLLM's Triton kernels on a CPU, interpreted.
 
-vLLM's V2 runner, the only one that drafts with DSpark heads, asks for a Triton with a CPU backend, which no package
-index has. Triton's interpreter needs none: it runs kernels on tensors of any device, slowly and to the same numbers.
+vLLM's V2 runner, the only one that drafts with DSpark heads, needs a Triton with a CPU backend, which no package
+index has. Triton's interpreter needs no backend: it runs kernels on tensors of any device, slowly, with equal results.
 """
 
 import os
@@ -15,7 +15,7 @@ from triton.runtime import interpreter
 
 
 class Driver:
-    """What is asked of a driver before a kernel is interpreted."""
+    """The parts of a driver that Triton needs before it interprets a kernel."""
 
     @staticmethod
     def is_active():
@@ -41,7 +41,8 @@ backends.backends["cpu"] = SimpleNamespace(driver=Driver, compiler=None)
 
 
 def with_bits(run, place):
-    """A masked load or store whose mask, its argument at `place`, may be of integers, as interpreted ones become."""
+    """Wrap a masked load or store, so that its mask, the argument at `place`, may be of integers, as in the
+    interpreter."""
 
     def masked(self, *arguments):
         mask = arguments[place]
