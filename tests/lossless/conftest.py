@@ -5,5 +5,5 @@ import pytest
 
 @pytest.fixture(scope="session")
 def target(shallow):
-    """Three of the ten layers: these tests compare two computations, and any texts serve for that."""
+    """Three of the ten layers: these tests compare two computations on arbitrary texts."""
     return shallow

@@ -1,4 +1,5 @@
-"""Drafters that say whatever a test wants, good and bad; none of them may change what the target writes."""
+"""Drafters that propose anything a test needs, right or wrong. The target's text must not depend on any of these
+drafters."""
 
 import functools
 import random
@@ -13,7 +14,7 @@ from specctl.drafters.lm.drafter import FAMILY as lm
 
 
 class Scripted:
-    """Drafts `script(row, budget)` = (tokens, parents) for every sequence, finished ones included."""
+    """Drafts `script(row, budget)` = (tokens, parents) for every sequence, including finished ones."""
 
     taps: tuple[int, ...] = ()
 
@@ -44,17 +45,17 @@ def chain_of(tokens):
 
 
 def constant(tokens):
-    """The same chain in every round."""
+    """One constant chain in every round."""
     return Scripted(lambda row, budget: chain_of(tokens[:budget]))
 
 
 def perfect(texts, depth=7):
-    """Continues the known text of each sequence (by its place in the batch)."""
+    """Continues the known text of each sequence, found by its index in the batch."""
     return Scripted(lambda row, budget: chain_of(texts[row.index][len(row.ids) :][: min(depth, budget)]))
 
 
 def ragged(texts, seed, vocabulary, right=0.7, taps=()):
-    """Chains of random length, empty ones among them, whose tokens are right with probability `right`."""
+    """Chains of random length, some of them empty; each token is right with probability `right`."""
     draw = random.Random(seed)
 
     def script(row, budget):
@@ -66,7 +67,7 @@ def ragged(texts, seed, vocabulary, right=0.7, taps=()):
 
 
 def bushes(texts, seed, vocabulary, nodes=12, right=0.7, taps=()):
-    """Random trees: any parent, siblings with equal tokens, right tokens anywhere, sizes that differ in the batch."""
+    """Random trees: any parent, siblings with equal tokens, right tokens anywhere, different sizes within the batch."""
     draw = random.Random(seed)
 
     def script(row, budget):
@@ -83,7 +84,7 @@ def bushes(texts, seed, vocabulary, nodes=12, right=0.7, taps=()):
 
 
 def full_tree(texts):
-    """As many nodes as a step takes: the right chain, with a wrong twin beside every node."""
+    """A tree that fills the budget: the right chain, with a wrong sibling beside every node."""
 
     def script(row, budget):
         right = texts[row.index][len(row.ids) :]
@@ -103,7 +104,7 @@ def _token(draw, text, position, right, vocabulary):
 
 
 class Rotate(Controller):
-    """Plays its drafters in turn: every one of them sits idle for rounds and then has to catch up."""
+    """Plays its drafters in turn, so that each of them is idle for some rounds and then has to catch up."""
 
     def __init__(self, drafters):
         self.drafters, self.round = drafters, 0
@@ -117,14 +118,14 @@ class Rotate(Controller):
 
 
 def own_weights(target, noise=0.0):
-    """The target itself as an `lm` drafter, its weights disturbed by `noise` times their size."""
+    """The target itself as an `lm` drafter, with noise on its weights of `noise` times their standard deviation."""
     architecture, tensors = _disturbed(builtin_path() if target.name == "builtin" else target.name, noise)
     return lm.restore({"architecture": architecture, "target": target.identity}, tensors)
 
 
 @functools.cache
 def _disturbed(path, noise):
-    """Architecture and tensors of the target at `path`, the latter with noise."""
+    """The target's architecture and its tensors with noise, from the files at `path`."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     generator = torch.Generator().manual_seed(0)
     tensors = {

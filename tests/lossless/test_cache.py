@@ -1,7 +1,7 @@
-"""After every verdict the target's cache and the retained features are those of a fresh prefill of the committed text.
+"""After every verdict the target's cache and the stored features equal a fresh prefill of the committed text.
 
-Catches: rows of rejected nodes that stay, a wrong path compaction, features of the wrong node, tree masks and positions
-that let a node see its siblings, and a batch that mixes up its sequences.
+Catches rows of rejected nodes that remain, a wrong compaction of the path, features of the wrong node, tree masks and
+positions that let a node see its siblings, and mixed-up sequences of a batch.
 """
 
 import pytest
@@ -33,7 +33,7 @@ def texts(tiny):
 
 
 def assert_fresh(target, state):
-    """Every row of `state` against a prefill of its own."""
+    """Compare every row of `state` with a separate prefill."""
     for b, length in enumerate(state.cached):
         cache = target.model.new_cache(1, state.capacity)
         _, _, tapped = target.prefill([state.rows[b].ids[:length]], cache, TAPS)
@@ -56,18 +56,18 @@ def run(target, drafter, exact=False):
 
 @settings(max_examples=5, deadline=None, derandomize=True)
 @given(seed=st.integers(0, 2**16), kind=st.sampled_from([ragged, bushes]), right=st.sampled_from([0.3, 0.7, 1.0]))
-def test_cache_and_features_are_those_of_a_prefill(tiny, texts, seed, kind, right):
+def test_cache_and_features_equal_a_fresh_prefill(tiny, texts, seed, kind, right):
     run(tiny, kind(texts, seed, tiny.vocab_size, right=right, taps=TAPS))
 
 
 @pytest.mark.parametrize("kind", [ragged, bushes])
-def test_also_in_exact_mode(tiny, texts, kind):
+def test_cache_and_features_equal_a_fresh_prefill_in_exact_mode(tiny, texts, kind):
     options = {} if kind is ragged else {"nodes": 7}
     run(tiny, kind(texts, 0, tiny.vocab_size, taps=TAPS, **options), exact=True)
 
 
 def test_negative_control_no_compaction(tiny, texts, monkeypatch):
-    """A cache that keeps the rows of a tree as they were written must be caught."""
+    """Without compaction, the cache keeps the rows of a tree in drafted order."""
     monkeypatch.setattr(KVCache, "compact", lambda *args: None)
     with pytest.raises(AssertionError):
         for seed in range(4):

@@ -1,7 +1,7 @@
-"""Speculative text is the text of plain decoding, token for token, whoever drafts.
+"""Speculative text equals the text of plain decoding, token for token, with every drafter.
 
-Greedy in fp32 for all drafters; at temperature 1 with the same seeds for all deterministic ones, in `exact` mode bit by
-bit. The tests compare texts for equality: the layers are those of a trained target, so fp32 noise (1e-5) meets no tie.
+Greedy in fp32 for all drafters; at temperature 1 with equal seeds for all deterministic ones, bit for bit in `exact`
+mode. Texts can be compared for equality because the target is trained: fp32 noise (1e-5) meets no tie.
 """
 
 import functools
@@ -76,7 +76,7 @@ def random_mtp(target, shape, layout="mimo", **options):
 
 
 def random_heads(name, target, **drafting):
-    """Heads that start as the target's own, which guess a token right now and then."""
+    """Heads initialized from the target's own, which are right now and then."""
     torch.manual_seed(0)
     module = pool.load_family(name).build(TrainRecipe(arch=name), target, lambda size: list(range(size)))
     return pool.load_family(name).make_drafter(
@@ -89,8 +89,8 @@ DFLASH2 = {"conv_kernel_size": 2, "selector_rank": 8}
 
 
 def random_block(target, parts=None, **drafting):
-    """A block-parallel head whose slots see what the target saw, and tell each other at random: by a Markov head, or by
-    what `parts` name."""
+    """A block-parallel head with slots that read the target's features and depend on each other at random: through a
+    Markov head, or through the modules in `parts`."""
     recipe = TrainRecipe(arch="dflash", drafter={"block_size": 5, "num_layers": 1, **(parts or {})})
     torch.manual_seed(0)
     module = pool.load_family("dflash").build(recipe, target, lambda size: list(range(size)))
@@ -107,7 +107,7 @@ CHEAP = Costs(tuple(1 + 0.001 * rows for rows in ROWS), first=0.001, level=0.001
 
 @pytest.fixture(scope="module")
 def plain(target, prompts):
-    """`plain(sampling)`: what plain decoding writes, each prompt on its own."""
+    """`plain(sampling)`: the texts of plain decoding, one prompt at a time."""
     return plain_answers(target, prompts, SEEDS, NEW)
 
 
@@ -165,12 +165,12 @@ DRAFTERS = {
 
 
 def rescored_heads(target, texts, **drafting):
-    """Heads whose candidates are ordered by texts that are nearly those to come."""
+    """Heads with candidates ordered by texts that nearly equal the coming ones."""
     return Rescored(random_heads("medusa", target, **drafting), Datastore.of(misprinted(text) for text in texts))
 
 
 def unsure(target, noise):
-    """The target itself with noise, and an acceptance head that ends drafts at random."""
+    """The target itself with noise, and with an acceptance head that ends drafts at random."""
     torch.manual_seed(1)
     module = own_weights(target, noise)
     module.confidence_head = AcceptanceHead(target.hidden_size)
@@ -179,12 +179,12 @@ def unsure(target, noise):
 
 
 def hybrid(head, text):
-    """A hybrid whose head costs next to nothing, so that it is asked, and whose rows are worth verifying."""
+    """A hybrid with a very cheap head, which is therefore always used, and cheap rows."""
     return Hybrid(head, text, CHEAP)
 
 
 def misprinted(text):
-    """Every ninth token is another one: drafts from it are long, and wrong in the middle."""
+    """Every ninth token is changed: drafts from this text are long, and wrong in the middle."""
     return [token + 1 if at % 9 == 8 else token for at, token in enumerate(text)]
 
 
@@ -194,7 +194,7 @@ ONE_OF_EACH += [
     *("dflash2 tree", "peagle tree", "hydra tree", "medusa tree", "mtp tree", "eagle3 tree of two layers"),
     *("lm + lookup", "dflash + lookup"),
 ]
-"""Drafters with one memory each, which does not depend on the shape of a draft."""
+"""One drafter per kind of drafter memory, which does not depend on the shape of drafts."""
 
 
 @pytest.fixture(params=DRAFTERS)
@@ -203,8 +203,9 @@ def make(request):
 
 
 @pytest.mark.parametrize("samplings", [[GREEDY] * 3, [FILTERED, HOT, FILTERED]], ids=["greedy", "filtered and hot"])
-def test_batched_speculative_is_single_plain(target, prompts, plain, make, samplings):
-    """Ragged prompts and limits in one batch, so that rows finish and are dropped while others go on."""
+def test_batched_speculative_text_equals_single_plain_text(target, prompts, plain, make, samplings):
+    """Prompts and limits of different lengths in one batch, so that rows finish and are dropped while others
+    continue."""
     expected = [plain(sampling)[i] for i, sampling in enumerate(samplings)]
     limits = [NEW, 3, NEW - 9]
     found = decode(
@@ -222,17 +223,17 @@ def test_batched_speculative_is_single_plain(target, prompts, plain, make, sampl
     [pytest.param(name, marks=() if name in ONE_OF_EACH else pytest.mark.slow) for name in DRAFTERS],
     indirect=True,
 )
-def test_a_place_that_is_taken_again(target, prompts, plain, make):
-    """Two places for four texts: a slot's cache, features, draws and drafter memory are those of its new text.
+def test_reused_slots_give_equal_texts_and_passes(target, prompts, plain, make):
+    """Two slots for four texts: the cache, features, draws and drafter memory of a slot belong to its new text.
 
-    Each text costs as many passes as in a batch that holds all: a drafter that went on with the old text would be
-    rejected, unseen in what is written.
+    Each text needs as many passes as in a batch of all four. If a drafter continued the old text, only acceptance would
+    show it.
     """
     expected = plain(HOT)
     order, limits = [0, 1, 2, 0], [NEW - 8, 3, NEW - 11, NEW - 12]
     texts = whole(expected)
     drafters = [make(target, [texts[i] for i in order]) for _ in range(2)]
-    scripted = isinstance(drafters[0], Scripted)  # scripts draw from one stream for all rows: passes differ
+    scripted = isinstance(drafters[0], Scripted)  # scripts share one random stream among rows, so passes differ
     found = [
         decode(
             target,
@@ -256,7 +257,7 @@ def test_a_place_that_is_taken_again(target, prompts, plain, make):
 
 
 def assert_counts(one):
-    """Every pass commits its accepted tokens and one more, unless the end of the sequence cut that one off."""
+    """Every pass commits its accepted tokens and one more token, unless the sequence ended before that one."""
     assert one.decoded_tokens - one.accepted - one.target_passes in ((0, -1) if one.target_passes else (0,))
     assert sum(one.accepted_by_depth) == one.accepted
     assert sum(one.offered_by_depth) == one.accepted + one.rejections
@@ -279,7 +280,7 @@ EXACTLY += [
 
 @pytest.fixture(scope="module")
 def exactly(target, prompts):
-    """`exactly(dtype)`: the target, and what plain decoding in exact mode writes at temperature 1."""
+    """`exactly(dtype)`: the target, and the texts of plain decoding in exact mode at temperature 1."""
 
     @functools.cache
     def make(dtype):
@@ -293,8 +294,9 @@ EXACT = {"sampling": HOT, "max_new_tokens": NEW, "exact": True}
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bf16") for kind in EXACTLY), ("ragged", "fp32")])
-def test_exact_mode_at_temperature_one(exactly, prompts, kind, dtype):
-    """Chains in fixed shapes: bitwise, so also in bf16, where batch and single plain decoding differ otherwise."""
+def test_exact_mode_equals_plain_text_at_temperature_one(exactly, prompts, kind, dtype):
+    """Chains in fixed shapes are bitwise equal, also in bf16, where batched and single plain decoding would otherwise
+    differ."""
     here, expected = exactly(dtype)
     for prompt, seed, plain in zip(prompts, SEEDS, expected, strict=False):
         drafter = DRAFTERS[kind](here, whole([plain]))
@@ -302,7 +304,7 @@ def test_exact_mode_at_temperature_one(exactly, prompts, kind, dtype):
 
 
 def test_a_perfect_drafter_is_accepted_whole(target, prompts, plain):
-    """Or equality would be proved on rejections alone."""
+    """Otherwise equality could hold just because everything is rejected."""
     for name, depth in (("perfect", 7), ("lm itself", 5)):
         drafter = DRAFTERS[name](target, whole(plain(GREEDY)))
         for one in decode(target, prompts, sampling=GREEDY, max_new_tokens=NEW, seeds=SEEDS, drafter=drafter):
@@ -311,9 +313,9 @@ def test_a_perfect_drafter_is_accepted_whole(target, prompts, plain):
 
 
 @pytest.mark.parametrize("catch_up", [RECOMPUTE, CatchUp(2, 3)])
-def test_switching_drafters_every_round(target, prompts, plain, catch_up):
-    """Each of them sits idle while others commit tokens; a stale cache would draft on, unseen but for acceptance, and
-    one that has skipped most of the text drafts badly."""
+def test_switching_drafters_every_round_keeps_the_text(target, prompts, plain, catch_up):
+    """Each drafter is idle while others commit tokens. A stale cache would only lower its acceptance, so this checks
+    that the target's own weights are always accepted, unless catching up skips most of the text."""
     texts = whole(plain(GREEDY))
     names = ["lm itself", "trees", "empty", "eagle3 tree", "lookup", "lm + lookup", "retrieval", "garbage", "lm itself"]
     controller = Rotate([DRAFTERS[name](target, texts) for name in names])
@@ -340,7 +342,7 @@ def test_switching_drafters_every_round(target, prompts, plain, catch_up):
 
 
 class Learning(Rotate):
-    """Plays its drafters one after the other, two rounds each, and stays with the last: weights that get better."""
+    """Plays its drafters one after another for two rounds each, and keeps the last: like weights that improve."""
 
     def choose(self, state):
         self.round += 1
@@ -348,8 +350,9 @@ class Learning(Rotate):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_weights_that_change_between_rounds(target, prompts, plain, sampling):
-    """A cache of the weights before would draft on, unseen but for acceptance: those of the target are never wrong."""
+def test_weights_may_change_between_rounds(target, prompts, plain, sampling):
+    """A cache of old weights would only lower acceptance, so this checks that the target's own weights are always
+    accepted."""
     noises = [1.0, 0.1, 0.0]
     controller = Learning([LMDrafter(own_weights(target, n), target, ChainShape(2, 0.0, False)) for n in noises])
     accepted = {0: [], 1: [], 2: []}
@@ -366,8 +369,8 @@ def test_weights_that_change_between_rounds(target, prompts, plain, sampling):
 
 
 @pytest.mark.parametrize("name", ["perfect", "trees", "lookup", "retrieval", "lm itself"])
-def test_end_of_sequence_inside_a_draft(target, prompts, plain, name, monkeypatch):
-    """The draft goes on behind the end of the text: neither the tokens nor the counts may show it."""
+def test_an_end_of_sequence_inside_a_draft_ends_the_text(target, prompts, plain, name, monkeypatch):
+    """Neither the tokens nor the counts may include the rest of the draft."""
     texts = whole(plain(GREEDY))
     end = {text[len(prompt) + 5] for text, prompt in zip(texts, prompts, strict=True)}
     monkeypatch.setattr(target, "eos_ids", frozenset(end))
@@ -382,8 +385,8 @@ def test_end_of_sequence_inside_a_draft(target, prompts, plain, name, monkeypatc
         assert_counts(one)
 
 
-def test_shrinking_batch(target, prompts, plain):
-    """Sequences leave the batch one after another; caches, seeds and drafters' memory must follow."""
+def test_a_shrinking_batch_keeps_the_texts(target, prompts, plain):
+    """When sequences leave the batch, caches, seeds and drafter memory must follow."""
     texts = whole(plain(HOT))
     batch, seeds, limits = prompts * 2, SEEDS * 2, [2, 11, 4, 6, 9, 13]
     sizes = set()
@@ -406,7 +409,7 @@ def test_shrinking_batch(target, prompts, plain):
     assert len(sizes) > 2
 
 
-def test_one_sampling_per_sequence(target, prompts, plain):
+def test_each_sequence_has_its_own_sampling(target, prompts, plain):
     """`distill` mixes temperatures in one batch."""
     samplings = [GREEDY, HOT, FILTERED]
     expected = [plain(sampling)[i].output_ids for i, sampling in enumerate(samplings)]
@@ -416,8 +419,8 @@ def test_one_sampling_per_sequence(target, prompts, plain):
 
 
 @pytest.mark.parametrize(("noise", "rule"), [(0.0, "token"), (0.1, "token"), (0.0, "block"), (0.1, "block")])
-def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
-    """Its law is proved elsewhere; here it runs in a ragged batch, ends, and counts. With q = p nothing is rejected."""
+def test_the_ratio_rule_in_a_ragged_batch_rejects_nothing_if_q_equals_p(target, prompts, noise, rule):
+    """tests/lossless/test_law.py checks its distribution; this checks a whole ragged batch and its counts."""
     drafter = LMDrafter(own_weights(target, noise), target, ChainShape(4, 0.05, True, rule))
     seen = []
 
@@ -444,8 +447,8 @@ def test_ratio_rule_with_a_sampled_drafter(target, prompts, noise, rule):
 
 @pytest.fixture(scope="module")
 def long(target, prompts):
-    """(prompts, options, texts) of a batch whose first text ends long before the others, which only their limits end:
-    it would shrink."""
+    """(prompts, options, texts) of a batch in which the first text ends long before the others. Texts end only by
+    length."""
     batch, limits = [prompts[0] * 12, *([prompts[2]] * 4)], [2, 90, 90, 90, 90]
     options = {"sampling": HOT, "max_new_tokens": limits, "seeds": [1, 2, 3, 4, 5]}
     with pytest.MonkeyPatch.context() as patch:
@@ -454,8 +457,8 @@ def long(target, prompts):
 
 
 @pytest.mark.parametrize("name", ["lm itself", "eagle3 tree", "dflash tree", "peagle tree", "hydra", "mtp tree"])
-def test_waking_up_in_a_batch_with_finished_rows(target, long, name, monkeypatch):
-    """A finished sequence with a long prompt waits in the batch while the others outgrow the spare room of a cache."""
+def test_an_idle_drafter_catches_up_in_a_batch_with_finished_rows(target, long, name, monkeypatch):
+    """A finished sequence with a long prompt stays in the batch while the others outgrow the spare room of a cache."""
     monkeypatch.setattr(target, "eos_ids", frozenset())
     batch, options, expected = long
     sleeper = DRAFTERS[name](target, expected)
@@ -477,7 +480,7 @@ true_walk = kernels.reference.walk_tree
 
 
 def broken_walk(drawn, tokens, parents):
-    """Accepts the first draft token whatever the target drew."""
+    """Accept the first draft token regardless of the target's draw."""
     path, count, bonus = true_walk(drawn, tokens, parents)
     first = parents[:, 0] == -1
     path[:, 0] = torch.where(first, 0, path[:, 0])
@@ -485,15 +488,14 @@ def broken_walk(drawn, tokens, parents):
 
 
 def broken_bonus(drawn, tokens, parents):
-    """Takes the bonus token from the root instead of the last node."""
+    """Take the bonus token from the root instead of the last node."""
     path, count, _ = true_walk(drawn, tokens, parents)
     return path, count, drawn[:, 0]
 
 
 @pytest.mark.parametrize("walk", [broken_walk, broken_bonus])
 @pytest.mark.parametrize("sampling", [GREEDY, HOT], ids=["greedy", "hot"])
-def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
-    """The comparison above must see a rule that is not lossless."""
+def test_negative_control_a_broken_rule_changes_the_text(target, prompts, plain, monkeypatch, walk, sampling):
     monkeypatch.setattr(kernels, "walk_tree", walk)
     monkeypatch.setattr(kernels.reference, "walk_tree", walk)  # for `sample_tree` of the reference
     monkeypatch.setattr(kernels, "sample_tree", kernels.reference.sample_tree)
@@ -504,8 +506,8 @@ def test_negative_control(target, prompts, plain, monkeypatch, walk, sampling):
     assert whole(found) != texts
 
 
-def test_negative_control_stale_positions(target, prompts, plain, monkeypatch):
-    """Noise of another position: the text stays lawful but is no longer that of plain decoding."""
+def test_negative_control_uniforms_of_another_position_change_the_text(target, prompts, plain, monkeypatch):
+    """The text stays correctly distributed, but differs from plain decoding."""
     texts = whole(plain(HOT))
     draw = kernels.uniform
     monkeypatch.setattr(kernels, "uniform", lambda seed, position, stream: draw(seed, position + 1, stream))

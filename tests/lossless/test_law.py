@@ -1,8 +1,8 @@
-"""Exact law by enumeration: the text committed under either verification rule has the target's law, to 1e-12.
+"""Exact distributions by enumeration: text committed by any verification rule has the target's distribution, to 1e-12.
 
-The verdict is a piecewise constant function of its uniforms. Every draft and every box between the breakpoints of the
-uniforms is enumerated in fp64; the verdict is taken near two corners and in the middle of each box (they must agree, so
-that no breakpoint is missing) and the boxes are added up by volume. Rounds that commit fewer than three tokens are
+The verdict is a piecewise constant function of its uniforms. The tests enumerate every draft and every box between the
+breakpoints of the uniforms in fp64. The verdict is computed near two corners and in the middle of each box; these must
+agree, or a breakpoint is missing. The boxes are weighted by volume. Rounds that commit fewer than three tokens are
 completed from the target. Probabilities of target and drafter are computed here, independently of the kernels.
 """
 
@@ -26,7 +26,8 @@ EXACT = 1e-12
 
 @dataclass(frozen=True)
 class Model:
-    """Next-token logits after every prefix shorter than three: by_length[k] is [V]·(k + 1); and its filters."""
+    """Next-token logits after every prefix shorter than three tokens, by_length[k] is [V]·(k + 1), and sampling
+    filters."""
 
     by_length: tuple[torch.Tensor, ...]
     temperature: float = 1.0
@@ -65,7 +66,7 @@ class Model:
         return [weight[v] / total if v in order else 0.0 for v in range(len(row))]
 
     def law(self):
-        """Law of the first three tokens [V, V, V]."""
+        """The distribution of the first three tokens [V, V, V]."""
         first, second, third = (self.probabilities(k) for k in range(3))
         return first[:, None, None] * second[:, :, None] * third
 
@@ -81,7 +82,7 @@ def random_model(seed, vocabulary=3, scale=1.5, holes=(), **filters):
 
 
 def complete(target, prefix, mass):
-    """Spread `mass` [N] of committed prefixes [N, k <= 3] (−1 beyond their end) over three tokens with the target."""
+    """Distribute `mass` [N] of committed prefixes [N, k <= 3] (padded with −1) over three tokens with the target."""
     second, third = target.probabilities(1), target.probabilities(2)
     vocabulary = len(second)
     law = torch.zeros([vocabulary] * 3, dtype=F64)
@@ -97,14 +98,12 @@ def complete(target, prefix, mass):
 
 
 def boxes(breakpoints):
-    """Boxes of the unit cube cut at `breakpoints`, one list per dimension.
-
-    Returns three points of each (near the lower corner, the middle, near the upper corner) [N, D] and its volume [N].
-    """
+    """Boxes of the unit cube cut at `breakpoints`, one list per dimension. Returns three points per box (near the lower
+    corner, the middle, near the upper corner) [N, D], and each volume [N]."""
     axes = []
     for cuts in breakpoints:
         edges = torch.tensor(sorted({0.0, 1.0, *(float(cut) for cut in cuts if 0 < cut < 1)}), dtype=F64)
-        keep = edges.diff() > 1e-14  # one breakpoint computed in two ways
+        keep = edges.diff() > 1e-14  # equal breakpoints, computed in two ways
         axes.append(torch.stack([edges[:-1][keep], edges[1:][keep]], -1))
     grid = torch.stack([torch.stack(box) for box in itertools.product(*axes)])
     lower, upper = grid[..., 0], grid[..., 1]
@@ -113,7 +112,7 @@ def boxes(breakpoints):
 
 
 def constant(function, points):
-    """The value of `function` on each box, after checking that it is the same at all points of the box."""
+    """The value of `function` on each box, after checking that all its points agree."""
     values = [function(at) for at in points]
     for value in values[1:]:
         assert torch.equal(value, values[0]), "the verdict changes inside a box: a breakpoint is missing"
@@ -124,9 +123,9 @@ def constant(function, points):
 
 
 def thresholds(rule, p, q, tokens, count):
-    """Where the verdict on two `tokens` changes: acceptance thresholds and residuals behind 0 and 1 tokens.
+    """Breakpoints of the verdict on two `tokens`: acceptance thresholds, and residuals after 0 and 1 tokens.
 
-    `p`, `q`: the rows [V] behind 0 and 1 tokens. The block rule as printed (Sun et al. 2025, Algorithm 2 and eq. 4).
+    `p`, `q`: the rows [V] after 0 and 1 tokens. The block rule is Sun et al. 2025, Algorithm 2 and eq. 4, as printed.
     """
     ratio = [float(p[i][x] / q[i][x]) if q[i][x] > 0 else float(p[i][x] > 0) for i, x in enumerate(tokens)]
     if rule == "token":
@@ -139,10 +138,11 @@ def thresholds(rule, p, q, tokens, count):
 
 
 def chain_law(backend, rule, target, drafter, count=2, drawn_from=None):
-    """Two tokens drawn from `drawn_from` (default: the drafter) are verified as the drafter's; `count` of them are
-    drafted (a function: as many as the first token says).
+    """Draw two tokens from `drawn_from` (default: the drafter), and verify the first `count` as the drafter's.
 
-    Returns the law of three tokens, and how many draft tokens are accepted on average.
+    `count` may be a function of the first token.
+
+    Returns the distribution of three tokens, and the mean number of accepted draft tokens.
     """
     p = [target.probabilities(k) for k in range(3)]
     q = [drafter.probabilities(k) for k in range(2)]
@@ -200,8 +200,8 @@ RATIO_CASES = {
 
 @BACKENDS
 @pytest.mark.parametrize("case", RATIO_CASES)
-def test_rules_for_sampled_chains_have_the_law_of_the_target(backend, case):
-    """Both of them; and the block rule accepts no less, on one-hot drafts as much, elsewhere more."""
+def test_rules_for_sampled_chains_keep_the_targets_distribution(backend, case):
+    """The block rule accepts at least as much as the token rule: equally much on one-hot drafts, more on others."""
     target, drafter = RATIO_CASES[case]
     kept = {}
     for rule in reference.RULES:
@@ -217,16 +217,16 @@ def test_rules_for_sampled_chains_have_the_law_of_the_target(backend, case):
 @BACKENDS
 @RULES
 @pytest.mark.parametrize("count", [0, 1])
-def test_rules_for_sampled_chains_with_padding(backend, rule, count):
+def test_rules_for_padded_sampled_chains_keep_the_targets_distribution(backend, rule, count):
     target, drafter = RATIO_CASES["plain"]
     law, kept = chain_law(backend, rule, target, drafter, count)
     assert (law - target.law()).abs().max() < EXACT
     overlap = torch.minimum(target.probabilities(0), drafter.probabilities(0)).sum()
-    assert abs(kept - count * float(overlap)) < EXACT  # of one token no rule can accept more
+    assert abs(kept - count * float(overlap)) < EXACT  # the optimum for one token
 
 
 class Loop:
-    """In the place of a backend: what the decoding loop makes of a sampled chain and the uniforms it asks for."""
+    """Replaces a backend: the decoding loop's verdict on a sampled chain, with given uniforms."""
 
     row_params = staticmethod(cpu.row_params)
 
@@ -247,8 +247,8 @@ class Loop:
 @RULES
 @pytest.mark.parametrize("backend", [cpu, Loop])
 @pytest.mark.parametrize("count", [2, lambda first: 1 if first == 1 else 2], ids=["fixed", "by the first token"])
-def test_chains_that_their_own_tokens_end(backend, rule, count):
-    """Through the loop as well: a rule that got lost on the way would accept as much as the other."""
+def test_chains_ended_by_their_own_tokens_keep_the_targets_distribution(backend, rule, count):
+    """Also through the loop. Catches a rule that is not passed on: both rules would accept equally much."""
     target, drafter = RATIO_CASES["plain"]
     law, kept = chain_law(backend, rule, target, drafter, count)
     assert (law - target.law()).abs().max() < EXACT
@@ -259,15 +259,15 @@ def test_chains_that_their_own_tokens_end(backend, rule, count):
 
 @BACKENDS
 @RULES
-def test_rules_for_sampled_chains_in_six_tokens(backend, rule):
+def test_rules_for_six_tokens_keep_the_targets_distribution(backend, rule):
     target, drafter = random_model(26, 6, holes=[1]), random_model(27, 6, top_k=1)
     assert (chain_law(backend, rule, target, drafter)[0] - target.law()).abs().max() < EXACT
 
 
 @BACKENDS
 @RULES
-def test_control_wrong_q_is_found(backend, rule):
-    """The drafter reports its temperature-1 row but drew at temperature 0.5: a real bug, and the check must see it."""
+def test_control_wrong_q_is_detected(backend, rule):
+    """The drafter reports its temperature-1 row but draws at temperature 0.5, which was a real bug."""
     target, drafter = RATIO_CASES["plain"]
     sharper = Model(drafter.by_length, temperature=0.5)
     law, _ = chain_law(backend, rule, target, drafter, drawn_from=sharper)
@@ -276,9 +276,9 @@ def test_control_wrong_q_is_found(backend, rule):
 
 @BACKENDS
 @pytest.mark.parametrize("shared", [None, "draft", "accept"])
-def test_control_shared_uniform_is_found(backend, shared):
-    """Chain of one. The residual draw reuses the uniform of the draft, or of acceptance: the first token's law is off.
-    With separate uniforms the very same integration gives p."""
+def test_control_shared_uniform_is_detected(backend, shared):
+    """A chain of one token. If the residual draw reuses the uniform of the draft or of acceptance, the distribution of
+    the first token is wrong. With separate uniforms the integration gives p."""
     target, drafter = random_model(28), random_model(29)
     p, q = target.probabilities(0), drafter.probabilities(0)
     cuts = torch.cat([cdf(q), cdf((p - q).clamp(min=0)), p / q])
@@ -322,7 +322,7 @@ MATCH_TARGETS = {
 
 
 def match_verdict(backend, target, tokens, parents, u):
-    """Committed tokens [N, 3] (−1 beyond the end) of one round with the uniforms `u` [N, 3], one per position."""
+    """Committed tokens [N, 3] (padded with −1) of one round with the uniforms `u` [N, 3], one per position."""
     prefixes = [path_to(node, tokens, parents) for node in range(-1, len(tokens))]
     logits = torch.stack([target.by_length[min(len(prefix), 2)][tuple(prefix[:2])] for prefix in prefixes])
     depth = torch.tensor([min(len(prefix), 2) for prefix in prefixes])
@@ -355,19 +355,19 @@ def plain_text(backend, target, u):
 @BACKENDS
 @pytest.mark.parametrize("shape", TREES)
 @pytest.mark.parametrize("case", MATCH_TARGETS)
-def test_match_rule_has_the_law_of_the_target(backend, case, shape):
+def test_match_rule_keeps_the_targets_distribution_and_text(backend, case, shape):
     target = MATCH_TARGETS[case]
     points, volume = boxes([target.probabilities(k).cumsum(-1).flatten() for k in range(3)])
     committed = constant(lambda u: match_verdict(backend, target, *TREES[shape], u), points)
     assert (complete(target, committed, volume) - target.law()).abs().max() < EXACT
-    # Stronger: not only the law but the text is that of plain sampling, as far as the round went.
+    # Stronger than an equal distribution: the committed tokens equal plain sampling's.
     plain = plain_text(backend, target, points[1])
     assert torch.equal(committed, torch.where(committed >= 0, plain, -1))
 
 
 @BACKENDS
-def test_control_drawing_at_the_wrong_node_is_found(backend):
-    """Rows shifted by one node (an off-by-one in the gather) keep a plausible text but not the law."""
+def test_control_drawing_at_the_wrong_node_is_detected(backend):
+    """Rows shifted by one node (an off-by-one in the gather) give plausible text with a wrong distribution."""
     target = MATCH_TARGETS["plain"]
     shifted = Model((target.by_length[0], target.by_length[1].roll(1, 0), target.by_length[2]))
     cuts = [model.probabilities(k).cumsum(-1).flatten() for model in (target, shifted) for k in range(3)]

@@ -1,8 +1,8 @@
-"""The law of whole texts, written in several rounds by the real loop, against the target's by enumeration.
+"""The distribution of whole texts, written in several rounds by the real loop, against the target's by enumeration.
 
-`test_law.py` integrates one round exactly. Here a text takes several rounds, so that a random number that two rounds
-share shows as well. A target and a draft LM with three tokens write many texts of known law, on the host and in device
-rounds, and Pearson's χ² compares the counts. Seeds are fixed: a test that passes once always passes.
+`test_law.py` integrates one round exactly. Here a text takes several rounds, which also detects a random number that
+two rounds share. A target and a draft LM with three tokens write many texts of known probability, in host rounds and in
+device rounds, and Pearson's χ² test compares the counts. Seeds are fixed: a test that passes once always passes.
 """
 
 import itertools
@@ -23,18 +23,18 @@ from specctl.kernels import reference
 from tests.toys.decoding import decode
 
 VOCABULARY = 3
-NEW = 5  # tokens of a text: the first is drawn from the prompt's own forward, the others in rounds
+NEW = 5  # tokens per text: the first is drawn in the prefill, the others in rounds
 DEPTH = 3
 PROMPT = [0]
 TEXTS = 4_096
-CONTROL = 12_288  # enough for the fault of `test_control_uniforms_keyed_by_position` to show
+CONTROL = 12_288  # enough to detect the fault of `test_control_uniforms_keyed_by_position`
 BATCH = 2_048
 RULES = ["match", "token", "block"]
 ROUNDS = pytest.mark.parametrize("device", [False, True], ids=["host", "device"])
 
 
 def toy(seed):
-    """A Llama of one layer that says three tokens, never the end of the text."""
+    """A Llama of one layer with three tokens, none of which ends the text."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -54,9 +54,7 @@ def toy(seed):
 
 @pytest.fixture(autouse=True)
 def in_batches(monkeypatch):
-    """A CPU reads prompts one by one and makes uniforms for one text at a time.
-    Thousands of short texts need batches.
-    """
+    """On a CPU prompts and uniforms are processed text by text, but thousands of short texts need batches."""
     groups = prefill.groups
     monkeypatch.setattr(prefill, "groups", lambda lengths, slots, rows, starts: groups(lengths, slots, BATCH, starts))
     monkeypatch.setattr(kernels, "uniform", reference.uniform)  # bit-equal: tests/kernels/test_uniform.py
@@ -69,7 +67,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def law(target):
-    """The probability [3 ** NEW] of every text, by `transformers`."""
+    """The probability [3 ** NEW] of every text, computed with `transformers`."""
     texts = torch.tensor(list(itertools.product(range(VOCABULARY), repeat=NEW)))
     whole = torch.cat((torch.tensor(PROMPT).expand(len(texts), -1), texts), 1)
     with torch.no_grad():
@@ -78,9 +76,9 @@ def law(target):
 
 
 def counts_of(target, rule, device=False, stop_below=0.0, texts=TEXTS, head=None):
-    """How often each text [3 ** NEW] was written, and the mean number of draft tokens accepted in a round.
+    """The count of each text [3 ** NEW], and the mean number of accepted draft tokens per round.
 
-    `device`: in device rounds instead of host rounds. `head`: an acceptance head of the draft LM.
+    `device`: use device rounds instead of host rounds. `head`: an acceptance head of the draft LM.
     """
     shape = ChainShape(DEPTH, stop_below, rule != "match", "token" if rule == "match" else rule)
     drafter = LMDrafter(LM(toy(2), head), target, shape)
@@ -122,40 +120,40 @@ def bound(cells, normal_quantile=3.09):
         ("match", False, 0.0),
         ("token", False, 0.0),
         ("block", False, 0.0),
-        ("token", False, 0.3),  # the host ends a chain early, by the probabilities of its own tokens
+        ("token", False, 0.3),  # the host ends a chain at an improbable token
         ("block", False, 0.3),
         ("token", True, 0.0),
         ("block", True, 0.0),
     ],
 )
-def test_texts_of_several_rounds_have_the_law_of_the_target(target, law, rule, device, stop_below):
+def test_texts_of_several_rounds_have_the_targets_distribution(target, law, rule, device, stop_below):
     counts, accepted = counts_of(target, rule, device, stop_below)
     assert chi_squared(counts, law) < bound(len(law))
     assert accepted > 0.3
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_drafts_that_an_acceptance_head_ends_keep_the_law(target, law, rule):
-    """It reads the text before a sampled token, not the token, so it does not choose among the tokens it ends at."""
+def test_drafts_ended_by_an_acceptance_head_keep_the_distribution(target, law, rule):
+    """The head reads the text before a sampled token, not the token itself, so it introduces no bias."""
     torch.manual_seed(3)
     head = AcceptanceHead(8)
     head.out.weight.data *= 3
     counts, accepted = counts_of(target, rule, stop_below=0.4, head=head)
     assert chi_squared(counts, law) < bound(len(law))
-    assert counts_of(target, rule, texts=BATCH)[1] > accepted > 0.3  # some drafts are shorter, but not all
+    assert counts_of(target, rule, texts=BATCH)[1] > accepted > 0.3  # some drafts are shorter
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES)
 @ROUNDS
-def test_many_texts_have_the_law_of_the_target(target, law, rule, device):
-    """The same with 200,000 texts."""
+def test_many_texts_have_the_targets_distribution(target, law, rule, device):
+    """With 200,000 texts."""
     assert chi_squared(counts_of(target, rule, device, texts=200_000)[0], law) < bound(len(law))
 
 
 def test_control_uniforms_keyed_by_position(target, law, monkeypatch):
-    """The block rule with one acceptance uniform per position, as the token rule has: later rounds read numbers that
-    an earlier one has conditioned on, and the counts show it."""
+    """The block rule with one acceptance uniform per position, as in the token rule: later rounds reuse numbers that an
+    earlier round has conditioned on, and the counts must show it."""
 
     def by_position(self, start, depths):
         return self.uniform(start + torch.arange(depths, device=start.device), ACCEPT)
@@ -166,6 +164,6 @@ def test_control_uniforms_keyed_by_position(target, law, monkeypatch):
 
 @ROUNDS
 def test_the_block_rule_accepts_more_than_the_token_rule(target, device):
-    """A rule that is lost on the way would accept as much as the other."""
+    """Detects that the rule is not passed on: both would accept equally much."""
     block, token = (counts_of(target, rule, device, texts=BATCH)[1] for rule in ("block", "token"))
     assert block > token + 0.03

@@ -1,7 +1,7 @@
-"""The lean step and the `transformers` step compute what the model computes, for every trait of an architecture.
+"""The lean and the `transformers` step equal the model's own forward, for every feature of an architecture.
 
-Catches: grouped heads in the wrong order, a dropped bias, a norm forgotten or misplaced, RoPE variants, tied heads,
-windows that count slots instead of positions, soft caps, learned positions.
+Catches grouped heads in the wrong order, dropped biases, missing or misplaced norms, RoPE variants, tied heads, windows
+that count slots instead of positions, soft caps, learned positions.
 """
 
 import pytest
@@ -48,7 +48,7 @@ def truth(model, ids):
     return output.logits[0], [state[0] for state in output.hidden_states]
 
 
-def test_which_path_is_taken(name, tiny_directory):
+def test_each_architecture_takes_the_expected_path(name, tiny_directory):
     reason = lean.unsupported_reason(load_config(tiny_directory(name)))
     assert (reason is None) == (name in LEAN), reason
     if reason:
@@ -56,7 +56,7 @@ def test_which_path_is_taken(name, tiny_directory):
             load_target(tiny_directory(name), device="cpu", path="lean")
 
 
-def test_prefill_and_step(model, target):
+def test_prefill_and_step_equal_the_models_forward(model, target):
     taps = (0, 2, 3)
     logits, states = truth(model, PROMPT + STEP)
     cache = target.model.new_cache(1, 64)
@@ -71,7 +71,7 @@ def test_prefill_and_step(model, target):
     torch.testing.assert_close(tapped[0], torch.cat([states[tap][n:] for tap in taps], -1), **CLOSE)
 
 
-def test_ragged_batch(model, target):
+def test_a_ragged_batch_equals_single_forwards(model, target):
     prompts = [PROMPT, PROMPT[:3], PROMPT[5:30]]
     cache = target.model.new_cache(3, 64)
     last, _, _ = target.prefill(prompts, cache)
@@ -84,8 +84,8 @@ def test_ragged_batch(model, target):
 
 
 @pytest.mark.parametrize("rows", [7, 16, 70])
-def test_prompts_are_run_so_many_rows_at_a_time(model, target, rows, monkeypatch):
-    """In groups of neighbours, and a longer prompt in parts, the later ones behind rows that are there."""
+def test_prompts_are_read_in_groups_and_parts_of_limited_rows(model, target, rows, monkeypatch):
+    """Neighboring prompts are grouped, and a long prompt is read in parts, each after the cached ones."""
     monkeypatch.setattr(prefill, "ROWS", rows)
     grouped = prefill.groups
     monkeypatch.setattr(
@@ -117,8 +117,8 @@ def test_prompts_are_run_so_many_rows_at_a_time(model, target, rows, monkeypatch
         torch.testing.assert_close(after[slots[place]], logits[n:], **CLOSE)
 
 
-def test_who_is_read_together():
-    """Neighbours within the rows, padding counted; in the order of the prompts."""
+def test_prompts_are_grouped_in_order_within_the_row_limit():
+    """Padding counts, and groups keep the order of the prompts."""
     assert prefill.groups([4, 3, 4, 5], [0, 1, 2, 3], 12) == [range(0, 3), range(3, 4)]
     assert prefill.groups([2, 2, 6, 2], [0, 1, 2, 3], 12) == [range(0, 2), range(2, 4)]
     assert prefill.groups([1, 1, 1], [0, 2, 3], 12) == [range(0, 1), range(1, 3)]
@@ -127,8 +127,8 @@ def test_who_is_read_together():
     assert prefill.groups([1, 1], [0, 1], 0) == [range(0, 1), range(1, 2)]
 
 
-def test_tree_rows_see_their_ancestors_only(model, target):
-    """Each node's logits are those of a forward of its own branch."""
+def test_tree_nodes_see_only_their_ancestors(model, target):
+    """Each node's logits equal a forward of its own branch."""
     tokens, parents = [4, 99, 23, 7, 7, 300], [-1, -1, 0, 1, 2, 2]
     depth, ancestors = topology(parents)
     cache = target.model.new_cache(1, 64)
@@ -142,16 +142,16 @@ def test_tree_rows_see_their_ancestors_only(model, target):
         torch.testing.assert_close(rows[0, node], truth(model, PROMPT + branch)[0][-1], **CLOSE)
 
 
-def test_text_is_that_of_transformers(model, target):
-    """Greedy, with a drafter that is always wrong, against `transformers`' own generate."""
+def test_text_equals_transformers_generate(model, target):
+    """Greedy, with a drafter that is always wrong."""
     expected = model.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0].tolist()
     found = decode(target, [PROMPT], sampling=GREEDY, max_new_tokens=12, seeds=[0], drafter=constant([1, 1, 1]))[0]
     assert found.prompt_ids + found.output_ids == expected
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_to_the_last_position_of_the_context(target, exact):
-    """Rows behind the last position (padding, drafts without room) must not fail, learned positions included."""
+def test_decoding_reaches_the_last_position_of_the_context(target, exact):
+    """Rows after the last position (padding, drafts without room) must not fail, also with learned positions."""
     prompts = [PROMPT * 6 + PROMPT[:12], PROMPT[:4]]
     found = decode(
         target, prompts, sampling=GREEDY, max_new_tokens=[9, 7], seeds=[0, 0], drafter=constant([1] * 7), exact=exact
