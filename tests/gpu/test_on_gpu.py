@@ -1,4 +1,4 @@
-"""Device rounds, kernels and forwards on a real GPU, which all other tests replace by an interpreter or fake tensors.
+"""Device rounds, kernels and forwards on a real GPU. Other tests use an interpreter or fake tensors instead.
 
 python -m pytest tests/gpu                  # on a machine with a CUDA GPU: about three minutes
 python -m pytest tests/gpu -m ''             # on a CPU: the same code without graphs, to check the tests themselves
@@ -41,15 +41,15 @@ NEW = [80, 90, 60, 50, 100] if ON_GPU else toys.NEW
 FREE = Costs(tuple(1.0 for _ in ROWS), first=0.0, level=0.0)
 
 pytestmark = [
-    pytest.mark.filterwarnings("error:.*(CUDA graphs|kernel|unfused|PyTorch|contiguous)"),  # nothing falls back
+    pytest.mark.filterwarnings("error:.*(CUDA graphs|kernel|unfused|PyTorch|contiguous)"),  # a fallback is an error
 ]
-slow_on_cpu = [] if ON_GPU else [pytest.mark.slow]  # tests/decoding has shorter ones for a CPU
+slow_on_cpu = [] if ON_GPU else [pytest.mark.slow]  # tests/decoding has shorter tests for a CPU
 only_gpu = pytest.mark.skipif(not ON_GPU, reason="a CPU has no such kernels")
 
 
 @pytest.fixture(scope="module")
 def target(tiny_directory):
-    """A random target that says seven words only, so that random drafts are often right."""
+    """A random target with only seven possible tokens, so that random drafts are often right."""
     found = load_target(tiny_directory("qwen3"), device=DEVICE, dtype="fp32")
     bias = torch.full((found.vocab_size,), -1e4, device=found.device)
     bias[toys.WORDS] = 0.0
@@ -64,7 +64,7 @@ def made(name, target):
 
 
 def texts(target, monkeypatch, mode, **options):
-    """Texts of `toys.PROMPTS`; with graphs, most rounds must be replays."""
+    """Decode `toys.PROMPTS`. With graphs, most rounds must be replays."""
     monkeypatch.setenv("SPECCTL_GRAPHS", mode)
     how = dict(max_new_tokens=NEW, seeds=[1, 2, 3, 4, 5], share_rows=False) | options
     found = decode(target, toys.PROMPTS, **how)
@@ -85,7 +85,7 @@ def texts(target, monkeypatch, mode, **options):
     ],
     ids=["llama-8b", "qwen3-32b", "llama-1b", "qwen2-7b"],
 )
-def test_kernels_pass_their_trials(dtype, shape):
+def test_kernels_pass_their_self_checks(dtype, shape):
     device = torch.device(DEVICE, 0)
     pick_device(DEVICE)
     assert kernels.select_backend(device) == "triton"
@@ -97,8 +97,8 @@ def test_kernels_pass_their_trials(dtype, shape):
 @pytest.mark.parametrize(
     ("kind", "more"), [("LlamaConfig", {}), ("Qwen3Config", {"head_dim": 32}), ("Qwen2Config", {})]
 )
-def test_forward_against_transformers(kind, more, dtype, close):
-    """Prefill, one row, 8 rows and 41 rows."""
+def test_forward_equals_transformers(kind, more, dtype, close):
+    """Prefill, then steps of one row, 8 rows and 41 rows."""
     sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=3, num_attention_heads=8, vocab_size=1000)
     own = dict(num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=None, eos_token_id=3, pad_token_id=0)
     torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_forward_against_transformers(kind, more, dtype, close):
 
 @pytest.mark.parametrize(("sampling", "slots"), [(GREEDY, 1), (toys.MIXED, 2)], ids=["greedy", "mixed"])
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow_on_cpu) for name in toys.MADE])
-def test_every_drafter_commits_the_texts_of_the_host(target, monkeypatch, name, sampling, slots):
+def test_device_rounds_of_every_drafter_commit_the_texts_of_host_rounds(target, monkeypatch, name, sampling, slots):
     how = dict(drafter=made(name, target), slots=slots, sampling=sampling)
     host, *others = [texts(target, monkeypatch, mode, **how) for mode in MODES]
     assert all(other == host for other in others)
@@ -134,8 +134,8 @@ def test_hybrids_commit_the_texts_of_plain_decoding(target, monkeypatch, head, t
     assert texts(target, monkeypatch, FASTEST, sampling=toys.MIXED, slots=2, drafter=hybrid) == plain
 
 
-def test_texts_that_end_before_a_capture_do_not_refuse_it(target, monkeypatch):
-    """Rows without a sequence all write to one page, in an order that a GPU does not define."""
+def test_graphs_are_captured_after_some_texts_have_ended(target, monkeypatch):
+    """All rows without a sequence write to one page, in an order that a GPU does not define."""
     monkeypatch.setenv("SPECCTL_GRAPHS", FASTEST)
     monkeypatch.setattr(graphs, "_refused", set())
     prompts = [[5 + i, 9, 300 + i, 12, 7] * (i + 2) for i in range(8)]
@@ -157,7 +157,7 @@ def test_generate_uses_device_rounds(monkeypatch):
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=slow_on_cpu) for name in toys.EACH])
-def test_graphs_stay_while_the_batch_shrinks_and_grows(target, monkeypatch, name):
+def test_graphs_stay_valid_while_the_batch_shrinks_and_grows(target, monkeypatch, name):
     """A captured graph reads and writes the same memory after the batch had other sizes."""
     monkeypatch.setattr(graphs, "WARM_UP", 0)
     captured, capture = [], graphs.capture
@@ -176,8 +176,8 @@ def test_graphs_stay_while_the_batch_shrinks_and_grows(target, monkeypatch, name
 
 
 @pytest.mark.parametrize("taps", [(0, 1), ()], ids=["taps", "last"])
-def test_streamed_features_are_those_of_the_servers_states(target, tmp_path, taps):
-    """Whether a thread has read them ahead, on a stream of its own, or not; and whatever the GPU does meanwhile."""
+def test_streamed_features_equal_the_servers_states(target, tmp_path, taps):
+    """With features read ahead on a stream of their own or not, while the GPU is busy."""
     texts = [Example(n, str(n), torch.randint(5, 200, (20 + 5 * n,)).tolist(), 4) for n in range(12)]
     texts = [texts[n] for n in (3, 1, 0, 2, 5, 4, 7, 6, 9, 11, 8, 10)]
     width = target.hidden_size
@@ -194,7 +194,7 @@ def test_streamed_features_are_those_of_the_servers_states(target, tmp_path, tap
             for number, batch in enumerate(batches):
                 found = store.get(batch)
                 store.prefetch([*batches, []][number + 1])
-                busy = busy @ busy / 50  # the step: what was read ahead must have waited for no part of it
+                busy = busy @ busy / 50  # a training step: reading ahead must not wait for it
                 for example, one in zip(batch, found, strict=True):
                     rows = kept[tuple(example.tokens[:-1])]
                     own = served_features.to_features(store, stream.client, stream.states, example, rows)
