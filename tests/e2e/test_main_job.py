@@ -1,4 +1,5 @@
-"""The main job: distil, train by the installed command, measure, look; on real prompts where they are at hand."""
+"""The main job: distill, train with the installed command, evaluate, generate; with real prompts if they are
+available."""
 
 import json
 import shutil
@@ -22,7 +23,7 @@ def place(tmp_path_factory):
 
 
 def installed(place, *arguments):
-    """The document of a command in a process of its own."""
+    """Run the installed command in its own process. Returns its JSON document."""
     command = [COMMAND, *map(str, arguments), "--json"]
     done = subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -35,7 +36,7 @@ def prompts(split):
 
 
 def drafter_of_distilled_texts(specctl, place):
-    """The directory of a drafter that was trained in another process than the one that wrote its data."""
+    """The directory of a drafter. Its data was written by one process, and another one trained it."""
     options = ["--limit", "24", "--max-new-tokens", "16", "--output-dir", place / "distilled" / "sql"]
     document = specctl("distill", "--domain", "sql", *map(str, (*prompts("train"), *options)), "--json").json
     assert (document["prompts"], document["responses"], document["rejected"]) == (24, 24, 0)
@@ -57,7 +58,7 @@ def eval_is_lossless_and_has_both_baselines(specctl, place, drafter):
 
 
 def exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter):
-    """Speculative text equals plain sampling's with the same seed, token for token: ties do not occur either."""
+    """Speculative text equals plain sampling with the same seed, token for token, without ties."""
     drafters = ["--drafter", place / drafter, "--drafter", "lookup", "baselines=[vanilla]"]
     prompted = ["--domain", "sql", *prompts("test"), "--limit", 3, "--max-new-tokens", 16]
     options = ["--temperature", 1.0, "--exact", "--dtype", "bf16", "--json"]
@@ -81,8 +82,8 @@ def a_drafter_of_another_target_is_refused(specctl, place, drafter):
     assert done.code == 4 and done.json["error"]["type"] == "CheckpointError"
 
 
-def test_main_job(specctl, place):
-    """One test, so that one process of several trains the drafter."""
+def test_a_drafter_is_distilled_trained_evaluated_and_used(specctl, place):
+    """One test, so that with several test processes only one of them trains the drafter."""
     drafter = drafter_of_distilled_texts(specctl, place)
     eval_is_lossless_and_has_both_baselines(specctl, place, drafter)
     exact_mode_is_equal_in_bf16_at_temperature_one(specctl, place, drafter)
