@@ -21,7 +21,7 @@ def tool(name):
 
 
 def trace(seed, only_text=False):
-    """(messages, tools): system, user, and 2 to 5 turns of the assistant, with calls and their results between."""
+    """(messages, tools): system, user, and 2 to 5 turns of the assistant, with calls and their results in between."""
     draw = Random(seed)
     messages = [{"role": "system", "content": "You help. " + words(draw)}] * draw.randint(0, 1)
     messages += [{"role": "user", "content": words(draw)}]
@@ -68,7 +68,7 @@ def with_strings(message):
 
 
 def parts(seed):
-    """As OpenAI's, with text parts."""
+    """OpenAI's messages, with contents as lists of text parts."""
     row = openai(seed)
     for message in row["messages"]:
         if message["role"] in ("user", "tool"):
@@ -104,7 +104,7 @@ def toolace(seed):
 
 
 def apigen(seed):
-    """APIGen-MT and LLaMA-Factory: a call is a turn of its own speaker, and the tools a string of JSON."""
+    """APIGen-MT and LLaMA-Factory: calls are turns of a separate speaker, and the tools are a string of JSON."""
     messages, tools = trace(seed)
     told = []
     for message in messages:
@@ -171,7 +171,7 @@ LAYOUTS = (openai, parts, hermes, toolace, apigen, xlam, swe_agent, openhands, s
 
 
 def turn_count(layout, seed):
-    """Number of the assistant's turns in a generated row."""
+    """The number of assistant turns in a generated row."""
     if layout in (xlam, logged):
         return 1
     messages, _ = trace(seed, only_text=layout is swe_agent)

@@ -1,4 +1,4 @@
-"""A server that hands out a target's hidden states as vLLM's connector (a file) or SGLang (its answer) does."""
+"""A server that returns a target's hidden states like vLLM's connector (in a file) or like SGLang (in its answer)."""
 
 import copy
 import fcntl
@@ -14,7 +14,8 @@ from tests.toys.engine import FakeEngine
 
 
 def raw_states(target, ids, layers, *, normed=False):
-    """[tokens, layers, H] of a lean target, bitwise what its forward has: the last layer's before or after its norm."""
+    """[tokens, layers, H] of a lean target, bitwise equal to its forward; the last layer's states are before its norm,
+    or after it if `normed`."""
     model, before = copy.copy(target.model), []
     model.norm = lambda x: (before.append(x), target.model.norm(x))[1]
     plan = plan_rows([0], len(ids), device=target.device, dtype=target.dtype)
@@ -27,7 +28,7 @@ def raw_states(target, ids, layers, *, normed=False):
 
 
 def raw_logprobs(target, ids):
-    """Log probabilities of all ids but the first."""
+    """Log probabilities of all ids except the first."""
     model = target.model
     plan = plan_rows([0], len(ids) - 1, device=target.device, dtype=target.dtype)
     with torch.inference_mode():
@@ -37,17 +38,17 @@ def raw_logprobs(target, ids):
 
 
 class CapturingEngine(FakeEngine):
-    """Besides what `FakeEngine` does, it gives states.
+    """A `FakeEngine` that also returns hidden states.
 
     Attributes:
-        states: ids → [tokens, layers, H]; None where nothing is captured.
-        place: where files go.
-        told: → the path that the answer names instead of the file's.
-        spoil: changes {"hidden_states", "token_ids"} before they are handed out.
-        delay_s: seconds after the answer until a file is written.
-        spoiled: how many files are half written, at the beginning.
-        cached: prompt tokens that it says it had in a cache.
-        logprobs: of vLLM: ids → log probabilities of all but the first, or None; None = made up.
+        states: ids → [tokens, layers, H], or None for an engine without hidden states.
+        place: directory of the files.
+        told: path of a file → the path in the answer.
+        spoil: changes {"hidden_states", "token_ids"} before they are returned.
+        delay_s: seconds between the answer and its file.
+        spoiled: number of files, from the first, that are written by half.
+        cached: number of prompt tokens reported as cached.
+        logprobs: vLLM only: ids → log probabilities of all ids except the first, or None for invented ones.
     """
 
     def __init__(self, tokenizer, engine, place, states, **options):

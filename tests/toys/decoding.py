@@ -13,8 +13,8 @@ from specctl.decoding.records import Decoded, Request
 def engine_for(
     target, drafter=None, controller=None, taps=None, on_round=None, on_commit=None, **options: Any
 ) -> Engine:
-    """An engine with a drafter or a controller. `on_commit(state)` is called after every round, and so is
-    `on_round(state, draft, verdict)`, which keeps the rounds on the host."""
+    """An engine with a drafter or a controller. `on_commit(state)` and `on_round(state, draft, verdict)` are called
+    after every round; `on_round` keeps the rounds on the host."""
     controller = controller or Fixed.of(drafter)
     if taps is not None:
         controller.taps = taps
@@ -55,7 +55,7 @@ def decode(target, prompts, **options: Any) -> list[Decoded]:
 
 
 def plain_answers(target, prompts, seeds, max_new_tokens):
-    """`answers(sampling)`: what plain decoding writes, each prompt on its own."""
+    """`answers(sampling)`: the results of plain decoding, one prompt at a time."""
 
     @functools.cache
     def answers(sampling) -> list[Decoded]:
@@ -68,7 +68,7 @@ def plain_answers(target, prompts, seeds, max_new_tokens):
 
 
 def whole(decoded):
-    """The ids of texts from their first token to their last."""
+    """The ids of prompt and output of each text."""
     return [one.prompt_ids + one.output_ids for one in decoded]
 
 

@@ -1,5 +1,7 @@
-"""A server that answers by the schemas of vLLM, SGLang or llama.cpp, and fails as servers do. It writes what a hash of
-the request says, so whoever was asked last, and how often, shows nowhere but in `asked`."""
+"""A server with the API of vLLM, SGLang or llama.cpp that fails like real servers.
+
+Its text is a hash of the request, so it does not depend on the order or number of requests.
+"""
 
 import base64
 import hashlib
@@ -26,18 +28,17 @@ class FakeEngine:
     """A context manager; `url` is its address.
 
     Attributes:
-        asked: how often each prompt (as a tuple of ids) was asked for, whatever became of it.
-        faults: called with the number of a request for a text, gives the fault that it meets, or None. Besides those in
-            `FAULTS`: "html", "short", "foreign", "cut", "refused", "denied",
-            and of streams "torn".
-        histogram: of accepted tokens, what every text says of its drafts; empty where there are none.
-        scraped: gives the page of metrics; None where there is none.
-        shift: added to the log probabilities of prompts: other weights.
-        most: the most requests that were there at once.
-        admin: who answers to its administration, `Workers`, `Session` or `Corpora`; None where there is nobody.
-        posted: what was asked of it, methods of vLLM's workers and paths of SGLang.
-        breaks: called with such a name, gives the fault that it meets, or None: "error", "reset", "denied", "gone" (the
-            answer is lost), a dictionary that is answered instead.
+        asked: number of requests per prompt (a tuple of ids), failed ones included.
+        faults: number of a text request → its fault, or None. Besides `FAULTS`: "html", "short", "foreign", "cut",
+            "refused", "denied", and for streams "torn".
+        histogram: accepted tokens per round, reported with every text; empty for a server without a drafter.
+        scraped: returns the page of metrics, or None for a server without that page.
+        shift: added to the log probabilities of prompts, as if the weights were different.
+        most: the largest number of concurrent requests.
+        admin: handles administration: `Workers`, `Session` or `Corpora`, or None for a server without it.
+        posted: administrative requests: methods of vLLM's workers, and paths of SGLang.
+        breaks: such a name → its fault, or None: "error", "reset", "denied", "gone" (the answer is lost), or a
+            dictionary as the answer.
     """
 
     def __init__(self, tokenizer, engine="vllm", *, model="toy", faults=lambda number: None, seconds=0.0, port=0):
@@ -47,11 +48,11 @@ class FakeEngine:
         self.number = self.there = self.most = 0
         self.shift, self.context, self.slots, self.pages = 0.0, 512, 64, {}
         self.histogram: list[int] = []
-        self.cached: int | None = None  # tokens that SGLang takes from its prefix cache
+        self.cached: int | None = None  # prompt tokens that SGLang reports as cached
         self.blank, self.end = " ", "\n"  # in the events of streams
         self.scraped = None
         self.gone = False  # every connection breaks
-        self.page: str | None = None  # instead of tokens
+        self.page: str | None = None  # returned instead of tokens
         self.admin, self.posted, self.breaks = None, [], lambda name: None
         self.lock = threading.Lock()
         self.server = _Quiet(("127.0.0.1", port), lambda *args: _Handler(self, *args))
@@ -60,7 +61,7 @@ class FakeEngine:
 
     @property
     def locked(self):
-        """Its address with a password in it."""
+        """Its address with a password."""
         return self.url.replace("://", "://me:HUSH@")
 
     def __enter__(self):
@@ -72,7 +73,7 @@ class FakeEngine:
         self.server.server_close()
 
     def text(self, ids, limit, temperature, seed):
-        """(output ids, stop): of a greedy text whatever the seed."""
+        """(output ids, stop reason); greedy text does not depend on the seed."""
         key = json.dumps([ids, temperature, seed if temperature else 0]).encode()
         draw = random.Random(hashlib.sha256(key).digest())
         length = draw.randint(1, 20)
@@ -89,7 +90,7 @@ class FakeEngine:
         return {"object": "list", "data": [{"id": self.model, "max_model_len": self.context}]}
 
     def generated(self, body):
-        """What `body` is answered with."""
+        """The answer to the request `body`."""
         if self.engine == "vllm":
             ids, limit, temperature, seed = (body.get(key) for key in ("prompt", "max_tokens", "temperature", "seed"))
             if "prompt_logprobs" in body:
@@ -119,7 +120,8 @@ class FakeEngine:
         return {"output_ids": out, "meta_info": about, "text": "…"}
 
     def completion(self, body):
-        """llama-server's `/completion`, as recorded from a real server, without keys that the client ignores."""
+        """llama-server's answer to `/completion`, as recorded from a real server, without keys that the client
+        ignores."""
         ids = body["prompt"]
         if "n_probs" in body:
             likely = [{"id": token, "token": "…", "logprob": -token / 1000 + self.shift} for token in ids]
@@ -146,7 +148,7 @@ class FakeEngine:
 
 
 class Workers:
-    """vLLM's `/collective_rpc`: specctl's own extension on every rank, of which the loading alone is pretended."""
+    """vLLM's `/collective_rpc`: specctl's real extension on every rank; only the loading of weights is fake."""
 
     def __init__(self, directory, *, method="eagle3", ranks=1, extension=True, vocab_size=64):
         self.ranks = [_Worker(directory, method, vocab_size) for _ in range(ranks)]
@@ -176,10 +178,10 @@ class _Worker(DrafterSwap):
 
 
 class Session:
-    """SGLang's updates of draft weights: who asks for its parts in another order is told so.
+    """SGLang's updates of draft weights, with errors for requests in the wrong order.
 
     Attributes:
-        weights: name → tensor, as they were sent last.
+        weights: name → tensor, of the last update.
     """
 
     def __init__(self, directory, *, algorithm="EAGLE3", ranks=1):
@@ -222,11 +224,11 @@ class Session:
 
 
 class Corpora:
-    """SGLang's external corpora, as its HTTP server has them: texts, or a file of its own, and nothing else.
+    """SGLang's external corpora over HTTP, as texts or as a file on the server.
 
     Attributes:
-        texts: of each corpus.
-        counts: their tokens.
+        texts: corpus → its texts.
+        counts: corpus → its number of tokens.
     """
 
     def __init__(self, tokenizer, *, algorithm="NGRAM", budget=8, most=10_000):
@@ -279,7 +281,7 @@ class Corpora:
 
 
 class _Allowed(pickle.Unpickler):
-    """Classes that SGLang's reader of pickles lets through, as far as tensors have them."""
+    """Allows the classes that SGLang's reader of pickles allows for tensors."""
 
     def find_class(self, module, name):
         if not f"{module}.".startswith(("builtins.", "collections.", "torch.", "multiprocessing.reduction.")):
@@ -289,12 +291,12 @@ class _Allowed(pickle.Unpickler):
 
 class _Quiet(ThreadingHTTPServer):
     def handle_error(self, *_):
-        """Whoever asked is gone: some tests kill them."""
+        """Ignore broken connections: some tests kill their clients."""
 
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # an answer follows its headers at once, not when the client has confirmed them
+    disable_nagle_algorithm = True  # send an answer without waiting for the client's confirmation of its headers
 
     def __init__(self, engine, *args):
         self.engine = engine
@@ -304,7 +306,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def send(self, status, content, kind="application/json", headers=(), keep=None):
-        """`keep`: how much of the content is sent before the connection ends."""
+        """`keep`: number of bytes of the content that are sent before the connection ends."""
         data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Content-Type", kind)
@@ -421,7 +423,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.send(200, answer)
 
     def stream(self, answer, broken):
-        """Two tokens a piece, as each engine cuts its answers."""
+        """Stream two tokens per piece, in the engine's format."""
         self.send_response(200)
         self.send_header("Content-Type", "text/event-stream")
         self.send_header("Connection", "close")
@@ -436,7 +438,7 @@ class _Handler(BaseHTTPRequestHandler):
             if choice:
                 given = {"prompt_token_ids": choice["prompt_token_ids"] if end == 2 else None}
                 given |= {"token_ids": ids[end - 2 : end], "finish_reason": choice["finish_reason"] if last else None}
-                piece = {"choices": [given | {"text": "a\u2028b\x85"}]}  # which no line ends with, for JSON
+                piece = {"choices": [given | {"text": "a\u2028b\x85"}]}  # JSON allows these unescaped
             elif plain:
                 piece = {"index": 0, "content": "…", "tokens": ids[end - 2 : end], "stop": False}
             else:

@@ -1,4 +1,4 @@
-"""Targets that only engines run: small random models of `transformers`, and a stand-in for vLLM that runs them."""
+"""Targets that only engines run: small random models of `transformers`, and a fake vLLM server that runs them."""
 
 from functools import cache
 
@@ -15,7 +15,7 @@ SIZES = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
-    "vocab_size": 4224,  # the tokenizer has 4096 ids: the rest is padding
+    "vocab_size": 4224,  # the tokenizer has 4096 ids, the others are padding
     "max_position_embeddings": 512,
     "pad_token_id": 0,
     "bos_token_id": None,
@@ -105,7 +105,7 @@ TARGETS = {
 
 
 def write(name, directory):
-    """The model of a target, saved in `directory` with the built-in tokenizer."""
+    """Save the model of a target in `directory`, with the built-in tokenizer. Returns the model."""
     kind, special, _ = TARGETS[name]
     torch.manual_seed(0)
     if "text_config" in special:
@@ -116,7 +116,7 @@ def write(name, directory):
     multimodal = type(config) in transformers.MODEL_FOR_MULTIMODAL_LM_MAPPING
     made = transformers.AutoModelForMultimodalLM if multimodal else transformers.AutoModelForCausalLM
     model = made.from_config(config).eval()
-    for parameter in model.parameters():  # norms start at 0 or 1: an ignored one would not show
+    for parameter in model.parameters():  # norms start at 0 or 1, so that ignoring one would not show
         if parameter.ndim == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
     model.save_pretrained(directory)
@@ -126,7 +126,7 @@ def write(name, directory):
 
 @torch.no_grad()
 def forward(name, model, ids):
-    """(logits [S, V], states before every layer and after the last one, the last before the final norm)."""
+    """(logits [S, V], states before every layer and after the last one, the latter before the final norm)."""
     before = []
     hook = model.get_submodule(TARGETS[name][2]).register_forward_pre_hook(lambda _, inputs: before.append(inputs[0]))
     try:
@@ -137,16 +137,16 @@ def forward(name, model, ids):
 
 
 class TargetEngine(CapturingEngine):
-    """A vLLM that serves such a target: its texts are greedy, and its log probabilities its own."""
+    """A vLLM server that serves this target: greedy texts, and the target's log probabilities."""
 
     def __init__(self, name, model, tokenizer, place):
         super().__init__(tokenizer, "vllm", place, None)
-        # A step of Kimi-Linear takes seconds without its kernels.
+        # Without its kernels a step of Kimi-Linear takes seconds.
         self.forward = cache(lambda *ids: forward(name, model, list(ids)))
         self.logprobs = self.own_logprobs
 
     def layered(self, ids, layers):
-        """[tokens, layers, H] states, the last before the final norm."""
+        """States [tokens, layers, H], the last one before the final norm."""
         with self.lock:
             states = self.forward(*ids)[1]
         return torch.stack([states[layer] for layer in layers], 1)

@@ -1,4 +1,4 @@
-"""A family without gradient steps: after each token the one that followed it most often."""
+"""A family without gradient steps: it predicts the token that most often followed the last one."""
 
 from collections import Counter, defaultdict
 
@@ -11,13 +11,13 @@ DEPTH = 3
 
 
 class Followers:
-    """What is kept in the directory: `after` [V], -1 for a token that nothing followed."""
+    """The stored module: `after` [V], with -1 for tokens that nothing followed."""
 
     def __init__(self, after):
         self.after = after
 
     def check(self, target):
-        """It fits every target."""
+        """Every target fits."""
 
 
 class Follower:

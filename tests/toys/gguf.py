@@ -31,7 +31,7 @@ TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}"
 
 
 def stored(key: str, weights: torch.Tensor, config, kind: Kind) -> tuple[str, np.ndarray, Kind, torch.Tensor]:
-    """A tensor as llama.cpp's conversion has it: name, data, type; and the weights that are left of it."""
+    """A tensor as in llama.cpp's conversion: name, data and type, and its weights after the quantization."""
     for ours, theirs in NAMES.items():
         key = key.replace(ours, theirs)
     kind = kind if weights.dim() == 2 else Kind.F32
@@ -46,7 +46,7 @@ def stored(key: str, weights: torch.Tensor, config, kind: Kind) -> tuple[str, np
 def write(directory, path, kind=Kind.F32, *, leave_out=(), beside=None, arch=None, splits=0, tokenizer=True, **more):
     """Write the model in `directory` as a GGUF file. Return it, and a `transformers` model with the same weights.
 
-    more: values of metadata in place of the usual ones, by the last part of their names; None leaves one out.
+    more: metadata that replaces the default values, by the last part of their names. A key with None is omitted.
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     config, kept = model.config, {}

@@ -1,4 +1,4 @@
-"""A family that is trained: Medusa's heads under another name."""
+"""A trainable family: Medusa's heads under another name."""
 
 from specctl.drafters.medusa.drafter import MedusaFamily
 

@@ -1,4 +1,4 @@
-"""A server whose drafter can be exchanged while it runs, and that says of every text what became of its drafts."""
+"""A server with an exchangeable drafter, which reports the accepted drafts of every text."""
 
 import dataclasses
 from pathlib import Path
@@ -7,11 +7,11 @@ from tests.toys.engine import FakeEngine, Session, Workers
 
 
 class LiveEngine(FakeEngine):
-    """A `FakeEngine` that drafts with what was published last; its workers load by `vllm_worker._load`.
+    """A `FakeEngine` that drafts with the drafter published last; its workers load with `vllm_worker._load`.
 
     Attributes:
-        started: directory of the drafter that it was started with.
-        histograms: of accepted tokens, by version; of others `histogram`.
+        started: directory of the first drafter.
+        histograms: version → histogram of accepted tokens; `histogram` is for other versions.
     """
 
     def __init__(self, target, started, engine="vllm"):
@@ -21,17 +21,17 @@ class LiveEngine(FakeEngine):
 
     @property
     def version(self):
-        """The version that it drafts with."""
+        """The version of the current drafter."""
         if isinstance(self.admin, Session):
             return self.admin.version
         return self.admin.ranks[0].drafter_loaded()["version"]
 
     def restart(self):
-        """Draft with the first drafter again."""
+        """Return to the first drafter."""
         del self.admin.ranks[0]._specctl_running
 
     def tamper(self, version, **change):
-        """Draft with something else under a version."""
+        """Change the version or the attributes of the running drafter."""
         worker = self.admin.ranks[0]
         worker._specctl_running = dataclasses.replace(worker._specctl_running, version=version, **change)
 

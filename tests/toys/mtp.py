@@ -1,4 +1,4 @@
-"""Targets with an MTP layer of their own: tensors beside a model's others, which `transformers` does not read."""
+"""Targets with an MTP layer: extra tensors in a model's files, which `transformers` does not read."""
 
 import json
 import os
@@ -21,7 +21,7 @@ NAMES = {
 
 
 def tensors(layout, config, *, bias=False, qk_norm=False, seed=0):
-    """A random MTP layer under the names of a layout, for a target of this config.json."""
+    """A random MTP layer with the tensor names of a layout, for a target with this config.json."""
     random = torch.Generator().manual_seed(seed)
     size, inner = config["hidden_size"], config["intermediate_size"]
     heads, kv = config["num_attention_heads"], config["num_key_value_heads"]
@@ -53,7 +53,7 @@ def _random(random, *shape):
 
 
 def head(target, layout="mimo", **options):
-    """A random layer for a loaded target, which need not have one."""
+    """A random MTP layer for a loaded target, with or without a native layer."""
     held = layouts.to_our_names(layouts.LAYOUTS[layout], tensors(layout, target.config.to_dict(), **options), "toy")
     native = NativeLayer("toy", layout, {}, {name: tuple(tensor.shape) for name, tensor in held.items()})
     made = MtpHead(drafter.architecture(native, DrafterRecipe(), target))
@@ -62,9 +62,9 @@ def head(target, layout="mimo", **options):
 
 
 def write(place, layout, source=None, *, shards=False, **options):
-    """The target in directory `source` (None = the built-in one) with a random MTP layer, in `place`.
+    """The target in directory `source` (default: the built-in target) with a random MTP layer, in `place`.
 
-    `shards`: the layer is in a file of its own, behind an index.
+    `shards`: put the layer in a separate file, with an index.
     """
     source, place = Path(source or builtin_path()), Path(place)
     place.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,8 @@ def write(place, layout, source=None, *, shards=False, **options):
 
 
 def as_mimo(place):
-    """The built-in target in Qwen2's shape, with biases of zero, and a random MTP layer: what engines take for MiMo."""
+    """The built-in target in Qwen2's format, with zero biases and a random MTP layer: engines load it as a MiMo
+    model."""
     shaped = Path(place).with_name(Path(place).name + "-qwen2")
     shutil.copytree(builtin_path(), shaped)
     config = json.loads((shaped / "config.json").read_text())

@@ -1,4 +1,4 @@
-"""A format of its own file and row: what a directory of ours holds, under other names."""
+"""A format with its own file and its own row in the table: the contents of our directory under other names."""
 
 from specctl.formats.head import Files, Head, Serving
 

@@ -30,7 +30,8 @@ HERMES = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""A template like Qwen2.5's: it renders tools, calls and results; with `thinks`, an empty think block, as Qwen3's."""
+"""A template like Qwen2.5's: it renders tools, calls and results. With `thinks` it adds an empty think block, like
+Qwen3's."""
 
 CHATML = """\
 {%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|end|>\\n' }}
@@ -44,4 +45,4 @@ PARTS = """\
 {%- else %}{%- for part in message.content %}{{- '[' + (part.text | trim) + ']' }}{%- endfor %}{%- endif %}
 {{- '<|end|>\\n' }}{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
 """
-"""A template that goes through the parts of a content."""
+"""A template that iterates over the parts of a message's content."""
